@@ -1,11 +1,13 @@
 """The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
 
-python -m benchmarks.learned [MODEL …] [--again] [--check]
+python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
-left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--check`` learns
-nothing: it counts the parameters of each model as transformers makes it. Whether a fit still is what the code does, the
-tests say, whoever made it: ``pytest -m slow tests/trace/test_built_in.py`` traces each beside its fit.
+left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
+those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
+anew where they are what it says, with what operators do; else it learns it. ``--check`` learns nothing: it counts
+the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
+tests/trace/test_built_in.py`` traces each beside its fit.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from memplan.frameworks.fsdp.learned import ENDS, cast_of
@@ -24,10 +28,11 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.trace import cache
-from memplan.trace.fit import LAYER
+from memplan.trace.fit import LAYER, Fit
+from memplan.trace.job import Job
 from memplan.trace.learned import fit_by_traces, fit_of, forget, job_of, kept_as, longest_of, settings_of
 
-VARIANTS: tuple[dict[str, str], ...] = ({}, {"recompute": "full"})
+VARIANTS: tuple[dict[str, str], ...] = ({"recompute": "full"}, {})
 """Flags of the plans that are learnt of every model: bf16 and the flash kernel, without recompute and with it."""
 SHARDED = {"framework": "fsdp", "dp": "2"}
 """And besides, where ``fully_shard`` casts what layers are handed."""
@@ -39,23 +44,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="all that are listed if left out")
     parser.add_argument("--again", action="store_true", help="also what is there already")
+    parser.add_argument("--renew", action="store_true", help="what another tracer made, checked beside traces")
     parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
     asked = parser.parse_args()
     models = [learned_models()[name] for name in asked.models or learned_models()]
-    wrong = [line for one in models for line in (checked(one) if asked.check else learnt(one, again=asked.again))]
+    work = checked if asked.check else partial(learnt, again=asked.again, renew=asked.renew)
+    wrong = [line for one in models for line in work(one)]
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
+def learnt(model: LearnedModel, *, again: bool, renew: bool) -> Iterator[str]:
     """Writes the fits of ``model``; what could not be learnt, in words."""
     wanted = set()
+    recomputed: Fit | None = None
     for flags in chain(VARIANTS, ({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))):
         words = " ".join([model.name, *flags.values()])
         plan = plan_of(model, flags)
         job = job_of(plan)
         asked = [cache.built_in_path(model.name, settings_of(job, layers)) for layers in (None, plan.model.layers)]
-        there = [path for path in asked if path.is_file()]
+        there = [path for path in dict.fromkeys(asked) if path.is_file()]
+        if there and renew:
+            known = None if job.recompute else recomputed
+            there = [path for path in there if not cache.is_stale(path) or renewed(path, job, words, known)]
+            recomputed = fit_in(there[0]) if there and job.recompute else recomputed
         if there and not again:
             wanted.update(there)
             continue
@@ -77,6 +89,29 @@ def learnt(model: LearnedModel, *, again: bool) -> Iterator[str]:
             path.unlink()
 
 
+def fit_in(path: Path) -> Fit | None:
+    data = cache.shipped(path)
+    return Fit.from_json(data["fit"]) if data is not None else None
+
+
+def renewed(path: Path, job: Job, words: str, recomputed: Fit | None) -> bool:
+    """Whether the fit in ``path`` is what this tracer finds; it is written anew then."""
+    from .renewing import NotRenewedError, renewed_fit
+
+    data = cache.shipped(path)
+    if data is None:
+        return False
+    started = time.monotonic()
+    try:
+        fit, traces = renewed_fit(job, Fit.from_json(data["fit"]), recomputed)
+    except NotRenewedError as error:
+        print(f"{words}: {error}: it is learnt anew", flush=True)
+        return False
+    path.write_bytes(cache.written(data["settings"], fit))
+    print(f"{words}: renewed, {traces} traces, {time.monotonic() - started:.0f} s", flush=True)
+    return True
+
+
 def plan_of(model: LearnedModel, flags: dict[str, str]) -> ResolvedPlan:
     return resolve(read_plan(None, {"model": model.name, "framework": "single", **flags}, traced=True).plan)
 
@@ -95,6 +130,9 @@ def checked(model: LearnedModel) -> Iterator[str]:
     counted = parameters_of(model.configuration())
     if counted != model.parameters:
         yield f"{model.name}: transformers makes {counted:,} parameters, published are {model.parameters:,}"
+    for path in sorted((LEARNED / model.name).glob(f"*{cache.SUFFIX}")):
+        if cache.is_stale(path):
+            yield f"{model.name}: {path.name} is of another tracer: python -m benchmarks.learned --renew {model.name}"
 
 
 def parameters_of(config: dict[str, Any]) -> int:

@@ -198,7 +198,7 @@ def check_search(top: int, objective: str) -> None:
 
 def _read(place: Place, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:
     try:
-        return read_given(place, launch_flags, flags)
+        return read_given(place, launch_flags, flags, traced=True)
     except PlanError as error:
         if place is None:
             lacking = _lacking(gpu="gpu" in flags, batch=bool({"gbs", "accumulation"} & flags.keys()))

@@ -116,8 +116,9 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
     read = read_plan(plan, {"framework": "single", **flags} if plan is None else flags, traced=True)
     try:
         resolved = resolve(read.plan)
-        with progress(f"tracing {resolved.model.name} at several sizes"):
-            found = learned(resolved)
+        doing = f"tracing {resolved.model.name} at several sizes"
+        with progress(doing) as report:
+            found = learned(resolved, lambda done, of: report(doing, done, of))
     except PlanError as error:
         raise read.located(error) from None
     if json:

@@ -27,6 +27,27 @@ OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shar
 """Linear layers of a feed-forward network, which experts have in place of a dense layer."""
 
 
+OF_TYPES: Mapping[str, tuple[str, ...]] = {
+    "t5": ("q", "v"),
+    "mt5": ("q", "v"),
+    "bart": ("q_proj", "v_proj"),
+    "roberta": ("query", "value"),
+    "xlm-roberta": ("query", "value"),
+    "electra": ("query", "value"),
+    "stablelm": ("q_proj", "v_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "gemma": ("q_proj", "v_proj"),
+    "gemma3_text": ("q_proj", "v_proj"),
+}
+"""peft's targets of architectures that traces know (peft 0.21, ``utils/constants.py``,
+``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""
+
+
+def default_targets(spec: ModelSpec) -> tuple[str, ...] | None:
+    """peft's, where nobody names any."""
+    return family(spec.family).lora_targets if spec.has_sizes else OF_TYPES.get(spec.family)
+
+
 def linear_layers(spec: ModelSpec) -> dict[str, str]:
     """Those of the family that the model has, and the ends of their names."""
     sizes, known = linear_sizes(spec), family(spec.family).linear_layers
@@ -45,7 +66,7 @@ def adapted(plan: Plan) -> frozenset[str]:
     A target names the layers whose name it is or ends with behind a dot (peft ``tuners_utils.py``,
     ``check_target_module_exists``).
     """
-    if plan.lora.rank is None:
+    if plan.lora.rank is None or not plan.model.has_sizes:
         return frozenset()
     names = linear_layers(plan.model)
     found: set[str] = set()
@@ -153,6 +174,8 @@ def _named(plan: Plan) -> str:
 
 def left_out(plan: Plan) -> list[str]:
     """Targets beside others that match nothing, which peft leaves out (``tuners_utils.py``, ``inject_adapter``)."""
+    if not plan.model.has_sizes:
+        return []
     names = (*linear_layers(plan.model).values(), *tables(plan.model))
     targets = plan.lora.targets or () if plan.lora.rank is not None else ()
     return [one for one in targets if one != ALL_LINEAR and not any(f".{name}".endswith(f".{one}") for name in names)]

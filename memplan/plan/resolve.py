@@ -28,6 +28,7 @@ from .checks import (
 )
 from .errors import PlanError
 from .kernels import LOSSES, check_kernels, of_set
+from .lora import default_targets
 from .loss_checks import check_loss
 from .optimizer_checks import check_optimizer
 from .plan import (
@@ -212,7 +213,7 @@ def _lora(plan: Plan) -> Lora:
     lora = plan.lora
     if lora.rank is None:
         return lora
-    targets = family(plan.model.family).lora_targets if lora.targets is None else lora.targets
+    targets = default_targets(plan.model) if lora.targets is None else lora.targets
     cast = has_trl(plan) and release(plan, "trl") >= TRL_16_BIT_ADAPTERS and plan.quantisation.kind != "none"
     return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or ("bf16" if cast else "fp32")})
 

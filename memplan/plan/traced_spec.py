@@ -74,6 +74,10 @@ class TracedSpec(ModelSpec):
     is_text_part: bool = False
     """The configuration is of a model that reads images, too, and this is its part that reads text."""
 
+    def __hash__(self) -> int:
+        """Of what decides: a configuration is a mapping, which has none."""
+        return hash((self.digest, self.layers, self.source))
+
     @model_serializer
     def _as_it_is(self) -> dict[str, Any]:
         layers = self.layers if self.counted else None
@@ -208,8 +212,9 @@ def known_from_traces(error: PlanError, model: Node) -> PlanError:
     name = name_of_built_in(Path(error.origin.source)) if error.origin is not None else ""
     if not name or base is None:
         return error
-    problem = "has no recipe, and is known from traces, which memplan estimate takes with framework single, most with "
-    problem += "ddp, deepspeed and fsdp, and memplan trace; models with a recipe go anywhere (`memplan models`)"
+    problem = "has no recipe, and is known from traces, which memplan estimate and suggest-partition take with "
+    problem += "framework single, most with ddp, deepspeed and fsdp, and memplan trace; models with a recipe go "
+    problem += "anywhere (`memplan models`)"
     return PlanError("model", base.plain(), problem, origin=base.origin)
 
 

@@ -8,7 +8,6 @@ from .lora import adapted, last_names, of_experts, saved
 from .plan import Plan
 from .releases import LIBRARIES, parsed, shown
 from .resolved import ResolvedPlan
-from .traced_spec import TracedSpec
 from .tuning_sections import Frozen, Lora, Quantisation
 
 _NO_LORA, _NOT_QUANTISED, _NOT_FROZEN = Lora.model_construct(), Quantisation.model_construct(), Frozen.model_construct()
@@ -23,12 +22,8 @@ def check_tuning(plan: ResolvedPlan) -> None:
     """Frozen parameters, LoRA and 4-bit weights: where they are modelled, and together with what."""
     if not is_tuned(plan):
         return
-    if isinstance(plan.model, TracedSpec) and (plan.lora, plan.quantisation) != (_NO_LORA, _NOT_QUANTISED):
-        _refuse(
-            plan,
-            "must be left out: adapters and 4-bit weights of an architecture without a recipe are not modelled "
-            f"(model_type {plan.model.family})",
-        )
+    if not plan.model.has_sizes:
+        _check_without_recipe(plan)
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     if plan.loss.kind in ("cut", "chunked"):
@@ -39,6 +34,18 @@ def check_tuning(plan: ResolvedPlan) -> None:
     _check_lora(plan)
     _check_quantisation(plan)
     _check_frozen(plan)
+
+
+def _check_without_recipe(plan: ResolvedPlan) -> None:
+    """Of an architecture that traces know, adapters are traced in their places; nothing packs its weights."""
+    problem = f"not modelled of an architecture without a recipe (model_type {plan.model.family})"
+    for name, value in plan.quantisation.changed():
+        raise PlanError(f"quantisation.{name}", value, f"must be left out: 4-bit weights are {problem}")
+    if plan.lora.modules_to_save:
+        value = list(plan.lora.modules_to_save)
+        raise PlanError(
+            "lora.modules_to_save", value, f"must be left out: modules that are trained whole are {problem}"
+        )
 
 
 def first_frozen(plan: Plan) -> tuple[str, object]:
@@ -60,6 +67,9 @@ def _check_lora(plan: ResolvedPlan) -> None:
         for name, value in lora.changed():
             raise PlanError(f"lora.{name}", value, "needs lora.rank, as --lora-rank 16")
         return
+    if lora.targets is None and not plan.model.has_sizes:
+        problem = f"is missing: peft has no default for model_type {plan.model.family}; say --lora-targets "
+        raise PlanError("lora.targets", ABSENT, f"{problem}all-linear, or names of linear layers")
     if lora.targets is None:
         names = last_names(plan.model)
         if not names:
@@ -75,8 +85,9 @@ def _check_lora(plan: ResolvedPlan) -> None:
         problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
         raise PlanError("lora.dtype", lora.dtype, problem)
     adapted(plan)
-    saved(plan)
-    of_experts(plan)
+    if plan.model.has_sizes:
+        saved(plan)
+        of_experts(plan)
 
 
 def _check_quantisation(plan: ResolvedPlan) -> None:

@@ -27,7 +27,7 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
         verdict = Text("fits", GOOD) if way.fits else Text("too large", BAD)
         table.add_row(Text(way.what), verdict, unit.figure(way.needs), unit.figure(way.gained), costs(way))
     yield table
-    if estimate.plan.model.has_sizes and framework(estimate.plan.framework).search.searched(estimate.plan):
+    if framework(estimate.plan.framework).search.searched(estimate.plan):
         yield Text("memplan suggest-partition searches all layouts.", FAINT)
 
 

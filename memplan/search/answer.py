@@ -45,6 +45,7 @@ def suggest(
     base = _with_reserve(base)
     resolved = filled(base)
     capacity, limit, beyond = _limits(resolved, known)
+    framework(resolved.framework).search.check_model(resolved, timed=objective == "time")
     if objective == "time":
         check_timed(resolved.hardware.gpu)
     space = _space(base, resolved, fixed)

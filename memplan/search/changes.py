@@ -190,7 +190,7 @@ def stated(base: Plan) -> Suggestion:
     """A plan as it is, before the allocator is replayed. ``PlanError`` where it cannot run."""
     plan = resolve(base)
     requested, stage = framework(plan.framework).search.fullest(plan)
-    if not plan.model.has_sizes:  # of what traces tell, nothing says how long it takes
+    if not plan.model.has_sizes and not framework(plan.framework).search.searched(base):
         return Suggestion(point_of(plan), (), base, requested, stage, UNTIMED)
     step = ranking_time(plan)
     return Suggestion(point_of(plan), chunks_of(work_of(plan)), base, requested, stage, step.total, step=step)

@@ -9,6 +9,7 @@ from ..estimate import fold
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
+from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from .cuts import Criteria, Fields, Ratios, StageLayers
 from .lower_bounds import LayerNeeds, LowerBounds, States
@@ -50,7 +51,18 @@ class FrameworkSearch:
 
     def searched(self, base: Plan) -> bool:
         """Whether layouts and cuts of such a model are searched, and its times known."""
-        return True
+        return base.model.has_sizes or _has_work(base)
+
+    def check_model(self, plan: ResolvedPlan, *, timed: bool) -> None:
+        """``PlanError`` where a model that only traces know is not searched here, or has no time though it is to be
+        ``timed``."""
+        if plan.model.has_sizes:
+            return
+        running = framework(plan.framework).running
+        if not running.learns:
+            running.check_learnt(plan)
+        if not running.learnt_work(plan) and timed:
+            raise PlanError("model", plan.model.name, UNTIMED)
 
     # -- axes ----------------------------------------------------------------------------------------------
 
@@ -60,7 +72,8 @@ class FrameworkSearch:
 
     def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:
         """ZeRO stages that are tried, in their order."""
-        return framework(plan.framework).supports.zero
+        own = framework(plan.framework)
+        return own.supports.zero if plan.model.has_sizes else own.running.learnt_zero(own.supports.zero)
 
     def parallel_sizes(self, plan: ResolvedPlan, gpus: int) -> dict[str, tuple[int, ...]]:
         """Values of every size of the layout on so many GPUs."""
@@ -86,7 +99,7 @@ class FrameworkSearch:
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         """Choices beside layout, batch and recompute, alternatives of one another in a group."""
         groups = []
-        if plan.loss.kind == "plain" and not plan.loss.logits_to_keep:
+        if plan.loss.kind == "plain" and not plan.loss.logits_to_keep and plan.model.has_sizes:
             groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
         return groups + eight_bit_adam(plan)
 
@@ -165,6 +178,17 @@ class FrameworkSearch:
     def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
         """The same job in other frameworks, where this one cannot shard what they do."""
         return iter(())
+
+
+UNTIMED = "has no time: what was learnt of it does not say what its operators do; --objective memory and gpus need none"
+
+
+def _has_work(base: Plan) -> bool:
+    """Whether what was learnt of a model says how long it takes."""
+    try:
+        return framework(base.framework).running.learnt_work(resolve(base))
+    except PlanError:
+        return False
 
 
 def eight_bit_adam(plan: ResolvedPlan, fields: Fields = ()) -> list[tuple[Extra, ...]]:

@@ -231,7 +231,10 @@ def suggest(
     with as_arguments():
         check_search(top, objective)
         flags, fixes = flags_of(fields), fixes_of([fix] if isinstance(fix, str) else tuple(fix))
-        read, known, problem = read_any(plan, with_fixes(flags, fixes)), *measured_of(no_records=not records)
+        read, known, problem = (
+            read_any(plan, with_fixes(flags, fixes), traced=True),
+            *measured_of(no_records=not records),
+        )
         answer = answered(warned(read, problem), flags, fixes, objective, top, quiet=True, known=known)
     return shown(Suggestion(**{field.name: getattr(answer, field.name) for field in fields_of(answer)}), known)
 

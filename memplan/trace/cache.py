@@ -63,12 +63,27 @@ def _installed(package: str) -> str:
 
 @lru_cache(maxsize=1)
 def tracer() -> str:
-    """A digest of this package's source: another tracer may find other events."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """A digest of the source that traces and learns, but for what it says in docstrings and comments: another tracer
+    may find other events."""
     digest = sha256()
-    for source in sources:
-        digest.update(source.name.encode() + source.read_bytes())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        if source.stem not in NO_TRACER:
+            digest.update(source.name.encode() + _code(source.read_bytes()))
     return digest.hexdigest()[:16]
+
+
+NO_TRACER = frozenset(
+    {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "run", "tapes", "timed", "worker"}
+    | {"torchtitan", "torchtitan_step"}
+)
+"""Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
+from them."""
+
+
+def _code(source: bytes) -> bytes:
+    """Lines without docstrings, and without those that are comments."""
+    bare = re.sub(rb'\n *""".*?"""', b"", b"\n" + source, flags=re.DOTALL)
+    return b"\n".join(line for line in bare.splitlines() if line.strip() and not line.lstrip().startswith(b"#"))
 
 
 def folder() -> Path:
@@ -97,12 +112,24 @@ def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
 
 
 def built_in(settings: Mapping[str, Any]) -> Fit | None:
-    """The fit that ships with memplan, whichever tracer made it: tests compare them with what this one finds."""
+    """The fit that ships with memplan, whichever tracer made it: tests see to it that it is this one."""
     for path in LEARNED.glob(f"*/{_digest(settings)}{SUFFIX}"):
-        data = _json(path)
-        if data is not None and data.get("format") == FORMAT and data.get("settings") == settings and _is_whole(data):
+        data = shipped(path)
+        if data is not None and data["settings"] == settings:
             return Fit.from_json(data["fit"])
     return None
+
+
+def shipped(path: Path) -> dict[str, Any] | None:
+    """What is in the file of a fit that ships; nothing where it is not whole, or of another format."""
+    data = _json(path)
+    return data if data is not None and data.get("format") == FORMAT and _is_whole(data) else None
+
+
+def is_stale(path: Path) -> bool:
+    """Whether the fit of a file that ships is not what this tracer is known to find."""
+    data = shipped(path)
+    return data is None or data.get("versions", {}).get("tracer") != tracer()
 
 
 def _of_user(settings: Mapping[str, Any]) -> Fit | None:

@@ -124,6 +124,24 @@ class Kind:
     """Bytes and dtype of each."""
 
 
+class Worked(NamedTuple):
+    """Kernels of one size (``recording.Done``)."""
+
+    times: int
+    what: str
+    how: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Numbers of polynomials."""
+
+
+@dataclass(frozen=True, eq=False)
+class PieceWork:
+    """What the kernels of a piece do, by kind and pass (``work.PASSES``)."""
+
+    polynomials: tuple[Polynomial, ...]
+    kinds: tuple[tuple[tuple[Worked, ...], ...], ...]
+
+
 class Places(NamedTuple):
     """Entries of one kind that follow one another."""
 
@@ -164,6 +182,8 @@ class Piece:
     inputs: tuple[Born, ...]
     repeated: int | None
     """Which of ``row`` grows with the number of layers; ``None`` where no other number was verified."""
+    work: PieceWork | None = None
+    """``None`` where it is not known, so that nothing says how long the piece takes."""
 
     def grown(self, layers: int) -> tuple[Places, ...]:
         """The row of a model of so many layers; ``ValueError`` where it cannot be."""
@@ -249,7 +269,27 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
         "row": piece.row,
         "inputs": piece.inputs,
         "repeated": piece.repeated,
+        **({"work": _work_to_json(piece.work)} if piece.work is not None else {}),
     }
+
+
+def _work_to_json(work: PieceWork) -> dict[str, Any]:
+    return {"polynomials": [one.coefficients for one in work.polynomials], "kinds": work.kinds}
+
+
+def _work_from_json(data: Mapping[str, Any] | None) -> PieceWork | None:
+    """Fits of earlier releases have none."""
+    if data is None:
+        return None
+    return PieceWork(
+        tuple(Polynomial(tuple(one)) for one in data["polynomials"]),
+        tuple(
+            tuple(
+                tuple(Worked(times, what, tuple(how), tuple(sizes)) for times, what, how, sizes in one) for one in kind
+            )
+            for kind in data["kinds"]
+        ),
+    )
 
 
 def _piece_from_json(data: Mapping[str, Any]) -> Piece:
@@ -270,6 +310,7 @@ def _piece_from_json(data: Mapping[str, Any]) -> Piece:
         tuple(Places(kind, tuple(names)) for kind, names in data["row"]),
         tuple(_born(one) for one in data["inputs"]),
         data["repeated"],
+        _work_from_json(data.get("work")),
     )
 
 

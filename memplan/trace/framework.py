@@ -68,6 +68,14 @@ class FrameworkRunning:
         named = listed([one.name for one in frameworks() if one.running.learns])
         raise PlanError("framework", plan.framework, f"must be {named}: under others this architecture has no recipe")
 
+    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ZeRO stages that it has, those that it has of such an architecture."""
+        return zero
+
+    def learnt_work(self, plan: ResolvedPlan) -> bool:
+        """Whether what was learnt says what operators do, so that a step has a time."""
+        return False
+
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
         """Why what was learnt does not serve this framework, whatever else the plan says; nothing where it does."""
         return ""

@@ -29,13 +29,13 @@ from . import cache
 from .fit import Born, Fit
 from .framework import job_of_plan
 from .job import Job
-from .run import answer_of
+from .run import Steps, answer_of
 
 OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weight_decay", "microbatches"})
 """Fields of a job that change nothing of forward and backward."""
 NAMES = frozenset({"_name_or_path", "transformers_version"})
 """Keys of a configuration that change no model."""
-SECTIONS = ("precision", "recompute", "frozen")
+SECTIONS = ("precision", "recompute", "lora", "frozen")
 """Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
 ALWAYS_TOLD = ("--dtype", "--attention")
 TRACED = ("transformers", "torch")
@@ -91,11 +91,17 @@ def fit_of(plan: ResolvedPlan) -> Fit:
 
 def learnt_programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """The one program of a plan of a ``TracedSpec``; ``PlanError`` where nothing was learnt of it, or not this."""
+    fit = checked_fit(plan)
+    return (framework(plan.framework).running.learnt_program(plan, fit, options),)
+
+
+def checked_fit(plan: ResolvedPlan) -> Fit:
+    """What was learnt of the plan's architecture and serves its framework; ``PlanError`` where nothing was, or does."""
     running = framework(plan.framework).running
     running.check_learnt(plan)
     fit = fit_of(plan)
     check_framework(plan, running.lacks(plan, fit))
-    return (running.learnt_program(plan, fit, options),)
+    return fit
 
 
 def takers(plan: ResolvedPlan) -> list[str]:
@@ -148,11 +154,12 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     made = next(filter(None, map(cache.others, asked)), "")
     why = f"; what was learnt of it was of {made}" if made else ""
     learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
+    needs = " and ".join(["torch", *job.packages])
     if spec.source in learned_models():
-        problem = f"ships learned in {SHIPS_IN}; in {_told(plan)}{why}: `{learn}` (needs torch)"
+        problem = f"ships learned in {SHIPS_IN}; in {_told(plan)}{why}: `{learn}` (needs {needs})"
     else:
         reason = spec.reason.partition("; known are")[0]
-        problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs torch)"
+        problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs {needs})"
     raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
 
 
@@ -212,7 +219,7 @@ def _flag(plan: ResolvedPlan, field: PlanField) -> str:
     value = _value(plan, field)
     if field.kind is Kind.SWITCH:
         return field.flag if value else f"--no-{field.flag[2:]}"
-    return f"{field.flag}={value}"
+    return f"{field.flag}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 @lru_cache(maxsize=256)
@@ -258,8 +265,9 @@ class Learned:
     """Where it is kept."""
 
 
-def learned(plan: ResolvedPlan) -> Learned:
-    """What traces of the resolved plan's architecture come to, kept for later. ``LackingError`` without torch or
+def learned(plan: ResolvedPlan, report: Steps = lambda done, of: None) -> Learned:
+    """What traces of the resolved plan's architecture come to, kept for later; ``report`` is told how many there were.
+    ``LackingError`` without torch or
     transformers; ``PlanError`` where it cannot be traced, or written as polynomials."""
     spec = plan.model
     if not isinstance(spec, TracedSpec):
@@ -268,7 +276,7 @@ def learned(plan: ResolvedPlan) -> Learned:
     framework(plan.framework).running.check_learnt(plan)
     cache.folder()  # before tracing, which takes long, is in vain
     job = job_of(plan)
-    fit, traces = fit_by_traces(job, plan, longest_of(plan), spec.source)
+    fit, traces = fit_by_traces(job, plan, longest_of(plan), spec.source, report)
     path = cache.store(kept_as(job, fit), fit)
     forget()
     return Learned(fit, traces, path)
@@ -281,9 +289,11 @@ def longest_of(plan: ResolvedPlan) -> int:
     return max(named, asked)
 
 
-def fit_by_traces(job: Job, plan: ResolvedPlan, longest: int, name: str) -> tuple[Fit, int]:
+def fit_by_traces(
+    job: Job, plan: ResolvedPlan, longest: int, name: str, report: Steps = lambda done, of: None
+) -> tuple[Fit, int]:
     """The fit and how many steps were traced for it; compared with one of them under ``plan``."""
-    answer = answer_of("learned", job, {"longest": longest}, name)
+    answer = answer_of("learned", job, {"longest": longest}, name, report)
     fit = Fit.from_json(answer["fit"])
     _compare(plan, fit, answer["point"], answer["points"], name)
     return fit, int(answer["traces"])

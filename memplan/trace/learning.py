@@ -19,6 +19,7 @@ from .job import Job
 from .recording import Traced
 from .rows import gradients_follow_rows, laid_out, piece_of
 from .structure import Fitted, Structure, UnfitError, as_traced, fit_sizes, structure_of
+from .work import NoWorkError, check_work, fit_work, work_of
 
 Trace = Callable[[Job], Traced]
 """Traces a step of two micro-batches, and an evaluation behind it."""
@@ -73,7 +74,8 @@ class Learner:
 
     def _seen(self, b: int, s: int, layers: int | None, is_own: bool) -> tuple[Traced, Structure]:
         config = self.config(layers)
-        key = (b, s), config.get(layers_name(config) or ""), is_own
+        point, count = (b, s), config.get(layers_name(config) or "")
+        key = point, count, is_own or (point, count, True) in self.seen  # an optimizer changes no structure
         if key not in self.seen:
             optimizer = {} if is_own else STATELESS
             traced = self.trace(replace(self.job, b=b, s=s, microbatches=2, config=config, **optimizer))
@@ -116,7 +118,16 @@ class Learner:
         is_shorter = not start and shortest < unit and self.holds(found, bs[-1], shortest)
         domain = Domain(bs[0], None if more else bs[0], shortest if is_shorter else start + unit, to, step)
         traced, _ = self.at(bs[0], start + unit)
-        return piece_of(found, traced, domain), found
+        piece = piece_of(found, traced, domain)
+        return self.with_work(piece, [*grid], (last, start + 4 * unit)), found
+
+    def with_work(self, piece: Piece, grid: Sequence[Point], other: Point) -> Piece:
+        """``piece`` with what its kernels do, fitted through ``grid`` and checked at ``other``, where that is known."""
+        with suppress(NoWorkError):
+            made = replace(piece, work=fit_work(piece, {point: work_of(self.at(*point)[0]) for point in grid}))
+            check_work(made, other, work_of(self.at(*other)[0]))
+            return made
+        return piece
 
     def check(self, found: Fitted, b: int, s: int) -> None:
         found.check((b, s), self.at(b, s)[1])
@@ -205,6 +216,7 @@ def _learnt(learner: Learner, layers: int) -> tuple[Fit, Traced, Point]:
     refused: list[str] = []
     unit, shallow = learner.unit, learner.shallow
     verified = (shallow, shallow + 1, layers) if shallow is not None else (layers,)
+    whole = learner.whole(1, 2 * unit)
     for bs, more in (((2, 3), 5), ((1,), None)):
         others = [one.domain.s_to for one in pieces]
         found, why = _pieces(learner, bs, more, others)
@@ -213,7 +225,6 @@ def _learnt(learner: Learner, layers: int) -> tuple[Fit, Traced, Point]:
                 learner.check_layers(piece, bs[0], piece.domain.s_from // unit * unit + 2 * unit, count)
         pieces += found if shallow is not None else [replace(piece, repeated=None) for piece in found]
         refused += why
-    whole = learner.whole(1, 2 * unit)
     buckets = all(gradients_follow_rows(piece, learner.at(piece.domain.b_from, unit)[0]) for piece in pieces)
     fit = Fit("", "", layers, verified, tuple(pieces), tuple(refused), buckets)
     return fit, whole, (1, 2 * unit)

@@ -45,6 +45,14 @@ class Place(NamedTuple):
 SETUP = Place(0, "", "")
 
 
+class Done(NamedTuple):
+    """What an operator did (``operators``), by its sizes; ``how`` is the same whatever these are."""
+
+    what: str
+    how: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 @dataclass
 class Recording:
     """Events in order; ``places`` has one entry for each."""
@@ -57,6 +65,8 @@ class Recording:
     """What is known of storages for certain, by number."""
     raw: dict[int, int] = field(default_factory=dict)
     """Bytes of storages before rounding, by number; known where the trace ran, and not written to JSON."""
+    done: list[tuple[Place, Done]] = field(default_factory=list)
+    """What operators did, where that was asked for; likewise."""
 
     def add(self, event: Hold | Drop, place: Place) -> None:
         self.events.append(event)
@@ -68,6 +78,7 @@ class Recording:
         self.places.clear()
         self.marks.clear()
         self.raw.clear()
+        self.done.clear()
         self.live = 0
 
     def categorised(self, vocab: int = 0) -> Recording:
@@ -80,7 +91,7 @@ class Recording:
         for number in self._left_by_forward():
             kept.setdefault(number, Category.ACTIVATIONS)
         events = [event._replace(category=kept.get(event.tensor, Category.TEMPORARIES)) for event in self.events]
-        return Recording(events, self.places, self.live, self.marks, self.raw)
+        return Recording(events, self.places, self.live, self.marks, self.raw, self.done)
 
     def _left_by_forward(self) -> set[int]:
         left: set[int] = set()
@@ -243,11 +254,22 @@ class Traced:
     def entries(self) -> tuple[str, ...]:
         """The entry of the layer list that each event belongs to, as a recipe has it: what happens between two
         layers belongs to the one that ran last."""
+        return self._entries(self.recording.places, {one.begin: one.opening for one in self.passes})
+
+    @cached_property
+    def done(self) -> dict[tuple[int, str, str, bool], list[Done]]:
+        """What operators did, by micro-batch, phase, entry, and whether it was done again."""
+        places = [place for place, _ in self.recording.done]
+        result: dict[tuple[int, str, str, bool], list[Done]] = {}
+        for (place, done), entry in zip(self.recording.done, self._entries(places, {}), strict=True):
+            result.setdefault((place.microbatch, place.phase, entry, place.recompute), []).append(done)
+        return result
+
+    def _entries(self, places: Iterable[Place], openings: Mapping[int, str]) -> tuple[str, ...]:
         result = []
         before: tuple[object, ...] = ()
         entry = ""
-        openings = {one.begin: one.opening for one in self.passes}
-        for number, place in enumerate(self.recording.places):
+        for number, place in enumerate(places):
             if number in openings:
                 before, entry = place[:2], openings[number]
             elif place[:2] != before:

@@ -5,12 +5,15 @@ line), and to the program that the trace stands beside.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from ..families import family
@@ -30,6 +33,7 @@ from ..values import dataclass
 from .framework import job_of_plan
 from .job import Job, check_stage
 from .recording import Traced
+from .worker import PROGRESS
 
 LEAST = {
     "torch": (2, 6),
@@ -60,20 +64,28 @@ def needed(job: Job) -> dict[str, tuple[int, int]]:
     return {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
 
 
-def answer_of(work: str, job: Job, data: Mapping[str, Any], model: str) -> dict[str, Any]:
+Steps = Callable[[int, int], None]
+"""How many steps were traced, and of how many."""
+
+
+def answer_of(
+    work: str, job: Job, data: Mapping[str, Any], model: str, report: Steps = lambda done, of: None
+) -> dict[str, Any]:
     """What one of the worker's kinds of ``work`` answers about ``job`` and what ``data`` says besides; ``PlanError`` of
-    ``model`` if it dies or cannot do it, ``LackingError`` without a package that it needs."""
+    ``model`` if it dies or cannot do it, ``LackingError`` without a package that it needs. ``report`` is told what the
+    worker says of its progress."""
     least = needed(job)
     check_packages(least)
     command = [sys.executable, "-m", "memplan.trace.worker", work]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONHASHSEED": "0"}  # transformers goes through sets
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         try:
-            out, errors = process.communicate(json.dumps({"job": job.to_json(), **data}).encode())
+            out, errors = _talk(process, json.dumps({"job": job.to_json(), **data}).encode(), report)
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        raise PlanError("model", model, f"cannot be traced: {_death(process.returncode, errors.decode())}")
+        raise PlanError("model", model, f"cannot be traced: {_death(process.returncode, errors)}")
     answer: dict[str, Any] = json.loads(out)
     if "lacking" in answer:
         package, problem = answer["lacking"]
@@ -82,6 +94,33 @@ def answer_of(work: str, job: Job, data: Mapping[str, Any], model: str) -> dict[
     if "error" in answer:
         raise PlanError("model", model, answer["error"])
     return answer
+
+
+def _talk(process: subprocess.Popen[bytes], request: bytes, report: Steps) -> tuple[bytes, str]:
+    """The worker's answer to ``request``, and what it said on standard error besides its progress."""
+    said: list[str] = []
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # noqa: PT018
+    errors = process.stderr
+
+    def listen() -> None:
+        for line in errors:
+            words = line.decode(errors="replace").rstrip("\n")
+            if words.startswith(f"{PROGRESS} "):
+                done, of = map(int, words.split()[1:])
+                report(done, of)
+            else:
+                said.append(words)
+
+    listening = Thread(target=listen, daemon=True)
+    listening.start()
+    with suppress(BrokenPipeError):  # it is dead: its exit code says why
+        process.stdin.write(request)
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+    out = process.stdout.read()
+    listening.join()
+    process.wait()
+    return out, "\n".join(said)
 
 
 def _death(code: int, errors: str) -> str:

@@ -144,6 +144,7 @@ def traced_step(
         model, outline = sharded_model(job, mesh, within)
         places = Places(model)
         follow = Follow(recording, places, sums_in_place=sums_in_place, device=within.device, fake=within.fake)
+        follow.vocab = getattr(model.config, "vocab_size", None) or 0
         named = categories_of_fsdp(follow) if job.fsdp is not None else nullcontext()
         with (
             follow,
@@ -160,7 +161,7 @@ def traced_step(
                 if not within.fake:
                     raise
                 raise UntraceableError(explained(error)) from error
-    return Traced(recording.categorised(getattr(model.config, "vocab_size", None) or 0), outline, ready=ready)
+    return Traced(recording.categorised(follow.vocab), outline, ready=ready)
 
 
 def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tuple[Any, Outline]:
@@ -209,8 +210,10 @@ def _run(
     ready: dict[str, None] = {}
     if evaluates:
         _note_ready(model, ready)
+        follow.notes_work = True
     training.iterate(Marking(places, follow))
     gc.collect()
+    follow.notes_work = False
     if evaluates:
         places.microbatch, places.phase = 0, EVALUATION
         with torch.no_grad():

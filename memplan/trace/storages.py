@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter
 
 from ..tape.events import Category, Drop, Hold, rounded
+from .operators import done_by
 from .places import note
-from .recording import Place, Recording
+from .recording import BACKWARD, FORWARD, Done, Place, Recording
 
 _aten: Any = torch.ops.aten
 FILLED: dict[Any, Any] = {
@@ -86,6 +87,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Storages of zero-dimensional tensors that begin now are on the host, and not counted."""
         self.reads_ones = False
         """Numbers that are read back now, as an optimizer does from the device, are one."""
+        self.notes_work = False
+        """What operators of passes do is written down, too."""
+        self.vocab = 0
+        """Columns of logits."""
         self._followed: dict[int, _Followed] = {}
         """Every live storage, by its address."""
         self._count = 0
@@ -198,11 +203,21 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = _as_of_cuda(func, out)
         if not self.fake and func.is_view:
             self._leave_alone(args[0])
+        if self.notes_work:
+            self.did(done_by(func, args, kwargs or {}, out, self.vocab))
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
                 self.adopt(leaf, str(func))
                 self.resized(leaf.untyped_storage())
         return out
+
+    def did(self, done: Done | None) -> None:
+        """An operator of a pass, wherever that now is."""
+        if done is None or not self.notes_work:
+            return
+        place = self.place()
+        if place.phase in (FORWARD, BACKWARD):
+            self.recording.done.append((place, done))
 
     def _leave_alone(self, tensor: torch.Tensor) -> None:
         """What is viewed and was never seen is a buffer inside a library, gloo's, which no GPU has: not counted,

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .autocast import cast_by_autocast
+from .operators import note_moved
 
 LARGEST_FLASH_HEAD = 256
 """Features of a head (``check_head_dim_size_flash``)."""
@@ -265,6 +266,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         wide = torch.float64 if input.dtype is torch.float64 else torch.float32
         deviation = torch.empty(*input.shape[:-rows], *(1,) * rows, dtype=wide, device=input.device)
         ctx.save_for_backward(input, weight, deviation)
+        note_moved(input, out)
         return out
 
     @staticmethod
@@ -272,6 +274,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         input, weight, _ = ctx.saved_tensors
         needs_input, _, needs_weight = ctx.needs_input_grad
         grad_input = torch.empty_like(input, memory_format=torch.contiguous_format) if needs_input else None
+        note_moved(input, gradient, gradient, *(() if grad_input is None else (grad_input,)), kernels=2)
         return grad_input, None, torch.empty_like(weight) if needs_weight else None
 
 

@@ -112,6 +112,7 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
 
     def trace(one: Job) -> Traced:
         nonlocal traces
+        print(PROGRESS, traces, max(USUAL, traces + 1), file=sys.stderr, flush=True)
         traces += 1
         gc.collect()
         gc.freeze()  # nor among what was traced before
@@ -121,6 +122,12 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
     points = {one.name: one.traced for one in compared(whole, None).points}
     return {"fit": {**fit.to_json(), **versions}, "point": point, "points": points, "traces": traces}
 
+
+PROGRESS = "memplan-progress"
+"""What a line on standard error begins with that says how many steps were traced, and of how many, as far as is
+known."""
+USUAL = 22
+"""Steps that are traced of an architecture whose layers repeat and whose step is one for all lengths."""
 
 Work: TypeAlias = Callable[[Job, Mapping[str, Any], dict[str, str]], dict[str, Any]]
 WORK: Mapping[str, Work] = {"traced": traced, "learned": learned}

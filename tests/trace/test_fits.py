@@ -33,7 +33,7 @@ from memplan.trace.recording import EVALUATION, Traced
 from memplan.trace.step import traced_step
 from memplan.trace.structure import UnfitError
 
-from .test_step import SCALARS, WITHOUT_RECIPE, model_flags
+from .test_step import SCALARS, WITHOUT_RECIPE, model_flags, targets_of
 
 LONGEST = 256
 CASES: dict[str, dict[str, str]] = {
@@ -112,6 +112,42 @@ def test_same_as_the_recipe_under_deepspeed(family: str, zero: str, accumulated:
     ours, theirs = fold_program(program_of(plan, fit_of(family), Options())), fold_program(recipe)
     for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
         assert abs(getattr(ours, name) - getattr(theirs, name)) <= SCALARS, name
+
+
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("prefetch", ["pre", "post"])
+def test_same_as_the_recipe_under_fsdp1(family: str, accumulated: int, prefetch: str) -> None:
+    """Flat parameters of three ranks, through the allocator, too."""
+    sizes = {"framework": "fsdp", "fsdp-version": "1", "dp": "3", "gbs": str(6 * accumulated)}
+    plan, options = (
+        plan_of(family, 2, 77, **sizes, **{"fsdp-backward-prefetch": prefetch}),
+        Options(kernel_workspaces=True),
+    )
+    (recipe,), ours = programs_of(plan, Options()), program_of(plan, fit_of(family), Options())
+    assert (ours.elements, ours.saving) == (recipe.elements, recipe.saving)
+    for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
+        assert abs(getattr(fold_program(ours), name) - getattr(fold_program(recipe), name)) <= SCALARS, name
+    made = (programs_of(plan, options)[0], program_of(plan, fit_of(family), options))
+    (expected,), (found,) = (replay([one], AllocatorSettings(), ()) for one in made)
+    assert abs(found.allocated - expected.allocated) <= SCALARS
+    assert found.static == expected.static
+
+
+@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
+def test_adapters_as_the_recipe(family: str) -> None:
+    """Learnt with peft's adapters in place: what a frozen layer does not keep, and what a norm before it does; one
+    device, and replicas that sum adapters alone."""
+    pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
+    flags = {"lora-rank": "8", "lora-targets": "all-linear", "lora-dropout": "0.1", **targets_of(family)}
+    job = job_of_plan(plan_of(family, 1, 64, **flags))
+    fit, _, _ = learn(job, traced, LONGEST)
+    for b, s, more in ((3, 224, {}), (1, 77, {"framework": "ddp", "gpus": "4", "gbs": "4"})):
+        plan = plan_of(family, b, s, **flags, **more)
+        (recipe,) = programs_of(plan, Options())
+        ours, theirs = fold_program(program_of(plan, fit, Options())), fold_program(recipe)
+        for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
+            assert abs(getattr(ours, name) - getattr(theirs, name)) <= SCALARS, name
 
 
 def grown(plan: Plan, fit: Fit, layers: int) -> Program:

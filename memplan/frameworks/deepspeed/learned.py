@@ -36,7 +36,7 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         check_model(plan)
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(piece, plan.precision.dtype)
+    check_dtype(plan, piece, plan.precision.dtype)
     recompute = plan.recompute.mode == "full"
     setting = Setting(zero, plan.layout.dp, plan.precision.dtype, plan.optimizer, recompute, plan.microbatches)
     model = _model(piece, row, b, s, options.kernel_workspaces, setting.dtype)

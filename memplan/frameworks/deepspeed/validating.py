@@ -30,6 +30,7 @@ from ...trace.learned import assumptions, learnt_programs
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
+from ..plain.learned_time import has_work
 from . import learned, notices
 from .programs import fullest_rank, program_of_rank
 
@@ -240,6 +241,12 @@ class DeepspeedRunning(OtherRunning):
         if is_tuned(plan):
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")
+
+    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(stage for stage in zero if stage < 3)
+
+    def learnt_work(self, plan: ResolvedPlan) -> bool:
+        return has_work(plan)
 
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
         return learned.lacks(plan, fit)

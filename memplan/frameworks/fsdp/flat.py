@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
@@ -295,8 +296,32 @@ class FlatHooks:
 def with_hooks(
     spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
 ) -> tuple[Span, ...]:
-    """``spans`` with the hooks of ``units``; the model's own modules end with the one called ``end``. Gradients of a
-    layer that no unit has stay as they are."""
+    """``spans`` with the hooks of ``units``; the model's own modules end with the one called ``end``."""
+    around = around_modules(spans, units, end, ranks, compute, mixed, ahead)
+    return tuple(
+        Span(hooked(module, ids, (one, two), (False, adds)), (name,))
+        for (module, name), ids, one, two, adds in zip(*around, strict=True)
+    )
+
+
+class AroundModules(NamedTuple):
+    """What hooks do around each module of a model."""
+
+    modules: list[tuple[Module, str]]
+    renamed: list[Ids]
+    """Gradients, and the numbers under which hooks end them."""
+    first: list[Around]
+    """In the first micro-batch,"""
+    steady: list[Around]
+    """and in others."""
+    whole: list[bool]
+    """No unit has the module's gradients, which stay as they are."""
+
+
+def around_modules(
+    spans: tuple[Span, ...], units: tuple[Flat, ...], end: str, ranks: int, compute: str, mixed: bool, ahead: bool
+) -> AroundModules:
+    """As ``with_hooks``."""
     modules = [(span.module, name) for span in spans for name in span.names]
     known: list[Ids] = []
     ends: list[list[Drop]] = [[] for _ in units]
@@ -322,10 +347,7 @@ def with_hooks(
         hooks = FlatHooks(units, ranks, compute, mixed, ends, appears, ahead)
         return pass_through(hooks, len(modules), last, lowest)
 
-    both = zip(modules, known, passed(True), passed(False), whole, strict=True)
-    return tuple(
-        Span(hooked(module, ids, (one, two), (False, adds)), (name,)) for (module, name), ids, one, two, adds in both
-    )
+    return AroundModules(modules, known, passed(True), passed(False), whole)
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
@@ -377,9 +399,9 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             extra=tuple(extra),
             step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
-            saving=_saved(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
+            saving=saving_of(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
-            before=_wrapped(units, plan.layout.dp, _at_once(units, ahead), mixed=plan.precision.autocast),
+            before=wrapped(units, plan.layout.dp, ahead, mixed=plan.precision.autocast),
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
     )
@@ -393,14 +415,15 @@ def _at_once(units: Sequence[Flat], ahead: bool) -> int:
     return 2 if all(unit.trained for unit in units) else 3
 
 
-def _wrapped(units: Sequence[Flat], ranks: int, gathered: int, *, mixed: bool) -> Tape:
-    """What comes and goes until every unit is flat; so many layers are ``gathered`` at once."""
+def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool) -> Tape:
+    """What comes and goes until every unit is flat."""
     root, *others = units
+    gathered = _at_once(units, ahead)
     casts = [-(-unit.trained // ranks) * ITEMSIZE["fp32"] if mixed else 0 for unit in (*others, root)]
     return wrapping([(unit.parts, cast) for unit, cast in zip((*others, root), casts, strict=True)], ranks, gathered)
 
 
-def _saved(units: Sequence[Flat], trained: str, ranks: int) -> int:
+def saving_of(units: Sequence[Flat], trained: str, ranks: int) -> int:
     """Bytes of the largest unit while a whole state dictionary is made. Units are gathered one after the other in the
     dtype of their shards, and leave for the CPU (``_unshard_fsdp_state_params``); of what is trained each of the
     optimizer's states, too, from a copy of the piece (``_allgather_orig_param_states`` of ``_optim_utils.py``)."""

@@ -8,14 +8,15 @@ layer, whose own events they leave as they are.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Tapes
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape, renamed
+from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape
+from ...tape.events import renamed as with_ids
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
 from ...trace.learned import advised
@@ -24,7 +25,7 @@ from ...trace.rows import place_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from .hooks import Around, Hooks, Role, pass_through
-from .modules import MODEL, Model, compact_ids, lowest_of, owned, sharded, with_parameters
+from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters
 from .programs import check_settings, sharding_of
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -43,7 +44,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(piece, plan.precision.dtype)
+    check_dtype(plan, piece, plan.precision.dtype)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
@@ -125,7 +126,7 @@ def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model
     """Every layer is a unit, and so is the model (``programs.transformers_model``)."""
     given, b, s = plan.fsdp, plan.batch.mbs, plan.batch.seq
     assert s is not None
-    made = _seamed(piece, row, b, s)
+    made = seamed(piece, row, b, s)
     names = [span.names[0] for span in made]
     layers = [at for at, name in enumerate(names) if name.startswith(LAYER)]
     reshard = given.reshard_to or given.reshard_after_forward
@@ -135,7 +136,7 @@ def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model
 
 
 @lru_cache(maxsize=4096)
-def _seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span, ...]:
+def seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span, ...]:
     """One span for each module, with seams around its passes."""
     return tuple(Span(_with_seams(one.module), (name,)) for one in spans(piece, row, b, s) for name in one.names)
 
@@ -173,7 +174,20 @@ def _unrolled(
     piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bool, model: Model, sharding: Sharding
 ) -> tuple[Span, ...]:
     """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
-    made = _HookedRow(Row(piece, row, b, s, workspaces), model, sharding)
+    own = owned(model.spans, model.units, sharding)
+    lowest, last = lowest_of(own.modules), own.place(model.end)
+    passes = [
+        pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
+        for role in (Role.FIRST, Role.STEADY)
+    ]
+    return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes)
+
+
+def joined_row(
+    row: Row, modules: Sequence[tuple[Module, str]], renamed: Sequence[Ids], passes: Sequence[Sequence[Around]]
+) -> tuple[Span, ...]:
+    """``row`` with what hooks do around its ``modules`` in the first micro-batch and in others (``passes``)."""
+    made = _HookedRow(row, modules, renamed, passes)
     whole = Module("model", made.tapes(FIRST), made.tapes(FURTHER), (), ())
     return (Span(whole, ("model",)),)
 
@@ -182,27 +196,26 @@ class _HookedRow:
     """Events of a row and of hooks. What hooks hold of one module has numbers behind the row's own. Every micro-batch
     reduces its gradients, so that those of each are made as the first one's are."""
 
-    def __init__(self, row: Row, model: Model, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        row: Row,
+        modules: Sequence[tuple[Module, str]],
+        renamed: Sequence[Ids],
+        passes: Sequence[Sequence[Around]],
+    ) -> None:
         self.row = row
-        own = owned(model.spans, model.units, sharding)
-        lowest, last = lowest_of(own.modules), own.place(model.end)
-        roles = (Role.FIRST, Role.STEADY)
-        passes = [
-            pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
-            for role in roles
-        ]
         self.arounds: dict[int, list[Around]] = {FIRST: [], FURTHER: []}
         self.gradients: list[dict[int, int]] = []
         """By module, of gradients: the number in the row, and that in the hooks."""
         number = row.last_number
-        for at, ((module, _), ids) in enumerate(zip(own.modules, own.renamed, strict=True)):
+        for at, ((module, _), ids) in enumerate(zip(modules, renamed, strict=True)):
             around = passes[0][at], passes[1][at]
             known = {}
             for id, _ in compact_ids(module, ids, around):
                 number += 1
                 known[id] = number
             for key, one in zip(self.arounds, around, strict=True):
-                self.arounds[key].append(Around(*(renamed(tape, known) for tape in one)))
+                self.arounds[key].append(Around(*(with_ids(tape, known) for tape in one)))
             self.gradients.append({row.number_of(at, old): known.get(new, new) for old, new in ids})
 
     def tapes(self, known: int) -> Tapes:
@@ -217,5 +230,5 @@ class _HookedRow:
     def _backward(self, known: int) -> Iterator[Event]:
         for at, around in reversed([*enumerate(self.arounds[known])]):
             yield from around.before_backward
-            yield from renamed(tuple(self.row.of(at, FIRST)), self.gradients[at])
+            yield from with_ids(tuple(self.row.of(at, FIRST)), self.gradients[at])
             yield from around.after_backward

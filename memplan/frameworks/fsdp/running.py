@@ -15,7 +15,10 @@ from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of, learnt_programs
 from ..plain import trainer
+from ..plain.learned_time import has_work
+from . import flat
 from .learned import assumptions_of, lacks, program_of
+from .learned_flat import flat_program_of
 from .notices import FSDP
 from .programs import recompute_of
 from .stages import check_no_pipeline, partition
@@ -40,7 +43,9 @@ class FsdpRunning(FrameworkRunning):
     def check_learnt(self, plan: ResolvedPlan) -> None:
         given, problem = plan.fsdp, "not modelled for an architecture without a recipe"
         if given.version == "1":
-            raise PlanError("fsdp.version", "1", f"must be 2: FSDP1 is {problem}")
+            flat.check(plan, given)
+            if plan.precision.autocast:
+                raise PlanError("precision.autocast", True, f"must be false with fsdp.version 1: mixed is {problem}")
         if given.code != "transformers":
             raise PlanError("fsdp.code", given.code, "must be transformers: this architecture has no recipe")
         if not given.gradient_sync and plan.microbatches > 1:
@@ -52,11 +57,15 @@ class FsdpRunning(FrameworkRunning):
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
         check_no_pipeline(plan, given)
 
+    def learnt_work(self, plan: ResolvedPlan) -> bool:
+        return has_work(plan)
+
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
         return lacks(plan, fit)
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
-        return program_of(plan, fit, options)
+        made = flat_program_of if plan.fsdp.version == "1" else program_of
+        return made(plan, fit, options)
 
     def learnt_programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         return learnt_programs(plan, options)

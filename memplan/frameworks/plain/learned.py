@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
+from ...layers.shapes import ITEMSIZE
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
@@ -39,7 +40,7 @@ def program_of(
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
     dtype = plan.precision.stored
-    check_dtype(piece, dtype)
+    check_dtype(plan, piece, dtype)
     made = spans(piece, row, b, s)
     groups = tuple((span.module.parameters, len(span.names)) for span in made if span.module.parameters)
     parameters, kept = full("parameter", Category.PARAMETERS, dtype), plan.optimizer.embeddings_32bit
@@ -49,7 +50,7 @@ def program_of(
     buffers = buffers_of(piece, row)
     extra = [*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
     broadcast = front_of(plan, buffers)
-    ready = _ready(piece, row, plan.precision.stored)
+    ready = _ready(piece, row)
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
     chunk = Chunk((*broadcast, *made), unrolled=unrolled)
     return Program(
@@ -94,10 +95,10 @@ def _grown(piece: Piece, layers: int) -> tuple[Places, ...]:
     return piece.grown(layers)
 
 
-def check_dtype(piece: Piece, dtype: str) -> None:
-    """``PlanError`` unless all parameters were traced in ``dtype``."""
+def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str) -> None:
+    """``PlanError`` unless all parameters were traced in ``dtype``, adapters in their own."""
     found = _dtypes(piece)
-    if found != {dtype}:
+    if found - {plan.lora.dtype} != {dtype} - {plan.lora.dtype}:
         problem = f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}"
         raise PlanError("precision.dtype", dtype, problem)
 
@@ -125,11 +126,11 @@ def buffers_of(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:
 
 
 @lru_cache(maxsize=256)
-def _ready(piece: Piece, row: tuple[Places, ...], dtype: str) -> tuple[int, ...]:
+def _ready(piece: Piece, row: tuple[Places, ...]) -> tuple[int, ...]:
     """Bytes of gradients, not rounded."""
 
     def size(parameter: Parameter) -> int:
-        return parameter.elements * (4 if dtype == "fp32" else 2)
+        return parameter.elements * ITEMSIZE[str(parameter.dtype)]
 
     ready = []
     for kind_number, names in row[::-1]:

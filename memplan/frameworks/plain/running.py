@@ -14,6 +14,7 @@ from ...trace.framework import FrameworkRunning, OtherRunning
 from ...trace.learned import assumptions, learnt_programs
 from . import trainer
 from .learned import program_of
+from .learned_time import has_work
 
 
 class PlainRunning(FrameworkRunning):
@@ -25,6 +26,12 @@ class PlainRunning(FrameworkRunning):
         if plan.layout.zero:
             problem = "must be 0: not modelled for an architecture without a recipe"
             raise PlanError("layout.zero", plan.layout.zero, problem)
+
+    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
+        return (0,)
+
+    def learnt_work(self, plan: ResolvedPlan) -> bool:
+        return has_work(plan)
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         return program_of(plan, fit, options, self.learnt_front, self.learnt_buckets)

@@ -9,6 +9,7 @@ from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
 from ...search.time.shape import Entries, StageWork, Work, recomputed
 from . import programs
+from .learned_time import entries_of, stages_of
 
 EARLY_STOP = (2, 1)
 """PyTorch whose recompute ends with the last saved tensor (``set_checkpoint_early_stop``)."""
@@ -18,6 +19,8 @@ class PlainTime(FrameworkTime):
     """transformers' modules."""
 
     def entries(self, plan: ResolvedPlan) -> Entries:
+        if not plan.model.has_sizes:
+            return entries_of(plan)
         check_covered(plan.model, TRANSFORMERS, plan.framework)
         shape, spec = programs.layer_shape(plan), plan.model
         options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
@@ -35,6 +38,9 @@ class PlainTime(FrameworkTime):
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
         return Entries(embedding.work, *both(most), normed, head.work, *dense)
+
+    def stages(self, plan: ResolvedPlan) -> Work:
+        return super().stages(plan) if plan.model.has_sizes else stages_of(plan)
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each."""

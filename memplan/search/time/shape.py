@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.shapes import ITEMSIZE as ITEMSIZE
+from ...layers.work import Attention
 from ...plan.errors import PlanError
 from ...plan.lora import saved
 from ...plan.resolved import ResolvedPlan
@@ -214,6 +215,26 @@ def _sums(parts: Sequence[tuple[Sequence[Parameter], int]]) -> Iterator[list[int
     yield [sum(one.elements for one in own) for own, _ in parts]
     yield [sum(one.elements for one in own if one.trained) for own, _ in parts]
     yield [sum(one.elements for one in own if one.trained and one.expert) for own, _ in parts]
+
+
+def needed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
+    """``model_flops``; where no size of a layer is known, of the products that its operators made, and three times what
+    fused attention computes forward, whose backward computes scores again."""
+    if plan.model.has_sizes:
+        return model_flops(plan)
+    chunks = [chunk for stage in work for chunk in stage]
+    parts = [(entries.layer, chunk.layers - chunk.dense) for chunk in chunks]
+    parts += [(entries.dense, chunk.dense) for chunk in chunks]
+    parts += [(one, 1) for one in (entries.embedding, entries.final_norm, entries.head)]
+    for chunk in chunks:
+        parts += [(once, n) for (once, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False)]
+    whole = sum(times * (one.flops - _again(one)) for one, times in parts)
+    return whole * plan.microbatches * (plan.layout.dp or 1)
+
+
+def _again(passes: Passes) -> float:
+    """FLOPs of attention's backward, beyond twice those of its forward."""
+    return sum(times * one.flops / 5 for one, times in passes.backward if isinstance(one, Attention))
 
 
 def model_flops(plan: ResolvedPlan) -> float:

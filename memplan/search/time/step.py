@@ -27,7 +27,7 @@ from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .layer import EntryTimes, entry_times
 from .rates import Efficiency, Rates, assumptions, rates_of
-from .shape import Entries, Shape, StageWork, Work, model_flops, recomputed_flops, shape_of, work_of
+from .shape import Entries, Shape, StageWork, Work, needed_flops, recomputed_flops, shape_of, work_of
 from .updates import Replicas, Updates, updates
 
 
@@ -169,7 +169,7 @@ def _with_rates(
     notes: tuple[str, ...],
 ) -> StepTime:
     gpus, tokens = plan.hardware.gpus or 1, plan.tokens_of_step
-    model = model_flops(plan)
+    model = needed_flops(plan, entries, work)
     again = recomputed_flops(plan, entries, work)
     reachable = found.total * gpus * peak
     return replace(

@@ -1,0 +1,76 @@
+"""FSDP1 around an architecture that was learnt from traces of one device, in one dtype: every layer is a unit with a
+flat parameter, and the root has what is left (``flat``)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...layers.module import Options
+from ...optimizers.steps import step_temporaries
+from ...plan.resolved import ResolvedPlan
+from ...schedules.one_chunk import OneChunk
+from ...tape.events import Stretch
+from ...tape.program import Chunk, Program, Span, drop_all
+from ...trace.fit import Fit, Piece, Places
+from ...trace.tapes import Row
+from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from . import flat
+from .flat import Flat
+from .learned import joined_row, seamed
+
+
+def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
+    """What ``fit`` comes to on every rank of ``plan``, whose shards and gradients are in the dtype of compute."""
+    given, ranks = plan.fsdp, plan.layout.dp
+    flat.check(plan, given)
+    b, s = plan.batch.mbs, plan.batch.seq
+    assert s is not None
+    piece = piece_of(plan, fit, b, s)
+    row = row_of(plan, fit, piece)
+    compute = plan.precision.dtype
+    check_dtype(plan, piece, compute)
+    made = seamed(piece, row, b, s)
+    ahead = given.backward_prefetch == "pre" and not plan.recompute.reentrant
+    units = flat.units_of(made, compute, given.reshard_after_forward, False, False)
+    how = (units, made[-1].names[0], ranks, compute, False, ahead)
+    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, *how)
+    flats = tuple(sorted({unit.holder: unit for unit in units}.items()))
+    tensors = [one for span in made for one in span.module.parameters]
+    pieces = tuple(
+        flat.flat_piece(dict(flats)[one.name], ranks, compute)
+        for one in tensors
+        if one.trained and one.name in dict(flats)
+    )
+    return Program(
+        stage=0,
+        ranks=tuple(range(ranks)),
+        entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
+        order=OneChunk((Chunk(flat.with_hooks(made, *how), unrolled=unrolled),), plan.microbatches),
+        states=flat.flat_states(plan.optimizer, ranks, ranks, flats, compute),
+        extra=(*inputs_of(piece, b, s), *buffers_of(piece, row)),
+        step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, compute), 1)),
+        saving=flat.saving_of(units, compute, ranks),
+        late_states=True,
+        before=flat.wrapped(units, ranks, ahead, mixed=False),
+        elements=sum(-(-one.elements // ranks) for one in tensors),
+    )
+
+
+@lru_cache(maxsize=16)
+def _unrolled(
+    piece: Piece,
+    row: tuple[Places, ...],
+    b: int,
+    s: int,
+    workspaces: bool,
+    units: tuple[Flat, ...],
+    end: str,
+    ranks: int,
+    compute: str,
+    mixed: bool,
+    ahead: bool,
+) -> tuple[Span, ...]:
+    """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
+    around = flat.around_modules(seamed(piece, row, b, s), units, end, ranks, compute, mixed, ahead)
+    made = Row(piece, row, b, s, workspaces)
+    return joined_row(made, around.modules, around.renamed, (around.first, around.steady))
