@@ -28,6 +28,7 @@ STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
 
+ALONE_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_alone_steps.json").read_text())
 FLAT_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_flat_steps.json").read_text())
 SHARDED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_steps.json").read_text())
 RANKS = 4
@@ -191,6 +192,24 @@ def test_step_of_trls_trainer_under_fsdp1(step: dict[str, Any], tmp_path: Path) 
     if not step["adapters"]:
         held = sum(one.bytes for one in program.extra if one.name.startswith("reference/"))
         assert held == step["before"] - without
+
+
+@pytest.mark.parametrize(
+    "step", ALONE_STEPS, ids=lambda one: "-".join((one["loop"], *(k for k, value in one.items() if value is True)))
+)
+def test_step_of_a_trainer_without_a_reference_under_fully_shard(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte; backward but for two numbers."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    pairs = step["loop"] == "reward"
+    flags: dict[str, object] = {"model": tmp_path, "seq": LENGTH, "attention": "eager", "trainer": step["loop"]}
+    flags |= {"mbs": PAIRS if pairs else SAMPLES, "framework": "fsdp", "gpus": RANKS, "dtype": "bf16"}
+    flags |= {"fsdp_reduce": "bf16", "fsdp_parameters": "bf16", "reshard_root": "true"}
+    adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": "bf16"}
+    flags |= adapted | ({"modules_to_save": "score"} if pairs else {}) if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], abs=1024))
 
 
 def test_a_second_model_is_gathered_whole_under_fsdp2() -> None:

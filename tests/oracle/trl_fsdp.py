@@ -1,8 +1,9 @@
-"""What trl's DPOTrainer holds under ``fully_shard``, on real tensors of the CPU, rank 0 of several whose collectives do
-nothing: written to JSON, since trl is no dependency.
+"""What trl's DPOTrainer, SFTTrainer and RewardTrainer hold under ``fully_shard``, and DPOTrainer under FSDP1, on real
+tensors of the CPU, rank 0 of several whose collectives do nothing: written to JSON, since trl is no dependency.
 
 The policy is sharded as Accelerate shards it, layer by layer; a second model as trl shards it (``models/utils.py``,
-``prepare_fsdp``), as one unit. Run with trl 1.16 (and datasets) importable: ``python -m tests.oracle.trl_fsdp``.
+``prepare_fsdp``): one unit of ``fully_shard``, or wrapped as the policy by FSDP1. Run with trl 1.16 (and datasets)
+importable: ``python -m tests.oracle.trl_fsdp``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from .fsdp import ResizedFollow, Sharding, fake_ranks, mesh_of, resizing
 from .tracer import Trace
-from .trl_step import LENGTH, OUTPUTS, PAIRS, as_on_cuda, paired, policy
+from .trl_step import LENGTH, LLAMA, OUTPUTS, PAIRS, SAMPLES, as_on_cuda, averaged, paired, policy, scored, scorer
 from .tuned_step import blocks
 
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_steps.json"
+ALONE_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_alone_steps.json"
 FLAT_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_flat_steps.json"
 RANKS = 4
 
@@ -76,6 +78,43 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, res
             most[at >= middle] = max(most[at >= middle], live)
     how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute, "mixed": mixed, "reshard": reshard}
     return how | {"before": before, "forward": most[0], "backward": most[1]}
+
+
+def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
+    """The same of ``SFTTrainer`` and ``RewardTrainer``, which have no reference, in 16 bits."""
+    utils, _ = as_on_cuda()
+    if loop == "reward":
+        model = scorer(LLAMA, "bfloat16", adapters=adapters, recompute=recompute)
+        base = model.get_base_model() if adapters else model
+    else:
+        model, base = policy(adapters=adapters, recompute=recompute)
+        utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    model.to(torch.bfloat16)
+    sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
+    with fake_ranks(RANKS):
+        mesh = mesh_of(sharding)
+        for one in (*blocks(base), model):
+            fully_shard(one, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=True)
+        loss, inputs = scored(model, PAIRS, LENGTH) if loop == "reward" else averaged(model, SAMPLES, LENGTH)
+        trace = Trace()
+        follow = ResizedFollow(trace)
+        for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
+            follow.adopt(tensor, "given")
+        with follow, resizing(follow):
+            for _ in range(2):
+                start = len(trace.changes)
+                found = loss(model, inputs)
+                middle = len(trace.changes)
+                found.backward()
+                del found
+                for one in model.parameters():
+                    one.grad = None
+    live, most = 0, [0, 0]
+    for at, change in enumerate(trace.changes[start:], start):
+        live += change.sign * change.bytes
+        most[at >= middle] = max(most[at >= middle], live)
+    how = {"loop": loop, "adapters": adapters, "recompute": recompute}
+    return how | {"forward": most[0], "backward": most[1]}
 
 
 @contextlib.contextmanager
@@ -167,6 +206,8 @@ def main() -> None:
         for s in both
     ]
     STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [alone(loop=one, adapters=a, recompute=r) for one in ("sft", "reward") for a in both for r in both]
+    ALONE_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [flat_step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
     FLAT_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
 
