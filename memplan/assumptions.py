@@ -126,7 +126,9 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.lora.rank is None:
         reference = f"is a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
     if plan.trainer.precompute_ref_log_probs:
-        reference = "ran before training (precompute_ref_log_probs), which takes less than a step"
+        reference = (
+            f"ran before training (precompute_ref_log_probs), which {framework(plan.framework).scored_ahead(plan)}"
+        )
     return (
         f"DPOTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens, run in "
         "one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",

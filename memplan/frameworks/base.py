@@ -305,6 +305,10 @@ class Framework:
         """Where the second model of a trainer of trl's is, in words."""
         return "whole on every rank"
 
+    def scored_ahead(self, plan: ResolvedPlan) -> str:
+        """What its pass before training takes, in words."""
+        return "takes less than a step"
+
     def sharded(self, plan: ResolvedPlan) -> str:
         """What replicas share out among them, in a few words."""
         return SHARDED[plan.layout.zero] if (plan.layout.dp or 1) > 1 else SHARDED[0]

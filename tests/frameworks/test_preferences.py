@@ -28,6 +28,10 @@ STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
 
+ALONE_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_alone_steps.json").read_text())
+FLAT_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_flat_steps.json").read_text())
+SHARDED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_steps.json").read_text())
+RANKS = 4
 AVERAGED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_steps.json").read_text())
 SCORED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_reward_steps.json").read_text())
 
@@ -147,6 +151,80 @@ def test_step_of_trls_sft_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
 
 
+@pytest.mark.parametrize(
+    "step", SHARDED_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
+)
+def test_step_of_trls_trainer_under_fully_shard(step: dict[str, Any], tmp_path: Path) -> None:
+    """A second model is one unit, which is gathered whole; adapters' reference is the policy, layer by layer. Labels
+    and metrics are a few numbers each."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
+    flags |= {"framework": "fsdp", "gpus": RANKS, "dtype": "bf16", "fsdp_reduce": "bf16"}
+    stored = "fp32" if step["mixed"] else "bf16"
+    flags |= {"fsdp_parameters": stored}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": stored} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    flags |= {"reshard_root": "true"} if step["reshard"] else {"reshard_after_forward": "false"}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == pytest.approx((step["forward"], step["backward"]), rel=3e-4)
+
+
+@pytest.mark.parametrize("step", FLAT_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True))
+def test_step_of_trls_trainer_under_fsdp1(step: dict[str, Any], tmp_path: Path) -> None:
+    """A second model's root stays gathered; what is held before differs from that without one by its shards and this
+    root."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
+    flags |= {"framework": "fsdp", "fsdp_version": 1, "gpus": RANKS, "dtype": "bf16"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": "bf16"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (pytest.approx(step["forward"], rel=3e-4), step["backward"])
+    (without,) = (
+        one["before"]
+        for one in FLAT_STEPS
+        if one == {**one, "recompute": step["recompute"], "adapters": step["adapters"]} and one["precomputed"]
+    )
+    if not step["adapters"]:
+        held = sum(one.bytes for one in program.extra if one.name.startswith("reference/"))
+        assert held == step["before"] - without
+
+
+@pytest.mark.parametrize(
+    "step", ALONE_STEPS, ids=lambda one: "-".join((one["loop"], *(k for k, value in one.items() if value is True)))
+)
+def test_step_of_a_trainer_without_a_reference_under_fully_shard(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte; backward but for two numbers."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    pairs = step["loop"] == "reward"
+    flags: dict[str, object] = {"model": tmp_path, "seq": LENGTH, "attention": "eager", "trainer": step["loop"]}
+    flags |= {"mbs": PAIRS if pairs else SAMPLES, "framework": "fsdp", "gpus": RANKS, "dtype": "bf16"}
+    flags |= {"fsdp_reduce": "bf16", "fsdp_parameters": "bf16", "reshard_root": "true"}
+    adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": "bf16"}
+    flags |= adapted | ({"modules_to_save": "score"} if pairs else {}) if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    forward, backward = peaks(program)
+    assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], abs=1024))
+
+
+def test_a_second_model_is_gathered_whole_under_fsdp2() -> None:
+    """Of 8,030,261,248 parameters on 8 ranks: a gather of 2 bytes each and its copies, and shards of 4 bytes."""
+    flags: dict[str, object] = {"framework": "fsdp", "gpus": 8, "recompute": "full", "dtype": "bf16"}
+    without, second = (
+        programs_of(plan(**flags, **own), Options())[0] for own in ({"precompute_ref_log_probs": "true"}, {})
+    )
+    held = sum(one.bytes for one in second.extra) - sum(one.bytes for one in without.extra)
+    assert held == pytest.approx(8_030_261_248 / 8 * 4, rel=1e-4)
+    assert peaks(second)[0] > 4 * 8_030_261_248
+    assert peaks(without)[0] < 2 * 8_030_261_248
+    assert any("as one unit" in one.message for one in estimate(plan(**flags)).warnings)
+
+
 def test_evaluation_of_sft_makes_no_logits() -> None:
     """64 sequences of 512 tokens would have 64 x 512 x 128,256 fp32 logits, 15.7 GiB; a tile of 4,096 x 32,768 has
     256 MiB, and one hidden state of all tokens 256 MiB."""
@@ -220,16 +298,12 @@ def test_batches_are_of_pairs() -> None:
         ({"loss": "liger"}, "must be plain"),
         ({"versions": "trl=0.20.0"}, "must be 1.16: the releases that are followed of trl's dpo"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
-        ({"framework": "fsdp", "gpus": 2}, "needs --precompute-ref-log-probs with framework fsdp"),
+        ({"framework": "fsdp", "gpus": 4, "reshard_to": 2}, "must be left out with the reference"),
         (
             {"framework": "fsdp", "gpus": 2, **GROUPED, "keeps_reference": "true"},
-            "must be false without adapters in framework fsdp",
+            "must be false without adapters under FSDP2",
         ),
         ({"framework": "fsdp", "gpus": 2, "fsdp_code": "torchtitan", **GROUPED}, "torchtitan"),
-        (
-            {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "lora_rank": 8},
-            "needs --precompute-ref-log-probs",
-        ),
         (
             {"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"},
             "none, sft, dpo, grpo or reward with",

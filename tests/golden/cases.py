@@ -146,6 +146,11 @@ def tuned() -> Iterator[str]:
         yield f"--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --gpu a100-80gb --mbs 2 --trainer {loop}"
         yield f"--model llama-3-8b --layers 3 --seq 512 --framework deepspeed --zero 3 --gpus 8 --trainer {loop}"
     yield "--model llama-3-8b --layers 3 --framework deepspeed --zero 3 --gpus 8 --trainer dpo --lora-rank 8 --recompute full"
+    dpo = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer dpo --gpus 8 --framework fsdp"
+    for version in (1, 2):
+        yield f"{dpo} --fsdp-version {version}"
+        yield f"{dpo} --fsdp-version {version} --lora-rank 8 --recompute full"
+    yield f"{dpo} --gbs 64 --no-gradient-sync --no-reshard-after-forward"
     sft = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer sft"
     yield f"{sft} --gpu a100-80gb --eval-mbs 8"
     yield f"{sft} --autocast --recompute full --lora-rank 8"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
@@ -46,6 +46,7 @@ from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table, stored
 from .hooks import GATHERING, REDUCING, Around, pass_through
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
+from .reference import flat_pass, flat_reference, with_pass, without_pass
 from .wrapping import wrapping
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
@@ -365,7 +366,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         else plan.lora.model_copy(update={"dtype": compute})
     )
     inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
-    (single,) = plain.programs(inner, with_seams(options))
+    (single,) = plain.programs(without_pass(inner), with_seams(options))
     reentrant = bool(plan.recompute.reentrant)
     ahead = not reentrant and given.backward_prefetch == "pre"
     units = units_of(single.spans, compute, given.reshard_after_forward, reentrant, ignored)
@@ -373,6 +374,18 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     trained = plan.lora.dtype if plan.lora.rank is not None and not plan.precision.autocast else shards
     assert trained is not None
     spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, ahead)
+    if plan.trainer.runs_reference:
+        made = partial(
+            FlatHooks,
+            ranks=plan.layout.dp,
+            compute=compute,
+            mixed=plan.precision.autocast,
+            gradients=(),
+            appears=True,
+            ahead=ahead,
+        )
+        own = flat_pass(inner, with_seams(options), units, made)
+        spans = with_pass(spans, own, plain.keeps_embedded(plain.layer_shape(plan)))
     tensors = tuple(one for span in single.spans for _ in span.names for one in span.module.parameters)
     ranks = 1 if ignored else plan.layout.dp
     flats = tuple(sorted({unit.holder: unit for unit in units if not is_adapter(unit.holder)}.items()))
@@ -383,8 +396,9 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         if one.trained and (is_adapter(one.name) or one.name in dict(flats))
     )
     shape = plain.layer_shape(plan)
-    made = inputs(shape, 0, plan.trainer.kind.inputs)
-    extra = [*made, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
+    ids = inputs(shape, 0, plan.trainer.kind.inputs)
+    extra = [*ids, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
+    extra += flat_reference(plan, units, plan.layout.dp, ITEMSIZE[shards] // ITEMSIZE[compute], compute)
     if is_tuned(plan):
         extra += shared_table(plan)
     if trainer.runs(plan):

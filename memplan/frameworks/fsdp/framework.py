@@ -161,6 +161,19 @@ class Fsdp(Framework):
             return SHARDED[0]
         return f"{SHARDED[3]} in {plan.fsdp.replicas} groups" if plan.fsdp.replicas > 1 else SHARDED[3]
 
+    def reference(self, plan: ResolvedPlan) -> str:
+        if plan.fsdp.version == "1":
+            return "in flat shards, wrapped as the policy; its embedding, final norm and head stay gathered"
+        return (
+            f"one unit of fully_shard (trl wraps none of its layers), which is gathered whole, in shards of "
+            f"{plan.fsdp.parameters}, as the policy's; loaded in 16 bits they are smaller"
+        )
+
+    def scored_ahead(self, plan: ResolvedPlan) -> str:
+        if plan.fsdp.version == "1" or plan.lora.rank is not None:
+            return super().scored_ahead(plan)
+        return "gathers a second model as a whole, twice, before there are optimizer states, and is not counted"
+
     def described(self, plan: Plan) -> list[str]:
         given = plan.fsdp
         parts = ["torchtitan"] if given.code == "torchtitan" else []
@@ -195,16 +208,16 @@ class Fsdp(Framework):
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:
-    """The policy's own step alone: the hooks of a reference's pass are not modelled."""
+    """With trl's reference, which waits or runs (``reference``)."""
     trainer, loop = plan.trainer, plan.trainer.loop
     if plan.fsdp.code == "torchtitan":
         raise PlanError("trainer.loop", loop, "must be none with fsdp.code torchtitan, which has a loop of its own")
-    if trainer.runs_reference:
-        problem = "needs --precompute-ref-log-probs with framework fsdp, where the reference's pass is not modelled "
-        raise PlanError("trainer.loop", loop, f"{problem}(it is under deepspeed)")
-    if trainer.keeps_reference and plan.lora.rank is None:
-        problem = "must be false without adapters in framework fsdp, where a second model is not modelled"
-        raise PlanError("trainer.keeps_reference", True, problem)
+    for field in ("offload", "reshard_to") if trainer.has_reference else ():
+        if value := getattr(plan.fsdp, field):
+            raise PlanError(f"fsdp.{field}", value, f"must be left out with the reference of trainer.loop {loop}")
+    if trainer.keeps_reference and plan.lora.rank is None and plan.fsdp.version == "2":
+        problem = "must be false without adapters under FSDP2, which gathers a whole second model between steps: that "
+        raise PlanError("trainer.keeps_reference", True, f"{problem}is not modelled")
 
 
 def _check_version_2(plan: ResolvedPlan) -> None:

@@ -34,6 +34,8 @@ class Model:
     end: str
     """The last module of the model itself: a loss may follow."""
     buffers: tuple[Hold, ...]
+    reference: tuple[Span, ...] = ()
+    """The modules of a reference that runs behind forward, with hooks."""
 
 
 @lru_cache(maxsize=4096)

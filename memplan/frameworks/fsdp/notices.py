@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...assumptions import plain
+from ...layers.autograd import ITEMSIZE
 from ...plan.resolved import ResolvedPlan
 from ...result import Notice
 from ...schedules.torch_schedules import Pipelined
 from ...tape.events import Category
 from ...tape.program import Program
+from ..plain.preferences import has_model
 from .titan import titan_of
 
 GIB = 2**30
@@ -132,7 +134,7 @@ def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """What a pipeline's schedule keeps and few expect, where it comes to a gibibyte or more on a rank; 4-bit weights
-    that are not sharded, or whose reading is not explained."""
+    that are not sharded, or whose reading is not explained; a second model that is gathered whole."""
     if plan.fsdp.version == "1" and plan.quantisation.kind != "none":
         yield Notice(
             "sharded-4bit-reserved",
@@ -145,6 +147,8 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "4-bit weights in uint8 are not sharded: every rank holds all of them; --quant-storage "
             f"{plan.precision.dtype} (bnb_4bit_quant_storage) shards them",
         )
+    if plan.trainer.runs_reference and has_model(plan):
+        yield from _whole_reference(plan, programs)
     orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
     if not orders:
         return
@@ -161,6 +165,19 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "sends-kept",
             f"stage {-stage} keeps all sent tensors, {size:,} bytes ({size / GIB:.2f} GiB), until the iteration ends: "
             "the schedule waits for its sends only there; fewer micro-batches, or 1f1b without virtual stages, help",
+        )
+
+
+def _whole_reference(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Under FSDP2, where a second model is one unit."""
+    elements = sum(one.elements for program in programs for one in program.parameter_tensors())
+    size = elements * ITEMSIZE[plan.precision.dtype]
+    if plan.fsdp.version == "2" and size >= GIB and plan.layout.dp > plan.fsdp.replicas:
+        yield Notice(
+            "reference-whole",
+            f"trl shards the second model under FSDP2 as one unit: every step gathers all of it, {size:,} bytes "
+            f"({size / GIB:.2f} GiB), and holds the buffer of that gather as long, as much again, on every rank; "
+            "--precompute-ref-log-probs, adapters (--lora-rank), deepspeed or FSDP1 need less",
         )
 
 

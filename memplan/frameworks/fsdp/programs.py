@@ -24,6 +24,7 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
+from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
 from .torchtitan import ActivationCheckpointing, check_expert_ranks, cut_of_experts, torchtitan_model
 from .torchtitan import check as check_titan
@@ -154,17 +155,22 @@ def transformers_model(
 
 def model_spans(plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
     """The model as one device runs it, in the dtype of compute; buffers have that of the shards."""
-    compute, stored = plan.precision.dtype, plan.lora.dtype
-    precision = plan.precision.model_copy(update={"gradients": compute})
-    lora = plan.lora.model_copy(update={"dtype": compute}) if stored is not None else plan.lora
-    inner = plan.model_copy(update={"framework": "fsdp", "precision": precision, "lora": lora})
-    (single,) = plain.programs(inner, options)
+    stored = plan.lora.dtype
+    (single,) = plain.programs(without_pass(_of_one_device(plan)), options)
     spans = single.spans
     if family(plan.model.family).conv1d:
         spans = tuple(replace(one, module=transposed(one.module)) if _is_layer(one) else one for one in spans)
     if stored is None:
         return spans
     return tuple(Span(with_stored(one.module, plan.fsdp.parameters, stored), one.names) for one in spans)
+
+
+def _of_one_device(plan: ResolvedPlan) -> ResolvedPlan:
+    """What is trained is in the dtype of compute, once it is gathered."""
+    compute = plan.precision.dtype
+    precision = plan.precision.model_copy(update={"gradients": compute})
+    lora = plan.lora.model_copy(update={"dtype": compute}) if plan.lora.dtype is not None else plan.lora
+    return plan.model_copy(update={"framework": "fsdp", "precision": precision, "lora": lora})
 
 
 def _is_layer(span: Span) -> bool:
@@ -217,7 +223,10 @@ def _program(
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     given = inputs(shape, 0, plan.trainer.kind.inputs)
     extra = [*given, *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
-    extra += preferences.beside(plan, (shape.b, shape.s))
+    extra += [*preferences.beside(plan, (shape.b, shape.s)), *sharded_reference(plan, model.units, sharding)]
+    if model.reference:
+        keeps = plain.keeps_embedded(shape)
+        spans, last = (with_pass(one, model.reference, keeps) if one else one for one in (spans, last))
     return Program(
         stage=0,
         ranks=tuple(range(ranks * sharding.tensor)),
@@ -239,6 +248,9 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         return stage_programs(plan, options, recompute_of(plan, given), sharding_of(plan, given))
     check_no_pipeline(plan, given)
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
+    if plan.trainer.runs_reference:
+        own = sharded_pass(_of_one_device(plan), with_seams(options), model.units, sharding)
+        model = replace(model, reference=own)
     made = program(plan, model, sharding)
     if not given.gradient_sync and made.microbatches > 1:
         made = unsynced_program(plan, model, sharding)

@@ -446,10 +446,12 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     return tuple(result)
 
 
-def reference(plan: ResolvedPlan, shape: LayerShape, options: Options, later: str) -> tuple[Span, ...]:
+def reference(
+    plan: ResolvedPlan, shape: LayerShape, options: Options, later: str, *, seams: bool = False
+) -> tuple[Span, ...]:
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
-    options = replace(options, tuning=tuning, seams=False)
+    options = replace(options, tuning=tuning, seams=seams)
     loss = HeadLoss(kind=fused_losses.LOG_PROBABILITIES)
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)

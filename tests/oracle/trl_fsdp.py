@@ -1,0 +1,216 @@
+"""What trl's DPOTrainer, SFTTrainer and RewardTrainer hold under ``fully_shard``, and DPOTrainer under FSDP1, on real
+tensors of the CPU, rank 0 of several whose collectives do nothing: written to JSON, since trl is no dependency.
+
+The policy is sharded as Accelerate shards it, layer by layer; a second model as trl shards it (``models/utils.py``,
+``prepare_fsdp``): one unit of ``fully_shard``, or wrapped as the policy by FSDP1. Run with trl 1.16 (and datasets)
+importable: ``python -m tests.oracle.trl_fsdp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from .fsdp import ResizedFollow, Sharding, fake_ranks, mesh_of, resizing
+from .tracer import Trace
+from .trl_step import LENGTH, LLAMA, OUTPUTS, PAIRS, SAMPLES, as_on_cuda, averaged, paired, policy, scored, scorer
+from .tuned_step import blocks
+
+STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_steps.json"
+ALONE_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_alone_steps.json"
+FLAT_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_flat_steps.json"
+RANKS = 4
+
+
+def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, reshard: bool) -> dict[str, Any]:
+    """Bytes before the second iteration, and how much more its forward with the loss and its backward hold at most."""
+    utils, _ = as_on_cuda()
+    stored = torch.float32 if mixed else torch.bfloat16
+    sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
+    model, base = policy(adapters=adapters, recompute=recompute)
+    reference: Any = None
+    if not adapters and not precomputed:
+        reference = transformers.AutoModelForCausalLM.from_config(base.config, dtype=stored).eval()
+        utils.add_fused_lm_head(reference)
+    utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+    model.to(stored)
+    with fake_ranks(RANKS):
+        mesh = mesh_of(sharding)
+        for layer in blocks(base):
+            fully_shard(layer, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
+        if reference is not None:
+            fully_shard(reference, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
+            reference.eval()
+        loss = paired(model, reference, precomputed=precomputed)
+        ids = torch.randint(0, base.config.vocab_size, (2 * PAIRS, LENGTH))
+        ones = torch.ones_like(ids)
+        inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
+        if precomputed:
+            inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
+        trace = Trace()
+        follow = ResizedFollow(trace)
+        models = [one for one in (model, reference) if one is not None]
+        for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
+            follow.adopt(tensor, "given")
+        with follow, resizing(follow):
+            for _ in range(2):
+                before, start = trace.live, len(trace.changes)
+                found = loss(model, inputs)
+                middle = len(trace.changes)
+                found.backward()
+                del found
+                for one in model.parameters():
+                    one.grad = None
+        live, most = 0, [0, 0]
+        for at, change in enumerate(trace.changes[start:], start):
+            live += change.sign * change.bytes
+            most[at >= middle] = max(most[at >= middle], live)
+    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute, "mixed": mixed, "reshard": reshard}
+    return how | {"before": before, "forward": most[0], "backward": most[1]}
+
+
+def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
+    """The same of ``SFTTrainer`` and ``RewardTrainer``, which have no reference, in 16 bits."""
+    utils, _ = as_on_cuda()
+    if loop == "reward":
+        model = scorer(LLAMA, "bfloat16", adapters=adapters, recompute=recompute)
+        base = model.get_base_model() if adapters else model
+    else:
+        model, base = policy(adapters=adapters, recompute=recompute)
+        utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    model.to(torch.bfloat16)
+    sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
+    with fake_ranks(RANKS):
+        mesh = mesh_of(sharding)
+        for one in (*blocks(base), model):
+            fully_shard(one, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=True)
+        loss, inputs = scored(model, PAIRS, LENGTH) if loop == "reward" else averaged(model, SAMPLES, LENGTH)
+        trace = Trace()
+        follow = ResizedFollow(trace)
+        for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
+            follow.adopt(tensor, "given")
+        with follow, resizing(follow):
+            for _ in range(2):
+                start = len(trace.changes)
+                found = loss(model, inputs)
+                middle = len(trace.changes)
+                found.backward()
+                del found
+                for one in model.parameters():
+                    one.grad = None
+    live, most = 0, [0, 0]
+    for at, change in enumerate(trace.changes[start:], start):
+        live += change.sign * change.bytes
+        most[at >= middle] = max(most[at >= middle], live)
+    how = {"loop": loop, "adapters": adapters, "recompute": recompute}
+    return how | {"forward": most[0], "backward": most[1]}
+
+
+@contextlib.contextmanager
+def resizing_flat(follow: ResizedFollow) -> Iterator[None]:
+    """FSDP1's ``_alloc_storage`` and ``_free_storage`` reported to ``follow``."""
+    alloc, free = _flat_param._alloc_storage, _flat_param._free_storage
+
+    def allocated(tensor: torch.Tensor, size: torch.Size) -> None:
+        there = tensor.untyped_storage().size() > 0
+        alloc(tensor, size)
+        if not there:
+            follow.adopt(tensor, "fsdp.unsharded")
+
+    def freed(tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().size():
+            follow.freed(tensor)
+        free(tensor)
+
+    with patch.object(_flat_param, "_alloc_storage", allocated), patch.object(_flat_param, "_free_storage", freed):
+        yield
+
+
+def flat_step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
+    """The same under FSDP1, in 16 bits, of a policy that is trained whole, and of a second model, whose root stays."""
+    utils, _ = as_on_cuda()
+    model, base = policy(adapters=adapters, recompute=recompute)
+    model.to(torch.bfloat16)
+    models = [model]
+    if not adapters and not precomputed:
+        reference: Any = transformers.AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16).eval()
+        utils.add_fused_lm_head(reference)
+        models.append(reference)
+    utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+    wraps = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(blocks(base)[0])})
+    if adapters:
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        wraps = fsdp_auto_wrap_policy(model)
+    with fake_ranks(RANKS):
+        wrapped: list[Any] = [
+            FullyShardedDataParallel(one, auto_wrap_policy=wraps, use_orig_params=True, device_id=torch.device("cpu"))
+            for one in models
+        ]
+        for one in wrapped[1:]:
+            one.eval()
+        loss = paired(wrapped[0], wrapped[1] if wrapped[1:] else None, precomputed=precomputed)
+        ids = torch.randint(0, base.config.vocab_size, (2 * PAIRS, LENGTH))
+        ones = torch.ones_like(ids)
+        inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
+        if precomputed:
+            inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
+        trace = Trace()
+        follow = ResizedFollow(trace)
+
+        def passed() -> torch.Tensor:
+            for one in wrapped[0].parameters():
+                one.grad = None
+            return loss(wrapped[0], inputs)
+
+        passed().backward()
+        units = FullyShardedDataParallel
+        flats: list[Any] = [unit._handle.flat_param for one in wrapped for unit in units.fsdp_modules(one)]
+        kept = [one._full_param_padded for one in flats if one._full_param_padded.untyped_storage().size()]
+        for one in wrapped[0].parameters():
+            one.grad = None
+        buffers = [x for one in models for x in one.buffers()]
+        for tensor in (*(one._local_shard for one in flats), *kept, *buffers, *inputs.values()):
+            follow.adopt(tensor, "given")
+        with follow, resizing_flat(follow):
+            before, start = trace.live, len(trace.changes)
+            found = passed()
+            middle = len(trace.changes)
+            found.backward()
+        live, most = 0, [0, 0]
+        for at, change in enumerate(trace.changes[start:], start):
+            live += change.sign * change.bytes
+            most[at >= middle] = max(most[at >= middle], live)
+    how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
+    return how | {"before": before, "forward": most[0], "backward": most[1]}
+
+
+def main() -> None:
+    both = (False, True)
+    steps = [
+        step(adapters=a, precomputed=p, recompute=r, mixed=r, reshard=s)
+        for a in both
+        for p in both
+        for r in both
+        for s in both
+    ]
+    STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [alone(loop=one, adapters=a, recompute=r) for one in ("sft", "reward") for a in both for r in both]
+    ALONE_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [flat_step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
+    FLAT_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
