@@ -74,7 +74,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
         many = (
-            1 + bool(rest and not rest[0].startswith("--"))
+            1 + bool(rest and re.match(r"[^-]|-[0-9.]", rest[0]))
             if flag in CHANGES_NOTHING
             else without_effect(flag, rest)
             if word.partition("=")[0] in unknown and flag not in SAME
@@ -194,6 +194,15 @@ def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
 
 
 _ONE_HYPHEN = re.compile(r"-[A-Za-z][A-Za-z-]*")
+
+
+def called(name: str) -> str:
+    """The field that a word of ``--vary`` or ``--fix`` names: by its flag, or by what other tools call that."""
+    from ..plan.near_misses import SAME
+
+    name = name.strip().removeprefix("--")
+    same = SAME.get(f"--{name.replace('_', '-')}", "")
+    return same[2:] if same and "=" not in same else name
 
 
 def likely(flag: str, known: Iterable[str]) -> str | None:

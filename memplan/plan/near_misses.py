@@ -20,14 +20,22 @@ _SAME = {
         *("per-gpu-batch-size", "train-micro-batch-size-per-gpu", "batch-size-per-gpu", "batch-size-per-device"),
     ),
     "--gbs": ("global-batch-size", "global-batch", "train-batch-size", "total-batch-size"),
-    "--accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "accumulation-steps"),
+    "--accumulation": (
+        "gradient-accumulation-steps",
+        "gradient-accumulation",
+        "grad-accum",
+        "accumulation-steps",
+        "ga",
+        "gas",
+    ),
     "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length", *_LENGTHS),
     "--tp": ("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"),
     "--pp": ("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size"),
     "--dp": ("data-parallel", "data-parallel-size", "dp-size"),
     "--cp": ("context-parallel", "context-parallel-size", "cp-size"),
     "--ep": ("expert-parallel", "expert-parallel-size", "expert-model-parallel-size"),
-    "--vpp": ("virtual-pipeline", "virtual-pipeline-size"),
+    "--vpp": ("virtual-pipeline", "virtual-pipeline-size", "vp"),
+    "--weight-decay": ("wd",),
     "--zero": ("zero-stage",),
     "--offload-optimizer": ("offload-optimizer-device",),
     "--offload-param": ("offload-param-device",),
@@ -200,6 +208,7 @@ CHANGES_NOTHING = frozenset(
     for name in (
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
+        *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
 )
