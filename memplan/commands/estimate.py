@@ -55,7 +55,6 @@ from .output import (
     without_collection,
 )
 from .recorded import NoRecords, measured_of, warned
-from .words import called, likely
 
 if TYPE_CHECKING:
     from ..allocator.timeline import Timeline
@@ -144,6 +143,8 @@ def _named_sources(source: str | None, compare: Sequence[str], flags: Flags) -> 
 
 def _values(assignment: str) -> list[tuple[str, str]]:
     """``optimizer=adamw,adam8bit`` as pairs of the flag's name and a value."""
+    from ..plan.near_misses import called, likely
+
     name, equals, values = assignment.partition("=")
     name = called(name)
     field = by_flag().get(name)

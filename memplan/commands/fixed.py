@@ -10,7 +10,6 @@ from ..plan.fields import Kind, PlanField, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
 from ..plan.spellings import OPEN
-from .words import called, likely
 
 AXES = frozenset(
     {
@@ -48,6 +47,8 @@ def fixes_of(assignments: Sequence[str]) -> dict[str, str | None]:
 
 def _pairs(assignment: str) -> list[tuple[str, str | None]]:
     """A comma divides two of them, unless it stands in a list: what follows it is then no field's name."""
+    from ..plan.near_misses import called
+
     pairs: list[tuple[str, str | None]] = []
     for part in assignment.split(","):
         name, equals, value = part.partition("=")
@@ -71,6 +72,8 @@ def _is_list(name: str) -> bool:
 def _known(name: str, part: str) -> str:
     if name in by_flag():
         return name
+    from ..plan.near_misses import likely
+
     axes = [field.flag for field in _axis_fields()]
     guess = likely(f"--{name}", axes) or likely(f"--{name}", [field.flag for field in by_flag().values()])
     guess = guess.removeprefix("--") if guess else None
