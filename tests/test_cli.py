@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
         (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by side"),
         (["estimat"], "memplan: no such command 'estimat'"),
-        (["estimate", "llama-3-8b", "--vary", "optimiser=adam"], "--vary: optimiser: 'optimiser' is not a field that can vary"),
+        (["estimate", "llama-3-8b", "--vary", "optimser=adam"], "--vary: 'optimser' is not a field that can vary"),
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),
         (["estimate", "llama-3-8b", "--vary", "tp=1,x"], "--vary tp: layout.tp = x: must be a whole number"),
         (["estimate", "llama-3-8b", "--compare", "llama-3-8b"], "command line: plan = llama-3-8b: is there twice"),

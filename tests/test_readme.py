@@ -15,7 +15,7 @@ from memplan.cli import main
 TOP = Path(__file__).resolve().parent.parent
 README = (TOP / "README.md").read_text(encoding="utf-8")
 COMMANDS = [line.split("#")[0].split("|")[0].strip() for line in README.splitlines() if line.startswith("memplan ")]
-OWN_FILES = ("accelerate.yaml", "mine.yaml", "plan.yaml", "path/to/config.json", "train.sh")
+OWN_FILES = ("accelerate.yaml", "mine.yaml", "plan.yaml", "path/to/config.json", "train.sh", "train.py")
 """Files in examples that are the reader's."""
 
 

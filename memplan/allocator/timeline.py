@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import starmap
 from typing import NamedTuple, Protocol
 
 from ..tape.events import Bytes, Category, Event, Hold
@@ -164,7 +165,8 @@ class _Recorder(NamingRank):
 
     def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
         super().__init__(settings)
-        self.live: dict[int, Live] = {}
+        self.live: dict[int, tuple[int, int, Tensor, int | None]] = {}
+        """As of ``Live``."""
         self.count = self.event = self.total = 0
         self.wanted = list(wanted)
         """Bytes by category when the peak is reached,"""
@@ -194,46 +196,44 @@ class _Recorder(NamingRank):
     def hold(self, size: int, category: int, stream: int = 0) -> int:
         if not size:
             return NO_BLOCK
-        self.count += 1
-        self._begin(self.count, Live(size, category, self.label, self.microbatch))
-        return self.count
+        frame = [0]
+        self._follow((((0, 1, size, category, stream), self.label),), frame)
+        return frame[0]
 
     def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
         if block != NO_BLOCK:
-            self._end(block, size, category)
+            self._follow((((0, -1, size, category, stream), ENDS),), [block])
 
     def run(self, events: Pass, frame: list[int]) -> None:
-        for (slot, units, size, category, _), name in zip(events.operations, self.names, strict=True):
+        self._follow(zip(events.operations, self.names, strict=True), frame)
+
+    def _follow(self, events: Iterable[tuple[tuple[int, int, int, int, int], Tensor]], frame: list[int]) -> None:
+        """What ``events`` begin and end. One loop on local names: an iteration has a million of them."""
+        live, by, microbatch, width = self.live, self.by, self.microbatch, self.width
+        count, total, event, highest = self.count, self.total, self.event, self.highest
+        one: tuple[int, int, Tensor, int | None]
+        for (slot, units, size, category, _), name in events:
             if units > 0:
-                self.count += 1
-                frame[slot] = self.count
-                self._begin(self.count, Live(size, category, name, self.microbatch))
+                count += 1
+                frame[slot] = count
+                live[count] = one = (size, category, name, microbatch)
+                by[category] += size
+                total += size
+                if total == self.most and not self.found and by == self.wanted:
+                    self.found = tuple(starmap(Live, live.values()))
             else:
-                self._end(frame[slot], size, category)
-
-    def _begin(self, number: int, live: Live) -> None:
-        self.live[number] = live
-        self.by[live.category] += live.bytes
-        self.total += live.bytes
-        if self.total == self.most and not self.found and self.by == self.wanted:
-            self.found = tuple(self.live.values())
-        if self.width:
-            self._note(live, True)
-
-    def _end(self, number: int, size: int, category: int) -> None:
-        live = self.live.pop(number)
-        self.by[category] -= size
-        self.total -= size
-        if self.width:
-            self._note(live, False)
-
-    def _note(self, live: Live, begins: bool) -> None:
-        self.event += 1
-        if self.total > self.highest:
-            self.highest = self.total
-            self.largest = Point(self.event, tuple(self.by), live, begins, self.phase)
-        if not self.event % self.width:
-            self.flush()
+                one = live.pop(frame[slot])
+                by[category] -= size
+                total -= size
+            if width:
+                event += 1
+                if total > highest:
+                    highest = total
+                    self.largest = Point(event, tuple(by), Live(*one), units > 0, self.phase)
+                if not event % width:
+                    self.flush()
+                    highest = -1
+        self.count, self.total, self.event, self.highest = count, total, event, highest
 
     def flush(self) -> None:
         """Ends a point."""

@@ -99,9 +99,10 @@ def _run(words: list[str], flags: set[str] | None) -> int:
             wrong or _TRUTHS & {*words}
         ) and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
             known, left_out = spelled(words, {str(one.origin) for one in wrong})
-            for flag in left_out:
+            code = _run(known, None)
+            for flag in left_out:  # said beside an answer: an error is one line
                 print(f"memplan: {flag} changes no memory and is left out", file=sys.stderr)
-            return _run(known, None)
+            return code
         if wrong:
             raise together([*wrong, *wrong_values(words[1:])])
     if asked != "estimate":

@@ -143,13 +143,17 @@ def _named_sources(source: str | None, compare: Sequence[str], flags: Flags) -> 
 
 def _values(assignment: str) -> list[tuple[str, str]]:
     """``optimizer=adamw,adam8bit`` as pairs of the flag's name and a value."""
+    from ..plan.near_misses import called, likely
+
     name, equals, values = assignment.partition("=")
-    name = name.strip().removeprefix("--")
+    name = called(name)
     field = by_flag().get(name)
     origin = Origin("--vary")
     if field is None:
-        problem = f"{name!r} is not a field that can vary; names are those of the flags, as optimizer or tp"
-        raise PlanError(name, ABSENT, problem, origin=origin, known=by_flag())
+        guess = likely(f"--{name}", [one.flag for one in by_flag().values()])
+        hint = f"; did you mean {guess.removeprefix('--')}?" if guess else ""
+        problem = f"{name!r} is not a field that can vary; names are those of the flags, as optimizer or tp{hint}"
+        raise PlanError("", ABSENT, problem, origin=origin)
     lists = field.kind in (Kind.INTEGERS, Kind.NAMES, Kind.PARTITION, Kind.DEVICE_MAP)
     parts = [part.strip() for part in values.split(";" if lists and ";" in values else ",")]
     if lists and ";" not in values and field.kind is not Kind.PARTITION:

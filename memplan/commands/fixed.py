@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, PlanField, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
@@ -47,10 +47,12 @@ def fixes_of(assignments: Sequence[str]) -> dict[str, str | None]:
 
 def _pairs(assignment: str) -> list[tuple[str, str | None]]:
     """A comma divides two of them, unless it stands in a list: what follows it is then no field's name."""
+    from ..plan.near_misses import called
+
     pairs: list[tuple[str, str | None]] = []
     for part in assignment.split(","):
         name, equals, value = part.partition("=")
-        name = name.strip().removeprefix("--")
+        name = called(name)
         if pairs and not equals and name not in by_flag() and _is_list(pairs[-1][0]):
             before, text = pairs.pop()
             pairs.append((before, f"{text},{part}"))
@@ -70,8 +72,12 @@ def _is_list(name: str) -> bool:
 def _known(name: str, part: str) -> str:
     if name in by_flag():
         return name
-    guess = nearest(name, [field.flag[2:] for field in _axis_fields()]) or nearest(name, by_flag())
-    problem = f"{part.strip() or 'an empty name'} is not NAME=VALUE of a field; names are those of the flags, as tp=4"
+    from ..plan.near_misses import likely
+
+    axes = [field.flag for field in _axis_fields()]
+    guess = likely(f"--{name}", axes) or likely(f"--{name}", [field.flag for field in by_flag().values()])
+    guess = guess.removeprefix("--") if guess else None
+    problem = f"{part.strip() or 'an empty name'} names no field; names are those of the flags, as tp=4"
     raise PlanError("", ABSENT, f"{problem}; did you mean {guess}?" if guess else problem, origin=_ORIGIN)
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..plan.errors import ABSENT, Guesses, Origin, PlanError, nearest
+from ..plan.errors import ABSENT, Guesses, Origin, PlanError
 from .output import PRINTED
 
 _SEVERAL = ("--compare", "--vary", "--import")
@@ -74,7 +74,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
         flag, equals, value = word.partition("=")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
         many = (
-            1 + bool(rest and not rest[0].startswith("--"))
+            1 + bool(rest and re.match(r"[^-]|-[0-9.]", rest[0]))
             if flag in CHANGES_NOTHING
             else without_effect(flag, rest)
             if word.partition("=")[0] in unknown and flag not in SAME
@@ -172,6 +172,8 @@ def wrong_values(words: Sequence[str]) -> Iterator[PlanError]:
 
 
 def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterator[PlanError]:
+    from ..plan.near_misses import likely
+
     guesses = Guesses(lambda flag: likely(flag, takes))
     word = next(words, None)
     while word is not None:
@@ -194,23 +196,6 @@ def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
 
 
 _ONE_HYPHEN = re.compile(r"-[A-Za-z][A-Za-z-]*")
-
-
-def likely(flag: str, known: Iterable[str]) -> str | None:
-    """What was probably meant by ``flag``, which is none of ``known``: one of them, or what other tools call one."""
-    from ..plan.near_misses import MEANT, SAME, SHORT
-
-    elsewhere, known = {**SHORT, **MEANT, **SAME}, tuple(known)
-    name = flag.replace("_", "-").lstrip("-")
-    if flag in elsewhere or f"--{name}" in elsewhere:
-        return elsewhere.get(flag) or elsewhere[f"--{name}"]
-    if f"--{name}" in known:
-        return f"--{name}"
-    called = nearest(name, [other[2:] for other in elsewhere if other.startswith("--")], cutoff=0.85)
-    if called is not None:
-        return " or ".join(dict.fromkeys(elsewhere[f"--{one}"] for one in called.split(" or ")))
-    found = nearest(name, [other[2:] for other in known if other.startswith("--")])
-    return " or ".join(f"--{one}" for one in found.split(" or ")) if found is not None else None
 
 
 def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:

@@ -149,7 +149,9 @@ ELSEWHERE = (
 )
 
 ALSO_CALLED = {
-    **dict.fromkeys(("hf", "huggingface", "transformers", "trl", "llama-factory", "llamafactory", "sft"), "trainer"),
+    **dict.fromkeys(
+        ("hf", "huggingface", "transformers", "trl", "llama-factory", "llamafactory", "sft", "axolotl"), "trainer"
+    ),
     **dict.fromkeys(("megatron-lm", "megatron-core", "mcore"), "megatron"),
     **dict.fromkeys(("titan", "fsdp2"), "torchtitan"),
     **dict.fromkeys(("ds", "ds-config", "zero"), "deepspeed"),

@@ -21,7 +21,7 @@ from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
 from .deepspeed.reader import ds_config_in
 from .launch import Asked, Launch, guessed, left_out
-from .recognised import found_from
+from .launchers import found_from
 from .rows import Building, Reader, Row, elsewhere, read_rows
 from .settings import Keys
 

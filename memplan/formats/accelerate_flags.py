@@ -13,7 +13,7 @@ from pathlib import Path
 from ..plan.errors import Node, PlanError
 from ..plan.yaml_events import parse_yaml
 from .accelerate import READ, WITHOUT_EFFECT, Accelerated, accelerated, file_named
-from .recognised import found_from
+from .launchers import found_from
 
 _PARTS = {
     "use_fsdp": ("distributed_type", "FSDP"),

@@ -16,7 +16,7 @@ from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
 from ..bash.values import Reading, Started, Value, is_known, origin_of, text
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar
-from ..plan.text import is_there, read_text
+from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 
 _SOURCED = (".sh", ".bash", ".env", ".conf", ".cfg")
@@ -32,6 +32,12 @@ def beside(folder: Path) -> Beside:
         return (read_text(path), str(path)) if inside and is_there(path) else None
 
     return read
+
+
+def found_from(name: str, folder: Path) -> Path:
+    """The file that a script in ``folder`` calls ``name``: from there, or from where it is started."""
+    path = path_of(name, folder)
+    return path if is_there(path) or not is_there(path_of(name)) else path_of(name)
 
 
 def unread(reading: Reading) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_events import parse_yaml
 from . import ELSEWHERE, FORMATS, Elsewhere
-from .launchers import MAPPINGS, IsMark, started_by
+from .launchers import MAPPINGS, IsMark, found_from, started_by
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
@@ -110,9 +110,3 @@ def holds_arguments(folder: Path) -> IsMark:
         return word.endswith(MAPPINGS) and is_there(path) and recognised(str(path), ()) == "trainer"
 
     return holds
-
-
-def found_from(name: str, folder: Path) -> Path:
-    """The file that a script in ``folder`` calls ``name``: from there, or from where it is started."""
-    path = path_of(name, folder)
-    return path if is_there(path) or not is_there(path_of(name)) else path_of(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from .errors import nearest
 
 _LENGTHS = ("max-length", "model-max-length", "cutoff-len", "sequence-len", "block-size")
 """Of trl, FastChat, LLaMA-Factory, Axolotl and transformers' examples."""
@@ -20,14 +22,22 @@ _SAME = {
         *("per-gpu-batch-size", "train-micro-batch-size-per-gpu", "batch-size-per-gpu", "batch-size-per-device"),
     ),
     "--gbs": ("global-batch-size", "global-batch", "train-batch-size", "total-batch-size"),
-    "--accumulation": ("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "accumulation-steps"),
+    "--accumulation": (
+        "gradient-accumulation-steps",
+        "gradient-accumulation",
+        "grad-accum",
+        "accumulation-steps",
+        "ga",
+        "gas",
+    ),
     "--seq": ("seq-len", "seq-length", "sequence-length", "max-seq-len", "max-seq-length", "context-length", *_LENGTHS),
     "--tp": ("tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size", "tp-size"),
     "--pp": ("pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size", "pp-size"),
     "--dp": ("data-parallel", "data-parallel-size", "dp-size"),
     "--cp": ("context-parallel", "context-parallel-size", "cp-size"),
     "--ep": ("expert-parallel", "expert-parallel-size", "expert-model-parallel-size"),
-    "--vpp": ("virtual-pipeline", "virtual-pipeline-size"),
+    "--vpp": ("virtual-pipeline", "virtual-pipeline-size", "vp"),
+    "--weight-decay": ("wd",),
     "--zero": ("zero-stage",),
     "--offload-optimizer": ("offload-optimizer-device",),
     "--offload-param": ("offload-param-device",),
@@ -202,6 +212,7 @@ CHANGES_NOTHING = frozenset(
     for name in (
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
+        *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
 )
@@ -223,3 +234,25 @@ SAME: Mapping[str, str] = {
     },
 }
 """Other tools' names, and American spellings, to the flags as which they are read."""
+
+
+def called(name: str) -> str:
+    """The field that a word of ``--vary`` or ``--fix`` names: by its flag, or by what other tools call that."""
+    name = name.strip().removeprefix("--")
+    same = SAME.get(f"--{name.replace('_', '-')}", "")
+    return same[2:] if same and "=" not in same else name
+
+
+def likely(flag: str, known: Iterable[str]) -> str | None:
+    """What was probably meant by ``flag``, which is none of ``known``: one of them, or what other tools call one."""
+    elsewhere, known = {**SHORT, **MEANT, **SAME}, tuple(known)
+    name = flag.replace("_", "-").lstrip("-")
+    if flag in elsewhere or f"--{name}" in elsewhere:
+        return elsewhere.get(flag) or elsewhere[f"--{name}"]
+    if f"--{name}" in known:
+        return f"--{name}"
+    called = nearest(name, [other[2:] for other in elsewhere if other.startswith("--")], cutoff=0.85)
+    if called is not None:
+        return " or ".join(dict.fromkeys(elsewhere[f"--{one}"] for one in called.split(" or ")))
+    found = nearest(name, [other[2:] for other in known if other.startswith("--")])
+    return " or ".join(f"--{one}" for one in found.split(" or ")) if found is not None else None

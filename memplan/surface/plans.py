@@ -223,7 +223,7 @@ def _twice(name: str, value: object, other: str, before: object) -> PlanError:
 
 
 def _hint(flag: str) -> str:
-    from ..commands.words import likely
+    from ..plan.near_misses import likely
 
     guess = likely(flag, (f"--{name}" for name in by_flag()))
     return f"; did you mean {in_python(guess)}?" if guess is not None else ""

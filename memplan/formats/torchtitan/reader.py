@@ -23,8 +23,8 @@ from ...plan.read import ReadPlan, Source
 from ...plan.text import folder_of, path_of, text_at
 from ...values import dataclass
 from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
-from ..launchers import beside, gpus_of, runs_torchtitan
-from ..recognised import found_from, is_script
+from ..launchers import beside, found_from, gpus_of, runs_torchtitan
+from ..recognised import is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration

@@ -15,8 +15,7 @@ from pathlib import Path
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
 from ...plan.text import is_there, read_text
 from ...values import dataclass
-from ..launchers import IsMark
-from ..recognised import found_from
+from ..launchers import IsMark, found_from
 from .keys import READ
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")

@@ -20,8 +20,8 @@ from ...values import dataclass
 from ..accelerate import Accelerated, file_named
 from ..accelerate_flags import configured, split_off
 from ..launch import Asked
-from ..launchers import MAPPINGS, RUNNERS, Training, beside, is_trainer, training_in, unread
-from ..recognised import found_from, holds_arguments
+from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
+from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
 from ..training_scripts import with_unread
 from .keys import READ

@@ -194,7 +194,7 @@
       summary.append(swatch(data.categories[category].colour), data.categories[category].label + ": " + size(bytes) + ", " + rows.reduce((sum, row) => sum + row[2], 0).toLocaleString("en") + " tensors");
       const table = element("table");
       const head = element("tr");
-      for (const [name, figure] of [["tensor"], ["size", 1], ["tensors", 1], ["each", 1], ["shape"], ["modules"], ["micro-batches"]]) head.append(element("th", name, figure ? { class: "figure" } : {}));
+      for (const [name, figure] of [["tensor"], ["size", 1], ["tensors", 1], ["each", 1], ["shape"], ["modules"], ["batch"]]) head.append(element("th", name, figure ? { class: "figure" } : {}));
       const body = element("tbody");
       for (const [, size_, count, name, modules, microbatches, shape] of rows) {
         const row = element("tr");
