@@ -45,12 +45,12 @@ class Stretch(NamedTuple):
     """Steps in a row."""
 
     steps: tuple[Step, ...]
-    together: int
+    together: int = 0
     """Blocks that they hold at once, at most, if they give back all that they take, and nothing else; 0 if not."""
-    least: int
-    """The least code of a block that serves any of them."""
-    top: int
-    """The most units held."""
+    least: int = 0
+    """Of such steps, the least code of a block that serves any of them,"""
+    top: int = 0
+    """and the most units held."""
 
 
 Pool = TypeVar("Pool", bound="SegmentPool")

@@ -382,17 +382,20 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
     most: list[int] = []
     at = 0
     while at < len(steps):
-        end, together = _closed(steps, at)
+        end, together = _closed(steps, at) if steps[at][1] > 0 else (at, 0)
         if not most or bool(most[-1]) is not bool(together):
             parts.append([])
             most.append(0)
         parts[-1] += steps[at : end + 1]
         most[-1] = max(most[-1], together)
         at = end + 1
-    return tuple(
-        Stretch(tuple(part), together, max(step[2] for step in part), max(step[3] for step in part))
-        for part, together in zip(parts, most, strict=True)
-    )
+    return tuple([_stretch(tuple(part), together) for part, together in zip(parts, most, strict=True)])
+
+
+def _stretch(steps: tuple[Step, ...], together: int) -> Stretch:
+    if not together:
+        return Stretch(steps)
+    return Stretch(steps, together, max([step[2] for step in steps]), max([step[3] for step in steps]))
 
 
 def _closed(steps: Sequence[Step], start: int) -> tuple[int, int]:

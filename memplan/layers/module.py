@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -153,24 +153,50 @@ def _regrouped(kernel: Kernel, factor: int) -> Kernel:
 def grown(two: Passes, four: Passes, b: int) -> Passes | None:
     """Of ``b`` sequences, an even number, from those of 2 and of 4: each size of a kernel grows by as much for every
     sequence. ``None`` where 4 have other kernels than 2."""
+    slopes = _slopes(two, four)
+    if slopes is None:
+        return None
+    steps = b // 2 - 1
+
+    def of(counted: Counted, slopes: Sequence[Any]) -> Counted:
+        return tuple(
+            [
+                (kernel if slope is None else _along(kernel, slope, steps), times)
+                for (kernel, times), slope in zip(counted, slopes, strict=True)
+            ]
+        )
+
+    return Passes(of(two.forward, slopes[0]), of(two.backward, slopes[1]), two.parameters)
+
+
+@lru_cache(maxsize=4096)
+def _slopes(two: Passes, four: Passes) -> tuple[list[Any], list[Any]] | None:
+    """Of each kernel, what two sequences more add to its sizes: ``None`` to all of them, else size by size."""
     every = [[(type(one), times) for one, times in (*work.forward, *work.backward)] for work in (two, four)]
     if every[0] != every[1] or len(two.forward) != len(four.forward):
         return None
 
-    steps = b // 2 - 1
+    def of(first: Counted, second: Counted) -> list[Any]:
+        return [_slope(one, other) for (one, _), (other, _) in zip(first, second, strict=True)]
 
-    def field(x: Any, y: Any) -> Any:
-        if isinstance(x, str):
-            return x
-        if isinstance(x, tuple):
-            parts = [one if one == other else field(one, other) for one, other in zip(x, y, strict=True)]
-            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-        return x + (y - x) * steps
+    return of(two.forward, four.forward), of(two.backward, four.backward)
 
-    def of(first: Counted, second: Counted) -> Counted:
-        return tuple([(field(one, other), times) for (one, times), (other, _) in zip(first, second, strict=True)])
 
-    return Passes(of(two.forward, four.forward), of(two.backward, four.backward), two.parameters)
+def _slope(x: Any, y: Any) -> Any:
+    if x == y or isinstance(x, str):
+        return None
+    if isinstance(x, tuple):
+        return [_slope(one, other) for one, other in zip(x, y, strict=True)]
+    return y - x
+
+
+def _along(x: Any, slopes: list[Any], steps: int) -> Any:
+    """A kernel, or what it holds, so many steps of ``slopes`` further."""
+    found = [
+        one if slope is None else _along(one, slope, steps) if isinstance(slope, list) else one + slope * steps
+        for one, slope in zip(x, slopes, strict=True)
+    ]
+    return tuple.__new__(type(x), found)
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,8 @@ part of a class's name, so the expressions are those of one pass: no groups, no 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ..bash.patterns import Matcher, simple_expression
 from .errors import PlanError
 
@@ -14,7 +16,8 @@ HEAVIEST = 1e6
 """The largest weight."""
 
 
-def type_terms(pattern: str) -> list[tuple[Matcher, float]]:
+@lru_cache(maxsize=64)
+def type_terms(pattern: str) -> tuple[tuple[Matcher, float], ...]:
     """What each term of ``pattern`` finds, and its weight: 1 where it names none."""
     terms: list[tuple[Matcher, float]] = []
     for term in pattern.split("|"):
@@ -34,4 +37,4 @@ def type_terms(pattern: str) -> list[tuple[Matcher, float]]:
             problem = f"{weight!r} is not a weight from 0 to {HEAVIEST:,.0f}; write type:embed:2|transformer:1"
             raise PlanError(FIELD, f"type:{pattern}", problem)
         terms.append((matcher, number))
-    return terms
+    return tuple(terms)

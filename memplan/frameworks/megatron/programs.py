@@ -34,7 +34,7 @@ from ...layers.megatron_core import (
 from ...layers.megatron_core.distributed import distributed
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.precision import Low, Recipe
-from ...layers.megatron_core.shape import CoreShape, ExpertShape, Overlap, Version
+from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
@@ -81,8 +81,9 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
     """Sizes and choices of one micro-batch on one rank."""
     megatron, layout, spec = plan.megatron, plan.layout, plan.model
     te = _transformer_engine(megatron.transformer_engine)
-    recompute = plan.recompute
-    shape = CoreShape(
+    recompute, local_layers = plan.recompute, megatron.transformer_impl == "local"
+    ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
+    return CoreShape(
         spec=of_any_depth(spec),
         b=1 if megatron.packed else plan.batch.mbs,
         s=plan.batch.seq // layout.cp * (plan.batch.mbs if megatron.packed else 1),
@@ -95,9 +96,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         sequence_parallel=layout.sequence_parallel,
         implementation=megatron.transformer_impl,
         te=te,
-        attention="local",
         deterministic=megatron.deterministic,
-        deterministic_attention=plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
+        deterministic_attention=_deterministic_attention(plan),
         gradient_fusion=megatron.gradient_accumulation_fusion,
         bias_activation_fusion=megatron.bias_swiglu_fusion
         if spec.activation == "swiglu"
@@ -120,7 +120,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         clones_embedding=megatron.clone_scattered_embedding,
         per_token_loss=megatron.per_token_loss,
         logits=megatron.logits_dtype,
-        largest_logit=megatron.largest_logit or megatron.clips_queries,
+        largest_logit=_largest_logit(plan),
         detaches_heads=megatron.detaches_heads and spec.mtp_layers > 0,
         mixes_states=megatron.mixes_states and spec.mtp_layers > 0,
         te_activation=megatron.te_activation,
@@ -133,34 +133,53 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
+        sixteen_bit=ends_16bit,
+        layers=spec.layers if any(ends_16bit) else 0,
+        attention=_attention(plan, te),
+        overlap=_overlap(plan),
+        multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
-    if plan.experts.overlap_exchange:
-        given = plan.experts
-        together = megatron.fsdp != "none"
-        shape = replace(shape, overlap=Overlap(given.delay_wgrad, given.early_attention_release, together))
-    if plan.precision.first_16bit_layers or plan.precision.last_16bit_layers:
-        ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
-        shape = replace(shape, sixteen_bit=ends_16bit, layers=spec.layers)
+
+
+def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
+    """What the layers' implementation attends with."""
+    megatron, spec = plan.megatron, plan.model
     if megatron.transformer_impl == "local":
-        return shape
-    if shape.dtype == "fp32" and not spec.causal:
+        return "local"
+    if plan.precision.dtype == "fp32" and not spec.causal:
         problem = "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe"
         raise PlanError("precision.dtype", "fp32", problem)
     assert megatron.attention_backend != "local"
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
-    attention = backend(
+    return backend(
         megatron.attention_backend,
-        te=shape.te,
+        te=te,
         capability=(gpu.compute_capability if gpu is not None else None) or HOPPER,
-        dtype=shape.dtype,
+        dtype=plan.precision.dtype,
         head_dim=spec.head_dim,
         value_dim=spec.value_head_dim,
         dropout=spec.attention_dropout,
-        deterministic=shape.deterministic_attention,
+        deterministic=_deterministic_attention(plan),
         sinks=spec.attention_sinks,
-        flash_installed=not shape.largest_logit,
+        flash_installed=not _largest_logit(plan),
     )
-    return replace(shape, attention=attention, multiprocessors=MULTIPROCESSORS.get(plan.hardware.gpu or "", 132))
+
+
+def _largest_logit(plan: ResolvedPlan) -> bool:
+    """Whether attention returns the largest score of each head."""
+    return plan.megatron.largest_logit or plan.megatron.clips_queries
+
+
+def _overlap(plan: ResolvedPlan) -> Overlap | None:
+    """Of the exchange of tokens beside another micro-batch."""
+    given = plan.experts
+    if not given.overlap_exchange:
+        return None
+    return Overlap(given.delay_wgrad, given.early_attention_release, plan.megatron.fsdp != "none")
+
+
+def _deterministic_attention(plan: ResolvedPlan) -> bool:
+    return plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
 
 
 def low_of(plan: ResolvedPlan, te: Version) -> Low | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import lru_cache
 
 from ...tape.events import Category
 from .. import ops
@@ -129,6 +130,7 @@ def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
         yield "attention sinks in another back end than cuDNN's fused one, with context parallelism or latent attention"
 
 
+@lru_cache(maxsize=1024)
 def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     """Shapes of the static stand-ins for weight gradients of a layer."""
     if len(shape.kind) > 1:

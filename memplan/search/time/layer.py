@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...frameworks import framework
 from ...layers.module import Passes
+from ...layers.work import Exchange
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from . import kernels
@@ -38,6 +39,9 @@ class LayerTimes(NamedTuple):
     recomputed_parallel: float = 0.0
     """The part of recompute that is."""
 
+
+EXPERT_AXES = ("etp", "ep", "experts")
+"""Of exchanges among ranks that share experts."""
 
 NO_TIME = LayerTimes(0.0, 0.0, 0.0)
 
@@ -102,17 +106,27 @@ def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | N
 def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> EntryTimes:
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
-    ranks, blocking = shape.ranks, shape.blocking
+
+    def of(once: Passes, again: Passes) -> LayerTimes:
+        ranks = shape.ranks if _exchanges_experts(once) else Ranks(shape.ranks.t, shape.ranks.c)
+        return layer_times(once, again, rates, ranks, shape.blocking)
+
     return EntryTimes(
-        layer_times(entries.embedding, entries.embedding, rates, ranks, blocking),
-        layer_times(entries.layer, entries.recomputed, rates, ranks, blocking),
-        layer_times(entries.final_norm, entries.final_norm, rates, ranks, blocking),
-        layer_times(entries.head, entries.head, rates, ranks, blocking),
+        of(entries.embedding, entries.embedding),
+        of(entries.layer, entries.recomputed),
+        of(entries.final_norm, entries.final_norm),
+        of(entries.head, entries.head),
         send_time(shape, rates, across_nodes) if staged else 0.0,
-        layer_times(entries.dense, entries.dense_recomputed, rates, ranks, blocking),
-        layer_times(entries.further, entries.further, rates, ranks, blocking),
-        tuple(layer_times(*kind, rates, ranks, blocking) for kind in entries.kinds),
+        of(entries.dense, entries.dense_recomputed),
+        of(entries.further, entries.further),
+        tuple(of(*kind) for kind in entries.kinds),
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _exchanges_experts(work: Passes) -> bool:
+    """Whether groups of experts' ranks matter. Recompute exchanges nothing that the passes do not."""
+    return any(isinstance(one, Exchange) and one.axis in EXPERT_AXES for one, _ in (*work.forward, *work.backward))
 
 
 def send_time(shape: Shape, rates: Rates, across_nodes: bool) -> float:
