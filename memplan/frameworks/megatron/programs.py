@@ -529,6 +529,8 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     deferral_limit: int = 0
+    empties: int = 0
+    """When the allocator's cache is emptied (``Program.empties``)."""
     step_pool: int = 0
     """The stream of a captured step's memory."""
 
@@ -609,6 +611,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         plan.megatron.wgrad_deferral_limit,
+        plan.megatron.empty_cache,
         graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
 
@@ -616,7 +619,8 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """One program per pipeline stage."""
     made = stages_of(plan, options)
-    return tuple(made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
+    found = (made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
+    return tuple(replace(one, empties=made.empties) if made.empties else one for one in found)
 
 
 def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:
