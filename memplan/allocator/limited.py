@@ -220,7 +220,7 @@ def replay_within(
             retries.append(memory.retries - before)
             again = left.setdefault(rank.layout(), len(retries))
             if again < len(retries):
-                return Within(None, first, max(retries[again:]), partial, rank.reserved)
+                return Within(None, first, max(retries[again:]), partial, rank.most_reserved)
     except _FailedError as failed:
         return Within(failed.failure, memory.retries)
-    return Within(None, first, retries[-1] if retries else 0, partial, rank.reserved)
+    return Within(None, first, retries[-1] if retries else 0, partial, rank.most_reserved)

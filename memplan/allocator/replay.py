@@ -53,13 +53,15 @@ class Replayed:
 class Rank:
     """One rank's memory while its events run. A tensor is known by its pool's code of its block."""
 
-    __slots__ = ("allocated", "by", "filled", "large", "peak", "peak_at", "settings", "small")
+    __slots__ = ("allocated", "by", "filled", "large", "most", "peak", "peak_at", "settings", "small")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.settings = settings
         self.small: dict[int, SegmentPool] = {}
         """Pools of each stream."""
         self.large: dict[int, SegmentPool] = {}
+        self.most = 0
+        """Bytes that were reserved at most before the cache was emptied."""
         self.filled = 0
         """Segments of small blocks beside those of the pools: full, or wholly free."""
         self.allocated = 0
@@ -76,9 +78,20 @@ class Rank:
         twin.by = self.by[:]
         return twin
 
+    def empty_cache(self) -> None:
+        """What is wholly free is given back (``torch.cuda.empty_cache``)."""
+        self.most = self.most_reserved
+        for pool in (*self.large.values(), *self.small.values()):
+            pool.release()
+
+    @property
+    def most_reserved(self) -> int:
+        """Bytes, at most until now."""
+        return max(self.most, self.reserved)
+
     @property
     def reserved(self) -> int:
-        """Bytes; the most there ever were, since nothing is given back."""
+        """Bytes; the most there ever were, where nothing is given back."""
         pools = (*self.small.values(), *self.large.values())
         return sum(pool.reserved for pool in pools) + self.filled * SMALL_SEGMENT << UNIT_BITS
 
@@ -363,7 +376,7 @@ class Run:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
         rank = self.rank
         self.iterate(actions[done:])
-        first_iteration = rank.reserved
+        first_iteration = rank.most_reserved
         if self.second_differs:
             self.first_step()
             rank.peak = 0
@@ -372,7 +385,7 @@ class Run:
         self.step()
         static, peak = rank.allocated << UNIT_BITS, rank.peak << UNIT_BITS
         aside = self.program.set_aside
-        return Replayed(peak, rank.reserved + aside, rank.breakdown(), static, first_iteration + aside)
+        return Replayed(peak, rank.most_reserved + aside, rank.breakdown(), static, first_iteration + aside)
 
     @property
     def second_differs(self) -> bool:
@@ -481,6 +494,8 @@ class Run:
     def step(self) -> None:
         """The optimizer's step, with which gradients end."""
         program = self.program
+        if program.empties >= 1:
+            self.rank.empty_cache()
         if program.kept is not None and self.stepped:
             self.pool = program.kept.pool
         self.keep(program.step if program.kept is None else program.kept.step)
@@ -492,6 +507,8 @@ class Run:
             self.rank.drop(*self.between.pop(key))
         for tensor, chunk in [key for key in self.full if key[0] in self.exchanged.until_step]:
             self.end_all(chunk, tensor, 0)
+        if program.empties >= 2:
+            self.rank.empty_cache()
 
     def end_gradients(self, keep: int = 0) -> None:
         for chunk in self.chunks:

@@ -38,6 +38,7 @@ class Megatron(FrameworkSection, Terse):
             "cuda_graph_modules",
             "defer_embedding_wgrad",
             "optimizer_graph",
+            "empty_cache",
             "distribute_saved",
             "wgrad_deferral_limit",
             "tp_comm_overlap",
@@ -293,6 +294,13 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="the optimizer's step is a CUDA graph, whose memory lies in a pool of its own",
         json_schema_extra={"flag": "--optimizer-cuda-graph"},
+    )
+    empty_cache: int = Field(
+        0,
+        ge=0,
+        le=2,
+        description="the allocator's cache is emptied before every step (1), or before and behind it (2)",
+        json_schema_extra={"flag": "--empty-unused-memory-level"},
     )
     distribute_saved: bool = Field(
         False,

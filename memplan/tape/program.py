@@ -426,6 +426,8 @@ class Program:
     """Bytes that saving a checkpoint, or loading one, takes at most beside what is held between iterations."""
     set_aside: int = 0
     """Bytes of segments that the allocator keeps for what counts as allocated no more: the pool of captured graphs."""
+    empties: int = 0
+    """The allocator's cache is emptied before a step (1), and behind it, too (2)."""
     evaluated: tuple[int, int] = (0, 0)
     """Bytes of what evaluation has gathered: during its last forward pass, and when that has been appended."""
 

@@ -230,6 +230,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
         {"overlap_param_gather": "true", "overlap_grad_reduce": "true", "zero": 1, "dp": 4, "bucket_size": 10**9}
     ],
     "megatron.bucket_size": [{"overlap_grad_reduce": "true", "bucket_size": 1000, "zero": 1, "dp": 4}],
+    "megatron.empty_cache": [{"empty_unused_memory_level": 1}, {"empty_unused_memory_level": 2}],
     "megatron.optimizer_graph": [{"optimizer_cuda_graph": "true"}],
     "megatron.distribute_saved": [
         {"distribute_saved_activations": "true", "recompute": "full", "tp": 2, "sequence_parallel": "false"}
@@ -289,7 +290,8 @@ def footprint(**flags: object) -> list[object]:
     kept = program.kept
     assert kept is not None
     tapes = [(span.module.steady.forward, span.module.steady.backward) for span in program.spans]
-    return [folded.static, folded.peak_by, kept.step, kept.pool, kept.construction, kept.workspaces, tapes]
+    kept_of = [kept.step, kept.pool, kept.construction, kept.workspaces]
+    return [folded.static, folded.peak_by, program.empties, *kept_of, tapes]
 
 
 OTHER_PLANS = (
@@ -347,6 +349,18 @@ def test_a_precision_aware_step_casts_its_states() -> None:
     elements = sum(p.elements for p in programs(plan(), Options())[0].parameter_tensors() if len(p.shape) > 1)
     assert newer == 0
     assert older == pytest.approx(2 * 4 * elements, rel=0.01)
+
+
+def test_an_emptied_cache_leaves_less_reserved() -> None:
+    """fp16's step finds what passes have left given back, and passes what the step has left; requests stay."""
+    flags = {"dtype": "fp16", "zero": 1, "hidden": 1024}
+    kept, *emptied = (estimate(plan(empty_unused_memory_level=level, **flags)).stages[0] for level in (0, 1, 2))
+    for one in emptied:
+        assert one.requested == kept.requested
+        assert one.reserved is not None
+        assert kept.reserved is not None
+        assert one.allocated is not None
+        assert one.allocated <= one.reserved <= kept.reserved
 
 
 def test_a_captured_step_has_memory_of_its_own() -> None:

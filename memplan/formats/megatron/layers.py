@@ -241,6 +241,12 @@ LAYERS = (
         without_effect=_without_ranks,
     ),
     switch("--optimizer-cuda-graph", "megatron.optimizer_graph", "REDUCTION"),
+    Row(
+        "--empty-unused-memory-level",
+        "megatron.empty_cache",
+        "REDUCTION",
+        when=lambda plan: plan.megatron.empty_cache > 0,
+    ),
     switch("--distribute-saved-activations", "megatron.distribute_saved", "LAYERS"),
     switch("--defer-embedding-wgrad-compute", "megatron.defer_embedding_wgrad", "REDUCTION"),
     Row(

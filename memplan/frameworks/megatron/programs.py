@@ -579,6 +579,8 @@ class Stages:
     """CUDA graphs of layers are captured before the first iteration."""
     overlaps: bool = False
     """Gradients are reduced beside the last micro-batch's passes."""
+    empties: int = 0
+    """When the allocator's cache is emptied (``Program.empties``)."""
     step_pool: int = 0
     """The stream of a captured step's memory."""
 
@@ -677,6 +679,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
         plan.megatron.overlap_grad_reduce,
+        plan.megatron.empty_cache,
         graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
 
@@ -684,7 +687,8 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """One program per pipeline stage."""
     made = stages_of(plan, options)
-    return tuple(made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
+    found = (made.program(stage, entries) for stage, entries in enumerate(stage_entries(plan)))
+    return tuple(replace(one, empties=made.empties) if made.empties else one for one in found)
 
 
 def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:

@@ -256,11 +256,11 @@ def test_words_that_belong_to_no_argument_are_told_together() -> None:
     assert note == ("argument-loose", "2B:3 4B:5 (train.sh:2) belong to no argument")
 
 
-def test_a_cache_that_is_emptied_is_told() -> None:
-    (note,) = launch(small("--empty-unused-memory-level 1")).notes
-    assert note.code == "argument-not-modelled"
-    assert "pushes memory down: the allocator's cache is emptied" in note.message
-    assert not launch(small("--empty-unused-memory-level 0")).notes
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_cache_that_is_emptied_is_read(level: int) -> None:
+    read = launch(small(f"--empty-unused-memory-level {level}"))
+    assert not read.notes
+    assert build_plan(read.source, {}).plan.megatron.empty_cache == level
 
 
 def test_variables_that_choose_a_back_end_must_agree_with_the_argument() -> None:
