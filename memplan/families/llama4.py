@@ -120,8 +120,9 @@ def llama4_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
 
 
 def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """``Llama4Router.forward``: scores (n, E), nought where an expert is not chosen, and logits."""
-    logits = linear(r, hidden, "router", spec.experts, False)
+    """``Llama4Router.forward``: scores (n, E), nought where an expert is not chosen, and logits. bitsandbytes leaves it
+    as it is (``replace_with_bnb_linear`` asks for ``nn.Linear`` itself)."""
+    logits = experts.logits_of(r, hidden, spec)
     values, indices = selecting.top_k(r, logits, spec.expert_top_k, "chosen")
     scores = selecting.scattered(r, values, indices, logits.shape, "router_scores")
     scores = ops.cast(r, wide_sigmoid(r, scores), scores.dtype, "router_sigmoid_cast")
@@ -148,6 +149,7 @@ def every_expert(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
     made = gated(r, gate, up, spec)
     down = folded(r, down, adapters.get(experts.DOWN), experts.DOWN)
     out = ops.matmul(r, made, down, (e, n, h), "experts_down")
+    del made
     return r.left(experts.EXPERTS, out.view(e * n, h))
 
 
