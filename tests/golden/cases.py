@@ -292,7 +292,7 @@ def torchtitan() -> Iterator[str]:
     ):  # fmt: skip
         yield f"{job} {flags}"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
-        job = f"--model {model} --layers 6 --seq 2048 --framework torchtitan --gpu h200 --gpus 8"
+        job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
         yield f"{job} --recompute full --ep 4"
     for flags in (
@@ -301,7 +301,7 @@ def torchtitan() -> Iterator[str]:
         "--gpu h200 --gpus 8 --ep 3",
         "--gpu h200 --gpus 128 --ep 2",
     ):
-        yield f"--model deepseek-v2-lite --layers 4 --seq 2048 --framework torchtitan {flags}"
+        yield f"--model deepseek-v2-lite --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan {flags}"
 
 
 def megatron() -> Iterator[str]:
