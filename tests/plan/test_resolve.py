@@ -110,7 +110,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({**MEGATRON, "seq": "4096"}, "--seq: batch.seq = 4096: must be at most 2048, the number of learned positions"),
         ({**MEGATRON, "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework megatron-deepspeed; deepspeed has ZeRO-2"),
         ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1 with framework megatron-deepspeed; megatron has context parallelism"),
-        ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1 with framework megatron-deepspeed; megatron has expert parallelism"),
+        ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have expert parallelism"),
         ({**MEGATRON, "vpp": "2"}, "--vpp: layout.vpp = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have virtual stages"),
         ({**MEGATRON, "tp": "4", "sequence_parallel": "true"}, "--sequence-parallel: layout.sequence_parallel = true: must be false"),
         ({"model": "gpt2", "framework": "fsdp", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework fsdp"),
