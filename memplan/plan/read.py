@@ -172,7 +172,12 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
         problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = plan.model_copy(update={"model": spec})
-    return ReadPlan(plan, dict(node.origins()), (*chosen, *notes_of(plan)))
+    origins = {path: origin for path, origin in node.origins() if path.partition(".")[0] != "model"}
+    origins |= {path: origin for path, origin in written.origins() if path.partition(".")[0] == "model"}
+    base = written.mapping["model"].mapping.get("base")
+    if base is not None and base.origin is not None:
+        origins["model"] = base.origin
+    return ReadPlan(plan, origins, (*chosen, *notes_of(plan)))
 
 
 def _of_model(source: str) -> Source:
