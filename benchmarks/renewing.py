@@ -80,7 +80,8 @@ def without_recompute(given: Piece, work: PieceWork, piece: Piece) -> PieceWork:
         for name in names:
             by_name.setdefault(name, kind)
     nothing: tuple[tuple[Worked, ...], ...] = ((),) * len(PASSES)
-    kinds, seen = [nothing] * len(piece.kinds), set()
+    kinds = [nothing] * len(piece.kinds)
+    seen: set[str] = set()
     for kind, names in piece.row:
         if names[0] in by_name and names[0] not in seen:
             kinds[kind] = (*work.kinds[by_name[names[0]]][:-1], ())

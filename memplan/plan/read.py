@@ -178,7 +178,12 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = plan.model_copy(update={"model": spec})
     told = (text_part(spec.name),) if spec.is_text_part else ()
-    return ReadPlan(plan, dict(node.origins()), (*chosen, *told, *notes_of(plan)))
+    origins = {path: origin for path, origin in node.origins() if path.partition(".")[0] != "model"}
+    origins |= {path: origin for path, origin in written.origins() if path.partition(".")[0] == "model"}
+    base = written.mapping["model"].mapping.get("base")
+    if base is not None and base.origin is not None:
+        origins["model"] = base.origin
+    return ReadPlan(plan, origins, (*chosen, *told, *notes_of(plan)))
 
 
 def _of_model(source: str) -> Source:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from .fields import MODEL, plan_fields, sections
-from .library import model_specs
+from .library import learned_models, model_specs
 from .models import load_spec
 from .plan import Plan
 from .read import Source, build_plan
 from .resolve import resolve
 from .spec import ModelSpec
 from .template import comment_of, quoted
+from .traced_spec import TracedSpec
 from .yaml_events import parse_yaml
 
 DERIVED = ("head_dim", "kv_heads", "ffn")
@@ -35,7 +36,7 @@ def plan_yaml(plan: Plan, head: Sequence[str] = ()) -> str:
 def _read_back(text: str) -> Plan:
     from .normalise import normalised
 
-    return build_plan(Source(normalised(parse_yaml(text, "plan.yaml")), Path()), {}).plan
+    return build_plan(Source(normalised(parse_yaml(text, "plan.yaml")), Path()), {}, traced=True).plan
 
 
 def _written(plan: Plan, head: Sequence[str], *, explicit: bool) -> str:
@@ -64,6 +65,9 @@ def _values(section: Any, name: str, explicit: bool) -> dict[str, Any]:
 def _model(spec: ModelSpec) -> Iterator[str]:
     """A built-in model by its name, with what differs from it; any other field by field."""
     yield f"# {comment_of(MODEL)}"
+    if isinstance(spec, TracedSpec):
+        yield from _traced(spec)
+        return
     changes = _changes(spec)
     if changes == {}:
         yield f"model: {quoted(spec.name)}"
@@ -73,6 +77,15 @@ def _model(spec: ModelSpec) -> Iterator[str]:
         yield f"  base: {quoted(spec.name)}"
     for name, value in (_whole(spec) if changes is None else changes).items():
         yield f"  {name}: {_as_yaml(value)}"
+
+
+def _traced(spec: TracedSpec) -> Iterator[str]:
+    """An architecture that traces know, by its name or where its configuration is."""
+    source = spec.source if spec.source in learned_models() else str(Path(spec.source).absolute())
+    if not spec.changed:
+        yield f"model: {quoted(source)}"
+        return
+    yield from ("model:", f"  base: {quoted(source)}", f"  layers: {spec.layers}")
 
 
 def _changes(spec: ModelSpec) -> Mapping[str, Any] | None:

@@ -72,6 +72,10 @@ class FrameworkRunning:
         """Of the ZeRO stages that it has, those that it has of such an architecture."""
         return zero
 
+    def learnt_casts(self, plan: ResolvedPlan) -> bool:
+        """``casts``, of a plan of such an architecture."""
+        return self.casts
+
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         """Whether what was learnt says what operators do, so that a step has a time."""
         return False

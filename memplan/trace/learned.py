@@ -57,7 +57,7 @@ def job_of(plan: ResolvedPlan) -> Job:
     }
     config = {name: value for name, value in plan.model.config.items() if name not in NAMES}
     job = job_of_plan(plan.model_copy(update=update), config)
-    return replace(job, casts=framework(plan.framework).running.casts)
+    return replace(job, casts=framework(plan.framework).running.learnt_casts(plan))
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:
@@ -81,7 +81,8 @@ def fit_of(plan: ResolvedPlan) -> Fit:
     assert isinstance(spec, TracedSpec)
     sections = (plan.precision, plan.recompute, plan.loss, plan.lora, plan.quantisation, plan.frozen, plan.trainer)
     versions = {name: version for name, version in plan.versions.items() if name not in TRACED}
-    key = (spec.digest, plan.attention, plan.code, plan.framework, *versions.items(), *sections)
+    casts = framework(plan.framework).running.learnt_casts(plan)
+    key = (spec.digest, plan.attention, plan.code, plan.framework, casts, *versions.items(), *sections)
     found = _FOUND.get(key)
     if found is None:
         found = _FOUND[key] = _read(plan.model_copy(update={"versions": versions}), spec)

@@ -182,7 +182,7 @@ def tape_of(arguments: list[str], stage: int) -> str:
     os.chdir(ROOT)
     try:
         source, flags = flags_of(arguments)
-        tapes = detail(read_plan(source, flags).plan, stage)
+        tapes = detail(read_plan(source, flags, traced=True).plan, stage)
     finally:
         os.chdir(here)
     return digest([[tape.module, tape.phase, *_events(tape.events)] for tape in tapes])

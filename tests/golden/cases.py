@@ -45,9 +45,22 @@ def estimates() -> Iterator[str]:
     for part in (
         examples, families, plain, optimizers, tuned, losses, trainer, autocast, ddp, deepspeed, device_map, fsdp,
         torchtitan, megatron, low_precision, experts, pipelines, megatron_deepspeed, allocators, refused,
+        learned,
     ):  # fmt: skip
         for flags in part():
             yield f"estimate {flags}"
+
+
+def learned() -> Iterator[str]:
+    """Models that ship as traces found them."""
+    for name in ("smollm3-3b", "olmo-2-7b"):
+        yield f"--model {name} --gpu h100 --seq 2048"
+        yield f"--model {name} --gpu h100 --seq 2048 --framework ddp --gpus 8 --recompute full"
+        yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --gbs 32"
+        yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --fsdp-version 1"
+        yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
+    yield "--model gemma-2b --gpu h100 --lora-rank 16"
+    yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation nf4"
 
 
 def examples() -> Iterator[str]:
@@ -651,6 +664,9 @@ def searches() -> Iterator[str]:
         "--model llama-3-70b --seq 8192 --gpu h100-80gb --framework fsdp --gpus 4 --gbs 16",
         "--model mixtral-8x7b --layers 8 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 16 --fix cp=1",
         "--model deepseek-v2-lite --layers 9 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 32 --fix mbs=1",
+        "--model smollm3-3b --seq 2048 --gpu h100 --framework fsdp --gpus 8 --gbs 64",
+        "--model smollm3-3b --seq 2048 --gpu h100 --framework deepspeed --gpus 8 --gbs 64",
+        "--model olmo-2-7b --seq 2048 --gpu h100 --framework ddp --gpus 8 --gbs 64 --objective memory",
     ):  # fmt: skip
         yield f"suggest-partition {flags}"
 

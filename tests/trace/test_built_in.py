@@ -146,6 +146,47 @@ def test_what_ships_is_what_is_listed() -> None:
     assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
 
 
+@pytest.mark.parametrize("name", learned_models())
+def test_fits_are_this_tracers(name: str) -> None:
+    """Whoever changes what traces find has them checked and written anew: ``python -m benchmarks.learned --renew``."""
+    stale = [path.name for path in sorted((LEARNED / name).glob(f"*{cache.SUFFIX}")) if cache.is_stale(path)]
+    assert not stale, f"python -m benchmarks.learned --renew {name}"
+    for recompute in ("none", "full"):
+        assert all(piece.work is not None for piece in fit_of(plan_of(name, recompute=recompute)).pieces)
+
+
+@pytest.mark.parametrize("framework", ["single", "ddp", "fsdp", "deepspeed"])
+def test_searched(framework: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The recommended layout needs what an estimate of the written plan says."""
+    path = tmp_path / "found.yaml"
+    gpus = "1" if framework == "single" else "8"
+    words = [
+        "--framework",
+        framework,
+        "--gpus",
+        gpus,
+        "--gpu",
+        "h100",
+        "--gbs",
+        "16",
+        "--seq",
+        "1024",
+        "--write",
+        str(path),
+    ]
+    assert main(["suggest-partition", "--model", "olmo-2-7b", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["recommended"]
+    assert best["seconds"] > 0
+    assert best["device_bytes"] == peak_of(capsys, "estimate", str(path))
+
+
+def test_fsdp1(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one dtype nothing is cast, of an architecture that FSDP2 casts tensors of, too."""
+    words = ("--model", "olmo-2-1b", "--framework", "fsdp", "--gpus", "8", "--seq", "1024")
+    assert peak_of(capsys, "estimate", *words, "--fsdp-version", "1") < peak_of(capsys, "estimate", *words)
+
+
 def test_fits_of_the_user_go_first() -> None:
     """As they are of the releases that are installed."""
     plan = plan_of("olmo-2-7b")

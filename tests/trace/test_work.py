@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,10 @@ ENTRIES = ("embedding", "layer", "recomputed", "final_norm", "head")
 
 def both(family: str, b: int, s: int, monkeypatch: pytest.MonkeyPatch) -> tuple[ResolvedPlan, ResolvedPlan]:
     """A plan with the recipe, and the same of an architecture that only traces know."""
-    plan, fit = plan_of(family, b, s, gpu="h100-80gb"), fit_of(family)
+    plan: Any = plan_of(family, b, s, gpu="h100-80gb")
+    fit = fit_of(family)
     monkeypatch.setattr(learned_time, "fit_of", lambda plan: fit)
-    names = {"name": "x", "family": family, "source": "x", "reason": "", "digest": family}
+    names: dict[str, Any] = {"name": "x", "family": family, "source": "x", "reason": "", "digest": family}
     spec = TracedSpec.model_construct(**names, layers=7, config={}, counted=True, positions_max=1 << 20)
     return plan, plan.model_copy(update={"model": spec})
 

@@ -72,6 +72,8 @@ def lacks(plan: ResolvedPlan, fit: Fit) -> str:
     named = {name for _, names in piece.row for name in names if not name.startswith(LAYER)}
     if not named <= ENDS:
         return "it has more than one list of layers"
+    if plan.fsdp.version == "1":  # one dtype, in which nothing is cast
+        return ""
     if plan.fsdp.parameters != plan.precision.dtype and any(
         bytes > ITEMSIZE[dtype] for bytes, dtype in _follow(plan, piece)
     ):

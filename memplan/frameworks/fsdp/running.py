@@ -57,6 +57,10 @@ class FsdpRunning(FrameworkRunning):
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
         check_no_pipeline(plan, given)
 
+    def learnt_casts(self, plan: ResolvedPlan) -> bool:
+        """FSDP1 casts with mixed precision alone (``_pre_forward``, ``_cast_forward_inputs``)."""
+        return plan.fsdp.version != "1"
+
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         return has_work(plan)
 
