@@ -30,7 +30,6 @@ from ...trace.learned import assumptions, learnt_programs
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
-from ..plain.learned_time import has_work
 from . import learned, notices
 from .programs import fullest_rank, program_of_rank
 
@@ -246,6 +245,8 @@ class DeepspeedRunning(OtherRunning):
         return tuple(stage for stage in zero if stage < 3)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
+        from ..plain.learned_time import has_work
+
         return has_work(plan)
 
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:

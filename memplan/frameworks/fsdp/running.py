@@ -15,7 +15,6 @@ from ...trace.framework import FrameworkRunning
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of, learnt_programs
 from ..plain import trainer
-from ..plain.learned_time import has_work
 from . import flat
 from .learned import assumptions_of, lacks, program_of
 from .learned_flat import flat_program_of
@@ -62,6 +61,8 @@ class FsdpRunning(FrameworkRunning):
         return plan.fsdp.version != "1"
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
+        from ..plain.learned_time import has_work
+
         return has_work(plan)
 
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:

@@ -14,7 +14,6 @@ from ...trace.framework import FrameworkRunning, OtherRunning
 from ...trace.learned import assumptions, learnt_programs
 from . import trainer
 from .learned import program_of
-from .learned_time import has_work
 
 
 class PlainRunning(FrameworkRunning):
@@ -31,6 +30,8 @@ class PlainRunning(FrameworkRunning):
         return (0,)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
+        from .learned_time import has_work
+
         return has_work(plan)
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
