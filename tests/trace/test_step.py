@@ -52,6 +52,7 @@ FAMILIES = {
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
     "glm4_moe": "glm-4.5-air",
+    "llama4_text": "llama-4-scout",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
@@ -69,7 +70,7 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     if family.startswith("deepseek"):
         sizes |= LATENT
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
     return {"model": FAMILIES[family], **sizes}
 
