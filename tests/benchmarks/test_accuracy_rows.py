@@ -104,12 +104,15 @@ def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:
 
 
 def test_experts_of_megatron_lm_are_within_the_limits() -> None:
-    """90 % between iterations; at the peak those whose tokens sinkhorn balances, and four of five of all."""
+    """90 % between iterations; at the peak those whose tokens sinkhorn balances, and four of five of all. Where the
+    tokens of others went is not recorded; of 32 sequences at once (the proxy of DeepSeek in fp8 on 8 GB200) that counts
+    more than of a few."""
     table = table_of("megatron_lm_ci.jsonl")
     rows = [row for row in table.rows if megatron.family_of(row.id) == megatron.EXPERTS]
     static = [row for row in rows if row.reading == megatron.STATIC]
     assert sum(bool(row.within) for row in static) >= 0.9 * len(static)
-    balanced = [row for row in rows if row.reading == megatron.PEAK and "ep8" not in row.id and "ep4" not in row.id]
+    others = ("ep8", "ep4", "ep2_fsdp2@")
+    balanced = [row for row in rows if row.reading == megatron.PEAK and not any(one in row.id for one in others)]
     assert all(row.within for row in balanced)
     peaks = [row for row in rows if row.reading == megatron.PEAK]
     assert sum(bool(row.within) for row in peaks) >= 0.8 * len(peaks)

@@ -35,6 +35,7 @@ TINY: dict[str, str] = {
     "glm4_moe": "glm-4.5-air",
     "granite": "granite-3.0-2b",
     "gpt_bigcode": "santacoder",
+    "llama4_text": "llama-4-scout",
 }
 """A built-in model of each family."""
 

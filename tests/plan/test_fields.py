@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "megatron.offload_modules": ("attn_norm,moe_act", ("attn_norm", "moe_act")),
     "megatron.cuda_graph_modules": ("attn,mlp", ("attn", "mlp")),
     "megatron.cuda_graph_warmup": ("0", 0),
+    "megatron.empty_cache": ("2", 2),
     "megatron.fp32_gradients_of": ("all,*router*", ("all", "*router*")),
     "megatron.nccl_blocks": ("tp=-8,dp_cp=2-16", "tp=-8,dp_cp=2-16"),
     "deepspeed.overlap_comm": ("true", True),

@@ -26,6 +26,8 @@ _CONFIGS = {
 """Classes whose keywords are the Trainer's arguments, and the script of trl's that has them."""
 _TRAINERS = {f"{name}Trainer": name.lower() for name in _OF_TRL}
 _MODELS = re.compile(r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM)|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM)")
+_SCORING = re.compile(r"(?:AutoModel|\w+)ForSequenceClassification")
+"""What trl's RewardTrainer trains."""
 _OTHER_HEADS = re.compile(r"(?:Auto)?Model\w*For(?:Sequence|Token|Question|Image|Speech|Vision)\w+")
 _LORA = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
@@ -149,7 +151,8 @@ class _Reading:
     def model(self) -> None:
         """The model that is loaded, or that a trainer of trl's is given by name."""
         loaded = self.methods("from_pretrained")
-        models = [call for call in loaded if _MODELS.fullmatch(_owner(call))]
+        known = _SCORING if self.of("RewardTrainer", "RewardConfig") else _MODELS
+        models = [call for call in loaded if known.fullmatch(_owner(call))]
         other = next((call for call in loaded if _OTHER_HEADS.fullmatch(_owner(call))), None)
         if other is not None and not models:
             problem = f"trains a {_owner(other)}: heads and losses of language models alone are modelled"

@@ -233,11 +233,11 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
 
 
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
-    read = launch(small("--log-intervall 8 --my-fork x y --perform-rl-step"))
+    read = launch(small("--log-intervall 8 --my-fork x y --enable-mhc-connections"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
         ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
-        ("argument-not-modelled", "--perform-rl-step"),
+        ("argument-not-modelled", "--enable-mhc-connections"),
     ]
     assert "did you mean --log-interval?" in read.notes[0].message
     assert "pushes memory up" in read.notes[2].message
@@ -247,7 +247,7 @@ def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--my-fork 8", "--perform-rl-step"):
+    for wrong in ("--my-fork 8", "--enable-mhc-connections"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
@@ -341,7 +341,7 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--perform-rl-step": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--enable-mhc-connections": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))

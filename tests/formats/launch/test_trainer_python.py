@@ -60,7 +60,22 @@ def test_adapters_and_weights_in_four_bits(tmp_path: Path) -> None:
         "bnb_4bit_compute_dtype": "bfloat16", "max_length": 2048, "per_device_train_batch_size": 2,
         "optim": "paged_adamw_8bit", "gradient_checkpointing": True, "bf16": True,
     }  # fmt: skip
-    assert plan_of(tmp_path, "sft.py", QLORA) == plan_of(tmp_path, "sft.json", json.dumps(same))
+    assert plan_of(tmp_path, "sft.py", QLORA) == plan_of(tmp_path, "sft.json", json.dumps(same), trainer="sft")
+
+
+REWARD = """
+from transformers import AutoModelForSequenceClassification
+from trl import RewardConfig, RewardTrainer
+model = AutoModelForSequenceClassification.from_pretrained("Qwen/Qwen2.5-7B", num_labels=1)
+RewardTrainer(model=model, args=RewardConfig(per_device_train_batch_size=4, max_length=2048))
+"""
+
+
+def test_a_reward_model_is_one_that_scores_sequences(tmp_path: Path) -> None:
+    same = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 4, "max_length": 2048}
+    same |= {"gradient_checkpointing": True, "bf16": True}  # trl's defaults
+    assert plan_of(tmp_path, "r.py", REWARD) == plan_of(tmp_path, "r.json", json.dumps(same), trainer="reward")
+    assert "trains a AutoModelForSequenceClassification" in refusal(REWARD.replace("Reward", "SFT"))
 
 
 def test_defaults_of_peft_and_transformers() -> None:
