@@ -142,7 +142,7 @@ def word_embeddings(r: Recorder, shape: LayerShape) -> Tensor:
     ids = token_ids(r, shape)
     if r.tuning is None or not r.tuning.adapts("word"):
         return ops.embedding(r, word, ids, "word_embeddings")
-    return adapted_embedding(r, ids, r.embedded(ops.embedding(r, word, ids, "word_embeddings")), shape.spec.vocab)
+    return adapted_embedding(r, word, ids, shape.spec.vocab)
 
 
 def final_norm(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:

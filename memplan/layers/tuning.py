@@ -325,12 +325,13 @@ def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
     return ops.cast(r, result, dtype, f"{layer.name}_lora_cast")
 
 
-def adapted_embedding(r: Recorder, indices: Tensor, result: Tensor, vocab: int) -> Tensor:
-    """``lora.Embedding.forward`` behind the base layer's ``result`` (b, s, h): rows of one matrix, seen the other way
-    round, times the other."""
+def adapted_embedding(r: Recorder, weight: Tensor, indices: Tensor, vocab: int) -> Tensor:
+    """``lora.Embedding.forward``: behind the base layer's rows of ``weight`` (v, h), those of one matrix, seen the
+    other way round, times the other."""
     assert r.tuning is not None
     adapters = r.tuning.adapters
     assert adapters is not None
+    result = r.embedded(ops.embedding(r, weight, indices, "word_embeddings"))
     dtype, h = result.dtype, result.shape[-1]
     table = transposed(r, r.parameter("word.lora_embedding_A", (adapters.rank, vocab), dtype), "word.lora_embedding_A")
     up = r.parameter("word.lora_embedding_B", (h, adapters.rank), dtype)

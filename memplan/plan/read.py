@@ -64,7 +64,7 @@ class ReadPlan:
         error = error.located(self.origins)
         if self.chosen_framework is None or error.field == "model.family":  # which says where there is a recipe
             return error
-        if _is_possible(self.plan):  # and lacks something else, such as a speed of its GPU
+        if error.field != "framework" and _is_possible(self.plan):  # and lacks something else, as a speed of its GPU
             return error
         others = self._others()
         hint = f"; {listed(others)} takes it with --framework" if others else ""
