@@ -155,11 +155,13 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
             "more of the vocabulary makes these logits 2,000.06 MiB of four sequences, those without the last token "
             "1,999.57, and a block of the one kind cannot serve the other.",
             "Under FSDP1 what wrapping takes on each rank stays in the allocator's cache, and a gathered layer's block "
-            "is not free again when the next layer is gathered. With both, what is left of 16-bit weights no longer "
-            "depends on the micro-batch. 4-bit weights still lack 1.3 GiB (two GPUs) and 2 GiB (four) of Mistral with "
-            "NF4, 2.1 and 3.9 GiB with GPTQ, and 2 to 9 GiB of Mixtral, whatever the micro-batch: not explained. "
-            "The reading is the mean of all GPUs, and 1.35 GiB of two and 2.0 of four are what the mean would be if "
-            "every rank but the first kept 2.7 GiB more.",
+            "is not free again when the next layer is gathered. With both, LoRA on 16-bit weights is in the range or "
+            "up to 0.2 GiB beside it for Mistral, 1.5 GiB for Mixtral (1 to 6 GiB before); full fine-tuning is from "
+            "2.1 GiB below to 0.4 GiB above it, and 4.6 GiB above with micro-batch 4 on two GPUs: not explained. "
+            "4-bit weights are 0.1 to 0.8 GiB (NF4) and 0.9 to 2.5 GiB (GPTQ) above it for Mistral in the container "
+            "with transformers 4.45, whatever the micro-batch, up to 1.8 and 3.5 GiB in the other, and 2 to 8.8 GiB "
+            "for Mixtral: not explained. The reading is the mean of all GPUs; with NF4 in the first container it is as "
+            "if every rank but the first kept 2.7 GiB more.",
         ),
     )
 

@@ -31,7 +31,7 @@ _LAZY_BY_ITSELF = (2, 5)
 """From this PyTorch on wheels are of CUDA 12.4, which loads kernels when they are first used whoever initialises CUDA.
 Before (up to CUDA 12.1) ``torch/cuda/__init__.py`` asks for that in ``_lazy_init``, which is too late where another
 library, or ``torch.cuda.is_available()``, initialised the driver."""
-_LIBRARIES = {(7, 0): 755, (7, 5): 616, (8, 0): 1110, (8, 6): 748, (8, 9): 720, (9, 0): 1478}
+_LIBRARIES = {(7, 0): 755, (7, 5): 711, (8, 0): 1110, (8, 6): 748, (8, 9): 720, (9, 0): 1478}
 """MiB of all kernels for a compute capability, uncompressed, in PyTorch 2.4.1 and the libraries that it links: the
 cubins in ``libtorch_cuda.so``, ``libcublas.so.12`` and ``libcublasLt.so.12`` of 12.1.3.1, and ``libnccl.so.2`` of
 2.20.5 (of the nearest lower capability of the same generation where a library has none of its own)."""

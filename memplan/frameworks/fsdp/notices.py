@@ -138,7 +138,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if plan.fsdp.version == "1" and plan.quantisation.kind != "none":
         yield Notice(
             "sharded-4bit-reserved",
-            "nvidia-smi showed up to 2.6 GiB more than the range says in measured FSDP1 runs of 4-bit Mistral 7B, up "
+            "nvidia-smi showed up to 3.5 GiB more than the range says in measured FSDP1 runs of 4-bit Mistral 7B, up "
             "to 9 GiB more in those of Mixtral 8x7B; the cause is not known (docs/accuracy.md): leave that much room",
         )
     if plan.quantisation.storage == "uint8" and plan.layout.dp > plan.fsdp.replicas:
