@@ -187,7 +187,10 @@ def test_missing_package_ends_with_3(monkeypatch: pytest.MonkeyPatch, capsys: py
             ["--framework", "device-map", "--gpus", "2"],
             "framework = device-map: must be one of single, ddp, fsdp: layers",
         ),
-        (["--framework", "fsdp", "--fsdp-code", "torchtitan"], "model.family = gpt2: has no recipe in torchtitan's code"),
+        (
+            ["--framework", "fsdp", "--fsdp-code", "torchtitan"],
+            "model.family = gpt2: has no recipe in torchtitan's code",
+        ),
         (["--stage", "1"], "--stage: must be 0: there is no pipeline (pp 1), not 1"),
         (["--stage", "first"], "--stage"),
         (["--model", "no-such-model"], "model = no-such-model: "),
