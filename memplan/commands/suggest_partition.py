@@ -12,7 +12,7 @@ import typer
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line, together
 from ..plan.implied import IMPLIED
-from ..plan.notes import FRAMEWORK_CHOSEN, Note
+from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..values import dataclass
@@ -304,7 +304,7 @@ def _of_all(
     from ..search.result import Offer
 
     _check_needed(read.plan)
-    named = replace(read, warnings=tuple(note for note in read.warnings if note.code != FRAMEWORK_CHOSEN))
+    named = replace(read, warnings=tuple(note for note in read.warnings if not says_choice(note.code)))
 
     def offered(name: str, at: int) -> Offer:
         plan = read.plan.model_copy(update={"framework": name})
@@ -327,10 +327,7 @@ def _of_all(
     said = f"no framework was named: {others} were searched, and {best.framework} is the best"
     if refused is not None:
         said += f"; {read.plan.framework} {refused.problem}"
-    told = Note(FRAMEWORK_CHOSEN, said)
-    notes = tuple(told if note.code == FRAMEWORK_CHOSEN else note for note in read.warnings)
-    plan = read.plan.model_copy(update={"framework": best.framework})
-    return replace(read, plan=plan, warnings=notes), best.found, offers
+    return read.choosing(best.framework, said), best.found, offers
 
 
 def _no_layout(found: Found) -> PlanError:

@@ -14,8 +14,6 @@ MOST_OF_A_CODE = 50
 
 FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
-
-
 SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
 FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED)
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
@@ -26,6 +24,11 @@ class Note(NamedTuple):
 
     code: str
     message: str
+
+
+def says_choice(code: str) -> bool:
+    """Whether a note with ``code`` says why the plan has its framework, which nobody named."""
+    return code == FRAMEWORK_CHOSEN
 
 
 def notes_of(plan: Plan) -> tuple[Note, ...]:

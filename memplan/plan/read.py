@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ..frameworks import ROOMS, framework
@@ -17,7 +18,7 @@ from .implied import has_recipe, with_implied
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .normalise import field_value, normalised
-from .notes import FRAMEWORK_CHOSEN, Note, notes_of, text_part
+from .notes import Note, notes_of, says_choice, text_part
 from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
@@ -56,7 +57,12 @@ class ReadPlan:
     @property
     def chosen_framework(self) -> str | None:
         """Why the plan has its framework, where nobody named one."""
-        return next((note.message for note in self.warnings if note.code == FRAMEWORK_CHOSEN), None)
+        return next((note.message for note in self.warnings if says_choice(note.code)), None)
+
+    def choosing(self, name: str, why: str) -> ReadPlan:
+        """The plan with framework ``name``, which nobody named either, and ``why`` in place of the reason so far."""
+        notes = tuple(Note(note.code, why) if says_choice(note.code) else note for note in self.warnings)
+        return replace(self, plan=self.plan.model_copy(update={"framework": name}), warnings=notes)
 
     def located(self, error: PlanError) -> PlanError:
         """``error``, raised for the plan, with where its field came from, and why the plan has its framework where

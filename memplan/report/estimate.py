@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..plan.notes import FIRST, FRAMEWORK_CHOSEN
+from ..plan.notes import FIRST, says_choice
 from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
 from .printing import (
@@ -280,7 +280,7 @@ def first_notes(notices: Iterable[Notice]) -> Iterator[Text]:
     """What decides the answer and may surprise."""
     for notice in notices:
         if notice.code in FIRST:
-            yield Text(notice.message, FAINT if notice.code == FRAMEWORK_CHOSEN else CAUTION)
+            yield Text(notice.message, FAINT if says_choice(notice.code) else CAUTION)
 
 
 def estimate_report(

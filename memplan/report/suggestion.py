@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..frameworks import framework
 from ..plan.fields import plan_fields
-from ..plan.notes import FRAMEWORK_CHOSEN, SEQ_DEFAULT, VOCAB_UNUSED
+from ..plan.notes import SEQ_DEFAULT, VOCAB_UNUSED, says_choice
 from ..plan.resolve import resolve
 from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
@@ -337,7 +337,7 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
 
 def _start(answer: Answer) -> Iterator[RenderableType]:
     """What may surprise, where the search started, and what the plan as given would have run into."""
-    yield from first_notes(notice for notice in answer.notes if notice.code != FRAMEWORK_CHOSEN)
+    yield from first_notes(notice for notice in answer.notes if not says_choice(notice.code))
     if answer.started:
         names = ",".join(one.split()[0] for one in answer.started)
         yield Text(
