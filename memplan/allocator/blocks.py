@@ -46,11 +46,14 @@ class Stretch(NamedTuple):
 
     steps: tuple[Step, ...]
     together: int = 0
-    """Blocks that they hold at once, at most, if they give back all that they take, and nothing else; 0 if not."""
-    least: int = 0
-    """Of such steps, the least code of a block that serves any of them,"""
+    """Blocks that they take and hold at once, at most, if they give back all that they take; 0 if not."""
+    needs: tuple[tuple[int, int], ...] = ()
+    """Of such steps, how many of these blocks are held once a request is served, and the least code of a block that
+    serves it; without requests that are served wherever another one is;"""
     top: int = 0
-    """and the most units held."""
+    """the most units held;"""
+    given: tuple[Step, ...] = ()
+    """and those that give back what was taken before."""
 
 
 Pool = TypeVar("Pool", bound="SegmentPool")
@@ -92,40 +95,77 @@ class SegmentPool:
         self.top = 0
 
     def take(self, units: int) -> int:
-        """Hand out a block; its code. See ``run``."""
-        blocks = [0]
-        self.run(((0, units, units << SHIFT, 0, -1),), blocks, UNBOUNDED)
-        return blocks[0]
+        """Hand out a block; its code: ``reuse``, failing that ``grow``."""
+        return self.reuse(units) or self.grow(units, UNBOUNDED)
 
     def give(self, code: int) -> None:
-        """Take a block back. See ``run``."""
-        self.run(((0, -(code >> SHIFT), 0, 0, -1),), [code], UNBOUNDED)
+        """Take a block back: it is merged with its free neighbours (``free_block``, ``try_merge_blocks``)."""
+        free, edges = self.free, self.edges
+        address, least = code & ADDRESS, 0
+        end = address + (code >> SHIFT)
+        if address in edges:
+            before = edges.pop(address)
+            least = bisect_left(free, before)
+            del free[least]
+            address = before & ADDRESS
+            code = end - address << SHIFT | address
+        if end in edges:
+            after = edges.pop(end)
+            least = bisect_left(free, after)
+            del free[least]
+            end += after >> SHIFT
+            code = end - address << SHIFT | address
+        edges[address] = edges[end] = code
+        insort(free, code, least)
 
     def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """``run`` with all steps of ``stretches``.
 
-        A stretch that gives back what it takes leaves free blocks as they were if none of its requests needs a new
-        segment: what lives decides where free blocks lie. Each of its blocks makes one free block smaller, so that as
-        many that serve any of them as it holds at once are enough; then it is passed over, if its most, with what
-        blocks may exceed requests, is no new peak.
+        Where what lives does not need a new segment, it decides where free blocks lie. So of a stretch that gives back
+        what it takes, and whose requests free blocks serve for certain, only that is run which gives back what was
+        taken before, if its most, with what blocks may exceed requests, is no new peak.
         """
-        free, rest = self.free, 0 if self.picky else self.least_rest
+        rest = 0 if self.picky else self.least_rest
         beyond, highest = 0, -1
-        for steps, together, least, top in stretches:
-            if (
-                together
-                and rest
-                and len(free) >= together
-                and free[-together] >= least
-                and top + together * rest + beyond <= limit
-            ):
-                continue
+        for stretch in stretches:
+            steps, together, _, top, given = stretch
+            if together and rest and top + together * rest + beyond <= limit and self._serves(stretch, blocks):
+                if not given:
+                    continue
+                steps = given
             more, limit, place = self.run(steps, blocks, limit - beyond)
             limit += beyond
             beyond += more
             if place >= 0:
                 highest = place
         return beyond, limit, highest
+
+    def _serves(self, stretch: Stretch, blocks: list[int]) -> bool:
+        """Whether free blocks serve every request of a stretch that gives back what it takes.
+
+        Each block that it holds makes one free block smaller: as many as it holds with a request are enough, if all
+        serve it. Their number falls where what is given back makes one of two of them: where it fills the gap between.
+        """
+        free, together = self.free, stretch.together
+        if len(free) < together:
+            return False
+        for held, least in stretch.needs:
+            if free[-held] < least:
+                return False
+        if not stretch.given or together == 1:
+            return True
+        ends = {}
+        for slot, *_ in stretch.given:
+            address = blocks[slot] & ADDRESS
+            ends[address] = address + (blocks[slot] >> SHIFT)
+        largest = {code & ADDRESS: code >> SHIFT for code in free[-together:]}
+        for address, size in largest.items():
+            end = address + size
+            while end in ends:
+                end = ends[end]
+            if end in largest:
+                return False
+        return True
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
@@ -137,7 +177,7 @@ class SegmentPool:
         Returns the units by which blocks exceed their requests in the end more than at the beginning; the most
         units that were held at a time, beginning with 0, if above ``limit``; and the place of that, else -1.
         """
-        free, edges = self.free, self.edges
+        free, edges, give = self.free, self.edges, self.give
         least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
         beyond, highest = 0, -1
         for slot, units, least, top, place in steps:
@@ -165,35 +205,23 @@ class SegmentPool:
                     blocks[slot] = code
             elif units:
                 code = blocks[slot]
-                size = code >> SHIFT
-                beyond -= size + units
-                address = code & ADDRESS
-                end = address + size
-                if address in edges:
-                    before = edges.pop(address)
-                    del free[bisect_left(free, before)]
-                    address = before & ADDRESS
-                    code = end - address << SHIFT | address
-                if end in edges:
-                    after = edges.pop(end)
-                    del free[bisect_left(free, after)]
-                    end += after >> SHIFT
-                    code = end - address << SHIFT | address
-                edges[address] = edges[end] = code
-                insort(free, code)
+                beyond -= (code >> SHIFT) + units
+                give(code)
             if top + beyond > limit:
                 limit, highest = top + beyond, place
         return beyond, limit, highest
 
     def reuse(self, units: int) -> int:
         """``take`` from the free blocks alone (``get_free_block``); 0 where none will do."""
-        index = bisect_left(self.free, units << SHIFT)
+        free, edges = self.free, self.edges
+        index = bisect_left(free, units << SHIFT)
         if self.picky:
             index = self._pick(index, units)
-        if index == len(self.free):
+        if index == len(free):
             return 0
-        code = self.free[index]
-        self._forget(code)
+        code = free.pop(index)
+        address = code & ADDRESS
+        del edges[address], edges[address + (code >> SHIFT)]
         return self._cut(code, units)
 
     def grow(self, units: int, room: int) -> int:

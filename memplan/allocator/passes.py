@@ -372,48 +372,77 @@ def _part(operations: Sequence[Operation]) -> Pass:
     return Pass(tuple(operations), small, large, 0, 0, (), (), (), net, changed)
 
 
-MOST_TOGETHER = 4
-"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones of the largest size."""
+MOST_TOGETHER = 8
+"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones that serve."""
+LONGEST = 256
+"""Steps from a request on among which the end of such a stretch is looked for."""
 
 
 def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
-    """``steps`` with those in a row together that give back all they take, and nothing else."""
+    """``steps`` with those in a row together that give back all they take."""
     parts: list[list[Step]] = []
-    most: list[int] = []
+    closed: list[bool] = []
+    ends = _ends(steps)
     at = 0
     while at < len(steps):
-        end, together = _closed(steps, at) if steps[at][1] > 0 else (at, 0)
-        if not most or bool(most[-1]) is not bool(together):
+        end = _closed(steps, ends, at) if steps[at][1] > 0 else None
+        follows = bool(parts) and steps[at][1] < 0
+        if not follows and (not parts or closed[-1] is not (end is not None)):
             parts.append([])
-            most.append(0)
-        parts[-1] += steps[at : end + 1]
-        most[-1] = max(most[-1], together)
-        at = end + 1
-    return tuple([_stretch(tuple(part), together) for part, together in zip(parts, most, strict=True)])
+            closed.append(end is not None)
+        after = (at if end is None else end) + 1
+        parts[-1] += steps[at:after]
+        at = after
+    return tuple([_stretch(part) if own else Stretch(tuple(part)) for part, own in zip(parts, closed, strict=True)])
 
 
-def _stretch(steps: tuple[Step, ...], together: int) -> Stretch:
-    if not together:
-        return Stretch(steps)
-    return Stretch(steps, together, max([step[2] for step in steps]), max([step[3] for step in steps]))
-
-
-def _closed(steps: Sequence[Step], start: int) -> tuple[int, int]:
-    """Where the shortest stretch from ``start`` on ends that gives back what it takes, and how many blocks it holds at
-    once; ``start`` and 0 where there is none."""
+def _stretch(steps: Sequence[Step]) -> Stretch:
+    """Of steps that give back what they take."""
     live: set[int] = set()
-    together = 0
-    for at in range(start, len(steps)):
-        slot, units = steps[at][:2]
+    least: dict[int, int] = {}
+    given: list[Step] = []
+    for slot, units, code, _, _ in steps:
         if units > 0:
             live.add(slot)
-            together = max(together, len(live))
-        elif units == 0 or slot not in live:
-            break
-        else:
+            least[len(live)] = max(code, least.get(len(live), 0))
+        elif slot in live:
             live.remove(slot)
-        if together > MOST_TOGETHER:
-            break
-        if not live:
-            return at, together
-    return start, 0
+        else:
+            given.append((slot, units, code, NEVER, -1))
+    needs: list[tuple[int, int]] = []
+    for held in sorted(least, reverse=True):
+        if not needs or least[held] > needs[-1][1]:
+            needs.append((held, least[held]))
+    return Stretch(tuple(steps), max(least), tuple(needs), max([step[3] for step in steps]), tuple(given))
+
+
+def _ends(steps: Sequence[Step]) -> dict[int, int]:
+    """By the place of each step that takes a block which is given back later, the place where that happens."""
+    found: dict[int, int] = {}
+    given: dict[int, int] = {}
+    for at in reversed(range(len(steps))):
+        slot, units, *_ = steps[at]
+        if units < 0:
+            given[slot] = at
+        elif units > 0 and slot in given:
+            found[at] = given.pop(slot)
+    return found
+
+
+def _closed(steps: Sequence[Step], ends: Mapping[int, int], start: int) -> int | None:
+    """Where the shortest stretch from ``start`` on ends that gives back what it takes; ``None`` where there is none."""
+    at = end = start
+    live: set[int] = set()
+    while at <= end:
+        slot, units, *_ = steps[at]
+        if units > 0 and at in ends:
+            live.add(slot)
+            end = max(end, ends[at])
+        elif units < 0:
+            live.discard(slot)
+        else:
+            return None
+        at += 1
+        if len(live) > MOST_TOGETHER or at - start > LONGEST:
+            return None
+    return end

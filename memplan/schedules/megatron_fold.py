@@ -138,68 +138,31 @@ def layers_in_flight(plan: Schedule, layers: Sequence[int]) -> int:
     return most
 
 
-class _Moment(NamedTuple):
-    """A point at which something may peak, and what is held there."""
-
-    source: str
-    """``forward``, ``backward``, or the kind of the tensor that begins."""
-    chunk: int
-    microbatch: int
-    phase: str
-    repeats: bool
-    """Behind the repetitions that ``reduced`` leaves out."""
-    flight: tuple[int, ...]
-    kinds: tuple[int, ...]
-    """Tensors between stages, by ``KINDS``, more than when the iteration began."""
-
-
 _COUNT = 24
 """Bits by which one count is told from the next where several are packed into a number."""
-
-
-@lru_cache(maxsize=32)
-def _moments(plan: Schedule) -> tuple[_Moment, ...]:
-    """The moments of a reduced schedule, each when its counts appear first."""
-    flight, kinds = [0] * plan.chunks, [0] * len(KINDS)
-    index: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}
-    result: list[_Moment] = []
-    seen: set[tuple[int, str, int]] = set()
-    counts = 0
-    """All of ``flight`` and ``kinds``, packed."""
-    last: tuple[str, int] = "forward", 0
-    step, ramp = _period(plan)
-    early = (ramp + SETTLING) * step * plan.chunks
-    inside = False
-    for what, chunk, number, tensor in trace(plan):
-        if tensor is not None:
-            at, sign = index[tensor], 1 if what == "begin" else -1
-            kinds[at] += sign
-            counts += sign << _COUNT * at
-            if sign > 0 and not (inside and tensor in MADE) and (counts, tensor, 0) not in seen:
-                seen.add((counts, tensor, 0))
-                result.append(_Moment(tensor, 0, last[1], last[0], early < 0, tuple(flight), tuple(kinds)))
-            inside = False
-        elif what in PASSES:
-            last = what, number
-            if (counts, what, chunk) not in seen:
-                seen.add((counts, what, chunk))
-                result.append(_Moment(what, chunk, number, "", early < 0, tuple(flight), tuple(kinds)))
-            sign = 1 if what == "forward" else -1
-            flight[chunk] += sign
-            counts += sign << _COUNT * (len(KINDS) + chunk)
-            inside = True
-            early -= what == "backward"
-    return tuple(result)
+SIZED: dict[str, int] = {"stub": 1, "report": 2}
+"""Which size of a tensor between stages counts, behind those of hidden states."""
 
 
 class _Row(NamedTuple):
-    """A candidate: a moment that no other exceeds in every count."""
+    """A candidate: a moment at which something may peak, and that no other exceeds in every count."""
 
     source: int
     """2j and 2j + 1: forward and backward of class j; then a tensor between stages."""
     counts: tuple[int, ...]
     """In flight by class, hidden states, stubs, reports."""
-    moment: _Moment
+    kinds: tuple[int, ...]
+    """Tensors between stages, by ``KINDS``, more than when the iteration began."""
+    chunk: int
+    """Of the pass;"""
+    tensor: str | None
+    """or what begins,"""
+    phase: str
+    """behind which pass,"""
+    microbatch: int
+    """of which micro-batch."""
+    repeats: bool
+    """Behind the repetitions that ``reduced`` leaves out."""
 
 
 Pattern = tuple[int, ...]
@@ -217,12 +180,10 @@ def _rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple
     return tuple(
         row._replace(
             counts=(*row.counts[:-1], row.counts[-1] + reports),
-            moment=row.moment._replace(
-                microbatch=row.moment.microbatch + shift,
-                kinds=(*row.moment.kinds[:-1], row.moment.kinds[-1] + reports),
-            ),
+            kinds=(*row.kinds[:-1], row.kinds[-1] + reports),
+            microbatch=row.microbatch + shift,
         )
-        if row.moment.repeats
+        if row.repeats
         else row
         for row in _pruned_rows(short, pattern, weightless)
     )
@@ -230,48 +191,69 @@ def _rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple
 
 @lru_cache(maxsize=1 << 12)
 def _pruned_rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -> tuple[_Row, ...]:
+    """Of a reduced schedule. Of moments with the same counts, the first."""
     classes = sorted(set(pattern))
-    number = {chunk: classes.index(first) for chunk, first in enumerate(pattern)}
-    edge = 2 * len(classes)
-    telling = [i for i in range(len(classes) + 3) if i not in weightless]
-    best: list[dict[tuple[int, ...], tuple[int, _Row]]] = [{} for _ in range(edge + 1)]
-    by_class: dict[tuple[int, ...], list[int]] = {}
-    for order, moment in enumerate(_moments(plan)):
-        what, chunk, _, _, _, in_flight, kinds = moment
-        source = 2 * number[chunk] + (what == "backward") if what in PASSES else edge
-        flight = by_class.get(in_flight)
-        if flight is None:
-            flight = by_class[in_flight] = [0] * len(classes)
-            for one, count in enumerate(in_flight):
-                flight[number[one]] += count
-        counts = (*flight, *_by_size(kinds))
-        told = tuple([counts[i] for i in telling]) if weightless else counts
-        rows = best[source]
-        if told not in rows:
-            rows[told] = order, _Row(source, counts, moment)
-    kept = [row for rows in best for row in _front(rows)]
-    return tuple(row for _, row in sorted(kept, key=lambda row: row[0]))
+    number = [classes.index(first) for first in pattern]
+    edge = len(classes)
+    index: dict[str, int] = {kind: i for i, kind in enumerate(KINDS)}
+    place = [edge + SIZED.get(kind, 0) for kind in KINDS]
+    packed = [0 if i in weightless else 1 << _COUNT * i for i in range(edge + 3)]
+    counts, kinds = [0] * (edge + 3), [0] * len(KINDS)
+    told = _each_field(edge + 3, _COUNT - 2)
+    """All of ``counts`` that tell, packed, above what keeps negative ones from borrowing of their neighbours."""
+    best: list[dict[int, _Row]] = [{} for _ in range(2 * edge + 1)]
+    found: list[_Row] = []
+    phase, microbatch = "forward", 0
+    step, ramp = _period(plan)
+    early = (ramp + SETTLING) * step * plan.chunks
+    inside = False
+    for what, chunk, at, tensor in trace(plan):
+        if tensor is not None:
+            kind = index[tensor]
+            one, source = place[kind], 2 * edge
+            sign = 1 if what == "begin" else -1
+            kinds[kind] += sign
+            counts[one] += sign
+            told += sign * packed[one]
+            if sign > 0 and not (inside and tensor in MADE) and told not in best[source]:
+                row = _Row(source, tuple(counts), tuple(kinds), 0, tensor, phase, microbatch, early < 0)
+                best[source][told] = row
+                found.append(row)
+            inside = False
+        elif what in PASSES:
+            phase, microbatch = what, at
+            one = number[chunk]
+            sign = 1 if what == "forward" else -1
+            source = 2 * one + (sign < 0)
+            if told not in best[source]:
+                row = _Row(source, tuple(counts), tuple(kinds), chunk, None, phase, at, early < 0)
+                best[source][told] = row
+                found.append(row)
+            counts[one] += sign
+            told += sign * packed[one]
+            inside = True
+            early -= sign < 0
+    kept = {id(row) for rows in best for row in _front(rows, edge + 3)}
+    return tuple([row for row in found if id(row) in kept])
 
 
-@lru_cache(maxsize=1 << 14)
-def _by_size(kinds: tuple[int, ...]) -> tuple[int, int, int]:
-    """Hidden states, stubs, reports."""
-    counts = dict(zip(KINDS, kinds, strict=True))
-    stub, report = counts.pop("stub"), counts.pop("report")
-    return sum(counts.values()), stub, report
+def _each_field(fields: int, bit: int) -> int:
+    """A number with one bit of each packed count."""
+    return sum(1 << _COUNT * field + bit for field in range(fields))
 
 
-def _front(rows: dict[tuple[int, ...], tuple[int, _Row]]) -> list[tuple[int, _Row]]:
-    """Those that no other is at least equal to in every count."""
-    front: list[tuple[int, ...]] = []
-    for counts in sorted(rows, key=sum, reverse=True):
+def _front(rows: dict[int, _Row], fields: int) -> list[_Row]:
+    """Those of so many packed counts that no other's are at least equal to in each."""
+    top = _each_field(fields, _COUNT - 1)
+    front: list[int] = []
+    for told in sorted(rows, reverse=True):
         for at, other in enumerate(front):
-            if all(map(int.__ge__, other, counts)):
+            if (top + other - told) & top == top:  # no field of ``other`` is the smaller one and takes its top bit
                 front.insert(0, front.pop(at))  # one that exceeds many is tried first
                 break
         else:
-            front.append(counts)
-    return [rows[counts] for counts in front]
+            front.append(told)
+    return [rows[told] for told in front]
 
 
 # -- bytes ----------------------------------------------------------------------------------------------
@@ -330,22 +312,21 @@ def fold_iteration(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes, fin
 
 def _described(row: _Row, chunks: tuple[Passes, ...], saved_by: list[Bytes], sizes: Sizes) -> tuple[Bytes, str]:
     """Bytes by category, and the place of a peak."""
-    moment = row.moment
     at: Excursion | None = None
-    if moment.source in PASSES:
-        passes = chunks[moment.chunk]
-        at = passes.forward if moment.source == "forward" else passes.backward
+    if row.tensor is None:
+        passes = chunks[row.chunk]
+        at = passes.forward if row.phase == "forward" else passes.backward
     by = list(at.peak_by if at else NOTHING)
     for count, saved in zip(row.counts, saved_by, strict=False):
         if count:
             for category, size in enumerate(saved):
                 if size:
                     by[category] += count * size
-    for kind, count in zip(KINDS, moment.kinds, strict=True):
+    for kind, count in zip(KINDS, row.kinds, strict=True):
         by[CATEGORIES[kind]] += count * sizes.of(kind)
     if at is None:
-        return tuple(by), f"{moment.microbatch}/{moment.phase}/pipeline/{NAMES[moment.source]}"
-    return tuple(by), f"{moment.microbatch}/{at.place}"
+        return tuple(by), f"{row.microbatch}/{row.phase}/pipeline/{NAMES[row.tensor or '']}"
+    return tuple(by), f"{row.microbatch}/{at.place}"
 
 
 # -- on a rank ------------------------------------------------------------------------------------------

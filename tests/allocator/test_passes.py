@@ -57,8 +57,10 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     """Slots 2 to 4 do; slot 1 stays, and 9 was there before."""
     units = [(1, 8), (2, 4), (3, 4), (3, -4), (2, -4), (4, 6), (4, -6), (9, -8)]
     found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in units])
-    assert [len(part.steps) for part in found] == [1, 6, 1]
-    assert [(part.together, part.least >> SHIFT) for part in found] == [(0, 0), (2, 6), (0, 0)]
+    assert [len(part.steps) for part in found] == [1, 7]
+    assert [part.together for part in found] == [0, 2]
+    assert [[(held, least >> SHIFT) for held, least in part.needs] for part in found] == [[], [(2, 4), (1, 6)]]
+    assert [step[0] for step in found[1].given] == [9]
 
 
 def test_parts_keep_small_and_large_tensors_of_a_slot_apart() -> None:
