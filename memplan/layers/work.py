@@ -115,6 +115,9 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    parts: int = 0
+    """In how many parts it goes from rank to rank while the product beside computes those that are there, by the GPUs'
+    copy engines; 0: whole, by kernels."""
 
 
 Kernel = Alone | Exchange
@@ -178,6 +181,9 @@ class Ranks:
     beside: bool = False
     """A column-parallel layer's collectives run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``)."""
+    buffers: bool = False
+    """Other collectives of both kinds of layers go round in parts beside theirs (Transformer Engine's user buffers,
+    ``ring_exchange``: ``comm_gemm_overlap.cpp``, ``split_overlap_ag`` and ``split_overlap_rs``)."""
 
     def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
         """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes."""
@@ -191,7 +197,8 @@ class Ranks:
             return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), of_weight))
         again = Exchange("all-gather", gathered, beside=hidden)
         scattered = Exchange("reduce-scatter", size, beside=weight)
-        return Operator((Exchange("all-gather", gathered), product), (again, of_input, scattered, of_weight))
+        first = self._round("all-gather", gathered, product)
+        return Operator((first, product), (again, of_input, scattered, of_weight))
 
     def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
         """Writes a hidden state of ``n`` features that is summed over ranks, whose gradient is gathered in elements of
@@ -203,9 +210,12 @@ class Ranks:
             return Operator((product,), (of_input, of_weight))
         if not self.sequence:
             return Operator((product, Exchange("all-reduce", size)), (of_input, of_weight))
-        return Operator(
-            (product, Exchange("reduce-scatter", size)), (Exchange("all-gather", gathered), of_input, of_weight)
-        )
+        back = self._round("all-gather", gathered, of_input)
+        return Operator((product, self._round("reduce-scatter", size, product)), (back, of_input, of_weight))
+
+    def _round(self, kind: Kind, size: float, product: Product) -> Exchange:
+        """A collective of ``product``'s operand or result, which nothing hides but user buffers."""
+        return Exchange(kind, size, beside=product, parts=self.t) if self.buffers else Exchange(kind, size)
 
 
 def looked_up(shape: Shape, dtype: str) -> Operator:

@@ -28,7 +28,7 @@ PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-ERROR_OF_EXPERTS = 0.180
+ERROR_OF_EXPERTS = 0.141
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
@@ -90,6 +90,9 @@ class Low(NamedTuple):
     blocks: float
     """8 bits, a scale for each block."""
     four: float
+    source: str
+    sixteen: float | None = None
+    """What products in 16 bits reach beside them; ``None``: as ``Efficiency.matrix``."""
 
     def of(self, size: float, *, blocks: bool) -> float:
         """Of elements of so many bytes."""
@@ -134,7 +137,8 @@ _SIMUMAX_A100 = (
 )
 _SEMIANALYSIS = (
     "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
-    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s; best cases in the MAMF table: 794.5, 668.4)"
+    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about "
+    "1,280; best cases in the MAMF table: 794.5, 668.4)"
 )
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
 _B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
@@ -147,6 +151,17 @@ _SWEEPS = (
     "own sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
 )
 _SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, as parts of what tiles and waves leave"
+_GUIDE = (
+    "https://github.com/NVIDIA/TransformerEngine/blob/main/docs/examples/gemm_profiling/gemm_profiling.rst (a layer's "
+    "products on B300, 100 times, operands quantised before: 13.10 ms in bf16 and 12.76 in another run, 6.81 in fp8 "
+    "with a scale for each tensor, 7.16 in MXFP8, 3.76 in NVFP4)"
+)
+_SUSTAINED = 0.680 / 0.730
+"""What cuBLAS sustains on B300 in that guide of what the sweeps' short runs reach: bf16 0.671 and 0.689 of the peak, as
+parts of what tiles and waves leave;"""
+_WHOLE, _BLOCKS, _FOUR = 0.645 / 0.630, 0.614 / 0.740, 0.375 / 0.300
+"""fp8, MXFP8 and NVFP4. Other Blackwells: in the same ratio. Of GB200 the authors of its grouped products state 2,672
+TFLOP/s in MXFP8, 0.534 of the peak (NVIDIA/Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization)."""
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
 
 _MATRIX: Mapping[str, Fraction] = MappingProxyType(
@@ -159,28 +174,40 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
         "h100-96gb": Fraction(828.6 / 989, _MAMF),
         "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
         "b200": Fraction(0.504, _SIMUMAX),
-        "gb200": Fraction(0.683, _SWEPT),
-        "b300": Fraction(0.730, _SWEPT),
-        "gb300": Fraction(0.787, _SWEPT),
+        "gb200": Fraction(0.683 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "b300": Fraction(0.730 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "gb300": Fraction(0.787 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
         "l40s": Fraction(0.669, _SWEPT),
         "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
     }
 )
 
+_HOPPER_EIGHT = 1280 / 1979
+"""H100 and H200, fp8 with a scale for each tensor, Llama 70B's products on random numbers (``_SEMIANALYSIS``); the
+sweeps' short runs reach 0.725 and 0.690."""
+
+
+def _blackwell(whole: float, blocks: float, four: float, sixteen: float | None = None) -> Low:
+    """What Transformer Engine's kernels sustain where the sweeps' reach these parts."""
+    own = None if sixteen is None else sixteen * _SUSTAINED
+    return Low(whole * _WHOLE, blocks * _BLOCKS, four * _FOUR, f"{_SWEEPS}; {_GUIDE}", own)
+
+
 _LOW: Mapping[str, Low] = MappingProxyType(
     {
-        "h100-80gb": Low(0.725, 0.751, 0.0),
-        "h200": Low(0.690, 0.687, 0.0),
-        "b200": Low(0.590, 0.669, 0.468),
-        "gb200": Low(0.549, 0.641, 0.465),
-        "b300": Low(0.630, 0.740, 0.300),
-        "gb300": Low(0.648, 0.739, 0.334),
-        "l40s": Low(0.655, 0.334, 0.0),
+        "h100-80gb": Low(_HOPPER_EIGHT, 0.751 / 0.725 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
+        "h200": Low(_HOPPER_EIGHT, 0.687 / 0.690 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
+        "b200": _blackwell(0.590, 0.669, 0.468, 0.715),
+        "gb200": _blackwell(0.549, 0.641, 0.465),
+        "b300": _blackwell(0.630, 0.740, 0.300),
+        "gb300": _blackwell(0.648, 0.739, 0.334),
+        "l40s": Low(0.655, 0.334, 0.0, _SWEEPS),
     }
 )
 """The same sweeps, and those of SGLang 0.5.14 beside them (but of B300, where it repeats GB300's): the faster kernels.
 A layer's time is that of its product and of its input's quantisation, whose bytes are taken off: 5 for each element
-with a scale for the whole tensor, which is looked for first, otherwise those that are read and written."""
+with a scale for the whole tensor, which is looked for first, otherwise those that are read and written. Beside products
+in fewer bits B200's in 16 are of the sweep, too: SimuMax's node, which ``_MATRIX`` has, reaches 0.7 of that."""
 
 _PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
 _DISSECTED = "https://arxiv.org/abs/2402.13499"
@@ -373,7 +400,7 @@ def _rates(
         raise PlanError("hardware.gpu", gpu, f"has no published rate of {kind}, and so no time")
     return Rates(
         peak=peak if low is None else faster[low[0]].value,
-        matrix=peak * parts.matrix,
+        matrix=peak * (parts.matrix if low is None or parts.low is None else parts.low.sixteen or parts.matrix),
         ordinary=fp32 * parts.matrix,
         low=()
         if low is None
@@ -418,6 +445,6 @@ def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tup
     if (low := _low_of(plan)) is not None:
         reached = "the part of their peak that those in 16 bits reach"
         if parts.low is not None:
-            reached = f"{parts.low.of(low[0], blocks=low[1]):.0%} of their peak: {_SWEEPS}"
+            reached = f"{parts.low.of(low[0], blocks=low[1]):.0%} of their peak: {parts.low.source}"
         notes.append(f"products in {plan.precision.low} reach {reached}")
     return (*notes, *parts.sources)
