@@ -124,6 +124,30 @@ Kernel = Alone | Exchange
 Work = Sequence[Kernel]
 
 
+class Calls(NamedTuple):
+    """How often the host starts something."""
+
+    linear: int = 0
+    """Products of linear layers; a group of them is one call."""
+    others: int = 0
+
+    def plus(self, *further: Calls) -> Calls:
+        return Calls(self.linear + sum(one.linear for one in further), self.others + sum(one.others for one in further))
+
+    def times(self, factor: int) -> Calls:
+        return Calls(factor * self.linear, factor * self.others)
+
+
+NO_CALLS = Calls()
+
+
+def calls(kernel: Kernel) -> Calls:
+    """Of one run of ``kernel``."""
+    if isinstance(kernel, Product):
+        return Calls(1, 0)
+    return Calls(0, kernel.times if isinstance(kernel, Exchange) else kernel.launches)
+
+
 class Operator(NamedTuple):
     """What an operator does in each direction; ``None`` where that follows from its tensors."""
 

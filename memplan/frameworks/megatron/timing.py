@@ -13,6 +13,7 @@ from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
 from ...search.time.updates import Exchange as Exchanged
@@ -118,6 +119,10 @@ class MegatronTime(FrameworkTime):
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
         buffers = plan.megatron.tp_comm_overlap
         return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart, buffers)
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
+        return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each, and drop whole ones."""

@@ -20,7 +20,8 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import Fused, kernels_of
-from .hardware import EIGHT, FOUR, GIGA, LOW_PRECISION, SPEEDS, Figure
+from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
+from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
     {"a100-40gb": 0.025, "a100-80gb": 0.027, "h100-80gb": 0.062, "b200": 0.071}
@@ -28,7 +29,7 @@ PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-ERROR_OF_EXPERTS = 0.141
+ERROR_OF_EXPERTS = 0.118
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
@@ -331,6 +332,8 @@ class Rates:
     collective: float | None
     hop: float | None
     """Seconds of a collective over links, and of each of its steps, where they were measured."""
+    host_slower: float
+    """Seconds of the host, as a multiple of a Xeon's."""
 
 
 IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
@@ -423,6 +426,7 @@ def _rates(
         loss=memory * (parts.memory if parts.loss is None else parts.loss),
         collective=parts.collective,
         hop=parts.hop,
+        host_slower=GRACE if gpu in GRACES else 1.0,
     )
 
 
