@@ -28,7 +28,7 @@ def test_published_steps(name: str, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "read", "limit", "worst"),
     [
-        ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.07),
+        ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.09),
         ("megatron_b200.jsonl", timing.b200, 0.1, 0.2),
         ("torchtitan_h100.jsonl", timing.torchtitan, 0.16, 0.16),
     ],
