@@ -271,10 +271,20 @@ def parallel_cross_entropy(shape: Shape, t: int, *, cast: bool = False) -> Opera
     return Operator(forward, backward)
 
 
-def attention(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0) -> Operator:
-    """As ``fused``."""
-    forward, backward = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+def attention(
+    shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0, part: float | None = None
+) -> Operator:
+    """As ``fused``; ``part`` of the scores is computed, where that is less than causality leaves."""
+    kernels = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+    forward, backward = (one if part is None else one._replace(part=min(part, one.part)) for one in kernels)
     return Operator((forward,), (backward,))
+
+
+def windowed(s: int, window: int, *, alternating: bool) -> float:
+    """Part of s x s scores that is in a causal ``window``, in every layer or in every second of them: their mean."""
+    w = min(window, s)
+    part = (w * s - w * w / 2) / (s * s)
+    return (part + 0.5) / 2 if alternating else part
 
 
 def fused(

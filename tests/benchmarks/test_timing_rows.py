@@ -87,7 +87,7 @@ def test_nvidias_published_throughput() -> None:
     assert mixed.median_error == pytest.approx(ERROR_OF_EXPERTS, abs=0.002)
     of_hybrids = [one.error for name, one in timed.items() if "Nemotron" in name]
     assert len(of_hybrids) == 6
-    assert all(-0.26 < error < 0 for error in of_hybrids)
+    assert all(-0.25 < error < 0 for error in of_hybrids)
 
 
 @needs_measured

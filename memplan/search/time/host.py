@@ -27,10 +27,11 @@ GRACE = 37.08 / 13.48
 TE_LINEAR = 99.66e-6 / GRACE
 """Seconds of Transformer Engine's ``Linear`` forward on such a Xeon; on GB200 99.66 microseconds (the same issue)."""
 
-TE_EXPERT = 966.6e-6 / 2 / 4
-"""Seconds for each expert in a ``GroupedLinear`` of Transformer Engine, forward: two of them with four experts each on
-the host of a B300 (https://github.com/NVIDIA/TransformerEngine/issues/2939). On that of an H800 one takes about a
-millisecond (issue 1499), most of it for calls for every expert. Of a Grace no figure was found: it counts the same."""
+TE_EXPERT = (966.6e-6 / 2 - TE_LINEAR) / 4
+"""Seconds for each expert in a ``GroupedLinear`` of Transformer Engine, forward, beside those of a linear layer: two of
+them with four experts each on the host of a B300 take 966.6 microseconds under a profiler
+(https://github.com/NVIDIA/TransformerEngine/issues/2939). On that of an H800 one takes about a millisecond (issue
+1499), most of it for calls for every expert. Of a Grace no figure was found: it counts the same."""
 
 BACKWARD = 2.1 / 1.2
 """How much longer the backward pass of a block of experts takes the host
@@ -43,7 +44,7 @@ class Host(NamedTuple):
     linear: float = HOST_OPERATOR
     """Seconds of a linear layer's forward,"""
     expert: float = 0.0
-    """and of each expert's part in that of a group; 0: a group is one operator."""
+    """and of each expert's part in that of a group."""
     replays: bool = False
     """A CUDA graph launches the whole iteration."""
     blocking: bool = False
@@ -61,9 +62,8 @@ def seconds(work: Sequence[tuple[Kernel, int]], host: Host, slower: float, backw
     for kernel, times in work:
         if not isinstance(kernel, Product):
             others += times * (kernel.times if isinstance(kernel, Exchange) else kernel.launches)
-        elif kernel.rows and host.expert:
-            experts += times * kernel.times
         else:
             linear += times
+            experts += times * kernel.times if kernel.rows else 0
     ordinary = max(0, linear) * max(HOST_OPERATOR, share * host.linear) + max(0, others) * HOST_OPERATOR
     return slower * ordinary + experts * share * host.expert
