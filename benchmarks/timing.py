@@ -27,8 +27,8 @@ from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
+from memplan.search.time.efficiency import default  # noqa: E402
 from memplan.search.time.kernels import matmul  # noqa: E402
-from memplan.search.time.rates import default  # noqa: E402
 from memplan.search.time.shape import model_flops  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
