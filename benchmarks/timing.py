@@ -27,8 +27,8 @@ from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
+from memplan.search.time.efficiency import default  # noqa: E402
 from memplan.search.time.kernels import matmul  # noqa: E402
-from memplan.search.time.rates import default  # noqa: E402
 from memplan.search.time.shape import model_flops  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
@@ -293,7 +293,7 @@ def throughput(rows: Sequence[Row]) -> list[Table]:
     for row in rows:
         gpu = nvidia.gpu_of(row)
         try:
-            predicted = step_time(resolve(nvidia.plan_of_row(row))).total
+            predicted = step_time(nvidia.timed_plan(row)).total
         except PlanError:
             refused[gpu] += 1
             continue

@@ -33,7 +33,7 @@ from ..values import dataclass
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
-from .work import Kernel, Operator, Stream, Work
+from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -105,6 +105,9 @@ def _bytes(x: Tensor) -> int:
 
 
 DERIVED = Operator()
+
+GRAPHS = 8
+"""Stream of what CUDA graphs hold."""
 
 BESIDE = frozenset({Category.WORKSPACES, Category.COMMUNICATION_BUFFERS})
 """Categories of tensors that kernels fill beside their results, or that arrive."""
@@ -265,6 +268,10 @@ class Recorder:
     work: list[Kernel] = field(default_factory=list)
     forwards: int = 0
     """Kernels of the forward pass."""
+    replayed: Calls = NO_CALLS
+    """What a CUDA graph calls in the host's place,"""
+    forward_replayed: Calls = NO_CALLS
+    """and of it the forward pass' part."""
     summed: str | None = None
     """dtype of the static buffers to which gradients are added, if that is not the gradients' own."""
     made: int = 0
@@ -483,6 +490,11 @@ class Recorder:
         """A kernel that makes no tensor."""
         if self.counts:
             self.work.append(kernel)
+            self._called((kernel,))
+
+    def _called(self, work: Work) -> None:
+        if self.pool == GRAPHS:
+            self.replayed = self.replayed.plus(*map(calls, work))
 
     def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
@@ -493,6 +505,7 @@ class Recorder:
             read = launches * sum(_bytes(x) for x in given if x is not None) + saved
             work = (Stream(read + self.made, launches, self.of_loss),)
         self.work += work or ()
+        self._called(work or ())
         self.made, self.launches, self.of_loss = 0, 0, False
 
     def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from ..values import dataclass
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .kernels import Kernels
 from .tuning import Packed, Tuning
-from .work import Attention, Exchange, Kernel, Product, Scan
+from .work import NO_CALLS, Attention, Calls, Exchange, Kernel, Product, Scan
 
 if TYPE_CHECKING:
     from .megatron_core.precision import Low
@@ -109,6 +109,9 @@ class Passes:
     forward: Counted = ()
     backward: Counted = ()
     parameters: tuple[Parameter, ...] = ()
+    forward_replayed: Calls = NO_CALLS
+    """What CUDA graphs call in the host's place,"""
+    backward_replayed: Calls = NO_CALLS
 
     @property
     def flops(self) -> float:
@@ -123,7 +126,8 @@ NO_PASSES = Passes()
 @lru_cache(maxsize=4096)
 def run_again(once: Passes) -> Passes:
     """The same where backward runs the whole forward pass again before it (``CheckpointFunction``)."""
-    return replace(once, backward=once.forward + once.backward)
+    replayed = once.forward_replayed.plus(once.backward_replayed)
+    return replace(once, backward=once.forward + once.backward, backward_replayed=replayed)
 
 
 @lru_cache(maxsize=4096)
@@ -138,7 +142,8 @@ def regrouped(once: Passes, factor: int) -> Passes:
         return tuple([(_regrouped(kernel, factor), times) for kernel, times in counted])
 
     experts = tuple(one for one in once.parameters if one.expert)
-    return Passes(of(once.forward), of(once.backward), once.parameters + (factor - 1) * experts)
+    parameters = once.parameters + (factor - 1) * experts
+    return replace(once, forward=of(once.forward), backward=of(once.backward), parameters=parameters)
 
 
 def _regrouped(kernel: Kernel, factor: int) -> Kernel:
@@ -166,7 +171,7 @@ def grown(two: Passes, four: Passes, b: int) -> Passes | None:
             ]
         )
 
-    return Passes(of(two.forward, slopes[0]), of(two.backward, slopes[1]), two.parameters)
+    return replace(two, forward=of(two.forward, slopes[0]), backward=of(two.backward, slopes[1]))
 
 
 @lru_cache(maxsize=4096)
@@ -206,6 +211,8 @@ def joined(*modules: Passes) -> Passes:
         tuple(one for module in modules for one in module.forward),
         tuple(one for module in modules for one in module.backward),
         tuple(one for module in modules for one in module.parameters),
+        NO_CALLS.plus(*(module.forward_replayed for module in modules)),
+        NO_CALLS.plus(*(module.backward_replayed for module in modules)),
     )
 
 
@@ -351,7 +358,8 @@ def recorded(
     parameters = tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
     if options.counts:
         forward, backward = recorder.work[: recorder.forwards], recorder.work[recorder.forwards :]
-        work = Passes(tuple(Counter(forward).items()), tuple(Counter(backward).items()), parameters)
+        replayed = (recorder.forward_replayed, recorder.replayed.plus(recorder.forward_replayed.times(-1)))
+        work = Passes(tuple(Counter(forward).items()), tuple(Counter(backward).items()), parameters, *replayed)
         return Module(name, first, first, (), parameters, work=work), recorder
     steady, _ = _tapes(name, recipe, interface, make(False, True), options)
     evaluation = _evaluation_tape(name, recipe, interface, make(False, False), options)
@@ -423,7 +431,7 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     recorder.casts.clear()
     _convert(recorder, run)
     middle = len(recorder.events)
-    recorder.forwards = len(recorder.work)
+    recorder.forwards, recorder.forward_replayed = len(recorder.work), recorder.replayed
     output, dtype = 0, ""
     if run.output is not None:
         output, dtype = recorder.hand_over(run.output), run.output.dtype

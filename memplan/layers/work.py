@@ -115,10 +115,37 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    parts: int = 0
+    """In how many parts it goes from rank to rank while the product beside computes those that are there, by the GPUs'
+    copy engines; 0: whole, by kernels."""
 
 
 Kernel = Alone | Exchange
 Work = Sequence[Kernel]
+
+
+class Calls(NamedTuple):
+    """How often the host starts something."""
+
+    linear: int = 0
+    """Products of linear layers; a group of them is one call."""
+    others: int = 0
+
+    def plus(self, *further: Calls) -> Calls:
+        return Calls(self.linear + sum(one.linear for one in further), self.others + sum(one.others for one in further))
+
+    def times(self, factor: int) -> Calls:
+        return Calls(factor * self.linear, factor * self.others)
+
+
+NO_CALLS = Calls()
+
+
+def calls(kernel: Kernel) -> Calls:
+    """Of one run of ``kernel``."""
+    if isinstance(kernel, Product):
+        return Calls(1, 0)
+    return Calls(0, kernel.times if isinstance(kernel, Exchange) else kernel.launches)
 
 
 class Operator(NamedTuple):
@@ -178,6 +205,9 @@ class Ranks:
     beside: bool = False
     """A column-parallel layer's collectives run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``)."""
+    buffers: bool = False
+    """Other collectives of both kinds of layers go round in parts beside theirs (Transformer Engine's user buffers,
+    ``ring_exchange``: ``comm_gemm_overlap.cpp``, ``split_overlap_ag`` and ``split_overlap_rs``)."""
 
     def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
         """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes."""
@@ -191,7 +221,8 @@ class Ranks:
             return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), of_weight))
         again = Exchange("all-gather", gathered, beside=hidden)
         scattered = Exchange("reduce-scatter", size, beside=weight)
-        return Operator((Exchange("all-gather", gathered), product), (again, of_input, scattered, of_weight))
+        first = self._round("all-gather", gathered, product)
+        return Operator((first, product), (again, of_input, scattered, of_weight))
 
     def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
         """Writes a hidden state of ``n`` features that is summed over ranks, whose gradient is gathered in elements of
@@ -203,9 +234,12 @@ class Ranks:
             return Operator((product,), (of_input, of_weight))
         if not self.sequence:
             return Operator((product, Exchange("all-reduce", size)), (of_input, of_weight))
-        return Operator(
-            (product, Exchange("reduce-scatter", size)), (Exchange("all-gather", gathered), of_input, of_weight)
-        )
+        back = self._round("all-gather", gathered, of_input)
+        return Operator((product, self._round("reduce-scatter", size, product)), (back, of_input, of_weight))
+
+    def _round(self, kind: Kind, size: float, product: Product) -> Exchange:
+        """A collective of ``product``'s operand or result, which nothing hides but user buffers."""
+        return Exchange(kind, size, beside=product, parts=self.t) if self.buffers else Exchange(kind, size)
 
 
 def looked_up(shape: Shape, dtype: str) -> Operator:
@@ -237,10 +271,20 @@ def parallel_cross_entropy(shape: Shape, t: int, *, cast: bool = False) -> Opera
     return Operator(forward, backward)
 
 
-def attention(shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0) -> Operator:
-    """As ``fused``."""
-    forward, backward = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+def attention(
+    shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0, part: float | None = None
+) -> Operator:
+    """As ``fused``; ``part`` of the scores is computed, where that is less than causality leaves."""
+    kernels = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+    forward, backward = (one if part is None else one._replace(part=min(part, one.part)) for one in kernels)
     return Operator((forward,), (backward,))
+
+
+def windowed(s: int, window: int, *, alternating: bool) -> float:
+    """Part of s x s scores that is in a causal ``window``, in every layer or in every second of them: their mean."""
+    w = min(window, s)
+    part = (w * s - w * w / 2) / (s * s)
+    return (part + 0.5) / 2 if alternating else part
 
 
 def fused(

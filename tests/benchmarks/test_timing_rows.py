@@ -28,7 +28,7 @@ def test_published_steps(name: str, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "read", "limit", "worst"),
     [
-        ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.07),
+        ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.09),
         ("megatron_b200.jsonl", timing.b200, 0.1, 0.2),
         ("torchtitan_h100.jsonl", timing.torchtitan, 0.16, 0.16),
     ],
@@ -65,7 +65,7 @@ def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
 
 @needs_measured
 def test_nvidias_published_throughput() -> None:
-    """All rows that are modelled; those with experts in 16 bits, of which three are within a fifth, and hybrids
+    """All rows that are modelled; those with experts in 16 bits, of which four are within a fifth, and hybrids
     (docs/timing.md)."""
     rows = read_rows(MEASURED / nvidia.NAME)
     tables = timing.throughput(rows)
@@ -73,20 +73,21 @@ def test_nvidias_published_throughput() -> None:
     assert len(timed) >= 44
     experts = [one for name, one in timed.items() if "BF16" in name]
     assert len(experts) == 6
-    assert sum(abs(one.error) < 0.2 for one in experts) >= 3
+    assert sum(abs(one.error) < 0.2 for one in experts) >= 4
     assert all(abs(one.error) < 0.45 for one in experts)
     every, others = (
         timing.Table("", "", tuple(one for name, one in timed.items() if hybrids or "Nemotron" not in name))
         for hybrids in (True, False)
     )
-    assert others.median_error < 0.14
-    assert every.rank_correlation > 0.92
+    assert others.median_error < 0.08
+    assert every.median_error < 0.08
+    assert every.rank_correlation > 0.98
     mixed = timing.Table("", "", tuple(one for name, one in timed.items() if "LLAMA" not in name))
     assert len(mixed.rows) == 30
     assert mixed.median_error == pytest.approx(ERROR_OF_EXPERTS, abs=0.002)
     of_hybrids = [one.error for name, one in timed.items() if "Nemotron" in name]
     assert len(of_hybrids) == 6
-    assert all(-0.30 < error < 0 for error in of_hybrids)
+    assert all(-0.25 < error < 0 for error in of_hybrids)
 
 
 @needs_measured

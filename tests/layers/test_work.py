@@ -13,7 +13,7 @@ from memplan.frameworks import framework
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.module import Passes, grown
-from memplan.layers.work import Attention, Exchange, Kernel, Product, Stream, Work
+from memplan.layers.work import Attention, Exchange, Kernel, Product, Stream, Work, windowed
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
@@ -249,3 +249,12 @@ def test_work_grows_with_the_micro_batch(flags: dict[str, object]) -> None:
         made = grown(two, four, 12)
         if made is not None:  # other kernels at 2: recorded
             assert (made.forward, made.backward) == (twelve.forward, twelve.backward)
+
+
+@pytest.mark.parametrize(("s", "window"), [(8, 3), (64, 16), (16, 16), (16, 99)])
+def test_scores_in_a_window(s: int, window: int) -> None:
+    """Counted one by one, but for half of the diagonal, which a mask cuts through."""
+    w = min(window, s)
+    counted = sum(1 for query in range(s) for key in range(s) if 0 <= query - key < w)
+    assert windowed(s, window, alternating=False) * s * s == pytest.approx(counted - w / 2)
+    assert windowed(s, window, alternating=True) == pytest.approx((windowed(s, window, alternating=False) + 0.5) / 2)

@@ -13,6 +13,7 @@ from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
 from ...search.time.updates import Exchange as Exchanged
@@ -57,11 +58,19 @@ def _alone(kernels: Counter[Kernel]) -> Together:
 
 
 @lru_cache(maxsize=4096)
-def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, apart: bool) -> Entries:
+def _entries(
+    whole: CoreShape, gradients: str | None, recent: bool, full: bool, apart: bool, user_buffers: bool
+) -> Entries:
     """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``apart``: what predicts
     further tokens is not where the head is."""
     beside = whole.overlap is not None
-    whole = replace(whole, asynchronous=recent, gradient_fusion=whole.gradient_fusion and recent, overlap=None)
+    whole = replace(
+        whole,
+        asynchronous=recent,
+        gradient_fusion=whole.gradient_fusion and recent,
+        overlap=None,
+        user_buffers=user_buffers,
+    )
     options = Options(counts="later", consumes_gradients=True, summed=gradients)
     (shape, ends), spec = module_shapes(whole), whole.spec
     front = replace(shape, recompute_modules=())  # also of the ends before the head
@@ -108,7 +117,12 @@ class MegatronTime(FrameworkTime):
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
         apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
-        return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart)
+        buffers = plan.megatron.tp_comm_overlap
+        return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart, buffers)
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
+        return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each, and drop whole ones."""

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from ...tape.events import Category, Hold
-from ..autograd import Recorder, Shape
+from ..autograd import GRAPHS, Recorder, Shape
 from ..module import hold_bytes
 from .shape import CoreShape
 
-POOL = 8
+POOL = GRAPHS
 """Stream of what lies in the graphs' pool."""
 
 STEP_POOL = 9

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE
-from ..work import NOTHING, Operator, Product
+from ..work import NOTHING, Operator, Product, Stream
 from . import local, offload, te, te_facts
 from .operands import members
 from .precision import up
@@ -281,7 +282,10 @@ def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Record
 
 
 def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
-    """``_apply_bias``: each expert's bias times the probability of its rows, put together again."""
+    """``_apply_bias``: each expert's bias times the probability of its rows, put together again. Of each element
+    forward writes the product in the probabilities' dtype, reads it and the row for their sum, copies the sums
+    together and casts them; backward casts the gradient, and for each expert back and for its bias and probabilities
+    multiplies and sums it, and puts the rows together."""
     if not shape.spec.mlp_bias:
         return x
     biases = [r.parameter(f"mlp.experts.{FC2}.bias{i}", x.shape[-1:], shape.dtype) for i in range(shape.local_experts)]
@@ -297,7 +301,10 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
     scaled = r.empty(like, kind, "experts_bias_scaled")
     out = r.empty(like, dtype, "experts_biased")
     del scaled
-    return out.by(r.node((x, weights, *biases), (weights,), backward))
+    n, low, wide, e = prod(like), ITEMSIZE[dtype], ITEMSIZE[kind], len(biases)
+    done = Stream(n * (6 * wide + 2 * low), 2 * e + 2)
+    undone = Stream(n * (8 * wide + 4 * low), 6 * e + 2)
+    return out.by(r.node((x, weights, *biases), (weights,), backward, work=Operator((done,), (undone,))))
 
 
 def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:

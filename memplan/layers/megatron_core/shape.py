@@ -206,10 +206,18 @@ class CoreShape(HashedOnce):
     """Collectives of a column-parallel layer run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``), as they do since 2022."""
 
+    user_buffers: bool = False
+    """Collectives of Transformer Engine's linear layers run beside their products (``--tp-comm-overlap``)."""
+
     @property
     def ranks(self) -> Ranks:
         """How tensor-parallel ranks share linear layers."""
         return Ranks(self.t, self.sequence_parallel, self.asynchronous)
+
+    @property
+    def te_ranks(self) -> Ranks:
+        """The same of Transformer Engine's."""
+        return replace(self.ranks, buffers=self.user_buffers)
 
     def added(self, dtype: str | None) -> int:
         """Bytes that move for each element of a weight's gradient which the product adds to a buffer of ``dtype``; 0

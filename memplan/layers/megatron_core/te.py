@@ -107,7 +107,7 @@ def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: boo
         return _column_backward(r, fed, shape, gradients, (weight,))
 
     low = shape.low.element if shape.low is not None else None
-    done = shape.ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low)
+    done = shape.te_ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low)
     saved = fed.fed(r, x)
     node = r.node((x, weight), (*saved, weight), backward, work=fed.work(r, done))
     return _multiplied(r, fed).by(node), own
@@ -271,7 +271,7 @@ def _column(r: Recorder, layer: Linear, shape: CoreShape) -> Operator:
     (``general_gemm``, ``use_bias``)."""
     n, k = layer.weight
     low = shape.low.element if shape.low is not None else None
-    return shape.ranks.column(prod(layer.whole[:-1]), n, k, layer.dtype, shape.added(r.summed), low)
+    return shape.te_ranks.column(prod(layer.whole[:-1]), n, k, layer.dtype, shape.added(r.summed), low)
 
 
 def _norm_parameters(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Tensor]:

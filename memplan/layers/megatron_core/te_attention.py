@@ -215,14 +215,18 @@ def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
 
 
 def _work(shape: CoreShape, q: Tensor, k: Tensor, v: Tensor) -> work.Operator:
-    """Of packed sequences the longest documents are taken, whole sequences."""
+    """Of packed sequences the longest documents are taken, whole sequences; of layers every second of which has a
+    window the mean."""
     a, d = q.shape[-2:]
     b, s = (
         (shape.packed, shape.attended[1])
         if shape.packed
         else (shape.b, q.shape[0 if shape.attention == "fused" else 1])
     )
-    return work.attention((b, s, a, d), k.shape[2], s, q.dtype, causal=shape.spec.causal, values=v.shape[-1])
+    spec, part = shape.spec, None
+    if spec.sliding_window is not None and spec.causal:
+        part = work.windowed(s, spec.sliding_window, alternating=spec.alternating_windows)
+    return work.attention((b, s, a, d), k.shape[2], s, q.dtype, causal=spec.causal, values=v.shape[-1], part=part)
 
 
 # -- cuDNN ------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@
 ``step_seconds`` or ``assemble``, and ``updates``. All times in seconds.
 """
 
+from .efficiency import Efficiency, Fraction
 from .layer import EntryTimes, LayerTimes, entry_times, times_of
-from .rates import Efficiency, Fraction, Rates, best_published, published_error, rates_of
+from .rates import Rates, best_published, published_error, rates_of
 from .shape import Shape, StageWork, shape_of, work_of
 from .stand_in import check_timed, is_timed, on_timed_gpu, ranking_seconds, ranking_time
 from .step import StepTime, assemble, cost_of_step, cost_of_tokens, step_seconds, step_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...plan.resolved import ResolvedPlan
+from .host import Host
 from .shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from .updates import Exchange, Replicas
 
@@ -20,6 +21,10 @@ class FrameworkTime:
     def entries(self, plan: ResolvedPlan) -> Entries:
         """What the kernels of layers and ends do for one micro-batch. ``PlanError`` where no recipe covers them."""
         raise NotImplementedError
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        """What its code takes of the host."""
+        return Host()
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Whether every kernel's work grows in step with an even number of sequences."""

@@ -152,6 +152,9 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
 )
 """By the names of ``memplan.device.gpus``; GPUs that are not here have no published figures that were found."""
 
+GRACES = frozenset({"gh200-144gb", "gb200", "gb300"})
+"""GPUs whose host is a Grace."""
+
 EIGHT, FOUR = 1.0, 0.5
 """Bytes of an element of products in 8 and 4 bits."""
 

@@ -158,8 +158,17 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
         spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node), one.choices)
     if one.beside is None:
         return spent
+    if one.parts and isinstance(one.beside, Product):
+        return in_parts(spent, one.beside, one.parts, rates)
     meanwhile = one.beside.kernels if isinstance(one.beside, Together) else ((one.beside, 1),)
     return overlapped(rates, spent, sum(times * alone(kernel, rates) for kernel, times in meanwhile))
+
+
+def in_parts(spent: float, product: Product, parts: int, rates: Rates) -> float:
+    """Seconds by which a product takes longer whose operand or result goes round the ranks in ``parts``: the first part
+    of its rows is computed while the second comes, the last one after that; smaller products fill fewer waves."""
+    part = alone(product._replace(m=-(-product.m // parts)), rates)
+    return part + (parts - 1) * max(part, spent / (parts - 1)) - alone(product, rates)
 
 
 def across(axis: Axis, ranks: Ranks, node: int) -> Group:

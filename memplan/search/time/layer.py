@@ -8,23 +8,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...frameworks import framework
-from ...layers.module import Passes
-from ...layers.work import Exchange
+from ...layers.module import Counted, Passes
+from ...layers.work import NO_CALLS, Calls, Exchange
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from . import kernels
 from .collectives import collective, group, send
-from .kernels import Ranks, Seconds
+from .host import HOST_OPERATOR, HOST_WAIT, Host, seconds
+from .kernels import Ranks
 from .rates import Rates, rates_of
 from .shape import Shape, StageWork, shape_of
-
-HOST_OPERATOR = 7e-6
-"""Seconds that PyTorch needs on the host for the simplest operator that autograd follows
-(https://github.com/pytorch/pytorch/issues/41383)."""
-
-HOST_WAIT = 6.7e-6
-"""Seconds by which a kernel takes longer if the host waits for it: 9.6 instead of 2.9 microseconds
-(https://developer.nvidia.com/blog/cuda-graphs/)."""
 
 
 class LayerTimes(NamedTuple):
@@ -47,25 +40,44 @@ NO_TIME = LayerTimes(0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1 << 14)
-def layer_times(once: Passes, again: Passes, rates: Rates, ranks: Ranks, blocking: bool) -> LayerTimes:
+def layer_times(once: Passes, again: Passes, rates: Rates, ranks: Ranks, host: Host) -> LayerTimes:
     """One entry, as it runs without recompute and with it, on one of ``ranks``."""
-    forward, backward, parallel = _passes(once, rates, ranks, blocking)
-    first, second, exposed = _passes(again, rates, ranks, blocking)
+    forward, backward, parallel = _passes(once, rates, ranks, host)
+    first, second, exposed = _passes(again, rates, ranks, host)
     return LayerTimes(forward, backward, (first - forward) + (second - backward), parallel, exposed - parallel)
 
 
 @lru_cache(maxsize=1 << 14)
-def _passes(work: Passes, rates: Rates, ranks: Ranks, blocking: bool) -> tuple[float, float, float]:
+def _passes(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> tuple[float, float, float]:
     """Forward, backward, and exposed communication of both."""
-    forward, backward = (kernels.seconds(one, rates, ranks) for one in (work.forward, work.backward))
-    return with_host(forward, blocking), with_host(backward, blocking), forward.exposed + backward.exposed
+    before, behind = _read(work.forward)
+    replayed = work.forward_replayed
+    first = _pass(before, rates, ranks, host, False, replayed)
+    second = _pass(behind, rates, ranks, host, False, NO_CALLS)
+    back = _pass(work.backward, rates, ranks, host, True, work.backward_replayed)
+    return first[0] + second[0], back[0], first[1] + second[1] + back[1]
 
 
-def with_host(spent: Seconds, blocking: bool) -> float:
-    """Seconds of a pass: the host runs ahead of the device, unless it is the slower one; where it waits for every
-    kernel (``CUDA_LAUNCH_BLOCKING``), its time and the waiting add up."""
-    device, host = spent.device + spent.exposed, spent.launches * HOST_OPERATOR
-    return device + host + spent.launches * HOST_WAIT if blocking else max(device, host)
+def _read(forward: Counted) -> tuple[Counted, Counted]:
+    """What the host calls before it reads how many rows experts have, and behind: nothing, where it does not."""
+    for at, (kernel, _) in enumerate(forward):
+        if isinstance(kernel, Exchange) and kernel.axis in EXPERT_AXES:
+            return forward[:at], forward[at:]
+    return forward, ()
+
+
+def _pass(
+    work: Counted, rates: Rates, ranks: Ranks, host: Host, backward: bool, replayed: Calls
+) -> tuple[float, float]:
+    """Seconds, and those of exposed communication: the host runs ahead of the device, unless it is the slower one;
+    where it waits for every kernel, its time and the waiting add up."""
+    spent = kernels.seconds(work, rates, ranks)
+    device = spent.device + spent.exposed
+    if host.blocking:
+        return device + spent.launches * (HOST_OPERATOR + HOST_WAIT), spent.exposed
+    if host.replays:
+        return device, spent.exposed
+    return max(device, seconds(work, host, rates.host_slower, backward, replayed)), spent.exposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +121,7 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
 
     def of(once: Passes, again: Passes) -> LayerTimes:
         ranks = shape.ranks if _exchanges_experts(once) else Ranks(shape.ranks.t, shape.ranks.c)
-        return layer_times(once, again, rates, ranks, shape.blocking)
+        return layer_times(once, again, rates, ranks, shape.host)
 
     return EntryTimes(
         of(entries.embedding, entries.embedding),

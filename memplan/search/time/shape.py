@@ -16,6 +16,7 @@ from ...plan.lora import saved
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass
+from .host import Host
 from .kernels import Ranks
 
 KINDS = "M*-E"
@@ -60,8 +61,8 @@ class Shape:
     """Between stages every rank sends its ``1 / t`` of a hidden state."""
     overlapped_sends: bool
     """Sends between interleaved stages run beside their passes."""
-    blocking: bool
-    """The host waits for every kernel (``CUDA_LAUNCH_BLOCKING``)."""
+    host: Host
+    """How its code is run."""
 
     @property
     def hidden_bytes(self) -> int:
@@ -83,7 +84,7 @@ def shape_of(plan: ResolvedPlan) -> Shape:
         sequence_parallel=layout.sequence_parallel,
         scattered_sends=own.time.scattered_sends(plan),
         overlapped_sends=own.time.overlapped_sends(plan, layout.vpp),
-        blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
+        host=own.time.host(plan)._replace(blocking=plan.environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")),
     )
 
 

@@ -25,8 +25,9 @@ from typing import NamedTuple
 from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
+from .efficiency import Efficiency
 from .layer import EntryTimes, entry_times
-from .rates import Efficiency, Rates, assumptions, rates_of
+from .rates import Rates, assumptions, rates_of
 from .shape import Entries, Shape, StageWork, Work, needed_flops, recomputed_flops, shape_of, work_of
 from .updates import Replicas, Updates, updates
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from memplan.layers.work import Attention, fused
 from memplan.search.time import attention, rates_of
 from memplan.search.time.attention import Fused
-from memplan.search.time.rates import default
+from memplan.search.time.efficiency import default
 
 from .plans import plan
 

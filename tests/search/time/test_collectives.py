@@ -17,6 +17,7 @@ from memplan.search.time.updates import Exchange, sharded
 from .plans import plan
 
 A100 = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"))
+H100 = rates_of(plan(model="gpt2", gpu="h100-80gb", dtype="bf16"))
 L40S = rates_of(plan(model="gpt2", gpu="l40s", dtype="bf16"))
 NODE = Group(8, 8)
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
@@ -43,9 +44,9 @@ def test_groups_lie_on_nodes() -> None:
 
 def test_replicas_of_tensor_parallel_ranks_share_the_adapters() -> None:
     """With a whole node a tensor-parallel group every rank's ring has one adapter's rate: 25 GB/s of a DGX A100."""
-    size, across = 1e10, group(16, 8, 8)
-    assert collective(A100, "reduce-scatter", size, across) == pytest.approx(15 / 16 * size / (25e9 * 0.96), rel=0.01)
-    whole = group(128, 1, 8)
+    size, across = 1e10, group(2, 8, 8)
+    assert collective(A100, "reduce-scatter", size, across) == pytest.approx(1 / 2 * size / (25e9 * 0.96), rel=0.01)
+    whole = group(16, 1, 8)
     assert collective(A100, "reduce-scatter", size, whole) < collective(A100, "reduce-scatter", size, across) / 4
 
 
@@ -131,3 +132,11 @@ def test_flat_parameters_are_gathered_in_place_and_their_gradients_divided() -> 
     alone = collective(rates, "all-gather", 2 * layer, group(8, 1, 8))
     assert alone == pytest.approx(7 / 8 * 2 * layer / rates.link, rel=0.1)
     assert behind - ahead == pytest.approx(2 * 32 * alone * (1 - PERSISTENT))
+
+
+@pytest.mark.parametrize(("nodes", "measured"), [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)])
+def test_reduce_scatters_through_more_nodes(nodes: int, measured: float) -> None:
+    """GB/s of the bus, H100 (https://github.com/NVIDIA/nccl/issues/1229)."""
+    ranks, size = 8 * nodes, float(8 << 30)
+    seconds = collective(H100, "reduce-scatter", size, group(ranks, 1, 8))
+    assert (ranks - 1) / ranks * size / seconds == pytest.approx(1e9 * measured, rel=0.03)

@@ -5,8 +5,8 @@ import pytest
 from memplan.device.gpus import GPUS, MULTIPROCESSORS
 from memplan.plan.errors import PlanError
 from memplan.search.time import rates_of
+from memplan.search.time.efficiency import default
 from memplan.search.time.hardware import CLOCKS, SPEEDS, Figure
-from memplan.search.time.rates import default
 
 from .plans import plan
 

@@ -21,7 +21,7 @@ from memplan.search.time import (
     step_time,
     work_of,
 )
-from memplan.search.time.rates import default
+from memplan.search.time.efficiency import default
 from memplan.search.time.shape import model_flops
 from memplan.search.time.step import step_total
 

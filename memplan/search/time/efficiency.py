@@ -1,0 +1,231 @@
+"""What parts of published peaks kernels and links sustain, each from somebody's microbenchmark, none from a step.
+
+A sustained rate is what remains on random numbers once the power limit holds; where only a best case has been published
+it is that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ...values import dataclass
+from .attention import Fused, kernels_of
+from .hardware import FOUR
+
+
+class Fraction(NamedTuple):
+    """A part of a peak, from 0 to 1, and where it was measured."""
+
+    value: float
+    source: str
+
+
+class Low(NamedTuple):
+    """Parts of the peaks in fewer bits that their products sustain."""
+
+    whole: float
+    """8 bits, a scale for each tensor."""
+    blocks: float
+    """8 bits, a scale for each block."""
+    four: float
+    source: str
+    sixteen: float | None = None
+    """What products in 16 bits reach beside them; ``None``: as ``Efficiency.matrix``."""
+
+    def of(self, size: float, *, blocks: bool) -> float:
+        """Of elements of so many bytes."""
+        return self.four if size == FOUR else self.blocks if blocks else self.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Parts of the published peaks that are sustained; ``sources`` say where each is from."""
+
+    matrix: float
+    """Of the tensor cores' peak, by a large product whose tiles fill every wave."""
+    memory: float
+    """Of the memory's bandwidth, by a kernel that streams."""
+    attention_forward: Fused
+    """Of the tensor cores' peak, by fused attention kernels."""
+    attention_backward: Fused
+    link: float
+    """Of the links' bandwidth, by NCCL's rings."""
+    network: float
+    """Of the network adapters' line rate, by NCCL."""
+    host: float
+    """Of the bandwidth to the host, by copies of pinned memory."""
+    loss: float | None = None
+    """Of the memory's bandwidth, by kernels of the cross entropy; ``None``: as ``memory``."""
+    collective: float | None = None
+    """Seconds that a collective over links takes besides its steps; ``None``: as NCCL's own model has it."""
+    hop: float | None = None
+    """Seconds of each of its steps, without the bytes."""
+    exchange: float | None = None
+    """Of the links' bandwidth, by NCCL's all-to-alls; ``None``: as ``link``."""
+    low: Low | None = None
+    """``None``: as ``matrix``."""
+    sources: tuple[str, ...] = ()
+
+
+_MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
+_SIMUMAX_A100 = (
+    "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
+    "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
+    "reaches 258 of 312, https://www.thonking.ai/p/strangely-matrix-multiplications)"
+)
+_SEMIANALYSIS = (
+    "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
+    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about "
+    "1,280; best cases in the MAMF table: 794.5, 668.4)"
+)
+_MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
+_B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
+_SIMUMAX = (
+    f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
+    "table is 0.776)"
+)
+_SWEEPS = (
+    "https://github.com/ai-dynamo/aiconfigurator/tree/main/aic-core/src/aiconfigurator_core/systems/data (NVIDIA's "
+    "own sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
+)
+_SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, as parts of what tiles and waves leave"
+_GUIDE = (
+    "https://github.com/NVIDIA/TransformerEngine/blob/main/docs/examples/gemm_profiling/gemm_profiling.rst (a layer's "
+    "products on B300, 100 times, operands quantised before: 13.10 ms in bf16 and 12.76 in another run, 6.81 in fp8 "
+    "with a scale for each tensor, 7.16 in MXFP8, 3.76 in NVFP4)"
+)
+_SUSTAINED = 0.680 / 0.730
+"""What cuBLAS sustains on B300 in that guide of what the sweeps' short runs reach: bf16 0.671 and 0.689 of the peak, as
+parts of what tiles and waves leave;"""
+_WHOLE, _BLOCKS, _FOUR = 0.645 / 0.630, 0.614 / 0.740, 0.375 / 0.300
+"""fp8, MXFP8 and NVFP4. Other Blackwells: in the same ratio. Of GB200 the authors of its grouped products state 2,672
+TFLOP/s in MXFP8, 0.534 of the peak (NVIDIA/Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization)."""
+_ASSUMED = "no product measured on this GPU was found: the median of those that were"
+
+_MATRIX: Mapping[str, Fraction] = MappingProxyType(
+    {
+        "v100-16gb": Fraction(83 / 112, _MARKIDIS),
+        "v100-32gb": Fraction(83 / 112, _MARKIDIS),
+        "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
+        "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
+        "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
+        "h100-96gb": Fraction(828.6 / 989, _MAMF),
+        "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
+        "b200": Fraction(0.504, _SIMUMAX),
+        "gb200": Fraction(0.683 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "b300": Fraction(0.730 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "gb300": Fraction(0.787 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "l40s": Fraction(0.669, _SWEPT),
+        "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
+    }
+)
+
+_HOPPER_EIGHT = 1280 / 1979
+"""H100 and H200, fp8 with a scale for each tensor, Llama 70B's products on random numbers (``_SEMIANALYSIS``); the
+sweeps' short runs reach 0.725 and 0.690."""
+
+
+def _blackwell(whole: float, blocks: float, four: float, sixteen: float | None = None) -> Low:
+    """What Transformer Engine's kernels sustain where the sweeps' reach these parts."""
+    own = None if sixteen is None else sixteen * _SUSTAINED
+    return Low(whole * _WHOLE, blocks * _BLOCKS, four * _FOUR, f"{_SWEEPS}; {_GUIDE}", own)
+
+
+_LOW: Mapping[str, Low] = MappingProxyType(
+    {
+        "h100-80gb": Low(_HOPPER_EIGHT, 0.751 / 0.725 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
+        "h200": Low(_HOPPER_EIGHT, 0.687 / 0.690 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
+        "b200": _blackwell(0.590, 0.669, 0.468, 0.715),
+        "gb200": _blackwell(0.549, 0.641, 0.465),
+        "b300": _blackwell(0.630, 0.740, 0.300),
+        "gb300": _blackwell(0.648, 0.739, 0.334),
+        "l40s": Low(0.655, 0.334, 0.0, _SWEEPS),
+    }
+)
+"""The same sweeps, and those of SGLang 0.5.14 beside them (but of B300, where it repeats GB300's): the faster kernels.
+A layer's time is that of its product and of its input's quantisation, whose bytes are taken off: 5 for each element
+with a scale for the whole tensor, which is looked for first, otherwise those that are read and written. Beside products
+in fewer bits B200's in 16 are of the sweep, too: SimuMax's node, which ``_MATRIX`` has, reaches 0.7 of that."""
+
+_PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roofline-nvidia-v100-edition"
+_DISSECTED = "https://arxiv.org/abs/2402.13499"
+_ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
+_AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
+_HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
+_MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
+    {
+        (7, 0): Fraction(790 / 900, f"{_PARANUMAL} (V100: 790 of 900 GB/s)"),
+        (8, 0): _AMPERE,
+        (8, 6): _AMPERE,
+        (8, 9): _ADA,
+        (9, 0): _HOPPER,
+        (10, 0): Fraction(0.666 * 8000 / 7700, f"{_B200} (bandwidth, default: 0.666 of 8000 GB/s)"),
+    }
+)
+"""By compute capability, of which the minor number counts for 8 only."""
+
+_NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.source}")
+
+_TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
+_NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
+_LINK: Mapping[int, Fraction] = MappingProxyType(
+    {
+        7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
+        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
+        10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
+    }
+)
+"""By the major number of the compute capability: bus bandwidth of NCCL's rings."""
+
+_EXCHANGE: Mapping[int, float] = MappingProxyType({8: 203 / 300, 9: 317 / 450, 10: 563 / 900})
+"""Of 512 MiB among 8 GPUs: 2,313, 1,480 and 834 microseconds (A100, H100, B200: nccl_perf of the same folders)."""
+
+_BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
+"""B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
+_HOST = 12.0 / 16.0
+_PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_NETWORK = 0.96
+_NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def default(
+    gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False, older: bool = False
+) -> Efficiency:
+    """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
+    the attention's, ``older`` before FlashAttention-2."""
+    matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    major, minor = capability or (0, 0)
+    memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
+    link = _LINK.get(major, _NO_LINK)
+    forward, backward, attention = kernels_of(major, matrix.value, fused_kernels=fused_kernels, older=older)
+    sources = (
+        f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        f"memory {memory.value:.0%}: {memory.source}",
+        f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
+        f"links {link.value:.0%}: {link.source}",
+        f"network adapters {_NETWORK:.0%}: {_NET}",
+        f"host {_HOST:.0%}: {_PCI}",
+    )
+    loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
+    return Efficiency(
+        matrix.value,
+        memory.value,
+        forward,
+        backward,
+        link.value,
+        _NETWORK,
+        _HOST,
+        loss,
+        base,
+        hop,
+        _EXCHANGE.get(major),
+        _LOW.get(gpu),
+        sources,
+    )
