@@ -63,6 +63,8 @@ class Megatron(FrameworkSection, Terse):
             "cuda_graph_warmup",
             "fuses_operations",
             "sharp",
+            "mamba_apart",
+            "mamba_states",
         }
     )
 
@@ -143,6 +145,16 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="a dense MLP, with the norm before it, is one chain of Transformer Engine's operations",
         json_schema_extra={"flag": "--use-transformer-engine-op-fuser"},
+    )
+    mamba_apart: bool = Field(
+        False,
+        description="convolution and scan of Mamba-2 layers are operators of their own, and save what they read",
+        json_schema_extra={"flag": "--disable-mamba-mem-eff-path"},
+    )
+    mamba_states: Literal["bf16", "fp32"] | None = Field(
+        None,
+        description="dtype of the states between chunks of a Mamba-2 layer's scan; default: that of activations",
+        json_schema_extra={"flag": "--mamba-training-ssm-states-dtype"},
     )
     packed: bool = Field(
         False,

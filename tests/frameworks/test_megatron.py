@@ -296,9 +296,9 @@ def footprint(**flags: object) -> list[object]:
 
 OTHER_PLANS = (
     "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
-    "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states",
+    "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states", "mamba_apart", "mamba_states",
 )  # fmt: skip
-"""Refused, or only with several stages, latent attention, or of an evaluation."""
+"""Refused, or only with several stages, latent attention, Mamba-2 layers, or of an evaluation."""
 
 
 @pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])

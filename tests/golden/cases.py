@@ -382,6 +382,8 @@ def megatron() -> Iterator[str]:
     graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,mamba,moe_router,moe_preprocess"
     yield f"{job} --dp 8 --ep 8 --zero 1 --expert-latent 1024 {graphs}"
     yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --disable-mamba-mem-eff-path"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --mamba-training-ssm-states-dtype fp32"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --megatron-fsdp"
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         yield f"{job} {strategy}"

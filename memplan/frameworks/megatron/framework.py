@@ -340,6 +340,10 @@ def check_hybrid(plan: ResolvedPlan) -> None:
     model, megatron = plan.model, plan.megatron
     if model.activation == "relu2" and model.mlp_bias and megatron.bias_gelu_fusion:
         raise PlanError("megatron.bias_gelu_fusion", True, "must be false with relu2 and biases, which it does not add")
+    if "M" not in model.layer_pattern + model.mtp_pattern:
+        for name in ("mamba_apart", "mamba_states"):
+            if value := getattr(megatron, name):
+                raise PlanError(f"megatron.{name}", value, "must be left out: the model has no Mamba-2 layers")
     if not model.layer_pattern:
         return
     if megatron.offload_modules is not None:

@@ -128,6 +128,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
+        mamba_apart=megatron.mamba_apart,
+        mamba_states=megatron.mamba_states,
         distributes=megatron.distribute_saved,
         decoder=plan.batch.decoder_seq or 0,
         experts=expert_shape(plan),
@@ -503,7 +505,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
-    ends_shape = replace(ends_shape, distributes=False, fuses_operations=False)
+    ends_shape = replace(ends_shape, distributes=False, fuses_operations=False, mamba_apart=False, mamba_states=None)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 

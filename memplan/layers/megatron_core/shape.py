@@ -163,6 +163,11 @@ class CoreShape(HashedOnce):
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
     fuses_operations: bool = False
     """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``)."""
+    mamba_apart: bool = False
+    """Convolution and scan of Mamba layers are operators of their own (``use_mamba_mem_eff_path=False``)."""
+    mamba_states: str | None = None
+    """Dtype of the states between their chunks, where it is not that of activations
+    (``mamba_training_ssm_states_dtype``)."""
     packed: int = 0
     """Sequences that are one behind the other in the one of a micro-batch, each of documents that do not attend to one
     another; 0: none are."""
