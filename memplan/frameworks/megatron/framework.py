@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import ABSENT, PlanError
+from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import stages, times, written_out
 from ..base import Framework, Supports
 
@@ -63,7 +64,7 @@ class Megatron(Framework):
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
-        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"),
+        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks"),
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
@@ -363,6 +364,24 @@ def _check_mamba(plan: ResolvedPlan) -> None:
     if groups // tp % cp and cp % (groups // tp):
         problem = f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
         raise PlanError("layout.cp", cp, problem)
+
+
+def check_blocks(plan: ResolvedPlan) -> None:
+    """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
+    model, layout = plan.model, plan.layout
+    for text in kinds_of(model.layer_blocks):
+        own = block_of(text)
+        if own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads:
+            problem = f"must divide the {own.kv_heads} key/value heads of layers {text}, or be a multiple of them"
+            raise PlanError("layout.tp", layout.tp, problem)
+        if own.ffn % layout.tp:
+            raise PlanError("layout.tp", layout.tp, f"must divide the {own.ffn} features of the MLP of layers {text}")
+        if LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel:
+            problem = f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
+            raise PlanError("layout.sequence_parallel", True, f"{problem}adds zeros to tokens instead of features")
+        if LINEAR in own.replaced and plan.megatron.tp_comm_overlap:
+            problem = f"must be false with linear layers (model.layer_blocks {text}), which have no user buffers"
+            raise PlanError("megatron.tp_comm_overlap", True, problem)
 
 
 def check_groups(plan: ResolvedPlan) -> None:
@@ -818,6 +837,8 @@ def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
     rows, columns = MULTIPLES.get(recipe, (8, 16))
     tokens = plan.batch.mbs * plan.batch.seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     sizes = {"model.hidden": model.hidden, "model.ffn": model.ffn // layout.tp}
+    for text in kinds_of(model.layer_blocks):
+        sizes[f"model.layer_blocks {text}"] = block_of(text).ffn // layout.tp
     if model.experts:
         sizes["model.expert_ffn"] = model.expert_ffn // (layout.etp or layout.tp)
     if tokens % rows:
@@ -838,6 +859,7 @@ RULES = (
     check_step_graph,
     check_saved,
     check_groups,
+    check_blocks,
     check_buckets,
     check_graphs,
     check_user_buffers,

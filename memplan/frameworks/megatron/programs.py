@@ -28,6 +28,7 @@ from ...layers.megatron_core import (
     mtp,
     offload,
     overlapped,
+    replaced,
     t5,
     te_facts,
 )
@@ -40,6 +41,7 @@ from ...layers.module import Interface, Module, Options, Parameter, Run, build, 
 from ...layers.recompute import recomputed_reentrant
 from ...plan import megatron_layout
 from ...plan.errors import PlanError
+from ...plan.layer_blocks import LayerBlock
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -345,6 +347,8 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         assert x is not None
         if not recomputed:
             return Run(_layers(r, x, shapes))
+        if all(map(replaced.is_empty, shapes)):
+            return Run(replaced.recomputed_nothing(r, x))
         run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
         out = run(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
         ends.keep_mask(r, shapes[0])
@@ -522,14 +526,22 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         experts = None
     elif experts is not None and experts.imbalances:
         imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
-    return _alike(shape, bool(shape.layers) and wide, spec.kind_of(layer), turns, experts is not None, imbalance)
+    wide, routed = bool(shape.layers) and wide, experts is not None
+    return _alike(shape, wide, spec.kind_of(layer), turns, routed, imbalance, spec.block_of(layer))
 
 
 @lru_cache(maxsize=1 << 12)
 def _alike(
-    shape: CoreShape, wide: bool, kind: str, turns: bool, has_experts: bool, imbalance: float | None
+    shape: CoreShape,
+    wide: bool,
+    kind: str,
+    turns: bool,
+    has_experts: bool,
+    imbalance: float | None,
+    block: LayerBlock | None,
 ) -> CoreShape:
     """``shape`` as all layers have it that agree in this."""
+    shape = shape if block is None else shape.with_block(block)
     experts = shape.experts if has_experts else None
     if experts is not None and imbalance is not None:
         experts = replace(experts, imbalance=imbalance, imbalances=())

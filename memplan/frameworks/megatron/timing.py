@@ -11,10 +11,11 @@ from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
 from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
+from ...plan.layer_blocks import block_of
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
-from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
+from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
 from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
@@ -97,6 +98,9 @@ def _entries(whole: CoreShape, gradients: str | None, recent: bool, full: bool, 
             for kind in KINDS
         )
         return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
+    if spec.layer_blocks:
+        kinds = tuple(layer(shape.with_block(block_of(text))) for text in kinds_of(spec))
+        return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, kinds=kinds)
     dense = layer(replace(shape, experts=None)) if spec.experts and spec.dense_layers else ()
     return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
 

@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from math import ceil
 from typing import Literal
 
+from ...plan.layer_blocks import LayerBlock
 from ...plan.spec import ModelSpec
 from ...values import HashedOnce, dataclass
 from ..shapes import ITEMSIZE
@@ -192,6 +193,8 @@ class CoreShape(HashedOnce):
     """Of a hybrid's layer, its letter in ``layer_pattern``: it has one block. Else all."""
     decoder: int = 0
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
+    replaced: tuple[str, str] = ("", "")
+    """What stands in place of this layer's attention and of its MLP (``plan.layer_blocks.OTHERS``), if anything."""
     turns: bool = True
     """Rotary positions, where the model has them, are applied in this layer (``no_rope_freq``)."""
     keys: int = 0
@@ -210,6 +213,11 @@ class CoreShape(HashedOnce):
     asynchronous: bool = True
     """Collectives of a column-parallel layer run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``), as they do since 2022."""
+
+    def with_block(self, block: LayerBlock) -> CoreShape:
+        """Of one layer among others that differ (``HeterogeneousTransformerConfig.get_config_for_layer``)."""
+        sizes = {"kv_heads": block.kv_heads or self.spec.kv_heads, "ffn": block.ffn or self.spec.ffn}
+        return replace(self, spec=self.spec.model_copy(update={**sizes, "layer_blocks": ()}), replaced=block.replaced)
 
     @property
     def ranks(self) -> Ranks:
