@@ -836,7 +836,9 @@ def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
     model, layout = plan.model, plan.layout
     rows, columns = MULTIPLES.get(recipe, (8, 16))
     tokens = plan.batch.mbs * plan.batch.seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-    sizes = {"model.hidden": model.hidden, "model.ffn": model.ffn // layout.tp}
+    sizes = {"model.hidden": model.hidden}
+    if not model.layer_blocks:
+        sizes["model.ffn"] = model.ffn // layout.tp
     for text in kinds_of(model.layer_blocks):
         sizes[f"model.layer_blocks {text}"] = block_of(text).ffn // layout.tp
     if model.experts:
