@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from .errors import ABSENT, Node, PlanError
-from .layer_blocks import LINEAR, NONE
+from .layer_blocks import LINEAR, NONE, block_of
 
 KEY = "block_configs"
 LARGEST = 2**31
@@ -105,3 +105,21 @@ def require(config: Node, name: str, rule: str, holds: Callable[[object], bool])
         value = ABSENT if node is None else node.plain()
         raise PlanError(name, value, f"must be {rule}", origin=(node or config).origin)
     return node
+
+
+def written(blocks: Sequence[str], heads: int) -> list[dict[str, dict[str, object]]]:
+    """``block_configs`` of these layers; widths are said as they are."""
+    return [_written(text, heads) for text in blocks]
+
+
+def _written(text: str, heads: int) -> dict[str, dict[str, object]]:
+    own = block_of(text)
+    group = heads // own.kv_heads if own.kv_heads else None
+    return {
+        "attention": {"n_heads_in_group": group, **_others(own.attention)},
+        "ffn": {"ffn_hidden_size": own.ffn or None, **_others(own.mlp)},
+    }
+
+
+def _others(kind: str) -> dict[str, object]:
+    return {"no_op": kind == NONE, "replace_with_linear": kind == LINEAR}

@@ -258,8 +258,8 @@ def _blocks(items: dict[str, Node], config: Node) -> dict[str, Node]:
     each = [block_of(str(one.value)) for one in found]
     widest = max(one.ffn for one in each) or 4 * hidden
     groups = next((one.kv_heads for one in each if one.kv_heads), heads)
-    sizes = {"layer_blocks": found, "kv_heads": groups, "ffn": widest}
-    return {name: Node(value, config.mapping[BLOCKS].origin) for name, value in sizes.items()}
+    origin = config.mapping[BLOCKS].origin
+    return {"layer_blocks": Node(found, origin), "kv_heads": Node(groups, origin), "ffn": Node(widest, origin)}
 
 
 _KINDS = {

@@ -21,6 +21,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "model.heads": ("6", 6),
     "model.mtp_pattern": ("*E", "*E"),
     "model.layer_pattern": ("M-" * 6, "M-" * 6),
+    "model.layer_blocks": ("8:64,none:linear", ("8:64", "none:linear")),
     "model.hidden": ("1536", 1536),
     "hardware.gpu": ("h200", "h200"),
     "hardware.capacity": ("1GiB", 1 << 30),

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...plan.block_configs import KEY, blocks_of, require
+from ...plan.block_configs import KEY, blocks_of, require, written
 from ...plan.errors import ABSENT, Node, PlanError
-from ...plan.layer_blocks import LINEAR, NONE, block_of
+from ...plan.layer_blocks import block_of
 from ...plan.plan import Plan
 from ...plan.text import is_there, read_text
 from ...plan.yaml_events import parse_yaml
@@ -163,23 +163,10 @@ def _text(plan: Plan) -> str:
             "tie_word_embeddings": model.tied_embeddings,
             "rope_theta": 10000,
             "rope_scaling": {"factor": 8.0},
-            KEY: [_written(text, model.heads) for text in model.layer_blocks],
+            KEY: written(model.layer_blocks, model.heads),
         },
         separators=(",", ":"),
     )
-
-
-def _written(text: str, heads: int) -> dict[str, object]:
-    own = block_of(text)
-    group = heads // own.kv_heads if own.kv_heads else None
-    return {
-        "attention": {"n_heads_in_group": group, **_others(own.attention)},
-        "ffn": {"ffn_hidden_size": own.ffn or None, **_others(own.mlp)},
-    }
-
-
-def _others(kind: str) -> dict[str, bool]:
-    return {"no_op": kind == NONE, "replace_with_linear": kind == LINEAR}
 
 
 ROWS = (
