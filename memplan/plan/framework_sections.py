@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from .module_precision import Text as ModulePrecision
 from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
 from .training_loops import TRAINING_LOOPS, TrainingLoop
 
@@ -65,6 +66,7 @@ class Megatron(FrameworkSection, Terse):
             "sharp",
             "mamba_apart",
             "mamba_states",
+            "precision_of",
         }
     )
 
@@ -266,6 +268,14 @@ class Megatron(FrameworkSection, Terse):
         description="patterns of names of parameters that accumulate gradients in fp32 beside the 16-bit buffer; all: "
         "every one",
         json_schema_extra={"flag": "--fp32-gradients-of"},
+    )
+    precision_of: tuple[ModulePrecision, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="PATTERN=16bit or PATTERN=low for names of linear layers, of which the first that matches counts: "
+        "products in 16 bits, or as precision.fp8 or fp4 has them",
+        json_schema_extra={"flag": "--precision-of-modules"},
     )
     registers_buffers: bool = Field(
         False,

@@ -41,6 +41,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "megatron.cuda_graph_warmup": ("0", 0),
     "megatron.empty_cache": ("2", 2),
     "megatron.fp32_gradients_of": ("all,*router*", ("all", "*router*")),
+    "megatron.precision_of": ("*fc1*=16bit,*=low", ("*fc1*=16bit", "*=low")),
     "megatron.nccl_blocks": ("tp=-8,dp_cp=2-16", "tp=-8,dp_cp=2-16"),
     "deepspeed.overlap_comm": ("true", True),
     "device_map": ("{0: 0-2}", {0: (0, 1, 2)}),

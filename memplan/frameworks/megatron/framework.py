@@ -366,6 +366,34 @@ def _check_mamba(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, problem)
 
 
+def check_modules(plan: ResolvedPlan) -> None:
+    """Precision that differs from module to module, as far as it is modelled."""
+    given, model = plan.megatron.precision_of, plan.model
+    if given is None:
+        return
+    reasons = {
+        "must be left out without precision.fp8 or fp4": plan.precision.low is None,
+        "must be left out with delayed scaling, beside which it is not modelled yet": plan.precision.low == "delayed",
+        "must be left out with precision.fp8_parameters, beside which it is not modelled yet": (
+            plan.precision.fp8_parameters
+        ),
+        "must be left out with experts, of which it is not modelled yet": bool(model.experts),
+        "must be left out with latent attention, of which it is not modelled yet": bool(model.latent_kv_rank),
+        "must be left out with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        "must be left out with megatron.tp_comm_overlap, beside which it is not modelled yet": (
+            plan.megatron.tp_comm_overlap
+        ),
+        "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        "must be left out with layers that differ (model.layer_blocks), of which it is not modelled yet": bool(
+            model.layer_blocks
+        ),
+        "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.precision_of", list(given), problem)
+
+
 def check_blocks(plan: ResolvedPlan) -> None:
     """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
     model, layout = plan.model, plan.layout
@@ -862,6 +890,7 @@ RULES = (
     check_saved,
     check_groups,
     check_blocks,
+    check_modules,
     check_buckets,
     check_graphs,
     check_user_buffers,

@@ -42,6 +42,7 @@ from ...layers.recompute import recomputed_reentrant
 from ...plan import megatron_layout
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import LayerBlock
+from ...plan.module_precision import wide_modules
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -137,12 +138,21 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
+        precision_of=megatron.precision_of or (),
+        starts=_chunk_starts(plan) if megatron.precision_of else (),
         sixteen_bit=ends_16bit,
         layers=spec.layers if any(ends_16bit) else 0,
         attention=_attention(plan, te),
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
+
+
+def _chunk_starts(plan: ResolvedPlan) -> tuple[int, ...]:
+    """The first layer of every chunk that has one."""
+    chunks = (chunk for stage in stage_entries(plan) for chunk in stage)
+    layers = ([int(name[6:]) for name in chunk if name.startswith("layer.")] for chunk in chunks)
+    return tuple(sorted(chunk[0] for chunk in layers if chunk))
 
 
 def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
@@ -509,6 +519,7 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
+    ends_shape = replace(ends_shape, precision_of=(), starts=())
     ends_shape = replace(ends_shape, distributes=False, fuses_operations=False, mamba_apart=False, mamba_states=None)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
@@ -527,7 +538,14 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
     elif experts is not None and experts.imbalances:
         imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
     wide, routed = bool(shape.layers) and wide, experts is not None
-    return _alike(shape, wide, spec.kind_of(layer), turns, routed, imbalance, spec.block_of(layer))
+    own = replace(shape, wide=_wide(shape, layer), precision_of=(), starts=()) if shape.precision_of else shape
+    return _alike(own, wide, spec.kind_of(layer), turns, routed, imbalance, spec.block_of(layer))
+
+
+def _wide(shape: CoreShape, layer: int) -> frozenset[str]:
+    """Modules of ``layer`` in 16 bits: their names number the layers of a chunk."""
+    start = max((one for one in shape.starts if one <= layer), default=0)
+    return wide_modules(shape.precision_of, layer - start)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -546,6 +564,7 @@ def _alike(
     if experts is not None and imbalance is not None:
         experts = replace(experts, imbalance=imbalance, imbalances=())
     low = None if wide else shape.low
+    shape = replace(shape, wide=shape.wide if low is not None else frozenset())
     return replace(shape, sixteen_bit=(0, 0), layers=0, low=low, kind=kind or shape.kind, turns=turns, experts=experts)
 
 

@@ -11,7 +11,9 @@ from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
 from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
+from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of
+from ...plan.module_precision import names_layers, wide_modules
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.rates import before
@@ -109,10 +111,16 @@ class MegatronTime(FrameworkTime):
     fused_attention = True
 
     def entries(self, plan: ResolvedPlan) -> Entries:
+        """Modules in 16 bits are those of every layer."""
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
+        patterns = plan.megatron.precision_of or ()
+        if names_layers(patterns):
+            problem = "must not tell layers apart by their numbers where time is asked for, or layouts are searched"
+            raise PlanError("megatron.precision_of", list(patterns), problem)
         apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
-        return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart)
+        shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
+        return _entries(shape, plan.precision.gradients, recent, full, apart)
 
     def grows(self, plan: ResolvedPlan) -> bool:
         """Experts take whole rows each, and drop whole ones."""

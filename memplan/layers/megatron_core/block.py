@@ -338,7 +338,8 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
     spec = shape.spec
     if spec.attention_sinks:
         r.parameter(te_attention.SINKS, (spec.heads // shape.t,), shape.dtype)
-    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=shape.low)
+    low = shape.within(PROJECTION).low
+    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=low)
     if spec.attention_output_bias:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
 

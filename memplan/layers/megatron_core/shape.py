@@ -206,6 +206,12 @@ class CoreShape(HashedOnce):
     """Layers run in parts, beside which those of another micro-batch run."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``,"""
+    wide: frozenset[str] = frozenset()
+    """Of this layer's linear layers, by the names of recipes, those that have ``dtype`` all the same."""
+    precision_of: tuple[str, ...] = ()
+    """Patterns of names that say which (``plan.module_precision``),"""
+    starts: tuple[int, ...] = ()
+    """and first layers of chunks, in each of which layers are numbered from 0."""
     sixteen_bit: tuple[int, int] = (0, 0)
     """which so many layers at the start of the model, and at its end, have."""
     layers: int = 0
@@ -213,6 +219,10 @@ class CoreShape(HashedOnce):
     asynchronous: bool = True
     """Collectives of a column-parallel layer run beside its products
     (``LinearWithGradAccumulationAndAsyncCommunication``), as they do since 2022."""
+
+    def within(self, module: str) -> CoreShape:
+        """As the linear layer ``module`` has it (``TELinear.forward``: its own autocast)."""
+        return replace(self, low=None, wide=frozenset()) if module in self.wide else self
 
     def with_block(self, block: LayerBlock) -> CoreShape:
         """Of one layer among others that differ (``HeterogeneousTransformerConfig.get_config_for_layer``)."""
