@@ -16,7 +16,7 @@ from memplan.layers.megatron_core import block
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.plan.errors import PlanError
-from memplan.plan.module_precision import MODULES, names_layers, wide_modules
+from memplan.plan.module_precision import EXPERTS, MODULES, names_layers, wide_modules
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -49,7 +49,7 @@ def sizes(tape: Tape) -> list[int]:
 
 def test_a_layer_with_every_module_in_16_bits_is_one_in_16_bits() -> None:
     shape = layer_shape_of(shape_of("*=16bit"), 0)
-    assert shape.wide == {*MODULES}
+    assert shape.wide == {*MODULES, *EXPERTS}
     one, other = of_layer(shape), of_layer(replace(shape, low=None, wide=frozenset()))
     for mine, theirs in ((one.first.forward, other.first.forward), (one.first.backward, other.first.backward)):
         assert sizes(mine) == sizes(theirs)
@@ -65,6 +65,26 @@ def test_what_one_module_keeps_in_16_bits() -> None:
     assert more == elements * 2 - elements - elements // 32
 
 
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "nemotron-3-super-120b-a12b"])
+def test_around_experts_all_is_as_in_16_bits(model: str) -> None:
+    """Layers without experts, or with those of a hybrid that has no layer E, are those in 16 bits; around experts no
+    other linear layer has a weight in 8 bits, and experts' products are as without it."""
+    flags = {"model": model, "layers": "", "tp": "1", "sequence-parallel": "false", "dp": "8", "ep": "8", "zero": "1"}
+    patterns = ("*.experts.*=low", "*=16bit")
+    given = {**FLAGS, **flags, "precision-of-modules": ",".join(patterns)}
+    given.pop("layers")
+    plan = resolve(read_plan(None, given).plan)
+    shape = core_shape(plan)
+    routed = next(layer for layer in range(plan.model.layers) if plan.model.has_experts(layer))
+    for layer in (0, routed):
+        own = layer_shape_of(shape, layer)
+        names = [one.name for one in of_layer(own).parameters if one.low is not None]
+        assert all(".experts." in name for name in names)
+        assert bool(names) is (layer == routed)
+    without = of_layer(replace(layer_shape_of(shape, 0), low=None, wide=frozenset()))
+    assert sizes(of_layer(layer_shape_of(shape, 0)).first.backward) == sizes(without.first.backward)
+
+
 def test_layers_are_numbered_within_a_stage() -> None:
     """``named_modules`` of each stage's model begins with its own layer 0."""
     shape = shape_of("*layers.0.*=16bit", "*=low", pp="2")
@@ -72,8 +92,9 @@ def test_layers_are_numbered_within_a_stage() -> None:
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    assert wide_modules(("*fc1*=low", "*mlp*=16bit"), 3) == {"mlp.linear_fc2"}
-    assert wide_modules(("*layers.1*=16bit",), 1) == wide_modules(("*layers.1*=16bit",), 10) == {*MODULES}
+    second = {one for one in (*MODULES, *EXPERTS) if one.startswith("mlp.") and "fc1" not in one}
+    assert wide_modules(("*fc1*=low", "*mlp*=16bit"), 3) == second
+    assert wide_modules(("*layers.1*=16bit",), 1) == wide_modules(("*layers.1*=16bit",), 10) == {*MODULES, *EXPERTS}
     assert not names_layers(["*fc1*=16bit"])
     assert names_layers(["*layers.3.*=16bit"])
 
@@ -164,7 +185,7 @@ def test_wrong_files(old: str, new: str, line: str, tmp_path: Path) -> None:
         ({"fp8": "null"}, "must be left out without precision.fp8 or fp4"),
         ({"fp8": "delayed"}, "must be left out with delayed scaling"),
         ({"fp8-parameters": "true", "zero": "1"}, "must be left out with precision.fp8_parameters"),
-        ({"experts": "4", "expert-top-k": "2", "expert-ffn": "1024"}, "must be left out with experts"),
+        ({"experts": "4", "expert-top-k": "2", "expert-ffn": "1024"}, "must leave experts as they are"),
         ({"tp-comm-overlap": "true"}, "must be left out with megatron.tp_comm_overlap"),
     ],
 )
