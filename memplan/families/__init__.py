@@ -35,6 +35,7 @@ ROOMS = {
     "olmoe": ".olmoe",
     "granite": ".granite",
     "granitemoe": ".granitemoe",
+    "nemotron-nas": ".nemotron_nas",
     **dict.fromkeys(("hybrid", "nemotron_h", "mamba2"), ".hybrid"),
 }
 """The module of each family; loaded when a plan names it."""

@@ -57,6 +57,8 @@ class Config:
     published_in: tuple[str, ...] = ()
     """Low precisions in which its makers publish weights (``quantization_config.quant_method``): training casts them
     back to 16 bits."""
+    layers_differ: bool = False
+    """Each layer has sizes of its own (``block_configs``)."""
     text_part: str = ""
     """It is a model of text and images, whose ``text_config`` is read as this family's."""
 

@@ -40,6 +40,7 @@ PLAIN: Allowed = MappingProxyType(
         "latent_kv_rank": (0,),
         "mtp_layers": (0,),
         "layer_pattern": ("",),
+        "layer_blocks": ((),),
     }
 )
 """What only single families have."""
@@ -140,6 +141,7 @@ CORE_GPT: Allowed = MappingProxyType(
             "attention_chunk",
             "nope_interval",
             "router_weighs_inputs",
+            "layer_blocks",
         ),
         "norm_place": ("pre",),
         "positions": ("learned", "rotary", "none"),
@@ -155,6 +157,7 @@ CORE_GPT: Allowed = MappingProxyType(
 CORE_HYBRID: Allowed = MappingProxyType(
     {
         **reads(CORE_GPT, "layer_pattern"),
+        "layer_blocks": ((),),
         "latent_kv_rank": (0,),
         "alternating_windows": (False,),
         "attention_sinks": (False,),

@@ -12,6 +12,7 @@ from ..families import family
 from ..frameworks import Framework, framework, frameworks
 from .environment import REFUSED
 from .errors import ABSENT, PlanError
+from .layer_blocks import block_of, kinds_of
 from .plan import Plan
 from .releases import LIBRARIES, TRL_SCORES, needed, parsed, shown
 from .resolved import ResolvedPlan
@@ -37,6 +38,7 @@ MIXTURES = {
     "latent_kv_rank": "latent attention",
     "mtp_layers": "multi-token prediction",
     "layer_pattern": "hybrids of Mamba-2, attention, MLP and experts",
+    "layer_blocks": "layers that differ in size",
 }
 """Parts of a model that not every framework has (``Supports.mixtures``), in words."""
 
@@ -111,6 +113,7 @@ def check_model(model: ModelSpec) -> None:
         problem = f"must divide the {model.experts} experts, and needs model.router_group_top_k"
         raise PlanError("model.router_groups", model.router_groups, problem)
     check_pattern(model)
+    check_blocks(model)
     if model.positions == "rotary" and model.head_dim % 2:
         raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
 
@@ -151,11 +154,30 @@ def check_pattern(model: ModelSpec) -> None:
         raise PlanError("model.dense_layers", list(model.dense_layers), "must be left out with model.layer_pattern")
 
 
+def check_blocks(model: ModelSpec) -> None:
+    """Layers that differ: as many as there are, each of which divides the heads."""
+    blocks = model.layer_blocks
+    if not blocks:
+        return
+    if len(blocks) != model.layers:
+        problem = f"must be {len(blocks)}, as many as model.layer_blocks has; cut or grow that"
+        raise PlanError("model.layers", model.layers, problem)
+    for text in kinds_of(blocks):
+        if (groups := block_of(text).kv_heads) and model.heads % groups:
+            problem = f"has {groups} key/value heads, which must divide the {model.heads} attention heads"
+            raise PlanError("model.layer_blocks", text, problem)
+    for field in ("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"):
+        if value := getattr(model, field):
+            problem = "must be left out with model.layer_blocks"
+            raise PlanError(f"model.{field}", value, problem)
+
+
 def check_mixture(plan: Plan) -> None:
     """Parts of the model that the framework has a recipe for."""
     for field, what in MIXTURES.items():
         if value := getattr(plan.model, field):
-            none = "left out" if isinstance(value, str) else "0"
+            none = "left out" if isinstance(value, (str, tuple)) else "0"
+            value = value if field != "layer_blocks" else f"{value[0]},..."
             require(plan, f"model.{field}", value, none, "mixtures", field, what)
 
 

@@ -6,6 +6,9 @@ Letters as in the papers: ``h`` hidden size, ``a`` heads, ``d`` features of a he
 
 from __future__ import annotations
 
+from functools import partial
+
+from .layer_blocks import LINEAR, NONE, block_of
 from .spec import ModelSpec
 
 
@@ -14,6 +17,8 @@ def parameters(spec: ModelSpec) -> int:
     final_norm = norm(spec) if spec.final_norm else 0
     if spec.layer_pattern:
         return embedding(spec) + blocks(spec, spec.layer_pattern) + final_norm + head(spec) + furthers(spec)
+    if spec.layer_blocks:
+        return embedding(spec) + sum(map(partial(block_of_sizes, spec), spec.layer_blocks)) + final_norm + head(spec)
     experts = sum(map(spec.has_experts, range(spec.layers)))
     layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
     return embedding(spec) + layers + final_norm + head(spec) + furthers(spec)
@@ -31,6 +36,21 @@ def layer(spec: ModelSpec, *, experts: bool = False) -> int:
     """One transformer layer: attention, MLP or experts, and their norms: one or two each, or one for both."""
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
     return attention(spec) + (mixture(spec) if experts else mlp(spec)) + norms * norm(spec)
+
+
+def block_of_sizes(spec: ModelSpec, text: str) -> int:
+    """A layer that differs from others: attention, an MLP, or in place of one ``h h`` and perhaps a bias, each with the
+    norm before it."""
+    own, h = block_of(text), spec.hidden
+    sized = spec.model_copy(update={"kv_heads": own.kv_heads, "ffn": own.ffn})
+    linear = norm(spec) + h * h + (h if spec.mlp_bias else 0)
+    others = {LINEAR: linear, NONE: 0}
+    return sum(
+        (
+            others[own.attention] if own.attention else attention(sized) + norm(spec),
+            others[own.mlp] if own.mlp else mlp(sized) + norm(spec),
+        )
+    )
 
 
 def further(spec: ModelSpec) -> int:

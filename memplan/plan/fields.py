@@ -149,7 +149,7 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
         return Kind.CHOICE, get_args(annotation)
     if origin is tuple:
         part = get_args(annotation)[0]
-        if part is str:
+        if str in (part, get_origin(part) is Annotated and get_args(part)[0]):
             return Kind.NAMES, ()
         return (Kind.NAMES, get_args(part)) if get_origin(part) is Literal else (Kind.INTEGERS, ())
     return {int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.SWITCH, str: Kind.TEXT}[annotation], ()

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from .module_precision import Text as ModulePrecision
 from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
 from .training_loops import TRAINING_LOOPS, TrainingLoop
 
@@ -63,6 +64,9 @@ class Megatron(FrameworkSection, Terse):
             "cuda_graph_warmup",
             "fuses_operations",
             "sharp",
+            "mamba_apart",
+            "mamba_states",
+            "precision_of",
         }
     )
 
@@ -143,6 +147,16 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="a dense MLP, with the norm before it, is one chain of Transformer Engine's operations",
         json_schema_extra={"flag": "--use-transformer-engine-op-fuser"},
+    )
+    mamba_apart: bool = Field(
+        False,
+        description="convolution and scan of Mamba-2 layers are operators of their own, and save what they read",
+        json_schema_extra={"flag": "--disable-mamba-mem-eff-path"},
+    )
+    mamba_states: Literal["bf16", "fp32"] | None = Field(
+        None,
+        description="dtype of the states between chunks of a Mamba-2 layer's scan; default: that of activations",
+        json_schema_extra={"flag": "--mamba-training-ssm-states-dtype"},
     )
     packed: bool = Field(
         False,
@@ -254,6 +268,14 @@ class Megatron(FrameworkSection, Terse):
         description="patterns of names of parameters that accumulate gradients in fp32 beside the 16-bit buffer; all: "
         "every one",
         json_schema_extra={"flag": "--fp32-gradients-of"},
+    )
+    precision_of: tuple[ModulePrecision, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="PATTERN=16bit or PATTERN=low for names of linear layers, of which the first that matches counts: "
+        "products in 16 bits, or as precision.fp8 or fp4 has them",
+        json_schema_extra={"flag": "--precision-of-modules"},
     )
     registers_buffers: bool = Field(
         False,

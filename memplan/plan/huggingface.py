@@ -12,8 +12,11 @@ from pathlib import Path
 from ..families import families
 from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
+from .block_configs import KEY as BLOCKS
+from .block_configs import blocks_of
 from .errors import ABSENT, Node, PlanError, one_line, shown
 from .hub import config_name
+from .layer_blocks import block_of
 from .notes import Note, text_part
 from .spec import MOST_LAYERS
 
@@ -54,6 +57,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     if "mamba_heads" in items:
         items |= _pattern(items)
+    if family.layers_differ:
+        items |= _blocks(items, config)
     items = _with_derived_sizes(items, config)
     if "mamba_heads" in items:
         items |= _mixture(items)
@@ -242,6 +247,19 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     if one or (method is not None and method.value == GREEDY):
         found["router_groups"] = found["router_group_top_k"] = Node(0, items["router_groups"].origin)
     return found
+
+
+def _blocks(items: dict[str, Node], config: Node) -> dict[str, Node]:
+    """Sizes of each layer; the model has those of the first that has them, and the widest."""
+    heads, hidden = items["heads"].value, items["hidden"].value
+    assert isinstance(heads, int)
+    assert isinstance(hidden, int)
+    found = blocks_of(config, heads, hidden, None, None)
+    each = [block_of(str(one.value)) for one in found]
+    widest = max(one.ffn for one in each) or 4 * hidden
+    groups = next((one.kv_heads for one in each if one.kv_heads), heads)
+    origin = config.mapping[BLOCKS].origin
+    return {"layer_blocks": Node(found, origin), "kv_heads": Node(groups, origin), "ffn": Node(widest, origin)}
 
 
 _KINDS = {

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from ..families import ROOMS as FAMILIES
+from .layer_blocks import BlockText, LayerBlock, block_of
 from .section import OneOf, Terse
 
 Family = Annotated[str, OneOf(FAMILIES)]
@@ -46,7 +47,7 @@ class ModelSpec(Terse):
             "router_z_loss", "latent_q_rank", "latent_kv_rank", "nope_head_dim", "rope_head_dim", "value_head_dim",
             "mtp_layers", "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
-            "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim",
+            "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
         )
     )  # fmt: skip
 
@@ -192,6 +193,12 @@ class ModelSpec(Terse):
     mamba_head_dim: Rows = Field(0, description="features of one Mamba-2 head")
     mamba_groups: Rows = Field(0, description="groups of Mamba-2 heads that share their B and C")
     mamba_state_dim: Rows = Field(0, description="size of a Mamba-2 head's state, for each of its features")
+    layer_blocks: tuple[BlockText, ...] = Field(
+        (),
+        max_length=MOST_LAYERS,
+        description="of each layer, where they differ (Llama-Nemotron): KV_HEADS:FFN, either of which may be none or "
+        "linear, as 8:28672,none:7168,linear:none",
+    )
 
     embedding_dropout: Probability = Field(description="dropout after the embedding")
     attention_dropout: Probability = Field(description="dropout of the attention's probabilities")
@@ -243,6 +250,10 @@ class ModelSpec(Terse):
     def kind_of(self, layer: int) -> str:
         """Its letter in ``layer_pattern``; empty where every layer has attention and an MLP or experts."""
         return self.layer_pattern[layer : layer + 1]
+
+    def block_of(self, layer: int) -> LayerBlock | None:
+        """Its sizes in ``layer_blocks``; ``None`` where all layers have those of the model."""
+        return block_of(self.layer_blocks[layer]) if self.layer_blocks else None
 
     @property
     def mamba_inner(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ..families import family as family_of
 from ..layers.coverage import TRANSFORMERS, covered
 from ..optimizers import algorithm, algorithms
+from ..plan.block_configs import KEY as BLOCKS
+from ..plan.block_configs import written
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.huggingface import ACTIVATIONS, known_types
 from ..plan.resolved import ResolvedPlan
@@ -33,6 +35,8 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
             continue
         turned = name == "rotary_fraction" and family.rotary_in_features
         _put(config, key.names[0], spec.rotary_features if turned else _written(spec, name))
+    if family.layers_differ:
+        config[BLOCKS] = written(spec.layer_blocks, spec.heads)
     if family.activation is not None:
         wanted = "gelu" if spec.activation == "geglu" else spec.activation
         known = [given for given in family.activations if ACTIVATIONS[given] == wanted]

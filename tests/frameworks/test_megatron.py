@@ -275,6 +275,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     ],
     "megatron.fp32_gradients_of": [{"fp32_gradients_of": "*linear_fc1.weight", "gradients": "bf16"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
+    "megatron.precision_of": [{"precision_of_modules": "*linear_fc1=16bit", "fp8": "tensorwise"}],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
         {"clone_scattered_embedding": "false", "tp": 2, "dp": 1, "sequence_parallel": "true"}
@@ -296,9 +297,9 @@ def footprint(**flags: object) -> list[object]:
 
 OTHER_PLANS = (
     "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
-    "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states",
+    "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states", "mamba_apart", "mamba_states",
 )  # fmt: skip
-"""Refused, or only with several stages, latent attention, or of an evaluation."""
+"""Refused, or only with several stages, latent attention, Mamba-2 layers, or of an evaluation."""
 
 
 @pytest.mark.parametrize(("low", "bytes_each"), [({}, 12 * 2), ({"fp8": "tensorwise"}, 8 * 1 + 4 * 2)])

@@ -382,6 +382,14 @@ def megatron() -> Iterator[str]:
     graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,mamba,moe_router,moe_preprocess"
     yield f"{job} --dp 8 --ep 8 --zero 1 --expert-latent 1024 {graphs}"
     yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --disable-mamba-mem-eff-path"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --mamba-training-ssm-states-dtype fp32"
+    blocks = "8:14336,none:7168,8:none,none:none"
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4"
+    yield f"{job} --layer-blocks {blocks} --sequence-parallel --zero 1"
+    yield f"{job} --layer-blocks {blocks} --recompute full"
+    yield f"{job} --layer-blocks 8:14336,linear:7168,8:linear,4:14336 --pp 2 --gbs 16"
+    yield "--model llama-3.3-nemotron-super-49b --framework megatron --gpu h100-80gb --tp 8 --pp 2 --dp 2 --seq 4096"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --megatron-fsdp"
     for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
         yield f"{job} {strategy}"
@@ -415,6 +423,7 @@ def megatron() -> Iterator[str]:
 def low_precision() -> Iterator[str]:
     """Products in 8 and 4 bits, in Megatron-Core."""
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --zero 1 --tp 2 --dp 4 --sequence-parallel"
+    yield f"{job} --gpu h100-80gb --fp8 tensorwise --precision-of-modules *linear_fc2=16bit,*layers.0.*=16bit"
     for recipe in ("delayed", "tensorwise", "blockwise"):
         yield f"{job} --gpu h100-80gb --fp8 {recipe}"
         yield f"{job} --gpu h100-80gb --fp8 {recipe} --fp8-parameters --gbs 32"

@@ -21,9 +21,9 @@ BASE = {
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
-    "mamba2": "mamba2-1.3b",
+    "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b",
 }  # fmt: skip
-"""A built-in spec of each family."""
+"""A built-in spec of each family, or of one with layers that are all alike."""
 
 OTHER = {
     "norm": ["layernorm", "rmsnorm"],
@@ -80,6 +80,7 @@ OF_FAMILY = {
     "llama4_text": {**EXPERTS, "expert_top_k": 1, "shared_expert_ffn": 64},
     **dict.fromkeys(("hybrid", "nemotron_h"), MIXER | {"layers": 3, "layer_pattern": "M*-"}),
     "mamba2": MIXER | {"layer_pattern": "MM"},
+    "nemotron-nas": {"family": "nemotron-nas"},
 }
 """Sizes that a family needs."""
 

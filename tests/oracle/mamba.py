@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.layers.megatron_core.mamba import CHUNK, CONVOLUTION, Sizes
+from memplan.layers.megatron_core.mamba import CONVOLUTION
+from memplan.layers.megatron_core.mamba_scan import CHUNK, Sizes
 from tests.layers.megatron_core.mamba_cases import CASES, Case
 
 from .tracer import Follow, Trace
@@ -71,7 +73,8 @@ def load(path: Path) -> Any:
     scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     mixer: Any = importlib.import_module("megatron.core.ssm.mamba_mixer")
     einops: Any = importlib.import_module("einops")
-    mixer.rearrange, mixer.mamba_split_conv1d_scan_combined = einops.rearrange, scan.mamba_split_conv1d_scan_combined
+    mixer.rearrange, mixer.scan = einops.rearrange, scan
+    mixer.causal_conv1d_fn = importlib.import_module("causal_conv1d.causal_conv1d_interface").causal_conv1d_fn
     context: Any = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
     context.repeat, context.rearrange, context.HAVE_EINOPS = einops.repeat, einops.rearrange, True
     return mixer
@@ -85,7 +88,7 @@ def measured(case: Case, mixer: Any) -> list[list[int]]:
             stack.enter_context(one)
         module, x = _module(case, mixer)
         start = len(trace.changes)
-        out = _forward(module, [x], mixer)
+        out = _forward(module, [x], mixer, case)
         middle = len(trace.changes)
         gradient = torch.empty_like(out)
         again = len(trace.changes)
@@ -107,13 +110,18 @@ class _Ended(torch.autograd.Function):
         return None
 
 
-def _forward(module: Any, given: list[torch.Tensor], mixer: Any) -> torch.Tensor:
-    """``MambaMixer.forward`` between the projections."""
+def _forward(module: Any, given: list[torch.Tensor], mixer: Any, case: Case) -> torch.Tensor:
+    """``MambaMixer.forward`` between the projections. Newer releases hand the states' dtype to the scan, and have
+    ``_ssm_prefill`` as ``_static_prefill``."""
     x: torch.Tensor = _Ended.apply(given[0])  # type: ignore[no-untyped-call]
     if module.cp.cp_size > 1:
         x = module.cp.pre_conv_ssm(x)
-    out: torch.Tensor = mixer.MambaMixer._ssm_training(module, x)
-    return out
+    dtype = {None: None, "fp32": torch.float32}[case.kept]
+    for name in ("mamba_split_conv1d_scan_combined", "mamba_chunk_scan_combined"):
+        setattr(mixer, name, partial(getattr(mixer.scan, name), state_dtype=dtype))
+    if case.apart:
+        return mixer.MambaMixer._ssm_prefill(module, x, None, None)  # type: ignore[no-any-return]
+    return mixer.MambaMixer._ssm_training(module, x)  # type: ignore[no-any-return]
 
 
 def _module(case: Case, mixer: Any) -> tuple[Any, torch.Tensor]:
@@ -135,7 +143,7 @@ def _module(case: Case, mixer: Any) -> tuple[Any, torch.Tensor]:
     weights = norm(own.d, eps=1e-5, group_size=own.d // own.g, norm_before_gate=False, dtype=torch.bfloat16)
     module = SimpleNamespace(
         cp=cp, conv1d=SimpleNamespace(bias=None), D_has_hdim=False, headdim=own.p, chunk_size=CHUNK, activation="silu",
-        norm_before_gate=False, rmsnorm=True, norm=weights,
+        norm_before_gate=False, rmsnorm=True, norm=weights, d_state=own.n,
     )  # fmt: skip
     return module, torch.empty((own.s, own.b, own.features), dtype=torch.bfloat16, requires_grad=True)
 

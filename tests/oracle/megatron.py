@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -211,6 +212,8 @@ class Setting:
     """Tokens of an encoder's output, to which T5's layer attends, too."""
     recompute: bool = False
     """Every layer is a region of its own that is recomputed (``tensor_parallel.checkpoint``)."""
+    block: str = ""
+    """``ATTENTION:MLP`` of layers that differ (``plan.layer_blocks``)."""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
     """Arguments of ``TransformerConfig``."""
 
@@ -261,6 +264,8 @@ def one_rank(group: Group, following: list[Follow]) -> Iterator[None]:
         (layers, "dist_reduce_scatter_func", nothing),
         (mappings, "dist_all_gather_func", nothing),
         (mappings, "dist_reduce_scatter_func", nothing),
+        (mappings, "get_tensor_model_parallel_group_if_none", lambda given, *_, **__: given or group),
+        (layers, "get_tensor_model_parallel_group_if_none", lambda given, *_, **__: given or group),
         (layers, "HAVE_TE", True),
         (layers, "get_dummy_wgrad", dummy),
         (random, "_get_all_rng_states", lambda: ()),
@@ -336,10 +341,13 @@ def _layers(setting: Setting, group: Group, count: int) -> list[torch.nn.Module]
         spec = bert_layer_local_spec
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    own, specs = [config] * count, [spec] * count
+    if setting.block:
+        own, specs = _of_blocks(setting.block, count, config)
     layers = []
     for at in range(count):
         with _default_dtype(dtype):
-            layer = TransformerLayer(config, spec.submodules, at + 1, pg_collection=groups)
+            layer = TransformerLayer(own[at], specs[at].submodules, at + 1, pg_collection=groups)
         for module in layer.modules():  # those of cross attention are given none (0.16)
             if getattr(module, "tp_group", group) is None:
                 module.tp_group = group
@@ -350,6 +358,26 @@ def _layers(setting: Setting, group: Group, count: int) -> list[torch.nn.Module]
                 parameter.grad_added_to_main_grad = False
         layers.append(layer)
     return layers
+
+
+def _of_blocks(text: str, count: int, config: Any) -> tuple[list[Any], list[Any]]:
+    """Configurations and specifications of layers as ``TransformerBlock`` has them where they differ."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+    attention, mlp = ({"no_op": part == "none", "replace_with_linear": part == "linear"} for part in text.split(":"))
+    sizes = [int(part) if part.isdigit() else None for part in text.split(":")]
+    block = {
+        "attention": {**attention, "num_query_groups": sizes[0]}, "mlp": {**mlp, "ffn_hidden_size": sizes[1]}
+    }  # fmt: skip
+    given = {one.name: getattr(config, one.name) for one in fields(config) if one.init}
+    whole = HeterogeneousTransformerConfig(
+        **given, heterogeneous_layers_config_encoded_json=json.dumps({"block_configs": [block] * count})
+    )
+    heterogeneous_layer_specs.LNImpl = FusedLayerNorm
+    submodules: Any = heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec(whole, use_te=False, pp_rank=0)
+    return [whole.get_config_for_layer(at + 1) for at in range(count)], submodules.layer_specs
 
 
 @contextlib.contextmanager

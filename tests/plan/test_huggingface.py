@@ -66,7 +66,7 @@ def transformers_count(config: dict[str, Any]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-UNKNOWN = {"kimi_k2", "llama4"}
+UNKNOWN = {"kimi_k2", "llama4", "nemotron-nas"}
 """Families whose configuration is in no release of transformers (their own code is that of another family), or has
 another's inside."""
 OF_HYBRIDS = {"nemotron_h", "mamba2"}
@@ -237,6 +237,7 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
 
 
 HYBRIDS = [name for name in model_specs() if load_spec(name).layer_pattern]
+DIFFERING = [name for name in model_specs() if load_spec(name).layer_blocks]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -279,7 +280,8 @@ def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [one for one in model_specs() if one not in HYBRIDS and load_spec(one).family != "gpt"]
+    "name",
+    [one for one in model_specs() if one not in HYBRIDS + DIFFERING and load_spec(one).family != "gpt"],
 )
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
@@ -330,7 +332,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
         "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
-        "granite, granitemoe, nemotron_h, mamba2"
+        "granite, granitemoe, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
@@ -455,3 +457,49 @@ def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_any_configuration_gives_a_spec_or_one_line(tmp_path: Path, config: dict[str, Any]) -> None:
     assert len(error_of(lambda: spec_of({"model_type": "llama", **config}, tmp_path)).splitlines()) <= 1
+
+
+def test_layers_that_differ(tmp_path: Path) -> None:
+    """Llama-Nemotron's: two thirds of ``ffn_mult`` hidden sizes, up to a multiple of 256."""
+    kinds = {"no_op": False, "replace_with_linear": False}
+    blocks = [
+        {"attention": {"n_heads_in_group": 8, **kinds}, "ffn": {"ffn_mult": 2.625, **kinds}},
+        {"attention": {"n_heads_in_group": None, "no_op": True}, "ffn": {"ffn_mult": 0.5, **kinds}},
+        {
+            "attention": {"n_heads_in_group": None, "replace_with_linear": True},
+            "ffn": {"ffn_mult": None, "no_op": True},
+        },
+    ]
+    config = {
+        "model_type": "nemotron-nas", "hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 3,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "hidden_act": "silu", "num_key_value_heads": None,
+        "intermediate_size": None, "tie_word_embeddings": False, "block_configs": blocks,
+    }  # fmt: skip
+    model = spec_of(config, tmp_path)
+    assert model.layer_blocks == ("8:14336", "none:2816", "linear:none")
+    assert (model.kv_heads, model.ffn, model.head_dim) == (8, 14336, 128)
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_layers_that_differ_count_as_their_modules_do(name: str) -> None:
+    """Attention, MLP and norm of transformers' Llama in the sizes of each layer, and both ends."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    from transformers.models.llama import modeling_llama as llama
+
+    spec = load_spec(name)
+
+    def count(make: Any, **sizes: int) -> int:
+        config = transformers.LlamaConfig(
+            hidden_size=spec.hidden, num_attention_heads=spec.heads, head_dim=spec.head_dim, **sizes
+        )
+        with torch.device("meta"):
+            return sum(one.numel() for one in make(config).parameters())
+
+    norm, total = spec.hidden, (2 * spec.vocab + 1) * spec.hidden
+    for text in spec.layer_blocks:
+        kv_heads, ffn = text.split(":")
+        if kv_heads != "none":
+            total += norm + count(lambda config: llama.LlamaAttention(config, 0), num_key_value_heads=int(kv_heads))
+        if ffn != "none":
+            total += norm + count(llama.LlamaMLP, intermediate_size=int(ffn))
+    assert parameters(spec) == total

@@ -179,7 +179,7 @@ def test_examples_resolve(name: str) -> None:
 @pytest.mark.parametrize("name", model_specs())
 def test_every_model_resolves(name: str) -> None:
     spec = load_spec(name)
-    has_experts = {"framework": "megatron"} if spec.experts or spec.layer_pattern else {}
+    has_experts = {"framework": "megatron"} if spec.experts or spec.layer_pattern or spec.layer_blocks else {}
     plan = resolved(model=name, **has_experts)
     assert plan.batch.seq == min(plan.model.positions_max, 4096)
 

@@ -10,7 +10,7 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.megatron_layout import layout_text, stages
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import NEEDED, Reader, Row, elsewhere
+from ..rows import NEEDED, Reader, Row, elsewhere, switch
 
 PATTERN, OLDER = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 FURTHER = "--mtp-num-layers"
@@ -190,6 +190,12 @@ def settled(plan: Plan) -> dict[str, Any]:
     return {"pipeline": plan.pipeline.model_copy(update=cut)}
 
 
+def _without_mamba(reader: Reader) -> str:
+    items = reader.building.items
+    patterns = (items[path].value for path in ("model.layer_pattern", "model.mtp_pattern") if path in items)
+    return "" if any("M" in str(pattern) for pattern in patterns) else "no effect without Mamba-2 layers"
+
+
 def _of(name: str, path: str, default: Any) -> Row:
     return Row(name, path, "HYBRID", default=default, least=1, without_effect=without_pattern, when=is_hybrid)
 
@@ -209,4 +215,12 @@ ROWS: Sequence[Row] = (
     _of("--mamba-num-groups", "model.mamba_groups", 8),
     _of("--mamba-num-heads", "model.mamba_heads", _heads),
     Row("--hybrid-mlp-ratio", "model.layer_pattern", "", "number", read=elsewhere),
-)
+    switch(
+        "--disable-mamba-mem-eff-path", "megatron.mamba_apart", "HYBRID", without_effect=_without_mamba,
+        when=lambda plan: plan.megatron.mamba_apart,
+    ),
+    Row(
+        "--mamba-training-ssm-states-dtype", "megatron.mamba_states", "HYBRID", "word", without_effect=_without_mamba,
+        when=lambda plan: plan.megatron.mamba_states is not None,
+    ),
+)  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
+from . import module_precision
 
 FP8, FP4 = "--fp8-format", "--fp4-format"
 RECIPE, RECIPE_FP4 = "--fp8-recipe", "--fp4-recipe"
@@ -152,4 +153,5 @@ ROWS: Sequence[Row] = (
         when=lambda plan: plan.experts.router_padding,
     ),
     switch(PADDING_OLD, "experts.router_padding", "", read=elsewhere),
+    *module_precision.ROWS,
 )  # fmt: skip

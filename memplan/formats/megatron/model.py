@@ -7,7 +7,7 @@ from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import NEEDED, OFF, Reader, Row, elsewhere, switch
-from . import experts, hybrid
+from . import blocks, experts, hybrid
 from .vocabulary import tokens_of
 
 
@@ -328,4 +328,5 @@ MODEL = (
     ),
     Row("--make-vocab-size-divisible-by", "megatron.vocab_multiple", "MODEL", read=_vocabulary),
     *DROPOUTS,
+    *blocks.ROWS,
 )

@@ -12,6 +12,7 @@ from ...plan.read import Flags
 from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Arguments, Draft, Script, Target, sizes_of
 from ..training_scripts import read_back
+from . import blocks
 from .hybrid import settled as settled_hybrid
 from .sharding import is_sharded
 from .table import ROWS
@@ -34,6 +35,8 @@ def write(plan: ResolvedPlan) -> Draft:
     """The script that trains ``plan``."""
     arguments = Arguments()
     arguments.rows(ROWS, plan)
+    for name in blocks.BESIDE:
+        arguments.switch("MODEL", name, blocks.differs(plan))
     for name, *values in (("--tokenizer-type", "NullTokenizer"), ("--vocab-size", plan.model.vocab), *YOURS):
         arguments.add("YOURS", str(name), *values)
     sharded = is_sharded(plan)

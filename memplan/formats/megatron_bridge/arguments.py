@@ -145,7 +145,7 @@ def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     pattern, chunk = table.pattern_of(model), model.get("mamba_chunk_size")
     if pattern is None:
         return
-    from ...layers.megatron_core.mamba import CHUNK
+    from ...layers.megatron_core.mamba_scan import CHUNK
 
     if chunk is not None and chunk.value not in (None, CHUNK):
         problem = f"must be {CHUNK}: scans of other chunks are not modelled"

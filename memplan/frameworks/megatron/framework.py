@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import ABSENT, PlanError
+from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import stages, times, written_out
+from ...plan.module_precision import EXPERTS, wide_modules
 from ..base import Framework, Supports
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Megatron(Framework):
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
-        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"),
+        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks"),
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
@@ -340,6 +342,10 @@ def check_hybrid(plan: ResolvedPlan) -> None:
     model, megatron = plan.model, plan.megatron
     if model.activation == "relu2" and model.mlp_bias and megatron.bias_gelu_fusion:
         raise PlanError("megatron.bias_gelu_fusion", True, "must be false with relu2 and biases, which it does not add")
+    if "M" not in model.layer_pattern + model.mtp_pattern:
+        for name in ("mamba_apart", "mamba_states"):
+            if value := getattr(megatron, name):
+                raise PlanError(f"megatron.{name}", value, "must be left out: the model has no Mamba-2 layers")
     if not model.layer_pattern:
         return
     if megatron.offload_modules is not None:
@@ -359,6 +365,56 @@ def _check_mamba(plan: ResolvedPlan) -> None:
     if groups // tp % cp and cp % (groups // tp):
         problem = f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
         raise PlanError("layout.cp", cp, problem)
+
+
+def check_modules(plan: ResolvedPlan) -> None:
+    """Precision that differs from module to module, as far as it is modelled."""
+    given, model = plan.megatron.precision_of, plan.model
+    if given is None:
+        return
+    reasons = {
+        "must be left out without precision.fp8 or fp4": plan.precision.low is None,
+        "must be left out with delayed scaling, beside which it is not modelled yet": plan.precision.low == "delayed",
+        "must be left out with precision.fp8_parameters, beside which it is not modelled yet": (
+            plan.precision.fp8_parameters
+        ),
+        "must leave experts as they are (a pattern before it that ends in =low, such as *.experts.*=low): 16 bits in "
+        "experts alone are not modelled yet": bool(model.experts)
+        and any(not wide_modules(given, at).isdisjoint(EXPERTS) for at in range(model.layers)),
+        "must be left out with experts.overlap_exchange or delay_wgrad, beside which it is not modelled yet": (
+            plan.experts.overlap_exchange or plan.experts.delay_wgrad
+        ),
+        "must be left out with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        "must be left out with megatron.tp_comm_overlap, beside which it is not modelled yet": (
+            plan.megatron.tp_comm_overlap
+        ),
+        "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        "must be left out with layers that differ (model.layer_blocks), of which it is not modelled yet": bool(
+            model.layer_blocks
+        ),
+        "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.precision_of", list(given), problem)
+
+
+def check_blocks(plan: ResolvedPlan) -> None:
+    """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
+    model, layout = plan.model, plan.layout
+    for text in kinds_of(model.layer_blocks):
+        own = block_of(text)
+        if own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads:
+            problem = f"must divide the {own.kv_heads} key/value heads of layers {text}, or be a multiple of them"
+            raise PlanError("layout.tp", layout.tp, problem)
+        if own.ffn % layout.tp:
+            raise PlanError("layout.tp", layout.tp, f"must divide the {own.ffn} features of the MLP of layers {text}")
+        if LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel:
+            problem = f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
+            raise PlanError("layout.sequence_parallel", True, f"{problem}adds zeros to tokens instead of features")
+        if LINEAR in own.replaced and plan.megatron.tp_comm_overlap:
+            problem = f"must be false with linear layers (model.layer_blocks {text}), which have no user buffers"
+            raise PlanError("megatron.tp_comm_overlap", True, problem)
 
 
 def check_groups(plan: ResolvedPlan) -> None:
@@ -813,7 +869,11 @@ def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
     model, layout = plan.model, plan.layout
     rows, columns = MULTIPLES.get(recipe, (8, 16))
     tokens = plan.batch.mbs * plan.batch.seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-    sizes = {"model.hidden": model.hidden, "model.ffn": model.ffn // layout.tp}
+    sizes = {"model.hidden": model.hidden}
+    if not model.layer_blocks:
+        sizes["model.ffn"] = model.ffn // layout.tp
+    for text in kinds_of(model.layer_blocks):
+        sizes[f"model.layer_blocks {text}"] = block_of(text).ffn // layout.tp
     if model.experts:
         sizes["model.expert_ffn"] = model.expert_ffn // (layout.etp or layout.tp)
     if tokens % rows:
@@ -834,6 +894,8 @@ RULES = (
     check_step_graph,
     check_saved,
     check_groups,
+    check_blocks,
+    check_modules,
     check_buckets,
     check_graphs,
     check_user_buffers,

@@ -28,6 +28,7 @@ from ...layers.megatron_core import (
     mtp,
     offload,
     overlapped,
+    replaced,
     t5,
     te_facts,
 )
@@ -40,6 +41,8 @@ from ...layers.module import Interface, Module, Options, Parameter, Run, build, 
 from ...layers.recompute import recomputed_reentrant
 from ...plan import megatron_layout
 from ...plan.errors import PlanError
+from ...plan.layer_blocks import LayerBlock
+from ...plan.module_precision import wide_modules
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -128,17 +131,28 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         norm_takes_residual=megatron.norm_takes_residual,
         joint_latent_down=megatron.joint_latent_down,
         mlp_chunks=megatron.mlp_chunks,
+        mamba_apart=megatron.mamba_apart,
+        mamba_states=megatron.mamba_states,
         distributes=megatron.distribute_saved,
         decoder=plan.batch.decoder_seq or 0,
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
+        precision_of=megatron.precision_of or (),
+        starts=_chunk_starts(plan) if megatron.precision_of else (),
         sixteen_bit=ends_16bit,
         layers=spec.layers if any(ends_16bit) else 0,
         attention=_attention(plan, te),
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
+
+
+def _chunk_starts(plan: ResolvedPlan) -> tuple[int, ...]:
+    """The first layer of every chunk that has one."""
+    chunks = (chunk for stage in stage_entries(plan) for chunk in stage)
+    layers = ([int(name[6:]) for name in chunk if name.startswith("layer.")] for chunk in chunks)
+    return tuple(sorted(chunk[0] for chunk in layers if chunk))
 
 
 def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
@@ -343,6 +357,8 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         assert x is not None
         if not recomputed:
             return Run(_layers(r, x, shapes))
+        if all(map(replaced.is_empty, shapes)):
+            return Run(replaced.recomputed_nothing(r, x))
         run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
         out = run(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
         ends.keep_mask(r, shapes[0])
@@ -503,7 +519,8 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     layers = replace(layers, detaches_heads=False, mixes_states=False)
     ends_shape = replace(shape, recompute_modules=(), experts=None, sixteen_bit=(0, 0), layers=0)
     ends_shape = replace(ends_shape, offload=(), graphs=None, defers=False, mlp_chunks=1, largest_logit=False)
-    ends_shape = replace(ends_shape, distributes=False, fuses_operations=False)
+    ends_shape = replace(ends_shape, precision_of=(), starts=())
+    ends_shape = replace(ends_shape, distributes=False, fuses_operations=False, mamba_apart=False, mamba_states=None)
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
@@ -520,18 +537,34 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         experts = None
     elif experts is not None and experts.imbalances:
         imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
-    return _alike(shape, bool(shape.layers) and wide, spec.kind_of(layer), turns, experts is not None, imbalance)
+    wide, routed = bool(shape.layers) and wide, experts is not None
+    own = replace(shape, wide=_wide(shape, layer), precision_of=(), starts=()) if shape.precision_of else shape
+    return _alike(own, wide, spec.kind_of(layer), turns, routed, imbalance, spec.block_of(layer))
+
+
+def _wide(shape: CoreShape, layer: int) -> frozenset[str]:
+    """Modules of ``layer`` in 16 bits: their names number the layers of a chunk."""
+    start = max((one for one in shape.starts if one <= layer), default=0)
+    return wide_modules(shape.precision_of, layer - start)
 
 
 @lru_cache(maxsize=1 << 12)
 def _alike(
-    shape: CoreShape, wide: bool, kind: str, turns: bool, has_experts: bool, imbalance: float | None
+    shape: CoreShape,
+    wide: bool,
+    kind: str,
+    turns: bool,
+    has_experts: bool,
+    imbalance: float | None,
+    block: LayerBlock | None,
 ) -> CoreShape:
     """``shape`` as all layers have it that agree in this."""
+    shape = shape if block is None else shape.with_block(block)
     experts = shape.experts if has_experts else None
     if experts is not None and imbalance is not None:
         experts = replace(experts, imbalance=imbalance, imbalances=())
     low = None if wide else shape.low
+    shape = replace(shape, wide=shape.wide if low is not None else frozenset())
     return replace(shape, sixteen_bit=(0, 0), layers=0, low=low, kind=kind or shape.kind, turns=turns, experts=experts)
 
 

@@ -61,8 +61,13 @@ def first_layers(spec: ModelSpec) -> int | None:
     """Layers without experts that come before those with; ``None`` where some come behind, or other kinds take
     turns."""
     dense = spec.dense_layers if spec.experts else ()
-    first = dense == tuple(range(len(dense))) and not (spec.layer_pattern or spec.nope_interval)
+    first = dense == tuple(range(len(dense))) and not (_by_kinds(spec) or spec.nope_interval)
     return len(dense) if first else None
+
+
+def _by_kinds(spec: ModelSpec) -> bool:
+    """Layers are of kinds or sizes that take turns."""
+    return bool(spec.layer_pattern or spec.layer_blocks)
 
 
 UNBOUNDED = 1 << 62
@@ -79,18 +84,18 @@ class MegatronSearch(FrameworkSearch):
 
     def searched(self, base: Plan) -> bool:
         """Cuts are of layers that are alike, but for the first ones; those of hybrids nobody chooses."""
-        known = first_layers(base.model) is not None or bool(base.model.layer_pattern)
+        known = first_layers(base.model) is not None or _by_kinds(base.model)
         return known and base.megatron.fsdp == "none"
 
     def of(self, plan: Plan) -> FrameworkSearch:
-        return HYBRIDS if plan.model.layer_pattern else self
+        return HYBRIDS if _by_kinds(plan.model) else self
 
     # -- axes and points -----------------------------------------------------------------------------------
 
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
         """Context-parallel sizes with a recipe alone (``te_context``); of models with latent attention and of hybrids,
         whose searches are the largest, for long sequences or where the plan has one."""
-        large = plan.model.latent_kv_rank or plan.model.layer_pattern
+        large = plan.model.latent_kv_rank or _by_kinds(plan.model)
         long = plan.batch.seq > LONG_SEQUENCE or plan.layout.cp > 1 or not large
         divides = plan.attention == "flash" and long
         return super().sizes(plan) - (frozenset() if divides else {"cp"})

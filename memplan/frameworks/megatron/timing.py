@@ -11,11 +11,14 @@ from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
 from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
+from ...plan.errors import PlanError
+from ...plan.layer_blocks import block_of
+from ...plan.module_precision import names_layers, wide_modules
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import before
-from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, named
+from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
 from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
@@ -106,6 +109,9 @@ def _entries(
             for kind in KINDS
         )
         return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
+    if spec.layer_blocks:
+        kinds = tuple(layer(shape.with_block(block_of(text))) for text in kinds_of(spec))
+        return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, kinds=kinds)
     dense = layer(replace(shape, experts=None)) if spec.experts and spec.dense_layers else ()
     return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
 
@@ -114,11 +120,16 @@ class MegatronTime(FrameworkTime):
     fused_attention = True
 
     def entries(self, plan: ResolvedPlan) -> Entries:
+        """Modules in 16 bits are those of every layer."""
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
+        patterns = plan.megatron.precision_of or ()
+        if names_layers(patterns):
+            problem = "must not tell layers apart by their numbers where time is asked for, or layouts are searched"
+            raise PlanError("megatron.precision_of", list(patterns), problem)
         apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
-        buffers = plan.megatron.tp_comm_overlap
-        return _entries(core_shape(plan), plan.precision.gradients, recent, full, apart, buffers)
+        shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
+        return _entries(shape, plan.precision.gradients, recent, full, apart, plan.megatron.tp_comm_overlap)
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()

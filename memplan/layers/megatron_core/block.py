@@ -18,7 +18,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import fused_mlp, graphs, latent, local, mamba, moe, offload, t5, te, te_attention, te_facts
+from . import fused_mlp, graphs, latent, local, mamba, moe, offload, replaced, t5, te, te_attention, te_facts
 from .ends import keep_mask
 from .grouped import Discard, without_output
 from .shape import CoreShape
@@ -67,6 +67,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "layers without positions where the others have no rotary ones of whole heads"
     yield from _uncovered_fusions(shape)
     yield from _uncovered_packing(shape)
+    yield from replaced.uncovered(shape)
     yield from fused_mlp.uncovered(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
@@ -164,9 +165,14 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     if shape.kind == "M":
         with graphs.captured(r, shape, "mamba"):
             return mamba.layer(r, hidden, shape)
-    if shape.kind not in ("-", "E"):
+    attention, mlp = shape.replaced
+    if attention:
+        hidden = replaced.block(r, hidden, replaced.ATTENTION, attention, shape)
+    elif shape.kind not in ("-", "E"):
         with graphs.captured(r, shape, "attn"):
             hidden = attention_block(r, hidden, shape)
+    if mlp:
+        return replaced.block(r, hidden, replaced.MLP, mlp, shape)
     if shape.kind == "*":
         return hidden
     with graphs.captured(r, shape, "mlp" if shape.experts is None else "moe"):
@@ -332,7 +338,8 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
     spec = shape.spec
     if spec.attention_sinks:
         r.parameter(te_attention.SINKS, (spec.heads // shape.t,), shape.dtype)
-    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=shape.low)
+    low = shape.within(PROJECTION).low
+    r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=low)
     if spec.attention_output_bias:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
 

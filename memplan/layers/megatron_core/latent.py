@@ -95,7 +95,7 @@ def tables(shape: CoreShape, layers: int) -> list[Hold]:
 def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor | None]:
     """The normed (s, b, h) to (s, b, h) and the bias that is not added yet."""
     for name, size in weights(shape).items():
-        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
+        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.within(name).low)
     discard = None
     with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
         compressed = (_down_together if shape.joint_latent_down else _down)(r, hidden, shape)

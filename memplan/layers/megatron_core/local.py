@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...plan.layer_blocks import LINEAR
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
@@ -142,9 +143,11 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     spec, t, h = shape.spec, shape.t, shape.spec.hidden
     f = spec.ffn // t
     inner = 2 * f if spec.gated else f
-    has_mlp = shape.experts is None and shape.kind in ("", "-")
+    has_mlp = shape.experts is None and shape.kind in ("", "-") and not shape.replaced[1]
     mlp = {(inner, h), (h, f)} if has_mlp else set[Shape]()
-    if shape.kind in ("-", "E"):
+    if LINEAR in shape.replaced:
+        mlp |= {(h // t, h)}
+    if shape.kind in ("-", "E") or shape.replaced[0]:
         return frozenset(mlp)
     attention = {(spec.qkv_features // t, h), (h, spec.attention_features // t)} if not spec.latent_kv_rank else set()
     inner_width = spec.attention_features // t

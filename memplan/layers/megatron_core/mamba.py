@@ -3,7 +3,8 @@
 ``ssd_chunk_scan.py``, ``ssd_bmm.py``, ``ssd_state_passing.py``, ``layernorm_gated.py``) and of causal_conv1d 1.6.
 
 ``MambaSplitConv1dScanCombinedFn`` saves its input and the scan's output before its gate; convolution and states are
-made again in backward. Variables of its functions live until these return, and so do those here.
+made again in backward. With ``--disable-mamba-mem-eff-path`` both are operators of their own. Variables of functions
+live until these return, and so do those here.
 
 Shapes: s sequence, b micro-batch; on this rank: a heads of p features, d = a p, g groups of n states, m = d + 2 g n
 channels of the convolution, c chunks of 128 tokens.
@@ -11,89 +12,28 @@ channels of the convolution, c chunks of 128 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import prod
 
 from ...tape.events import Category
-from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..work import Kernel, Operator, Product, Scan, Stream, exchanged
+from ..work import Operator, exchanged
 from . import local, te
+from .mamba_scan import Sizes, chunks_backward, convolution, scan_forward, scan_work, work_of
 from .shape import CoreShape
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
 
 IN, OUT, NORM = "mixer.in_proj", "mixer.out_proj", "mixer.norm"
 
-CHUNK = 128
-"""Tokens that the scan takes at once (``MambaMixer.__init__``)."""
 CONVOLUTION = 4
 """Tokens under the convolution."""
-PARTS = CHUNK // 32
-"""Parts of a chunk that kernels sum into before they know their block size (``BLOCK_SIZE_M_min``)."""
+CONVOLUTIONS = ("conv1d_weight", "conv1d_bias")
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one mixer on one rank."""
-
-    b: int
-    s: int
-    a: int
-    p: int
-    g: int
-    n: int
-    multiprocessors: int
-
-    @property
-    def d(self) -> int:
-        return self.a * self.p
-
-    @property
-    def m(self) -> int:
-        return self.d + 2 * self.g * self.n
-
-    @property
-    def features(self) -> int:
-        """Of the input projection: gate z, x, B, C and dt."""
-        return self.d + self.m + self.a
-
-    @property
-    def c(self) -> int:
-        return -(-self.s // CHUNK)
-
-    @cached_property
-    def splits(self) -> int:
-        """Parts of a group's heads that programs of a kernel sum each for itself (``nsplits``)."""
-        heads = self.a // self.g
-        each = max(min(-(-self.b * self.c * self.a // self.multiprocessors), heads), 1)
-        return -(-heads // each)
-
-    @property
-    def states(self) -> Shape:
-        return self.b, self.c, self.a, self.p * self.n
-
-    @property
-    def steps(self) -> Shape:
-        """One number of a head for each token."""
-        return self.b, self.a, self.c, CHUNK
-
-    @property
-    def group(self) -> Shape:
-        """What a head's group has for each token."""
-        return self.b, self.s, self.g, self.n
-
-    @property
-    def scores(self) -> Shape:
-        """Of tokens of a chunk for each other."""
-        return self.b, self.c, self.g, CHUNK, CHUNK
-
-    @property
-    def inner(self) -> Shape:
-        return self.b, self.s, self.d
+OfRank = Callable[[str], Tensor]
+"""Gives a parameter of the mixer's own, or the context-parallel rank's part of it."""
 
 
 def sizes_of(shape: CoreShape) -> Sizes:
@@ -101,7 +41,9 @@ def sizes_of(shape: CoreShape) -> Sizes:
     spec, t, cp = shape.spec, shape.t, shape.cp
     groups = max(1, spec.mamba_groups // t // cp)
     a = spec.mamba_heads // t // cp
-    return Sizes(shape.b, shape.s * cp, a, spec.mamba_head_dim, groups, spec.mamba_state_dim, shape.multiprocessors)
+    kept = shape.mamba_states or shape.dtype
+    p, n = spec.mamba_head_dim, spec.mamba_state_dim
+    return Sizes(shape.b, shape.s * cp, a, p, groups, n, shape.multiprocessors, kept)
 
 
 def own_sizes(shape: CoreShape) -> Sizes:
@@ -158,24 +100,33 @@ def _parameters(r: Recorder, own: Sizes, shape: CoreShape) -> dict[str, Tensor]:
 
 
 def _scanned(r: Recorder, x: Tensor, own: Mapping[str, Tensor], shape: CoreShape) -> Tensor:
-    """``_ssm_training``: sequence by sequence."""
+    """``_ssm_training``, sequence by sequence; ``_static_prefill`` where convolution and scan are apart."""
     at = sizes_of(shape)
 
     def of_rank(name: str) -> Tensor:
         return own[name] if shape.cp == 1 else _of_rank(r, own[name], at, name)
 
     x = _by_sequence(r, x, (at.b, at.s, at.features), "zxbcdt")
+    return (_apart if shape.mamba_apart else _together)(r, x, of_rank, shape)
+
+
+def _decay(r: Recorder, of_rank: OfRank) -> Tensor:
+    """A, of ``A_log``."""
     decay = ops.cast(r, of_rank("A_log"), "fp32", "A_log_fp32")
     decay = ops.elementwise(r, "A_exp", (decay,), saves_output=True)
-    decay = ops.scale(r, decay, "A")
-    weights = [of_rank(name) for name in ("conv1d_weight", "conv1d_bias")]
+    return ops.scale(r, decay, "A")
+
+
+def _together(r: Recorder, x: Tensor, of_rank: OfRank, shape: CoreShape) -> Tensor:
+    at, decay = sizes_of(shape), _decay(r, of_rank)
+    weights = [of_rank(name) for name in CONVOLUTIONS]
     bias = ops.cast(r, of_rank("dt_bias"), "fp32", "dt_bias_fp32")
     y = _scan(r, x, (*weights, bias, decay, of_rank("D")), at)
     del weights, bias, decay
     y = _by_sequence(r, y, (at.s, at.b, at.d), "scan_contiguous")
     if shape.cp > 1:
         y = _to_tokens(r, y, shape.cp)
-    return _norm(r, y, own_sizes(shape), shape)
+    return _norm(r, y, None, own_sizes(shape))
 
 
 def _by_sequence(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
@@ -191,16 +142,16 @@ def _scan(r: Recorder, x: Tensor, others: Sequence[Tensor], at: Sizes) -> Tensor
     dtype = x.dtype
     copied = at.features % 8 != 0
     convolved = _convolved(r, at, dtype, copied)
-    kept = _scan_forward(r, at, dtype)
+    kept = scan_forward(r, at)
     out = r.empty(at.inner, dtype, "scan")
     ungated = r.empty(at.inner, dtype, "scan_ungated")
     del kept[-1]  # the scores end with the function that multiplies them
-    likes = {name: one.shape for name, one in zip(("conv1d_weight", "conv1d_bias"), others, strict=False)}
+    likes = {name: one.shape for name, one in zip(CONVOLUTIONS, others, strict=False)}
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return _scan_backward(r, at, dtype, likes, copied)
 
-    node = r.node((x, *others), (x, *others, ungated), backward, work=_work(at, dtype))
+    node = r.node((x, *others), (x, *others, ungated), backward, work=work_of(at, dtype))
     del kept, convolved, ungated
     return out.by(node)
 
@@ -214,17 +165,6 @@ def _convolved(r: Recorder, at: Sizes, dtype: str, copied: bool) -> Tensor:
     return out
 
 
-def _scan_forward(r: Recorder, at: Sizes, dtype: str) -> list[Tensor]:
-    """``_mamba_chunk_scan_combined_fwd`` up to its last kernel: steps and their sums in fp32; states of chunks, which
-    pass from chunk to chunk in fp32 and are then kept in ``dtype``; last, the scores."""
-    steps = [r.empty(at.steps, "fp32", name) for name in ("dt_softplus", "dA_cumsum")]
-    chunks = r.empty(at.states, "fp32", "chunk_states")
-    passed = r.empty(at.states, dtype, "states")
-    final = r.empty((at.b, at.a, at.p * at.n), "fp32", "final_states")
-    del chunks
-    return [*steps, passed, final, r.empty(at.scores, "fp32", "scores_of_chunks")]
-
-
 def _scan_backward(
     r: Recorder, at: Sizes, dtype: str, weights: Mapping[str, Shape], copied: bool
 ) -> list[Tensor | None]:
@@ -232,84 +172,90 @@ def _scan_backward(
     convolved = _convolved(r, at, dtype, copied)
     grad = r.empty((at.b, at.s, at.features), dtype, "grad_zxbcdt")
     channels = r.empty((at.b, at.s, at.m), dtype, "grad_convolution")
-    small = _chunks_backward(r, at, dtype)
+    small = chunks_backward(r, at, dtype, gated=True)
     again = ("convolution_input_again", "grad_convolution_input") if copied else ()
     made = [r.empty((at.b, at.s, at.m), dtype, name) for name in again]
-    wide = [r.empty(size, "fp32", f"grad_{name}_fp32") for name, size in weights.items()]
-    narrow = []
-    for name, size in weights.items():
-        narrow.append(r.empty(size, dtype, f"grad_{name}"))
-        del wide[0]
+    narrow = _weights_backward(r, weights, dtype)
     made.clear()
     del convolved, channels
     return [grad, *narrow, *small]
 
 
-def _chunks_backward(r: Recorder, at: Sizes, dtype: str) -> list[Tensor | None]:
-    """``_mamba_chunk_scan_combined_bwd``: gradients of dt's bias, A and D. Its variables live until it returns."""
-    dt = r.empty((at.b, at.s, at.a), dtype, "dt_copied")
-    steps = [r.empty(at.steps, "fp32", name) for name in ("dt_softplus_again", "dA_cumsum_again")]
-    scores = r.empty(at.scores, "fp32", "scores_again")
-    chunks = r.empty(at.states, "fp32", "chunk_states_again")
-    states = r.empty(at.states, "fp32", "states_again")
-    final = r.empty((at.b, at.a, at.p * at.n), "fp32", "final_states_again")
-    del chunks
-    parts = _parts(r, at)
-    ungated = r.empty(at.inner, dtype, "grad_scan_ungated")
-    wide = r.empty((at.a,), "fp32", "grad_D_fp32")
-    grad_d = r.empty((at.a,), dtype, "grad_D")
-    del wide, parts
-    grad_states = r.empty(at.states, "fp32", "grad_states_fp32")
-    narrow = [r.empty(at.states, dtype, name) for name in ("grad_states", "states_converted")]
-    blocks = r.empty((at.b, at.a, at.c, -(-at.p * at.n // 64)), "fp32", "grad_dA_blocks")
-    summed = r.empty((at.b, at.a, at.c), "fp32", "grad_dA_chunks")
-    del blocks, grad_states, states
-    parts = _parts(r, at)
-    grad_dt = r.empty(at.steps, "fp32", "grad_dt")
-    parts = r.empty((at.a,), "fp32", "grad_D_of_features")
-    parts = r.empty((at.a,), "fp32", "grad_D_fp32")
-    unread = r.empty((at.a,), dtype, "grad_D_again")
-    del parts
-    following, grad_b = _summed_over_heads(r, at, "B", at.group)
-    previous, grad_c = _summed_over_heads(r, at, "C", at.group)
-    grad_scores = _over_splits(r, at, "scores", at.scores)
-    turned = r.empty(at.steps, "fp32", "grad_dA_flipped")
-    turned = r.empty(at.steps, "fp32", "grad_dA_summed")
-    turned = r.empty(at.steps, "fp32", "grad_dA_previous")
-    split = r.empty((at.b, at.a, at.c, PARTS, CHUNK), "fp32", "grad_dA_parts")
-    within = r.empty(at.steps, "fp32", "grad_dA")
-    del split
-    both = r.empty(at.steps, "fp32", "grad_dA_both")
-    del both
-    small: list[Tensor | None] = [r.empty((at.a,), "fp32", f"grad_{name}") for name in ("dt_bias", "A")]
-    del dt, steps, scores, final, ungated, narrow, summed, grad_dt
-    del following, grad_b, previous, grad_c, grad_scores, turned, within, unread
-    return [*small, grad_d]
+def _weights_backward(r: Recorder, weights: Mapping[str, Shape], dtype: str) -> list[Tensor]:
+    """Of the convolution (``causal_conv1d_bwd_function``): gradients in fp32, then in ``dtype``."""
+    wide = [r.empty(size, "fp32", f"grad_{name}_fp32") for name, size in weights.items()]
+    narrow = []
+    for name, size in weights.items():
+        narrow.append(r.empty(size, dtype, f"grad_{name}"))
+        del wide[0]
+    return narrow
 
 
-def _parts(r: Recorder, at: Sizes) -> Tensor:
-    return r.empty((PARTS, at.b, at.c, at.a, 1), "fp32", "grad_D_parts")
+# -- convolution and scan apart --------------------------------------------------------------------------
 
 
-def _summed_over_heads(r: Recorder, at: Sizes, name: str, size: Shape) -> tuple[Tensor, Tensor]:
-    """``_chunk_state_bwd_db`` and ``_chunk_scan_bwd_dC``: a gradient of the steps, and that of B or C in fp32."""
-    of_steps = r.empty(at.steps, "fp32", f"grad_dA_of_{name}")
-    return of_steps, _over_splits(r, at, name, size)
+def _apart(r: Recorder, x: Tensor, of_rank: OfRank, shape: CoreShape) -> Tensor:
+    """What the projection gave is cut in pieces that are copied; convolution (``causal_conv1d_fn``), scan
+    (``mamba_chunk_scan_combined``) and the norm with the gate each save what they read."""
+    at, decay = sizes_of(shape), _decay(r, of_rank)
+    groups, size = (at.b, at.s, at.g * at.n), (at.s, at.b, at.d)
+    z, channels, dt = ops.split(r, x, [at.inner, (at.b, at.s, at.m), (at.b, at.s, at.a)], "zxbcdt")
+    channels = ops.contiguous(r, channels, (at.b, at.m, at.s), "channels_first")
+    channels = _convolution(r, channels, [of_rank(name) for name in CONVOLUTIONS], at)
+    channels = ops.contiguous(r, channels, (at.b, at.s, at.m), "channels_last")
+    y, first, second = ops.split(r, channels, [at.inner, groups, groups], "convolution")
+    y = ops.contiguous(r, y, at.inner, "x")
+    dt = ops.contiguous(r, dt, dt.shape, "dt")
+    first = ops.contiguous(r, first, at.group, "B")
+    second = ops.contiguous(r, second, at.group, "C")
+    z = ops.contiguous(r, z, at.inner, "gate")
+    skip = of_rank("D")
+    bias = ops.cast(r, of_rank("dt_bias"), "fp32", "dt_bias_fp32")
+    y = _scan_alone(r, (y, dt, first, second, bias, decay, skip), at)
+    y = _by_sequence(r, y, size, "scan_contiguous")
+    if shape.cp > 1:
+        y = _to_tokens(r, y, shape.cp)
+    z = _by_sequence(r, z, size, "gate_contiguous")
+    if shape.cp > 1:
+        z = _to_tokens(r, z, shape.cp)
+    return _norm(r, y, z, own_sizes(shape))
 
 
-def _over_splits(r: Recorder, at: Sizes, name: str, size: Shape) -> Tensor:
-    """The sum over heads of a group, of which programs have each a part."""
-    parts = r.empty((*size, at.splits), "fp32", f"grad_{name}_parts")
-    out = r.empty(size, "fp32", f"grad_{name}_fp32")
-    del parts
-    return out
-
-
-def _norm(r: Recorder, x: Tensor, own: Sizes, shape: CoreShape) -> Tensor:
-    """``layernorm_gated.py``, ``RMSNorm`` without a gate, over each group: saves input and reciprocal deviations. The
-    weight's gradient is summed by as many programs as fill the device (``_layer_norm_bwd``)."""
-    weight = r.parameter(f"{NORM}.weight", (own.d,), x.dtype)
+def _convolution(r: Recorder, x: Tensor, weights: Sequence[Tensor], at: Sizes) -> Tensor:
+    """``CausalConv1dFn``: saves its input; gradients of its weights are summed in fp32."""
     dtype, like = x.dtype, x.shape
+    likes = {name: weight.shape for name, weight in zip(CONVOLUTIONS, weights, strict=True)}
+    forward, back = convolution(at, dtype)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(like, dtype, "grad_convolution_input")
+        return [grad, *_weights_backward(r, likes, dtype)]
+
+    done = Operator((forward,), (back,))
+    return r.output((x, *weights), (x, *weights), backward, like, dtype, "convolution", work=done)
+
+
+def _scan_alone(r: Recorder, factors: Sequence[Tensor], at: Sizes) -> Tensor:
+    """``MambaChunkScanCombinedFn`` without a gate: saves its factors, its result, and the sums of its steps."""
+    dtype = factors[0].dtype
+    kept = scan_forward(r, at)
+    out = r.empty(at.inner, dtype, "scan")
+    del kept[-1]  # the scores end with the function that multiplies them
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return chunks_backward(r, at, dtype, gated=False)
+
+    work = scan_work(at, dtype)
+    node = r.node(factors, (*factors, out, kept[1]), backward, work=work)
+    del kept
+    return out.by(node)
+
+
+def _norm(r: Recorder, x: Tensor, gate: Tensor | None, own: Sizes) -> Tensor:
+    """``layernorm_gated.py``, ``RMSNorm`` over each group: saves input, gate and reciprocal deviations. The weight's
+    gradient is summed by as many programs as fill the device (``_layer_norm_bwd``)."""
+    weight = r.parameter(f"{NORM}.weight", (own.d,), x.dtype)
+    dtype, like, gated = x.dtype, x.shape, gate is not None
     out = r.empty(like, dtype, NORM)
     rows, groups = prod(like[:-1]), own.g
     deviations = r.empty((rows * groups,), "fp32", f"{NORM}_rsigma")
@@ -318,13 +264,15 @@ def _norm(r: Recorder, x: Tensor, own: Sizes, shape: CoreShape) -> Tensor:
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad = r.empty(like, dtype, f"grad_{NORM}_input")
+        grad_z = r.empty(like, dtype, f"grad_{NORM}_gate") if gated else None
         parts = r.empty((programs, own.d), "fp32", f"grad_{NORM}_parts")
         total = r.empty((own.d,), "fp32", f"grad_{NORM}_weight_fp32")
         grad_w = r.empty((own.d,), dtype, f"grad_{NORM}_weight")
         del parts, total
-        return [grad, grad_w]
+        return [grad, grad_w] if grad_z is None else [grad, grad_w, grad_z]
 
-    return out.by(r.node((x, weight), (x, weight, deviations), backward))
+    inputs = (x, weight) if gate is None else (x, weight, gate)
+    return out.by(r.node(inputs, (*inputs, deviations), backward))
 
 
 def _power_of_two(least: int) -> int:
@@ -398,36 +346,3 @@ def _of_rank(r: Recorder, x: Tensor, at: Sizes, name: str) -> Tensor:
     if convolution:
         return r.empty(size, dtype, f"{name}_of_rank").by(node)
     return Tensor(x.storage, size, dtype, node)
-
-
-# -- work ----------------------------------------------------------------------------------------------
-
-
-def _work(at: Sizes, dtype: str) -> Operator:
-    """Convolution, and products of chunks: scores of a group's B and C, states of every head, what they and the
-    chunk's own tokens give; in backward these again, and a product for the gradient of each factor."""
-    heads, groups = at.b * at.c * at.a, at.b * at.c * at.g
-    e, p, n = size_of((1,), dtype), at.p, at.n
-    convolution = Stream(2 * size_of((at.b, at.s, at.m), dtype))
-    inner, states = size_of(at.inner, dtype), size_of(at.states, "fp32")
-    steps = Stream(3 * size_of(at.steps, "fp32"))
-    scores = Product(CHUNK, CHUNK, n, groups, e, 4)
-    of_states = Product(p, n, CHUNK, heads, e, 4)
-    passing = Stream(states + states * e // 4)
-    by_states, by_tokens = Product(CHUNK, p, n, heads, e), Product(CHUNK, p, CHUNK, heads, e)
-    again: list[Stream | Product] = [steps, scores, of_states, passing]
-    back: list[Stream | Product] = [
-        Stream(5 * inner),
-        of_states,
-        Stream(3 * states),
-        by_states,
-        by_tokens,
-        Product(CHUNK, n, p, 2 * heads, e, 4),
-        Product(CHUNK, CHUNK, p, 2 * heads, e, 4),
-        Product(CHUNK, n, CHUNK, 2 * groups, e),
-        Stream(8 * size_of(at.steps, "fp32"), 8),
-    ]
-    forward: list[Kernel] = [Scan(one) for one in (*again, by_states, by_tokens, Stream(3 * inner))]
-    backward: list[Kernel] = [Scan(one) for one in (*again, *back)]
-    channels = Stream(4 * size_of((at.b, at.s, at.m), dtype))
-    return Operator((convolution, *forward), (convolution, *backward, channels))

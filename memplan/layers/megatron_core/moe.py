@@ -84,7 +84,7 @@ def parameters(r: Recorder, shape: CoreShape) -> None:
     if spec.mlp_bias:
         r.parameter("mlp.router.bias", (spec.experts,), shape.dtype)
     for name, size in latent_sizes(shape).items():
-        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.low)
+        r.parameter(f"{name}.weight", size, shape.dtype, low=shape.within(name).low)
     for name, size in grouped.parameters(shape):
         r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
     if spec.shared_expert_gate:

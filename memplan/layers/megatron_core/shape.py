@@ -6,6 +6,7 @@ from dataclasses import field, replace
 from math import ceil
 from typing import Literal
 
+from ...plan.layer_blocks import LayerBlock
 from ...plan.spec import ModelSpec
 from ...values import HashedOnce, dataclass
 from ..shapes import ITEMSIZE
@@ -163,6 +164,11 @@ class CoreShape(HashedOnce):
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
     fuses_operations: bool = False
     """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``)."""
+    mamba_apart: bool = False
+    """Convolution and scan of Mamba layers are operators of their own (``use_mamba_mem_eff_path=False``)."""
+    mamba_states: str | None = None
+    """Dtype of the states between their chunks, where it is not that of activations
+    (``mamba_training_ssm_states_dtype``)."""
     packed: int = 0
     """Sequences that are one behind the other in the one of a micro-batch, each of documents that do not attend to one
     another; 0: none are."""
@@ -187,6 +193,8 @@ class CoreShape(HashedOnce):
     """Of a hybrid's layer, its letter in ``layer_pattern``: it has one block. Else all."""
     decoder: int = 0
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
+    replaced: tuple[str, str] = ("", "")
+    """What stands in place of this layer's attention and of its MLP (``plan.layer_blocks.OTHERS``), if anything."""
     turns: bool = True
     """Rotary positions, where the model has them, are applied in this layer (``no_rope_freq``)."""
     keys: int = 0
@@ -198,6 +206,12 @@ class CoreShape(HashedOnce):
     """Layers run in parts, beside which those of another micro-batch run."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``,"""
+    wide: frozenset[str] = frozenset()
+    """Of this layer's linear layers, by the names of recipes, those that have ``dtype`` all the same."""
+    precision_of: tuple[str, ...] = ()
+    """Patterns of names that say which (``plan.module_precision``),"""
+    starts: tuple[int, ...] = ()
+    """and first layers of chunks, in each of which layers are numbered from 0."""
     sixteen_bit: tuple[int, int] = (0, 0)
     """which so many layers at the start of the model, and at its end, have."""
     layers: int = 0
@@ -208,6 +222,15 @@ class CoreShape(HashedOnce):
 
     user_buffers: bool = False
     """Collectives of Transformer Engine's linear layers run beside their products (``--tp-comm-overlap``)."""
+
+    def within(self, module: str) -> CoreShape:
+        """As the linear layer ``module`` has it (``TELinear.forward``: its own autocast)."""
+        return replace(self, low=None, wide=frozenset()) if module in self.wide else self
+
+    def with_block(self, block: LayerBlock) -> CoreShape:
+        """Of one layer among others that differ (``HeterogeneousTransformerConfig.get_config_for_layer``)."""
+        sizes = {"kv_heads": block.kv_heads or self.spec.kv_heads, "ffn": block.ffn or self.spec.ffn}
+        return replace(self, spec=self.spec.model_copy(update={**sizes, "layer_blocks": ()}), replaced=block.replaced)
 
     @property
     def ranks(self) -> Ranks:

@@ -79,6 +79,7 @@ def column_linear(
     With sequence parallelism only the shard is saved; it is gathered again for the weight's gradient. ``original``:
     in 8 bits, too, it is saved as it came.
     """
+    shape = shape.within(name)
     weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, low=shape.low)
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
@@ -96,6 +97,7 @@ def column_linear(
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False) -> Biased:
     """``TERowParallelLinear`` with ``skip_bias_add``: h outputs, all-reduced in place or reduce-scattered."""
+    shape = shape.within(name)
     h, k, dtype = shape.spec.hidden, x.shape[-1], x.dtype
     weight = r.parameter(f"{name}.weight", (h, k), dtype, low=shape.low)
     own = r.parameter(f"{name}.bias", (h,), dtype) if bias else None
@@ -162,6 +164,7 @@ def norm_column_linear(
     In backward the norm's output ends with the weight's gradient; the gradient of the norm's output is held
     until the norm's own gradients are there.
     """
+    shape = shape.within(name)
     scales = _norm_parameters(r, x, norm_name, shape)
     weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, low=shape.low)
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []

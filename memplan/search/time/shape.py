@@ -12,6 +12,8 @@ from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.shapes import ITEMSIZE as ITEMSIZE
 from ...layers.work import Attention
 from ...plan.errors import PlanError
+from ...plan.layer_blocks import LINEAR, NONE, block_of
+from ...plan.layer_blocks import kinds_of as blocks_of
 from ...plan.lora import saved
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
@@ -21,6 +23,11 @@ from .kernels import Ranks
 
 KINDS = "M*-E"
 """Kinds of a hybrid's layers, as its pattern calls them."""
+
+
+def kinds_of(spec: ModelSpec) -> Sequence[str]:
+    """Kinds of layers that ``Entries.kinds`` counts apart: a hybrid's, or those of different sizes; else none."""
+    return KINDS if spec.layer_pattern else blocks_of(spec.layer_blocks)
 
 
 class Entries(NamedTuple):
@@ -40,7 +47,7 @@ class Entries(NamedTuple):
     further: Passes = NO_PASSES
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[tuple[Passes, Passes], ...] = ()
-    """A hybrid's layers of every kind (``KINDS``), plain and recomputed, in place of ``layer``."""
+    """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +172,9 @@ def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
     dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    held = "".join(map(plan.model.kind_of, layers))
-    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in KINDS) if held else ()
+    of_kind = plan.model.layer_pattern or plan.model.layer_blocks
+    held = [of_kind[layer] for layer in layers] if of_kind else []
+    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(plan.model))
     return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
 
 
@@ -249,6 +257,9 @@ def model_flops(plan: ResolvedPlan) -> float:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
         own = sum(_block_flops(spec, kind, seq) for kind in blocks)
         return plan.tokens_of_step * (own + 6.0 * ((1 + further) * head + further * 2 * spec.hidden**2))
+    if spec.layer_blocks:
+        own = sum(_differing_flops(spec, text, seq) for text in spec.layer_blocks)
+        return plan.tokens_of_step * (own + 6.0 * head)
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
     mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
@@ -268,6 +279,15 @@ def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
     if kind == "*":
         return 6.0 * (_attention_weights(spec) + 2 * spec.attention_features * seq)
     return 6.0 * (up * h * spec.ffn if kind == "-" else _mixture_weights(spec))
+
+
+def _differing_flops(spec: ModelSpec, text: str, seq: int) -> float:
+    """The same of a layer whose sizes are its own."""
+    own = block_of(text)
+    sized = spec.model_copy(update={"kv_heads": own.kv_heads, "ffn": own.ffn})
+    attention, mlp = _block_flops(sized, "*", seq), _block_flops(sized, "-", seq)
+    linear = 6.0 * spec.hidden**2
+    return {"": attention, LINEAR: linear, NONE: 0.0}[own.attention] + {"": mlp, LINEAR: linear, NONE: 0.0}[own.mlp]
 
 
 def _mixture_weights(spec: ModelSpec) -> int:

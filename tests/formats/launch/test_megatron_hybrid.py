@@ -13,6 +13,7 @@ from memplan.plan.count import further, parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
+from memplan.tape.program import fold_program
 
 SPEC = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 PATTERN = "--hybrid-layer-pattern"
@@ -111,3 +112,17 @@ def test_what_is_not_modelled_is_one_line(pattern: str | None, more: dict[str, o
         resolve(read(pattern, **more))
     assert problem in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_kernels_and_states_of_mamba_layers() -> None:
+    """Convolution and scan apart keep more; without Mamba-2 layers both arguments do nothing, and a plan of memplan's
+    own is refused."""
+    given = read("M-M*", disable_mamba_mem_eff_path=True, mamba_training_ssm_states_dtype="fp32")
+    assert (given.megatron.mamba_apart, given.megatron.mamba_states) == (True, "fp32")
+    (apart,), (together,) = (programs(resolve(plan), Options()) for plan in (given, read("M-M*")))
+    assert fold_program(apart).peak > fold_program(together).peak
+    without = read("*-", disable_mamba_mem_eff_path=True, mamba_training_ssm_states_dtype="fp32")
+    assert (without.megatron.mamba_apart, without.megatron.mamba_states) == (False, None)
+    changed = without.model_copy(update={"megatron": given.megatron})
+    with pytest.raises(PlanError, match="the model has no Mamba-2 layers"):
+        programs(resolve(changed), Options())

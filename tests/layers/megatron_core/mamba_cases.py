@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import mamba
-from memplan.layers.megatron_core.mamba import Sizes
+from memplan.layers.megatron_core.mamba_scan import Sizes
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Run
 from memplan.plan.spec import ModelSpec
@@ -22,6 +22,8 @@ class Case:
     groups: int = 2
     cp: int = 1
     state: int = 96
+    apart: bool = False
+    kept: str | None = None
 
     def __str__(self) -> str:
         default = Case()
@@ -36,7 +38,8 @@ class Case:
             attention_dropout=0.0, hidden_dropout=0.0, layer_pattern="M", mamba_heads=self.heads, mamba_head_dim=64,
             mamba_groups=self.groups, mamba_state_dim=self.state,
         )  # fmt: skip
-        return CoreShape(spec, self.b, self.s // self.cp, 1, "bf16", 1024, cp=self.cp)
+        choices = {"mamba_apart": self.apart, "mamba_states": self.kept}
+        return CoreShape(spec, self.b, self.s // self.cp, 1, "bf16", 1024, cp=self.cp, **choices)
 
     @property
     def own(self) -> Sizes:
@@ -53,9 +56,16 @@ CASES = [
     Case(cp=2),
     Case(b=1, groups=4, cp=4),
     Case(groups=1, cp=4),
+    Case(kept="fp32"),
+    Case(b=1, heads=6, groups=1, kept="fp32"),
+    Case(apart=True),
+    Case(b=1, s=500, apart=True),
+    Case(heads=12, apart=True, kept="fp32"),
+    Case(cp=2, apart=True),
+    Case(groups=1, cp=4, apart=True),
 ]
 """One sequence and several; a last chunk that is not full; rows that do not begin at a multiple of 8 elements; groups
-that context-parallel ranks share and that they do not."""
+that context-parallel ranks share and that they do not; states in fp32; convolution and scan apart."""
 
 
 def run(r: Recorder, x: Tensor | None, shape: CoreShape) -> Run:

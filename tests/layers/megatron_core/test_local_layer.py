@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.megatron_core import block
+from memplan.layers.megatron_core import block, replaced
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.layers.recompute import recomputed_reentrant
+from memplan.plan.layer_blocks import block_of
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import Drop, Hold, Tape
 
@@ -124,6 +125,8 @@ def module_of(shape: CoreShape, whole: bool) -> Module:
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
+        if whole and replaced.is_empty(shape):
+            return Run(replaced.recomputed_nothing(r, x))
         return Run(recomputed_reentrant(r, layer, (x,)) if whole else layer(r, x))
 
     options = Options(accumulates_in_place=False, consumes_gradients=True)
@@ -175,7 +178,8 @@ def drops_sorted(sizes: Iterable[int]) -> list[int]:
     return [size for ended, run in runs for size in (sorted(run) if ended else run)]
 
 
-def compare(shape: CoreShape, whole: bool) -> None:
+def compare(shape: CoreShape, whole: bool, block: str = "") -> None:
+    """``block``: of layers that differ, the sizes of this one."""
     from ...oracle import megatron
 
     if "layernorm" in shape.recompute_modules and not megatron.discards_apart():
@@ -191,9 +195,11 @@ def compare(shape: CoreShape, whole: bool) -> None:
         rotary=spec.rotary_features if spec.positions == "rotary" else 0,
         keys=shape.keys,
         recompute=whole,
+        block=block,
         config=config_of(shape),
     )
     trace = megatron.traced_layer(setting)
+    shape = shape.with_block(block_of(block)) if block else shape
     module = module_of(shape, whole)
     assert [(p.name, p.shape) for p in module.parameters] == trace.parameters
     for tape, changes in ((module.first.forward, trace.forward), (module.first.backward, trace.backward)):

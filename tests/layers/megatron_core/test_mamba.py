@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from memplan.layers.megatron_core import block
-from memplan.layers.module import Interface, Options, Run, build, hold_bytes
+from memplan.layers.megatron_core.shape import CoreShape
+from memplan.layers.module import Interface, Module, Options, Run, build, hold_bytes
 from memplan.plan.count import parameters
 
 from .mamba_cases import CASES, Case, run
@@ -55,12 +56,7 @@ def test_what_a_layer_keeps_and_has() -> None:
     deviations of 768 rows, and of 1536, of two groups each; three tensors of a number for each head, of 512 bytes."""
     shape = Case().shape
 
-    layer = build(
-        "layer",
-        lambda r, x: Run(block.layer(r, x, replace(shape, kind="M"))),  # type: ignore[arg-type]
-        Interface((384, 2, 512), "bf16"),
-        Options(keeps_input=True),
-    )
+    layer = of_layer(shape)
     kept = 768 * (512 + 512 + 1416 + 3 * 512) * 2 + 4 * (768 + 1536) + 3 * 512
     assert layer.first.forward_fold.net == kept
     norm, count = 512, sum(parameter.elements for parameter in layer.parameters)
@@ -68,3 +64,24 @@ def test_what_a_layer_keeps_and_has() -> None:
     assert count == 512 * 1416 + convolution + numbers + 512 + 512 * 512 + norm
     ends = 2 * 1024 * 512 if not shape.spec.tied_embeddings else 1024 * 512
     assert parameters(shape.spec) == count + ends + norm
+
+
+def test_what_a_layer_keeps_with_convolution_and_scan_apart() -> None:
+    """Of the same layer: not the projection's output, but the convolution's input of 512 + 2 x 192 channels, the
+    scan's x, B, C (192 each) and dt (8), and the gate; sums of steps in fp32. What the scan gives is kept as it
+    left the scan and as the norm reads it. States of chunks in fp32 are no tensors that are kept."""
+    shape = replace(Case().shape, mamba_apart=True)
+    layer = of_layer(shape)
+    pieces = 896 + 512 + 2 * 192 + 8 + 512
+    kept = 768 * (512 + 512 + pieces + 3 * 512) * 2 + 4 * (768 + 1536) + 3 * 512 + 4 * 768 * 8
+    assert layer.first.forward_fold.net == kept
+    assert of_layer(replace(shape, mamba_states="fp32")).first.forward_fold.net == kept
+
+
+def of_layer(shape: CoreShape) -> Module:
+    return build(
+        "layer",
+        lambda r, x: Run(block.layer(r, x, replace(shape, kind="M"))),  # type: ignore[arg-type]
+        Interface((384, 2, 512), "bf16"),
+        Options(keeps_input=True),
+    )

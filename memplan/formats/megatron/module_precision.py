@@ -1,0 +1,142 @@
+"""``--te-precision-config-file``: recipes of Transformer Engine for modules whose names match patterns
+(``quantization/quant_config.py``, ``RecipeConfig``; ``extensions/transformer_engine.py``, ``TEQuantizationRecipe``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.module_precision import LOW, WIDE
+from ...plan.text import is_there, read_text
+from ...plan.yaml_events import parse_yaml
+from ..rows import Reader, Row
+
+NAME = "--te-precision-config-file"
+TYPE, KIND = "transformer_engine_config_type", "TEQuantizationParams"
+FP8, FP4 = "fp8_quantization_recipe", "fp4_quantization_recipe"
+OVERRIDES, ENABLES = "override_quantized_autocast", "override_nonquantized_autocast"
+FIELDS = frozenset(
+    {FP8, FP4, OVERRIDES, ENABLES, "custom_recipe_factory", "fp8_format", "tp_only_amax_red", "fp8_param", "fp4_param"}
+)
+RECIPES = {FP8: ("tensorwise", "blockwise", "mxfp8", "delayed", "custom"), FP4: ("nvfp4", "custom")}
+
+
+def read(reader: Reader) -> None:
+    settings, building = reader.settings, reader.building
+    place = settings.word(NAME)
+    if place is None:
+        return
+    ways = (Path(str(place.value)), reader.context.folder / str(place.value))
+    path = next((one for one in ways if is_there(one)), None)
+    if path is None:
+        raise PlanError(NAME, place.value, "is not here: the precision of modules is in it", origin=place.origin)
+    run = next((items.value for one in ("fp4", "fp8") if (items := building.items.get(f"precision.{one}"))), None)
+    found = _patterns(parse_yaml(read_text(path, NAME), str(path)), None if run is None else str(run))
+    if run is None:
+        building.because(NAME, "no effect without --fp8-format or --fp4-format: no recipe is for products in 16 bits")
+    elif any(one.endswith(f"={WIDE}") for one in found):
+        building.put("megatron.precision_of", Node([Node(one, place.origin) for one in found], place.origin), NAME)
+    else:
+        building.because(NAME, f"every module has {run}, as without it")
+
+
+def _patterns(root: Node, run: str | None) -> list[str]:
+    """Of matchers that are enabled, in their order."""
+    configs, matchers = (root.mapping.get(name) for name in ("configs", "matchers"))
+    known = configs.mapping if configs is not None else {}
+    found = []
+    for name, matcher in (matchers.mapping if matchers is not None else {}).items():
+        given = matcher.mapping
+        enabled = given.get("enabled")
+        if enabled is None or not enabled.value:
+            continue
+        kind, pattern, config = (_text(given, name, field, matcher) for field in ("type", "pattern", "config"))
+        if kind.value != "glob":
+            problem = "must be glob: Megatron has no other match type"
+            raise PlanError(f"matchers.{name}.type", kind.plain(), problem, origin=kind.origin)
+        if set(str(pattern.value)) & set(",= \t\n"):
+            problem = "has a comma, an equals sign or a space, which no module's name has"
+            raise PlanError(f"matchers.{name}.pattern", pattern.plain(), problem, origin=pattern.origin)
+        if str(config.value) not in known:
+            problem = f"must be one of configs: {', '.join(known) or 'there are none'}"
+            raise PlanError(f"matchers.{name}.config", config.plain(), problem, origin=config.origin)
+        chosen = str(config.value)
+        found.append(f"{pattern.value}={_of_config(known[chosen], f'configs.{chosen}', run)}")
+    return found
+
+
+def _text(given: Mapping[str, Node], name: str, field: str, matcher: Node) -> Node:
+    node = given.get(field)
+    if node is None or node.value in (None, ""):
+        raise PlanError(f"matchers.{name}.{field}", ABSENT, "is missing", origin=matcher.origin)
+    return node
+
+
+def _of_config(config: Node, name: str, run: str | None) -> str:
+    """What it makes of a module in training; evaluation must be alike."""
+    given = dict(config.mapping)
+    kind = given.pop(TYPE, None)
+    if kind is None or kind.value != KIND:
+        value, where = (ABSENT, config.origin) if kind is None else (kind.plain(), kind.origin)
+        raise PlanError(f"{name}.{TYPE}", value, f"must be {KIND}", origin=where)
+    if other := given.keys() - {"training_recipe", "evaluation_recipe"}:
+        problem = "is no key of it; training_recipe and evaluation_recipe are"
+        raise PlanError(f"{name}.{min(other)}", ABSENT, problem, origin=config.origin)
+    if "training_recipe" not in given:
+        raise PlanError(f"{name}.training_recipe", ABSENT, "is missing", origin=config.origin)
+    results = {part: _of_recipe(node, f"{name}.{part}", run) for part, node in given.items()}
+    if len(set(results.values())) > 1:
+        problem = "must be as training_recipe: another precision in evaluation is not modelled yet"
+        raise PlanError(f"{name}.evaluation_recipe", ABSENT, problem, origin=given["evaluation_recipe"].origin)
+    return results["training_recipe"]
+
+
+def _of_recipe(node: Node, name: str, run: str | None) -> str:
+    """Without a recipe a module's products are in 16 bits (``_get_fp8_autocast_for_quant_recipe``)."""
+    if not isinstance(node.value, dict):
+        raise PlanError(name, node.plain(), "must be a mapping; {} is 16 bits", origin=node.origin)
+    given = node.mapping
+    if other := given.keys() - FIELDS:
+        problem = f"is no field of a recipe; {', '.join(sorted(FIELDS))} are"
+        raise PlanError(f"{name}.{min(other)}", given[min(other)].plain(), problem, origin=given[min(other)].origin)
+    recipes = [(field, given[field]) for field in (FP8, FP4) if field in given and given[field].value is not None]
+    if len(recipes) > 1:
+        problem = f"must be left out with {FP8}: Megatron refuses both"
+        raise PlanError(f"{name}.{FP4}", recipes[1][1].plain(), problem, origin=recipes[1][1].origin)
+    for field in ("fp8_param", "fp4_param"):
+        if field in given and given[field].value:
+            problem = "must be false: parameters of single modules in 8 or 4 bits are not modelled yet"
+            raise PlanError(f"{name}.{field}", True, problem, origin=given[field].origin)
+    for field, recipe in recipes:
+        _check_recipe(recipe, f"{name}.{field}", RECIPES[field])
+    overrides, enables = _is(given, OVERRIDES, True), _is(given, ENABLES, False)
+    if enables and recipes:
+        problem = "must be false: single modules in 8 or 4 bits where others have 16 are not modelled yet"
+        raise PlanError(f"{name}.{ENABLES}", True, problem, origin=given[ENABLES].origin)
+    if run is None or not overrides:
+        return LOW
+    if not recipes:
+        return WIDE
+    field, recipe = recipes[0]
+    if recipe.value != run:
+        problem = f"must be {run}, as in the run, or left out (16 bits): other recipes are not modelled yet"
+        raise PlanError(f"{name}.{field}", recipe.plain(), problem, origin=recipe.origin)
+    return LOW
+
+
+def _is(given: Mapping[str, Node], field: str, default: bool) -> bool:
+    return bool(given[field].value) if field in given else default
+
+
+def _check_recipe(recipe: Node, name: str, known: tuple[str, ...]) -> None:
+    if recipe.value not in known:
+        raise PlanError(name, recipe.plain(), f"must be one of {', '.join(known[:-1])}", origin=recipe.origin)
+    if recipe.value == "delayed":
+        problem = "must not be delayed: Megatron refuses it for single modules"
+        raise PlanError(name, "delayed", problem, origin=recipe.origin)
+    if recipe.value == "custom":
+        raise PlanError(name, "custom", "is not modelled: it is code of your own", origin=recipe.origin)
+
+
+ROWS = (Row(NAME, "megatron.precision_of", "PRECISION", "word", read=read, when=lambda _: False),)
