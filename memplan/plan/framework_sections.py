@@ -14,6 +14,9 @@ TRANSFORMER_ENGINE = "2.18"
 MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What Megatron-FSDP shards; ``none``: it does not run."""
 
+TorchSharding = Literal["none", "reshard", "keep"]
+"""PyTorch's FSDP2 in Megatron-Core: what becomes of gathered parameters behind forward; ``none``: it does not run."""
+
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
@@ -31,6 +34,8 @@ class Megatron(FrameworkSection, Terse):
             "fsdp_double_buffer",
             "fsdp_unit_size",
             "fsdp_meta_device",
+            "torch_fsdp",
+            "torch_fsdp_host_init",
             "optimizer_offload",
             "offload_modules",
             "offload_least",
@@ -210,6 +215,17 @@ class Megatron(FrameworkSection, Terse):
         False,
         description="Megatron-FSDP: build the model on the meta device",
         json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
+    )
+    torch_fsdp: TorchSharding = Field(
+        "none",
+        description="PyTorch's FSDP2 in the place of Megatron's own data parallelism: gathered parameters end behind "
+        "forward (reshard), or stay until backward (keep)",
+        json_schema_extra={"flag": "--torch-fsdp"},
+    )
+    torch_fsdp_host_init: bool = Field(
+        False,
+        description="PyTorch's FSDP2: build the model in host memory, from where a module at a time is sharded",
+        json_schema_extra={"flag": "--torch-fsdp-host-init"},
     )
     optimizer_offload: float = Field(
         0.0,

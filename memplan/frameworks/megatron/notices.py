@@ -41,6 +41,13 @@ SHARDED = (
 )
 
 
+TORCH_SHARDED = (
+    "PyTorch's FSDP2 as Megatron-Core calls it: layers, embedding and (but for local layers) the output layer are its "
+    "units, what is left is the model's own; gradients have the parameters' dtype, and the step's fp32 copies of them "
+    "stay until the next iteration; hooks of PyTorch 2.13"
+)
+
+
 OFFLOADED = (
     "activations that go to the host leave the GPU when the layer behind sends the same ones, as if copies just kept "
     "up with layers; they are there again when backward asks for them, and take no time"
@@ -69,6 +76,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     first = given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
     further = {
         SHARDED: given.fsdp != "none",
+        TORCH_SHARDED: given.torch_fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
         GRAPHED_FIRST: first,
         GRAPHED: given.cuda_graphs != "none" and not first,
