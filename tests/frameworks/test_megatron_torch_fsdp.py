@@ -8,6 +8,7 @@ import pytest
 from memplan import suggest
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
+from memplan.allocator.timeline import timeline
 from memplan.frameworks.megatron.programs import programs, stage_entries, stages_of
 from memplan.frameworks.megatron.torch_fsdp import units_of
 from memplan.layers.module import Options
@@ -91,7 +92,7 @@ def test_a_step_lets_units_gradients_go_one_after_the_other() -> None:
         {"recompute": "full"},
         {"recompute": "selective"},
         {"transformer_impl": "local"},
-        {"dtype": "fp32"},
+        {"dtype": "fp32", "gbs": 4},
         {"cross_entropy_fusion": "te"},
         {"tp": 2, "sequence_parallel": "true"},
         {"cp": 2},
@@ -106,6 +107,7 @@ def test_every_iteration_leaves_what_it_found_and_the_replay_agrees(flags: dict[
     assert replayed.static == folded.static
     assert replayed.allocated == folded.peak
     assert all(size >= 0 for size in folded.peak_by)
+    timeline(made, AllocatorSettings(), (), replayed.breakdown)
 
 
 # -- units -----------------------------------------------------------------------------------------------
