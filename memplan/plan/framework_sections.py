@@ -39,6 +39,7 @@ class Megatron(FrameworkSection, Terse):
             "optimizer_offload",
             "offload_modules",
             "offload_least",
+            "offload_layers",
             "cuda_graphs",
             "cuda_graph_modules",
             "defer_embedding_wgrad",
@@ -245,6 +246,14 @@ class Megatron(FrameworkSection, Terse):
         1 << 20,
         description="elements of the smallest tensor that goes to the host with offload_modules",
         json_schema_extra={"flag": "--min-offloaded-tensor-size"},
+    )
+    offload_layers: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="layers, from the first one on, whose saved tensors go to the host (Transformer Engine's CPU "
+        "offloading)",
+        json_schema_extra={"flag": "--offload-layers"},
     )
     cuda_graphs: Literal["none", "transformer_engine", "full_iteration"] = Field(
         "none",

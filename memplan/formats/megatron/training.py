@@ -217,6 +217,12 @@ TRAINING = (
     switch("--use-precision-aware-optimizer", "optimizer.precision_aware", "OPTIMIZER"),
     switch(OFFLOAD, "megatron.optimizer_offload", "OPTIMIZER", read=_offload, value=_offloads),
     Row("--optimizer-offload-fraction", "megatron.optimizer_offload", "OPTIMIZER", read=elsewhere, when=_offloads),
+    Row(
+        "--cpu-offloading-num-layers",
+        "megatron.offload_layers",
+        "RECOMPUTE",
+        when=lambda plan: plan.megatron.offload_layers > 0,
+    ),
     switch(OFFLOADING, "megatron.offload_modules", "RECOMPUTE", read=_offloading, value=_has_offloading),
     Row(
         "--offload-modules",

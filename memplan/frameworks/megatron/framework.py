@@ -542,6 +542,47 @@ def check_offloading(plan: ResolvedPlan) -> None:
             raise PlanError(field, list(modules), problem)
 
 
+def check_layer_offload(plan: ResolvedPlan) -> None:
+    """Whole layers on the host: what ``transformer_config.py``, ``tensor_parallel/layers.py`` and Transformer Engine's
+    ``cpu_offload.py`` ask, and as far as it is modelled."""
+    field, megatron, model = "megatron.offload_layers", plan.megatron, plan.model
+    count, te = megatron.offload_layers, tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    if not count:
+        return
+    refused = {
+        f"must be less than the {model.layers} layers, as in Megatron-Core": count >= model.layers,
+        "must be 0 with pipeline parallelism (pp, vpp), as in Megatron-Core": plan.layout.pp > 1 or plan.layout.vpp > 1,
+        "must be 0 with recompute, as in Megatron-Core": plan.recompute.mode != "none",
+        "must be 0 with local layers, as in Megatron-Core: Transformer Engine's have it": megatron.transformer_impl
+        == "local",
+        "must be 0 with megatron.offload_modules, as in Megatron-Core: there is one or the other": (
+            megatron.offload_modules is not None
+        ),
+        "must be 0 before Transformer Engine 2.10, whose offloading is another": te < (2, 10),
+        "must be 0 with NVTE_CPU_OFFLOAD_V1=1, Transformer Engine's offloading before 2.10, which is not modelled": (
+            plan.environment.get("NVTE_CPU_OFFLOAD_V1") == "1"
+        ),
+    }
+    missing = {
+        "another model than GPT": model.family in ("bert", "t5") or bool(model.layer_pattern),
+        "experts, latent attention or multi-token prediction": bool(
+            model.experts or model.latent_kv_rank or model.mtp_layers
+        ),
+        "fp8 and fp4": plan.precision.low is not None,
+        "context parallelism": plan.layout.cp > 1,
+        "unfused attention": plan.attention != "flash",
+        "CUDA graphs": megatron.cuda_graphs != "none",
+        "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
+        "the fuser of operations": megatron.fuses_operations,
+        "norms that return the residual": megatron.norm_takes_residual,
+        "MLPs in chunks": megatron.mlp_chunks > 1,
+    }
+    refused |= {f"must be 0 with {what}: it is not modelled yet": applies for what, applies in missing.items()}
+    for problem, applies in refused.items():
+        if applies:
+            raise PlanError(field, count, problem)
+
+
 def check_user_buffers(plan: ResolvedPlan) -> None:
     """What ``validate_args`` asks of tensor-parallel exchanges beside products."""
     if plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel):
@@ -901,6 +942,7 @@ RULES = (
     check_overlap,
     check_optimizer,
     check_offloading,
+    check_layer_offload,
     check_deferral,
     check_step_graph,
     check_saved,

@@ -54,6 +54,13 @@ OFFLOADED = (
 )
 
 
+LAYERS_OFFLOADED = (
+    "tensors of layers on the host leave the GPU and come back when Transformer Engine (2.10 and later) says so, which "
+    "waits for their copies; they take no time here; tensors of fewer than 262,144 elements stay, and host memory is "
+    "rounded up to powers of two, as PyTorch pins it"
+)
+
+
 GRAPHED = (
     "allocated bytes are those of iterations before CUDA graphs are captured, with what graphs keep: later PyTorch "
     "counts what lies in the graphs' pool as reserved alone"
@@ -78,6 +85,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
         SHARDED: given.fsdp != "none",
         TORCH_SHARDED: given.torch_fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
+        LAYERS_OFFLOADED: given.offload_layers > 0,
         GRAPHED_FIRST: first,
         GRAPHED: given.cuda_graphs != "none" and not first,
         BESIDE: plan.experts.overlap_exchange,

@@ -54,6 +54,7 @@ from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
 from .gradients import received, with_fp32
+from .layer_offload import with_offload
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size, keep, saved
 from .states import Chunk as KeptChunk
 from .torch_fsdp import HEAD, LOSS, TorchFsdp, options_of, torch_fsdp_of
@@ -602,6 +603,8 @@ class Stages:
     libraries: _Libraries
     sharding: Sharding | None = None
     torch_fsdp: TorchFsdp | None = None
+    offloaded: int = 0
+    """Layers whose saved tensors the host keeps."""
     deferral_limit: int = 0
     captures_first: bool = False
     """CUDA graphs of layers are captured before the first iteration."""
@@ -634,6 +637,10 @@ class Stages:
         tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
         per_stage = layout.tp * layout.cp * layout.dp
         held = _stage(self.job, entries, order.last and bool(self.job.shape.offload))
+        if self.offloaded:
+            chunk, host = with_offload(held.chunks[0], self.offloaded)
+            made = _program(replace(held, chunks=(chunk,)), order, per_stage, own, tied, self.libraries)
+            return replace(made, host=made.host + host)
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
         if self.torch_fsdp is not None:
@@ -699,7 +706,8 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
     torch_fsdp = torch_fsdp_of(plan)
-    own = replace(options, seams=plan.megatron.fsdp != "none", pool=pool)
+    seams = plan.megatron.fsdp != "none" or plan.megatron.offload_layers > 0
+    own = replace(options, seams=seams, pool=pool)
     return Stages(
         _job(shape, plan.recompute, own, torch_fsdp is not None),
         layout,
@@ -709,6 +717,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         torch_fsdp,
+        plan.megatron.offload_layers,
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
         plan.megatron.overlap_grad_reduce,

@@ -136,6 +136,9 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
             problem += "compares some"
             raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
+        if base.megatron.offload_layers:
+            problem = "must be 0: layouts with layers on the host are not searched yet; estimate --vary compares some"
+            raise PlanError("megatron.offload_layers", base.megatron.offload_layers, problem)
         if base.megatron.defer_embedding_wgrad:
             problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
             problem += "compares some"

@@ -210,6 +210,11 @@ def test_what_is_refused_with_its_line(arguments: str, line: str) -> None:
     assert line in error_of(lambda: plan(small(arguments)))
 
 
+def test_layers_on_the_host() -> None:
+    assert plan(small("--cpu-offloading-num-layers 2 --bf16")).megatron.offload_layers == 2
+    assert plan(small("--cpu-offloading-num-layers 0 --bf16")).megatron.offload_layers == 0
+
+
 def test_fsdp2_of_pytorch() -> None:
     """Beside it gradients have the parameters' dtype, whatever other arguments say of them."""
     found = plan(small(f"{FSDP2} --bf16 --accumulate-allreduce-grads-in-fp32"))
