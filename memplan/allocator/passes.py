@@ -240,11 +240,12 @@ class Passes:
     def _backward(self, places: Sequence[int], role: Role, before: Sequence[Operation]) -> Pass:
         operations: list[Operation] = []
         inputs, handed = self._inputs(role), 0
-        for place in places:
+        for place in places:  # a module's gradient may lie where its input did
             tapes, offset = _tapes(self.modules[role][place], role), self.offsets[place]
             outer = {**self.shared, INPUT: inputs[place], GRAD_OUTPUT: handed}
             operations += _placed(_operations(tapes, True, self.settings), offset, outer)
-            handed = self._slot(tapes.grad_input, offset) or handed
+            made = tapes.grad_input
+            handed = inputs[place] if made == INPUT else self._slot(made, offset) or handed
         return self._summed(operations, handed, before)
 
     def _summed(self, operations: list[Operation], handed: int, before: Sequence[Operation]) -> Pass:

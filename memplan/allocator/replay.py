@@ -22,7 +22,7 @@ from functools import cached_property
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
-from ..tape.events import Bytes, Category, Drop, Event, Hold
+from ..tape.events import END_OF_GRADIENT, Bytes, Category, Drop, Event, Hold
 from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role, What, Whole, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
@@ -307,6 +307,15 @@ class _Chunk:
                 rank.drop(frame[operation.slot], operation.bytes, operation.category, operation.stream)
         self.left.clear()
 
+    def end_gradient(self, rank: Rank, size: int) -> bool:
+        """Drops the first gradient of ``size`` bytes; whether there was one."""
+        for slot, operation in self.gradients.items():
+            if operation.bytes == size:
+                rank.drop(self.base[slot], operation.bytes, operation.category, operation.stream)
+                del self.gradients[slot]
+                return True
+        return False
+
     def end_gradients(self, rank: Rank, keep: int = 0) -> None:
         """Drops gradients, but for those of the first parameters up to ``keep`` bytes (a share of the first rank)."""
         for slot, operation in list(self.gradients.items()):
@@ -368,6 +377,8 @@ class Run:
                 self.static[event.tensor] = block, stream
                 if event.name == SLOT:
                     self.chunks[0].slots.append(block)
+            elif isinstance(event, Drop) and event.tensor == END_OF_GRADIENT:
+                next(chunk for chunk in self.chunks if chunk.end_gradient(self.rank, event.bytes))
             elif isinstance(event, Drop):
                 block, stream = self.static.pop(event.tensor)
                 self.rank.drop(block, event.bytes, event.category, stream)

@@ -107,11 +107,11 @@ def launched(
         training.gpus_per_node if training is not None else None,
         asked.vocabulary,
         words.files,
+        {**_environment(words), **(environment or {})},
     )
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     building: Building = table.plan_of(settings, context)
-    variables = {**_environment(words), **(environment or {})}
-    variables = {name: node for name, node in variables.items() if _matters(name)}
+    variables = {name: node for name, node in (context.environment or {}).items() if _matters(name)}
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (

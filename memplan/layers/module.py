@@ -279,6 +279,10 @@ class Interface:
     shape: Shape | None
     dtype: str
     requires_grad: bool = True
+    category: Category = Category.ACTIVATIONS
+    """What the input is for,"""
+    gradient: Category = Category.TEMPORARIES
+    """and the gradient of the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,9 +407,7 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     leaf = None
     x = None
     if interface.shape is not None:
-        x = recorder.outside(
-            interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=not options.keeps_input
-        )
+        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=not options.keeps_input)
         if interface.requires_grad:
             x, leaf = recorder.leaf(x)
 
@@ -440,7 +442,7 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
             return Tapes(renamed(recorder.tape(), ids.known()), (), output, 0, output_dtype=dtype), ids
         root = [run.output]
         gradient = [
-            recorder.outside(root[0].shape, root[0].dtype, Category.TEMPORARIES, GRAD_OUTPUT, options.drops_gradient)
+            recorder.outside(root[0].shape, root[0].dtype, interface.gradient, GRAD_OUTPUT, options.drops_gradient)
         ]
         recorder.kept = None if options.drops_gradient else gradient[0].storage
         run.output = None
@@ -476,7 +478,7 @@ def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: 
     """Forward without a graph, on a fresh ``recorder`` that records none."""
     x = None
     if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, Category.ACTIVATIONS, INPUT, drops=True)
+        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=True)
     if options.seams:
         recorder.seam(name, Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)

@@ -9,6 +9,9 @@ from weakref import ref
 from .autograd import Gradients, Node, Recorder, Storage, Tensor
 from .work import NOTHING
 
+RERUN = "rerun"
+"""Seam behind a whole module's second forward pass, before its backward."""
+
 
 class _StopRecompute(Exception):  # noqa: N818 - not an error
     """The last saved tensor has been recomputed."""

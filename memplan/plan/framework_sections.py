@@ -15,6 +15,9 @@ TRANSFORMER_ENGINE = "2.18"
 MegatronSharding = Literal["none", "no_shard", "optim", "optim_grads", "optim_grads_params"]
 """What Megatron-FSDP shards; ``none``: it does not run."""
 
+TorchSharding = Literal["none", "reshard", "keep"]
+"""PyTorch's FSDP2 in Megatron-Core: what becomes of gathered parameters behind forward; ``none``: it does not run."""
+
 
 GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"]
 
@@ -32,9 +35,12 @@ class Megatron(FrameworkSection, Terse):
             "fsdp_double_buffer",
             "fsdp_unit_size",
             "fsdp_meta_device",
+            "torch_fsdp",
+            "torch_fsdp_host_init",
             "optimizer_offload",
             "offload_modules",
             "offload_least",
+            "offload_layers",
             "cuda_graphs",
             "cuda_graph_modules",
             "defer_embedding_wgrad",
@@ -225,6 +231,17 @@ class Megatron(FrameworkSection, Terse):
         description="Megatron-FSDP: build the model on the meta device",
         json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
     )
+    torch_fsdp: TorchSharding = Field(
+        "none",
+        description="PyTorch's FSDP2 in the place of Megatron's own data parallelism: gathered parameters end behind "
+        "forward (reshard), or stay until backward (keep)",
+        json_schema_extra={"flag": "--torch-fsdp"},
+    )
+    torch_fsdp_host_init: bool = Field(
+        False,
+        description="PyTorch's FSDP2: build the model in host memory, from where a module at a time is sharded",
+        json_schema_extra={"flag": "--torch-fsdp-host-init"},
+    )
     optimizer_offload: float = Field(
         0.0,
         ge=0.0,
@@ -243,6 +260,14 @@ class Megatron(FrameworkSection, Terse):
         1 << 20,
         description="elements of the smallest tensor that goes to the host with offload_modules",
         json_schema_extra={"flag": "--min-offloaded-tensor-size"},
+    )
+    offload_layers: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description="layers, from the first one on, whose saved tensors go to the host (Transformer Engine's CPU "
+        "offloading)",
+        json_schema_extra={"flag": "--offload-layers"},
     )
     cuda_graphs: Literal["none", "transformer_engine", "full_iteration"] = Field(
         "none",

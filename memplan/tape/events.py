@@ -126,6 +126,10 @@ class Drop(NamedTuple):
     category: Category
 
 
+END_OF_GRADIENT = Scope.GRADIENTS.id((1 << 24) - 1)
+"""In the tape of a step: a gradient of as many bytes ends, which passes have left behind."""
+
+
 class Hook(Enum):
     """When a framework's hook runs."""
 

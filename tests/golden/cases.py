@@ -395,6 +395,12 @@ def megatron() -> Iterator[str]:
         yield f"{job} {strategy}"
     for more in ("--megatron-fsdp-double-buffer", "--megatron-fsdp-unit-size 500000000", "--recompute full"):
         yield f"{job} optim_grads_params {more}"
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"
+    for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1"):
+        yield f"{job.removesuffix(' --torch-fsdp')} {more}"
+    for more in ("reshard", "keep", "reshard --tp 2 --recompute full", "reshard --cp 2 --torch-fsdp-host-init"):
+        yield f"{job} {more}"
+    yield f"{job} reshard --transformer-impl local --recompute selective --dtype fp32"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --zero 1"
     yield f"{job} --precision-aware-optimizer --optimizer-offload-fraction 0.5"
     yield f"{job} --cp 2 --cp-communication all_gather"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -179,6 +181,18 @@ def test_distributed_optimizer(place: Path, read: Any) -> None:
     assert fullest == estimated.stages[0].breakdown[Category.MAIN_PARAMETERS]
 
 
+def test_two_shards_of_fsdp2(place: Path, read: Any) -> None:
+    """``TorchFullyShardedDataParallel`` over gloo."""
+    plan = read(layers="2", dtype="bf16", dp="2", gpus="2", gbs="8", **{"torch-fsdp": "reshard"})
+    found, estimated = measured(plan, 2)
+    check(found, estimated)
+    first, second = found.ranks
+    assert first.losses[-1] < first.losses[0]
+    for category in (Category.PARAMETERS, Category.MAIN_PARAMETERS, Category.OPTIMIZER_STATES):
+        assert first.breakdown[category.key] == estimated.stages[0].breakdown[category]
+        assert second.breakdown[category.key] == estimated.stages[0].breakdown[category]
+
+
 # -- event by event --------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[dict[str, str], int]] = {
@@ -187,6 +201,10 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
     "last stage, recompute": ({"pp": "2", "gpus": "2", "recompute": "full", "recompute-layers": "2"}, 1),
     "chunks": ({"pp": "2", "vpp": "2", "gpus": "2"}, 1),
     "tensor parallel, selective, bf16": ({"tp": "2", "gpus": "2", "dtype": "bf16", "recompute": "selective"}, 0),
+    "FSDP2": ({"torch-fsdp": "reshard", "gpus": "2", "gbs": "8"}, 0),
+    "FSDP2, bf16, kept": ({"torch-fsdp": "keep", "gpus": "2", "gbs": "8", "dtype": "bf16"}, 0),
+    "FSDP2, recompute": ({"torch-fsdp": "reshard", "gpus": "4", "gbs": "16", "dtype": "bf16", "recompute": "full"}, 0),
+    "FSDP2, tp": ({"torch-fsdp": "reshard", "tp": "2", "gpus": "4", "gbs": "8", "recompute": "selective"}, 0),
 }
 
 
@@ -213,6 +231,53 @@ def test_layers_do_what_their_recipes_say(read: Any, case: str) -> None:
             assert abs(row.traced.net - row.estimated.net) <= SMALL, row.entry
             assert row.traced.peak == row.estimated.peak, row.entry
     assert max(abs(missing(rows, microbatch)) for microbatch in (0, 1)) <= SMALL
+
+
+UNITS: dict[str, dict[str, str]] = {
+    "bf16": {"dtype": "bf16"},
+    "kept": {"dtype": "bf16", "torch-fsdp": "keep"},
+    "recompute": {"dtype": "bf16", "recompute": "full"},
+    "selective": {"recompute": "selective", "positions": "rotary"},
+}
+
+
+@pytest.mark.parametrize("case", UNITS)
+def test_an_output_layer_that_is_a_unit_of_fsdp2(read: Any, case: str) -> None:
+    """As beside Transformer Engine's layers, here behind local ones: the output layer, and none of theirs, is given to
+    ``fully_shard``. The real passes hold what the estimate's do, but for single numbers."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel as real
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from memplan.frameworks.megatron import core_training
+    from memplan.frameworks.megatron.core_followed import followed
+    from memplan.frameworks.megatron.programs import stage_entries, stages_of
+
+    class Output(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]
+        """Told from those of layers."""
+
+    units = {real.TransformerLayer, real.LanguageModelEmbedding, real.RotaryEmbedding, Output}
+
+    class Sharded(core_training.Sharded):
+        def __init__(self, config: Any, settings: Any, module: Any) -> None:
+            getattr(module, "module", module).output_layer.__class__ = Output
+            super().__init__(config, settings, module, sub_modules_to_wrap=units)
+
+    base = PLAN | {"megatron": UNFUSED | {"rope_fusion": False}}
+    given = resolve(read(base, **{"torch-fsdp": "reshard", "gpus": "2", "gbs": "8"} | UNITS[case]))
+    stages = stages_of(given, Options())
+    assert stages.torch_fsdp is not None
+    stages = replace(stages, torch_fsdp=replace(stages.torch_fsdp, wraps_head=True))
+    estimated = stages.program(0, stage_entries(given)[0])
+    with patch.object(core_training, "Sharded", Sharded):
+        found = compared(followed(given, 0, estimated, Surroundings(fake=False)), estimated)
+    between = found.points[0]
+    assert between.traced == between.estimated
+    rows = [row for row in found.rows if row.estimated is not None]
+    assert {row.microbatch for row in rows} == {0, 1}
+    for row in rows:
+        assert row.estimated is not None
+        assert abs(row.traced.peak - row.estimated.peak) <= SMALL, row.entry
+        assert abs(row.traced.net - row.estimated.net) <= SMALL, row.entry
 
 
 def missing(rows: list[Row], microbatch: int) -> int:

@@ -26,6 +26,8 @@ class Context:
     vocabulary: Node | None = None
     files: Mapping[str, Value] | None = None
     """Files that the script writes, by name."""
+    environment: Mapping[str, Node] | None = None
+    """Variables that the script sets, those, too, that are in no plan."""
 
 
 def start(building: Building, framework: str, context: Context) -> None:

@@ -14,7 +14,7 @@ from ..exported import PLACE, Arguments, Draft, Script, Target, sizes_of
 from ..training_scripts import read_back
 from . import blocks
 from .hybrid import settled as settled_hybrid
-from .sharding import is_sharded
+from .sharding import is_sharded, is_torch_sharded
 from .table import ROWS
 from .training import largest_chunk
 
@@ -39,8 +39,8 @@ def write(plan: ResolvedPlan) -> Draft:
         arguments.switch("MODEL", name, blocks.differs(plan))
     for name, *values in (("--tokenizer-type", "NullTokenizer"), ("--vocab-size", plan.model.vocab), *YOURS):
         arguments.add("YOURS", str(name), *values)
-    sharded = is_sharded(plan)
-    if sharded:
+    sharded = is_sharded(plan) or is_torch_sharded(plan)
+    if is_sharded(plan):
         arguments.add("REDUCTION", "--ckpt-format", "fsdp_dtensor")
     parallel = not sharded and (plan.layout.tp > 1 or plan.layout.cp > 1)  # validate_args demands the variable of both
     environment = {**({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if parallel else {}), **plan.environment}

@@ -1,5 +1,5 @@
-"""Arguments of Megatron-FSDP: ``validate_args`` of ``megatron/training/arguments.py``, and ``get_megatron_ddp_config``
-of ``training.py``."""
+"""Arguments of Megatron-FSDP and of PyTorch's FSDP2: ``validate_args`` of ``megatron/training/arguments.py``, and
+``get_megatron_ddp_config`` of ``training.py``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ RUNS = "--use-megatron-fsdp"
 STRATEGY = "--data-parallel-sharding-strategy"
 DTYPES = "--megatron-fsdp-{}-dtype"
 MAIN, GRADIENTS, COMMUNICATION = map(DTYPES.format, ("main-params", "main-grads", "grad-comm"))
+
+
+TORCH, KEEPS = "--use-torch-fsdp2", "--torch-fsdp2-no-reshard-after-forward"
+ON_HOST, ON_META = "--use-cpu-initialization", "--init-model-with-meta-device"
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def runs_torch(reader: Reader) -> bool:
+    return bool(reader.settings.has(TORCH))
+
+
+def is_torch_sharded(plan: Plan) -> bool:
+    return plan.megatron.torch_fsdp != "none"
 
 
 def runs(reader: Reader) -> bool:
@@ -53,7 +66,52 @@ def _others(reader: Reader) -> None:
             raise PlanError(name, value or ABSENT, "is not modelled yet", origin=settings.where(name))
 
 
+STOPS = {
+    RUNS: "there is one or the other",
+    "--use-distributed-optimizer": "its optimizer states are shards anyway",
+    "--fp16": "Megatron-LM stops",
+    ON_META: "nothing gives the model memory then, and its first pass stops",
+}
+"""What there is not beside FSDP2, and why."""
+
+NEEDS = ("--no-gradient-accumulation-fusion", "--untie-embeddings-and-output-weights")
+FORMATS = ("torch_dist", "torch_dcp")
+
+
+def _torch(reader: Reader) -> None:
+    """FSDP2, with what ``validate_args`` asks of it."""
+    settings, building = reader.settings, reader.building
+    if not runs_torch(reader):
+        building.because(KEEPS, f"no effect without {TORCH}")
+        building.because(ON_HOST, "values that weights begin with")
+        return
+    where = settings.where(TORCH)
+    for name, why in STOPS.items():
+        if settings.has(name):
+            raise PlanError(TORCH, ABSENT, f"must be left out with {name}: {why}", origin=where)
+    for name in NEEDS:
+        if not settings.has(name):
+            raise PlanError(name, ABSENT, f"is missing: {TORCH} needs it", origin=where)
+    connections = (reader.context.environment or {}).get(CONNECTIONS)
+    if connections is not None and str(connections.value) == "1":
+        problem = f"must be left out or above 1 with {TORCH}: Megatron-LM stops"
+        raise PlanError(CONNECTIONS, "1", problem, origin=connections.origin)
+    written = settings.word("--ckpt-format")
+    if written is not None and written.value not in FORMATS:
+        problem = f"must be {' or '.join(FORMATS)} with {TORCH}"
+        raise PlanError("--ckpt-format", written.value, problem, origin=written.origin)
+    building.put("megatron.torch_fsdp", Node("keep" if settings.has(KEEPS) else "reshard", where), TORCH, KEEPS)
+    building.put("megatron.torch_fsdp_host_init", Node(settings.has(ON_HOST), where), ON_HOST)
+
+
 NOT_READ = ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16", "--main-grads-dtype")
+
+
+def put_torch_dtype(reader: Reader, dtype: str) -> None:
+    """``fully_shard`` is told none, and there is no buffer of gradients (``get_megatron_ddp_config``)."""
+    for name in NOT_READ:
+        reader.building.because(name, f"not read with {TORCH}: gradients have the parameters' dtype")
+    reader.building.put("precision.gradients", Node(dtype, reader.settings.where(TORCH)), *NOT_READ)
 
 
 def put_dtypes(reader: Reader, dtype: str) -> None:
@@ -84,6 +142,15 @@ ROWS = (
         Row(name, "megatron.fsdp", read=_others if not at else elsewhere, without_effect=_without)
         for at, name in enumerate(OTHERS)
     ),
+    switch(TORCH, "megatron.torch_fsdp", "REDUCTION", read=_torch, value=is_torch_sharded),
+    switch(
+        KEEPS,
+        "megatron.torch_fsdp",
+        "REDUCTION",
+        read=elsewhere,
+        value=lambda plan: plan.megatron.torch_fsdp == "keep",
+    ),
+    switch(ON_HOST, "megatron.torch_fsdp_host_init", "REDUCTION", read=elsewhere),
     switch(RUNS, "megatron.fsdp", "REDUCTION", read=_strategy, value=is_sharded),
     Row(STRATEGY, "megatron.fsdp", "REDUCTION", read=elsewhere, without_effect=_without, when=is_sharded),
     Row(
@@ -96,7 +163,7 @@ ROWS = (
     ),
     switch("--fsdp-double-buffer", "megatron.fsdp_double_buffer", "REDUCTION", without_effect=_without),
     Row("--suggested-communication-unit-size", "megatron.fsdp_unit_size", "REDUCTION", without_effect=_without),
-    switch("--init-model-with-meta-device", "megatron.fsdp_meta_device", "REDUCTION", without_effect=_without),
+    switch(ON_META, "megatron.fsdp_meta_device", "REDUCTION", without_effect=_without),
     Row(
         MAIN, "precision.gradients", "PRECISION", read=elsewhere, without_effect=_without, when=is_sharded, value=_main
     ),

@@ -21,6 +21,9 @@ def _precision(reader: Reader) -> None:
     if settings.has("--fp16") and settings.has("--bf16"):
         raise PlanError("--fp16", ABSENT, "must be left out with --bf16", origin=settings.where("--fp16"))
     dtype = put_dtype(reader)
+    if sharding.runs_torch(reader):
+        sharding.put_torch_dtype(reader, dtype)
+        return
     if sharding.runs(reader):
         sharding.put_dtypes(reader, dtype)
         return
@@ -43,7 +46,8 @@ def put_dtype(reader: Reader) -> str:
 
 
 def _reduces_in_bf16(plan: Plan) -> bool:
-    return not sharding.is_sharded(plan) and plan.precision.dtype == plan.precision.gradients == "bf16"
+    own = not (sharding.is_sharded(plan) or sharding.is_torch_sharded(plan))
+    return own and plan.precision.dtype == plan.precision.gradients == "bf16"
 
 
 def _accumulates_in_fp32(plan: Plan) -> bool:
@@ -213,6 +217,12 @@ TRAINING = (
     switch("--use-precision-aware-optimizer", "optimizer.precision_aware", "OPTIMIZER"),
     switch(OFFLOAD, "megatron.optimizer_offload", "OPTIMIZER", read=_offload, value=_offloads),
     Row("--optimizer-offload-fraction", "megatron.optimizer_offload", "OPTIMIZER", read=elsewhere, when=_offloads),
+    Row(
+        "--cpu-offloading-num-layers",
+        "megatron.offload_layers",
+        "RECOMPUTE",
+        when=lambda plan: plan.megatron.offload_layers > 0,
+    ),
     switch(OFFLOADING, "megatron.offload_modules", "RECOMPUTE", read=_offloading, value=_has_offloading),
     Row(
         "--offload-modules",

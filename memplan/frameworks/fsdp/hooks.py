@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import compress
 from typing import Literal, NamedTuple, Protocol
 
+from ...layers.recompute import RERUN
 from ...layers.titan_moe import AGAIN, EXPERTS
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
 from ...values import dataclass
@@ -94,11 +95,14 @@ class Around(NamedTuple):
     """of its forward when it is recomputed, behind which nothing is resharded (``is_bw``), but what was gathered ends:
     the unit is that pass's root (``iter_forward_root``),"""
     over_inner: Tape = ()
+    """and behind it; of a whole module that runs again first (``RERUN``), what its own unit does then."""
     before_inner_backward: Tape = ()
     after_inner_backward: Tape = ()
 
     def at(self, seam: Seam) -> Tape:
         """Events of the hook at ``seam``."""
+        if seam.name == RERUN:
+            return self.over_inner
         if seam.name == AGAIN:
             return self.again_inner if seam.hook is Hook.BEFORE_FORWARD else self.over_inner
         if seam.name == EXPERTS:
@@ -439,6 +443,11 @@ class Hooks:
         self.reduced, self.reducing = [], None
 
 
+def reruns(backward: Tape) -> bool:
+    """Whether a module runs again, whole, in its backward, before anything of that."""
+    return any(isinstance(event, Seam) and event.name == RERUN for event in backward)
+
+
 def recomputes(backward: Tape) -> bool:
     """Whether a module's experts run again in its backward."""
     return any(isinstance(event, Seam) and event.name == AGAIN for event in backward)
@@ -471,9 +480,18 @@ class Running(Protocol):
     def take(self) -> Tape: ...
 
 
-def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0, again: Container[int] = ()) -> list[Around]:
+def pass_through(
+    hooks: Running,
+    modules: int,
+    end: int,
+    lowest: int = 0,
+    again: Container[int] = (),
+    rerun: Container[int] = (),
+) -> list[Around]:
     """What ``hooks`` do while a micro-batch passes ``modules`` modules; the model's own end with number ``end``, and
-    those below ``lowest`` have no backward. Units in the middle of modules ``again`` are run anew in backward."""
+    those below ``lowest`` have no backward. Units in the middle of modules ``again`` are run anew in backward; modules
+    ``rerun`` are so, whole, before their own backward (``CheckpointFunction``): hooks of forward run first, as of a
+    pass whose root the unit is (``iter_forward_root``), and nothing is resharded behind it (``is_bw``)."""
     units = hooks.units
     forward: list[tuple[Tape, Tape]] = []
     backward: list[tuple[Tape, Tape]] = []
@@ -496,8 +514,13 @@ def pass_through(hooks: Running, modules: int, end: int, lowest: int = 0, again:
         forward.append((before, hooks.take()))
     for place in reversed(range(lowest, modules)):
         for at in ends.get(place, ()):
-            hooks.pre_backward(at)
+            (hooks.pre_forward if place in rerun else hooks.pre_backward)(at)
         before = hooks.take()
+        if place in rerun:
+            hooks.flush()
+            for at in ends.get(place, ()):
+                hooks.pre_backward(at)
+            within[place] = ((), (), (), hooks.take())
         if place in inner:
             within[place] += _inner_backward(hooks, inner[place], again=place in again)
         for at in reversed(begins.get(place, ())):

@@ -14,7 +14,7 @@ from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, inser
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain.tuned import packed
-from .hooks import WITHIN, Around, Gradient, Hooks, Role, pass_through, recomputes
+from .hooks import WITHIN, Around, Gradient, Hooks, Role, pass_through, recomputes, reruns
 from .units import Sharding, Unit
 
 EXPERT_DIMENSIONS = 3
@@ -168,8 +168,10 @@ def _with_hooks(
     modules, gradients, last = own.modules, own.gradients, own.place(end)
     lowest = lowest_of(modules)
     again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
+    rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
     passes = [
-        pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest, again) for role in roles
+        pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest, again, rerun)
+        for role in roles
     ]
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast

@@ -16,11 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what is not installed: apex, Transformer Engine
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
 
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop
 from ...tape.program import Program
+from ...trace.distributed import categories_of_fsdp
 from ...trace.places import Places
 from ...trace.recording import BACKWARD, EMBEDDING, FORWARD, HEAD, Outline, Pass, Recording, Traced
 from ...trace.step import Watch
@@ -42,10 +42,10 @@ def followed(plan: ResolvedPlan, rank: int, program: Program, within: Surroundin
     recording = Recording()
     places = ChunkPlaces(recording, program)
     follow = Follow(recording, places, device=within.device, fake=False)
-    with follow, resizes_followed(follow), torch.compiler.set_stance("force_eager"):
+    with follow, resizes_followed(follow), categories_of_fsdp(follow), torch.compiler.set_stance("force_eager"):
         follow.calibrate()
         with training_of(plan, rank, within, follow) as training:
-            places.knows(training.models)
+            places.knows(training.models, training.chunks if sharded(plan) else training.models)
             outline = Outline((LAYERS,), NORM, sum(_elements(model) for model in training.models))
             for _ in range(within.warmup):
                 training.iterate(Watch())
@@ -75,6 +75,11 @@ def _with_batches(traced: Traced) -> Traced:
     return replace(traced, recording=replace(recording, places=places), passes=passes)
 
 
+def sharded(plan: ResolvedPlan) -> bool:
+    """PyTorch's FSDP2 runs, whose hooks are around the whole model and which has no buffers of gradients."""
+    return plan.megatron.torch_fsdp != "none"
+
+
 def _elements(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -90,9 +95,12 @@ class ChunkPlaces(Places):
         self.passes: list[Pass] = []
         self.chunk = 0
         self.models: list[Any] = []
+        self.edges: dict[int, Any] = {}
+        """The model of each module in which a chunk's passes begin and end, by the module's ``id``."""
 
-    def knows(self, models: Sequence[Any]) -> None:
+    def knows(self, models: Sequence[Any], edges: Sequence[Any]) -> None:
         self.models = list(models)
+        self.edges = {id(edge): model for edge, model in zip(edges, models, strict=True)}
         for model in models:
             for path, module in model.named_modules():
                 name = self._renamed(path, model)
@@ -128,11 +136,11 @@ class ChunkPlaces(Places):
         """Also where a chunk begins and ends."""
 
         def enters(module: torch.nn.Module, args: Any) -> None:
-            if isinstance(module, GPTModel):
-                self.opens(self.ends(module)[0])
+            if id(module) in self.edges:
+                self.opens(self.ends(self.edges[id(module)])[0])
 
         def leaves(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if isinstance(module, GPTModel):
+            if id(module) in self.edges:
                 self.opens(BATCH)
 
         with super().followed():
@@ -176,7 +184,7 @@ def _mark(training: MegatronTraining, follow: Follow) -> None:
     for model, chunk in zip(training.models, training.chunks, strict=True):
         for parameter in model.parameters():
             follow.mark(parameter, Category.PARAMETERS)
-        for buffer in chunk.buffers:
+        for buffer in () if sharded(training.plan) else chunk.buffers:
             follow.mark(buffer.grad_data, Category.GRADIENTS)
         received = model.decoder.input_tensor
         if received is not None:  # the last hidden state of another stage, with its gradient

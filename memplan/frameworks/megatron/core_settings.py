@@ -23,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from ...plan.resolved import ResolvedPlan
@@ -45,6 +46,7 @@ def transformer_config(plan: ResolvedPlan) -> TransformerConfig:
         **_architecture(plan),
         **_parallelism(plan),
         **_recompute(plan),
+        transformer_impl=megatron.transformer_impl,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -221,6 +223,10 @@ def on_cpu(follow: Follow | None) -> Iterator[None]:
     def state_set(state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(state)
 
+    def from_group(group: Any, _: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return mesh_of(group, "cpu", *args, **kwargs)
+
+    mesh_of = DeviceMesh.from_group
     logger = logging.getLogger(random.__name__)
     level = logger.level
     changes: tuple[tuple[Any, str, Any], ...] = (
@@ -230,6 +236,7 @@ def on_cpu(follow: Follow | None) -> Iterator[None]:
         (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (torch.Tensor, "type", typed),
+        (DeviceMesh, "from_group", from_group),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", state_set),
     )

@@ -22,7 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what is not installed: apex, Transformer Engine
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        TorchFullyShardedDataParallel,
+        TorchFullyShardedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -180,6 +185,13 @@ def received_zeros() -> Iterator[None]:
         yield
 
 
+class Sharded(TorchFullyShardedDataParallel):  # type: ignore[misc]
+    """FSDP2, whose gradients are reduced in backward: release 0.16 has no argument for what finalising asks of it."""
+
+    def finish_grad_sync(self, *_: Any, **__: Any) -> None:
+        """Nothing is left to do."""
+
+
 class MegatronTraining:
     """A rank's chunks of layers, each in its DistributedDataParallel, their optimizer, and the schedule."""
 
@@ -191,7 +203,7 @@ class MegatronTraining:
         self.config = transformer_config(plan)
         self.models = [self._chunk(at) for at in range(layout.vpp)]
         self.chunks = [self._wrapped(model, at) for at, model in enumerate(self.models)]
-        if layout.dp > 1:
+        if layout.dp > 1 and plan.megatron.torch_fsdp == "none":
             for chunk in self.chunks:
                 chunk.broadcast_params()
         self.optimizer = get_megatron_optimizer(optimizer_config(plan), self.chunks, use_gloo_process_groups=False)
@@ -217,18 +229,25 @@ class MegatronTraining:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         return model if self.within.device == "cpu" else model.cuda()
 
-    def _wrapped(self, model: GPTModel, at: int) -> DistributedDataParallel:
-        """``get_model``: in 16 bits, and over gradient buffers; made on a stream of its own."""
+    def _wrapped(self, model: GPTModel, at: int) -> Any:
+        """``get_model``: in 16 bits, and over gradient buffers or in shards; made on a stream of its own."""
         inner = Float16Module(self.config, model) if self.config.fp16 or self.config.bf16 else model
-        settings = ddp_config(self.plan, checks=not self.within.alone)
         if self.within.device == "cpu":
-            return DistributedDataParallel(self.config, settings, inner, disable_bucketing=at > 0)
+            return self._parallel(inner, at)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            made = DistributedDataParallel(self.config, settings, inner, disable_bucketing=at > 0)
+            made = self._parallel(inner, at)
         torch.cuda.current_stream().wait_stream(stream)
         return made
+
+    def _parallel(self, inner: Any, at: int) -> Any:
+        sharded = self.plan.megatron.torch_fsdp
+        if sharded == "none":
+            settings = ddp_config(self.plan, checks=not self.within.alone)
+            return DistributedDataParallel(self.config, settings, inner, disable_bucketing=at > 0)
+        settings = TorchFullyShardedDataParallelConfig(reshard_after_forward=sharded == "reshard")
+        return Sharded(self.config, settings, inner)
 
     def _connect(self) -> None:
         """``train``: what schedules call."""

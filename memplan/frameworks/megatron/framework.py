@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...device.gpus import GPUS
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
@@ -12,7 +12,7 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import stages, times, written_out
 from ...plan.module_precision import EXPERTS, wide_modules
-from ..base import Framework, Supports
+from ..base import SHARDED, Framework, Supports
 
 if TYPE_CHECKING:
     from ...device.facts import Cause
@@ -114,8 +114,9 @@ class Megatron(Framework):
         return layout.model_copy(update={"vpp": len(first)})
 
     def default_gradients(self, plan: Plan) -> Dtype:
-        """bf16 gradients are accumulated in fp32 (``validate_args``), but for Megatron-FSDP's."""
-        wide = plan.precision.dtype == "bf16" and plan.megatron.fsdp == "none"
+        """bf16 gradients are accumulated in fp32 (``validate_args``), but for Megatron-FSDP's and FSDP2's."""
+        megatron = plan.megatron
+        wide = plan.precision.dtype == "bf16" and megatron.fsdp == megatron.torch_fsdp == "none"
         return "fp32" if wide else plan.precision.stored
 
     def default_loss(self, plan: Plan) -> LossKind:
@@ -146,6 +147,11 @@ class Megatron(Framework):
         # experts with biases run without it alone (``TEGroupedMLP``)
         if plan.model.experts and plan.model.mlp_bias and "bias_dropout_fusion" not in given.model_fields_set:
             changed["megatron"] = given.model_copy(update={"bias_dropout_fusion": False})
+        # its gradients are in no buffer that a product could add to (``validate_args``)
+        if given.torch_fsdp != "none" and "gradient_accumulation_fusion" not in given.model_fields_set:
+            now = changed.get("megatron", given)
+            assert isinstance(now, type(given))
+            changed["megatron"] = now.model_copy(update={"gradient_accumulation_fusion": False})
         if given.deterministic:
             changed["environment"] = {**DETERMINISTIC, **plan.environment}
         return changed
@@ -226,6 +232,8 @@ class Megatron(Framework):
 
     def sharded(self, plan: ResolvedPlan) -> str:
         strategy = plan.megatron.fsdp
+        if plan.megatron.torch_fsdp != "none":
+            return SHARDED[3]
         return super().sharded(plan) if strategy == "none" else f"Megatron-FSDP: {strategy}"
 
     def zero_words(self, stage: int) -> str:
@@ -297,6 +305,69 @@ def check_sharding(plan: ResolvedPlan) -> None:
     if reduced != plan.precision.gradients and (megatron.fsdp in ("no_shard", "optim") or instances > 1):
         problem = f"must be {plan.precision.gradients}, as precision.gradients, unless gradients are sharded among all "
         raise PlanError("megatron.fsdp_communication", reduced, f"{problem}ranks: a cast copy is not modelled yet")
+
+
+def check_torch_sharding(plan: ResolvedPlan) -> None:
+    """PyTorch's FSDP2: what ``validate_args`` and ``validate_optimizer`` ask of it, and as far as it is modelled."""
+    megatron, model, beside = plan.megatron, plan.model, "with PyTorch's FSDP2 (megatron.torch_fsdp)"
+    if megatron.torch_fsdp == "none":
+        if megatron.torch_fsdp_host_init:
+            problem = "must be false without PyTorch's FSDP2 (megatron.torch_fsdp)"
+            raise PlanError("megatron.torch_fsdp_host_init", True, problem)
+        return
+    refused: dict[str, tuple[object, bool]] = {
+        "layout.pp": (1, plan.layout.pp > 1),
+        "layout.vpp": (1, plan.layout.vpp > 1),
+        "layout.ep": (1, plan.layout.ep > 1),
+        "layout.zero": (0, plan.layout.zero > 0),
+        "model.tied_embeddings": ("false", model.tied_embeddings),
+        "precision.dtype": ("bf16 or fp32", plan.precision.dtype == "fp16"),
+        "optimizer.name": ("adam, adamw or sgd", plan.optimizer.name == "muon"),
+        "megatron.fsdp": ("none", megatron.fsdp != "none"),
+        "megatron.gradient_accumulation_fusion": ("false", megatron.gradient_accumulation_fusion),
+    }
+    for field, (wanted, applies) in refused.items():
+        if applies:
+            raise PlanError(field, _value(plan, field), f"must be {wanted} {beside}, as in Megatron-Core")
+    if plan.precision.gradients != plan.precision.stored:
+        problem = f"must be {plan.precision.stored} {beside}, which is told no dtype but the parameters'"
+        raise PlanError("precision.gradients", plan.precision.gradients, problem)
+    missing: dict[str, bool] = {
+        "model.experts": model.experts > 0,
+        "model.latent_kv_rank": model.latent_kv_rank is not None and model.latent_kv_rank > 0,
+        "model.mtp_layers": model.mtp_layers > 0,
+        "model.layer_pattern": bool(model.layer_pattern),
+        "model.family": model.family in ("bert", "t5"),
+        "precision.fp8": plan.precision.fp8 is not None,
+        "precision.fp4": plan.precision.fp4 is not None,
+        "megatron.cuda_graphs": megatron.cuda_graphs != "none",
+        "megatron.offload_modules": megatron.offload_modules is not None,
+        "megatron.optimizer_graph": megatron.optimizer_graph,
+        "megatron.distribute_saved": megatron.distribute_saved,
+        "megatron.registers_buffers": megatron.registers_buffers,
+        "megatron.clips_queries": megatron.clips_queries,
+        "megatron.packed": megatron.packed,
+        "recompute.layers": plan.recompute.mode == "full"
+        and plan.recompute.method == "uniform"
+        and (plan.recompute.layers or 1) > 1,
+    }
+    for field, applies in missing.items():
+        if applies:
+            problem = f"must be {'1' if field == 'recompute.layers' else 'left out'} {beside}: it is not modelled yet"
+            raise PlanError(field, _value(plan, field), problem)
+    buffers = {
+        "buckets": None, "bucket_size": None, "pad_buckets": False, "sums_in_fp32": False, "fp32_gradients_of": None
+    }  # fmt: skip
+    for name, default in buffers.items():
+        if (value := getattr(megatron, name)) != default:
+            problem = f"must be left out {beside}: it belongs to Megatron's own buffers of gradients"
+            raise PlanError(f"megatron.{name}", list(value) if isinstance(value, tuple) else value, problem)
+
+
+def _value(plan: ResolvedPlan, field: str) -> Any:
+    section, _, name = field.partition(".")
+    value = getattr(getattr(plan, section), name)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_decoder(plan: ResolvedPlan) -> None:
@@ -525,6 +596,47 @@ def check_offloading(plan: ResolvedPlan) -> None:
     for problem, applies in reasons.items():
         if applies:
             raise PlanError(field, list(modules), problem)
+
+
+def check_layer_offload(plan: ResolvedPlan) -> None:
+    """Whole layers on the host: what ``transformer_config.py``, ``tensor_parallel/layers.py`` and Transformer Engine's
+    ``cpu_offload.py`` ask, and as far as it is modelled."""
+    field, megatron, model = "megatron.offload_layers", plan.megatron, plan.model
+    count, te = megatron.offload_layers, tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    if not count:
+        return
+    refused = {
+        f"must be less than the {model.layers} layers, as in Megatron-Core": count >= model.layers,
+        "must be 0 with pipeline parallelism (pp, vpp), as in Megatron-Core": plan.layout.pp > 1 or plan.layout.vpp > 1,
+        "must be 0 with recompute, as in Megatron-Core": plan.recompute.mode != "none",
+        "must be 0 with local layers, as in Megatron-Core: Transformer Engine's have it": megatron.transformer_impl
+        == "local",
+        "must be 0 with megatron.offload_modules, as in Megatron-Core: there is one or the other": (
+            megatron.offload_modules is not None
+        ),
+        "must be 0 before Transformer Engine 2.10, whose offloading is another": te < (2, 10),
+        "must be 0 with NVTE_CPU_OFFLOAD_V1=1, Transformer Engine's offloading before 2.10, which is not modelled": (
+            plan.environment.get("NVTE_CPU_OFFLOAD_V1") == "1"
+        ),
+    }
+    missing = {
+        "another model than GPT": model.family in ("bert", "t5") or bool(model.layer_pattern),
+        "experts, latent attention or multi-token prediction": bool(
+            model.experts or model.latent_kv_rank or model.mtp_layers
+        ),
+        "fp8 and fp4": plan.precision.low is not None,
+        "context parallelism": plan.layout.cp > 1,
+        "unfused attention": plan.attention != "flash",
+        "CUDA graphs": megatron.cuda_graphs != "none",
+        "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
+        "the fuser of operations": megatron.fuses_operations,
+        "norms that return the residual": megatron.norm_takes_residual,
+        "MLPs in chunks": megatron.mlp_chunks > 1,
+    }
+    refused |= {f"must be 0 with {what}: it is not modelled yet": applies for what, applies in missing.items()}
+    for problem, applies in refused.items():
+        if applies:
+            raise PlanError(field, count, problem)
 
 
 def check_user_buffers(plan: ResolvedPlan) -> None:
@@ -890,6 +1002,7 @@ RULES = (
     check_overlap,
     check_optimizer,
     check_offloading,
+    check_layer_offload,
     check_deferral,
     check_step_graph,
     check_saved,
@@ -903,6 +1016,7 @@ RULES = (
     check_hybrid,
     check_distributed,
     check_sharding,
+    check_torch_sharding,
     check_kernels,
     check_context_parallel,
     check_virtual_stages,

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeGuard
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Tapes
+from ...layers.recompute import RERUN
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert, rounded
 from ...tape.program import Span
 from ...values import dataclass
@@ -256,6 +257,8 @@ class _Around(NamedTuple):
         """``tape`` of the pass with it; ``begun`` at the arrival of gradients, by their names."""
 
         def at(seam: Seam) -> Tape:
+            if seam.name == RERUN:
+                return ()
             match seam.hook:
                 case Hook.BEFORE_FORWARD | Hook.BEFORE_BACKWARD:
                     return self.before

@@ -41,9 +41,23 @@ SHARDED = (
 )
 
 
+TORCH_SHARDED = (
+    "PyTorch's FSDP2 as Megatron-Core calls it: layers, embedding and (but for local layers) the output layer are its "
+    "units, what is left is the model's own; gradients have the parameters' dtype, and the step's fp32 copies of them "
+    "stay until the next iteration; hooks of PyTorch 2.13"
+)
+
+
 OFFLOADED = (
     "activations that go to the host leave the GPU when the layer behind sends the same ones, as if copies just kept "
     "up with layers; they are there again when backward asks for them, and take no time"
+)
+
+
+LAYERS_OFFLOADED = (
+    "tensors of layers on the host leave the GPU and come back when Transformer Engine (2.10 and later) says so, which "
+    "waits for their copies; they take no time here; tensors of fewer than 262,144 elements stay, and host memory is "
+    "rounded up to powers of two, as PyTorch pins it"
 )
 
 
@@ -69,7 +83,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     first = given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
     further = {
         SHARDED: given.fsdp != "none",
+        TORCH_SHARDED: given.torch_fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
+        LAYERS_OFFLOADED: given.offload_layers > 0,
         GRAPHED_FIRST: first,
         GRAPHED: given.cuda_graphs != "none" and not first,
         BESIDE: plan.experts.overlap_exchange,

@@ -38,7 +38,7 @@ from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, hold_bytes
-from ...layers.recompute import recomputed_reentrant
+from ...layers.recompute import RERUN, recomputed_reentrant
 from ...plan import megatron_layout
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import LayerBlock
@@ -57,8 +57,12 @@ from .fsdp import Sharding, buckets_of
 from .fsdp import keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
 from .gradients import received, with_fp32
+from .layer_offload import with_offload
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size, keep, saved
 from .states import Chunk as KeptChunk
+from .torch_fsdp import HEAD, LOSS, TorchFsdp, options_of, torch_fsdp_of
+from .torch_fsdp import keep as keep_torch_sharded
+from .torch_fsdp import with_hooks as with_torch_hooks
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedLayout
@@ -360,11 +364,19 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         if all(map(replaced.is_empty, shapes)):
             return Run(replaced.recomputed_nothing(r, x))
         run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
-        out = run(r, lambda r, hidden: _layers(r, hidden, shapes), (x,))
+        out = run(r, partial(_again, shapes=shapes), (x,))
         ends.keep_mask(r, shapes[0])
         return Run(out)
 
     return build("layer", recipe, Interface(shapes[0].hidden, _hidden_dtype(shapes[0])), options)
+
+
+def _again(r: Recorder, hidden: Tensor, *, shapes: Sequence[CoreShape]) -> Tensor:
+    """A region that is recomputed, with the seam behind its second pass, which alone has a graph."""
+    out = _layers(r, hidden, shapes)
+    if r.seams and r.grad_enabled:
+        r.seam(RERUN, Hook.AFTER_FORWARD)
+    return out
 
 
 def _layers(r: Recorder, hidden: Tensor, shapes: Sequence[CoreShape]) -> Tensor:
@@ -395,6 +407,10 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
             return Run(known.others[name](r, x, shape))
         if name == "final_norm":
             return Run(ends.final_norm(r, x, shape))
+        if name == "output_layer":
+            return Run(ends.output_layer(r, x, shape))
+        if name == LOSS:
+            return Run(None, loss=ends.gpt_loss_of(r, x, shape))
         if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
             return Run(ends.cloned(r, x, "hidden_cloned"))
         if shape.spec.mtp_layers:
@@ -406,6 +422,12 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
     if shape.decoder and name in ("final_norm", "head"):
         hidden = t5.decoder_shape(shape).hidden
     interface = Interface(hidden, _hidden_dtype(shape))
+    logits = Category.LOGITS
+    if name == "output_layer":
+        interface = replace(interface, gradient=logits)
+    if name == LOSS:
+        whole = (shape.s, shape.b, shape.vocab // shape.t)
+        interface = Interface(whole, shape.logits or _hidden_dtype(shape), category=logits)
     present = frozenset({ends.WORD}) if name == "head" and tied_here else frozenset()
     if name == DECODER_EMBEDDING:
         present = frozenset({ends.WORD, "position.weight"})
@@ -431,11 +453,14 @@ class _Job:
     shape: CoreShape
     recompute: Recompute
     options: Options
+    head_apart: bool = False
+    """The output layer is a module of its own, and so is what is behind it."""
 
 
 @lru_cache(maxsize=1024)
-def _job(shape: CoreShape, recompute: Recompute, options: Options) -> _Job:
-    return _Job(shape, recompute, replace(options, consumes_gradients=True))
+def _job(shape: CoreShape, recompute: Recompute, options: Options, head_apart: bool = False) -> _Job:
+    own = options_of(options) if head_apart else replace(options, consumes_gradients=True)
+    return _Job(shape, recompute, own, head_apart)
 
 
 @lru_cache(maxsize=1024)
@@ -457,6 +482,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     receives, sends = "embedding" not in entries, "head" not in entries
     tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
     groups = _grouped(job.recompute, entries) or [["passthrough"]]
+    if job.head_apart:
+        groups.append([LOSS])
     layer_shape, end_shape = module_shapes(shape)
     spans: list[Span] = []
     for at, group in enumerate(groups):
@@ -471,7 +498,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             own_shape = _layer_shape(layer_shape, "mtp", keeping, at_once)
             module = mtp_module(end_shape, own_shape, "embedding" in entries, own)
         else:
-            module = end_module(group[0], end_shape, tied_here, own)
+            apart = job.head_apart and group[0] == HEAD
+            module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own)
         label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
         if spans and spans[-1].module is module:
             spans[-1] = Span(module, (*spans[-1].names, label))
@@ -607,6 +635,9 @@ class Stages:
     rules: Rules
     libraries: _Libraries
     sharding: Sharding | None = None
+    torch_fsdp: TorchFsdp | None = None
+    offloaded: int = 0
+    """Layers whose saved tensors the host keeps."""
     deferral_limit: int = 0
     captures_first: bool = False
     """CUDA graphs of layers are captured before the first iteration."""
@@ -639,8 +670,14 @@ class Stages:
         tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
         per_stage = layout.tp * layout.cp * layout.dp
         held = _stage(self.job, entries, order.last and bool(self.job.shape.offload))
+        if self.offloaded:
+            chunk, host = with_offload(held.chunks[0], self.offloaded)
+            made = _program(replace(held, chunks=(chunk,)), order, per_stage, own, tied, self.libraries)
+            return replace(made, host=made.host + host)
         if self.sharding is not None:
             return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
+        if self.torch_fsdp is not None:
+            return _torch_sharded(held, order, per_stage, own, self.torch_fsdp, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)
         if self.overlaps:
             made = self._receiving(made, received(tuple(map(_parameters, held.chunks)), own, tied).early)
@@ -701,14 +738,19 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
+    torch_fsdp = torch_fsdp_of(plan)
+    seams = plan.megatron.fsdp != "none" or plan.megatron.offload_layers > 0
+    own = replace(options, seams=seams, pool=pool)
     return Stages(
-        _job(shape, plan.recompute, replace(options, seams=plan.megatron.fsdp != "none", pool=pool)),
+        _job(shape, plan.recompute, own, torch_fsdp is not None),
         layout,
         plan.pipeline,
         plan.microbatches,
         rules(plan),
         _Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
+        torch_fsdp,
+        plan.megatron.offload_layers,
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
         plan.megatron.overlap_grad_reduce,
@@ -872,6 +914,18 @@ def _sharded(
     recomputed = stage.job.recompute.mode == "full"
     spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
     return _made(stage, (replace(chunk, spans=spans),), order, per_stage, states, kept)
+
+
+def _torch_sharded(
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, given: TorchFsdp, libraries: _Libraries
+) -> Program:
+    """With FSDP2's hooks around the modules of the one chunk."""
+    (chunk,) = stage.chunks
+    hooked, units = with_torch_hooks(chunk, given)
+    workspaces = _workspaces(stage.job.shape, stage.names, 1, libraries, ())
+    kept = _with_static(keep_torch_sharded(units, states, given), workspaces, stage)
+    elements = sum(sum(unit.shard_elements(given.sharding.shards)) for unit in units)
+    return replace(_made(stage, (hooked,), order, per_stage, states, kept), elements=elements)
 
 
 def _made(

@@ -85,7 +85,7 @@ class MegatronSearch(FrameworkSearch):
     def searched(self, base: Plan) -> bool:
         """Cuts are of layers that are alike, but for the first ones; those of hybrids nobody chooses."""
         known = first_layers(base.model) is not None or _by_kinds(base.model)
-        return known and base.megatron.fsdp == "none"
+        return known and base.megatron.fsdp == base.megatron.torch_fsdp == "none"
 
     def of(self, plan: Plan) -> FrameworkSearch:
         return HYBRIDS if _by_kinds(plan.model) else self
@@ -131,6 +131,9 @@ class MegatronSearch(FrameworkSearch):
         if base.megatron.fsdp != "none":
             problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
+        if base.megatron.torch_fsdp != "none":
+            problem = "must be none: layouts with PyTorch's FSDP2 in Megatron-Core are not searched yet; estimate "
+            raise PlanError("megatron.torch_fsdp", base.megatron.torch_fsdp, f"{problem}--vary compares some")
         if base.megatron.optimizer_offload:
             problem = "must be 0: layouts with states on the host are not searched yet; estimate --vary compares some"
             raise PlanError("megatron.optimizer_offload", base.megatron.optimizer_offload, problem)
@@ -138,6 +141,9 @@ class MegatronSearch(FrameworkSearch):
             problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
             problem += "compares some"
             raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
+        if base.megatron.offload_layers:
+            problem = "must be 0: layouts with layers on the host are not searched yet; estimate --vary compares some"
+            raise PlanError("megatron.offload_layers", base.megatron.offload_layers, problem)
         if base.megatron.defer_embedding_wgrad:
             problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
             problem += "compares some"

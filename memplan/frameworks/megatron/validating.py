@@ -112,6 +112,9 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     if given.megatron.offload_modules is not None:
         problem = "must be left out: activations on the host are not run yet"
         raise PlanError("megatron.offload_modules", list(given.megatron.offload_modules), problem)
+    if given.megatron.offload_layers:
+        problem = "must be 0: layers on the host are not run yet"
+        raise PlanError("megatron.offload_layers", given.megatron.offload_layers, problem)
     if given.megatron.buckets is not None:
         problem = "must be left out: say megatron.bucket_size, of which a run has as many as it needs"
         raise PlanError("megatron.buckets", given.megatron.buckets, problem)

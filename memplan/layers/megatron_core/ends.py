@@ -414,8 +414,16 @@ def output_layer(
 def gpt_head(r: Recorder, hidden: Tensor, shape: CoreShape, *, tied_here: bool = False) -> Tensor:
     """``GPTModel._postprocess`` and ``loss_func``: the loss. The 16-bit logits live until ``_postprocess`` returns."""
     per_token = _losses(r, hidden, shape, tied_here)
-    mask = input_of(r, shape, LOSS_MASK)
-    return gpt_loss(r, per_token, mask, per_token_loss=shape.per_token_loss)
+    return _masked(r, per_token, shape)
+
+
+def gpt_loss_of(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
+    """The same behind the output layer, whose ``logits`` (s, b, v/t) the caller holds."""
+    return _masked(r, language_model_loss(r, logits, shape), shape)
+
+
+def _masked(r: Recorder, per_token: Tensor, shape: CoreShape) -> Tensor:
+    return gpt_loss(r, per_token, input_of(r, shape, LOSS_MASK), per_token_loss=shape.per_token_loss)
 
 
 def _losses(r: Recorder, hidden: Tensor, shape: CoreShape, tied_here: bool) -> Tensor:

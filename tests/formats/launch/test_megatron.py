@@ -18,6 +18,8 @@ from ...plan.outcomes import error_of
 from .reading import launch, plan
 from .scripts import BERT, GPT, LLAMA, SMALL, script
 
+FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+
 
 def small(arguments: str) -> str:
     return script(arguments=arguments)
@@ -175,7 +177,12 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--skip-train", "--skip-train: must be left out: nothing is trained with it"),
         ("--logits-load-dir teacher", "--logits-load-dir: must be left out: logits of a teacher"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
-        ("--use-torch-fsdp2", "train.sh:2: --use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
+        ("--use-torch-fsdp2", "train.sh:2: --no-gradient-accumulation-fusion: is missing: --use-torch-fsdp2 needs it"),
+        (f"{FSDP2} --use-distributed-optimizer", "--use-torch-fsdp2: must be left out with --use-distributed-optimizer"),
+        (f"{FSDP2} --use-megatron-fsdp", "--use-torch-fsdp2: must be left out with --use-megatron-fsdp: there is one or"),
+        (f"{FSDP2} --fp16", "--use-torch-fsdp2: must be left out with --fp16: Megatron-LM stops"),
+        (f"{FSDP2} --init-model-with-meta-device", "--use-torch-fsdp2: must be left out with --init-model-with-meta-device"),
+        (f"{FSDP2} --ckpt-format torch", "--ckpt-format = torch: must be torch_dist or torch_dcp with --use-torch-fsdp2"),
         (
             "--use-megatron-fsdp --megatron-fsdp-version 2",
             "train.sh:2: --megatron-fsdp-version = 2: is not modelled yet",
@@ -184,7 +191,10 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
             "--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16",
             "train.sh:2: --megatron-fsdp-main-params-dtype = bf16: is not modelled yet; fp32 is",
         ),
-        ("--use-torch-fsdp2", "--use-torch-fsdp2: must be left out: parameters that are sharded over ranks"),
+        (
+            "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+            "--untie-embeddings-and-output-weights: is missing: --use-torch-fsdp2 needs it",
+        ),
         ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type = a2a+p2p: is not modelled yet; p2p, a2a"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0", "recompute.layers = 0: must be at least 1"),
         ("--spec my.module spec", "--spec = my.module: names a specification of layers"),
@@ -198,6 +208,27 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
 )  # fmt: skip
 def test_what_is_refused_with_its_line(arguments: str, line: str) -> None:
     assert line in error_of(lambda: plan(small(arguments)))
+
+
+def test_layers_on_the_host() -> None:
+    assert plan(small("--cpu-offloading-num-layers 2 --bf16")).megatron.offload_layers == 2
+    assert plan(small("--cpu-offloading-num-layers 0 --bf16")).megatron.offload_layers == 0
+
+
+def test_fsdp2_of_pytorch() -> None:
+    """Beside it gradients have the parameters' dtype, whatever other arguments say of them."""
+    found = plan(small(f"{FSDP2} --bf16 --accumulate-allreduce-grads-in-fp32"))
+    assert (found.megatron.torch_fsdp, found.precision.gradients) == ("reshard", "bf16")
+    assert not found.megatron.gradient_accumulation_fusion
+    found = plan(small(f"{FSDP2} --torch-fsdp2-no-reshard-after-forward --use-cpu-initialization"))
+    assert (found.megatron.torch_fsdp, found.megatron.torch_fsdp_host_init) == ("keep", True)
+    found = plan(small("--torch-fsdp2-no-reshard-after-forward --use-cpu-initialization"))
+    assert (found.megatron.torch_fsdp, found.megatron.torch_fsdp_host_init) == ("none", False)
+    content = script("export CUDA_DEVICE_MAX_CONNECTIONS=1", "", arguments=FSDP2)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS = 1: must be left out or above 1 with --use-torch-fsdp2" in error_of(
+        lambda: plan(content)
+    )
+    assert plan(content.replace("=1\n", "=8\n")).megatron.torch_fsdp == "reshard"
 
 
 def test_values_name_the_line_that_wrote_them() -> None:

@@ -1,0 +1,149 @@
+"""Whole layers whose saved tensors the host keeps (``--cpu-offloading-num-layers``).
+
+``megatron/core/transformer/transformer_block.py`` enters Transformer Engine's context around every layer
+(``transformer_engine/pytorch/cpu_offload.py``, ``DefaultOffloadSynchronizer``, from 2.10 on). Of N layers the first
+k go:
+
+* What autograd saves in one is kept by its state alone, if it has enough elements (``_check_if_offload``); views go as
+  what they are views of. It ends before the forward of layer N - k + j (``finish_offload_map``), by when its copy has
+  been waited for.
+* It comes back, all of it at once, before the backward of layer N - 1 - k + j (``start_reload_map``), on the main
+  stream, and ends before the backward of the layer below, or when all of backward has ended (``bwd_step``,
+  ``finish_part_of_bwd``).
+
+The first layer's input is the model's own variable, too, which ends with its forward (``GPTModel.forward``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from functools import lru_cache
+from math import prod
+
+from ...layers.module import Module, Tapes
+from ...tape.events import INPUT, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert
+from ...tape.program import Chunk, Span
+from ...values import dataclass
+
+LEAST = 256 * 1024
+"""Elements of the smallest tensor that goes."""
+
+LAYER = "layer."
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """What happens around the modules of a chunk, by their places."""
+
+    before_forward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    after_forward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    before_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    after_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+
+    def inserted(self, tape: Tape, place: int) -> Tape:
+        known: Mapping[Hook, dict[int, list[Event]]] = {
+            Hook.BEFORE_FORWARD: self.before_forward,
+            Hook.AFTER_FORWARD: self.after_forward,
+            Hook.BEFORE_BACKWARD: self.before_backward,
+            Hook.AFTER_BACKWARD: self.after_backward,
+        }
+
+        def at(seam: Seam) -> Sequence[Event]:
+            assert seam.hook is not None
+            return known.get(seam.hook, {}).get(place, ())
+
+        return insert(tape, at)
+
+
+@lru_cache(maxsize=1 << 12)
+def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
+    """``chunk`` of a whole model whose first ``count`` layers are kept by the host, and bytes there."""
+    released, batch, *spans, ended = chunk.spans
+    modules = [(span.module, name) for span in spans for name in span.names]
+    places = [at for at, (_, name) in enumerate(modules) if name.startswith(LAYER)]
+    tapes = [module.steady for module, _ in modules]
+    around, host, number = _Events(), 0, 0
+    for at in range(count):
+        place, released_at = places[at], places[len(places) - count + at]
+        reloaded_at, below = places[len(places) - 1 - count + at], places[at - 1] if at else place - 1
+        given = _made(tapes[place - 1], tapes[place - 1].output)
+        for held in (*_saved(tapes[place]), *([given] if _ends(tapes[place].backward, INPUT) else [])):
+            if prod(held.shape) < LEAST:
+                continue
+            first, again = Scope.HOOKS.id(number), Scope.COPIES.id(number)
+            number += 1
+            host += pinned(held.bytes)
+            is_input = held is given
+            if is_input:
+                tapes[place - 1] = _renamed(tapes[place - 1], held.tensor, first)
+            else:
+                tapes[place] = _renamed(tapes[place], held.tensor, first)
+            tapes[place] = _without_end(tapes[place], INPUT if is_input else first)
+            ends = Drop(first, held.bytes, held.category)
+            if is_input and not at:
+                around.after_forward[len(modules) - 1].append(ends)
+            else:
+                around.before_forward[released_at].append(ends)
+            around.before_backward[reloaded_at].append(held._replace(tensor=again, name=f"{held.name}/reloaded"))
+            (around.before_backward if at else around.after_backward)[below].append(
+                Drop(again, held.bytes, held.category)
+            )
+    for events in around.before_backward.values():  # what has come back for the layer above ends first
+        events.sort(key=lambda event: isinstance(event, Hold))
+    own = [Span(_with(module, _around(tapes[at], around, at)), (name,)) for at, (module, name) in enumerate(modules)]
+    return Chunk((released, batch, *own, ended)), host
+
+
+def pinned(size: int) -> int:
+    """Bytes of host memory that a request takes (``CachingHostAllocator``): the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _saved(tapes: Tapes) -> list[Hold]:
+    """What a layer's forward leaves for its backward, but for its output."""
+    left: dict[int, Hold] = {}
+    for event in tapes.forward:
+        if isinstance(event, Hold):
+            left[event.tensor] = event
+        elif isinstance(event, Drop):
+            left.pop(event.tensor, None)
+    return [held for id, held in left.items() if id > 0 and id != tapes.output and _ends(tapes.backward, id)]
+
+
+def _ends(tape: Tape, id: int) -> bool:
+    return any(isinstance(event, Drop) and event.tensor == id for event in tape)
+
+
+def _made(tapes: Tapes, id: int) -> Hold:
+    return next(event for event in tapes.forward if isinstance(event, Hold) and event.tensor == id)
+
+
+def _renamed(tapes: Tapes, id: int, other: int) -> Tapes:
+    """With another id for a tensor of its own."""
+
+    def named(tape: Tape) -> Tape:
+        return tuple(
+            event._replace(tensor=other) if not isinstance(event, Seam) and event.tensor == id else event
+            for event in tape
+        )
+
+    output = other if tapes.output == id else tapes.output
+    return replace(tapes, forward=named(tapes.forward), backward=named(tapes.backward), output=output)
+
+
+def _without_end(tapes: Tapes, id: int) -> Tapes:
+    kept = tuple(one for one in tapes.backward if not (isinstance(one, Drop) and one.tensor == id))
+    return replace(tapes, backward=kept)
+
+
+def _around(tapes: Tapes, around: _Events, place: int) -> Tapes:
+    return replace(
+        tapes, forward=around.inserted(tapes.forward, place), backward=around.inserted(tapes.backward, place)
+    )
+
+
+def _with(module: Module, tapes: Tapes) -> Module:
+    evaluation = insert(module.evaluation, lambda _: ())
+    return replace(module, first=tapes, steady=tapes, evaluation=evaluation)

@@ -1,0 +1,112 @@
+"""Whole layers on the host, by hand: Transformer Engine's own words are that (N - k) layers' memory is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan import suggest
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
+from memplan.allocator.timeline import timeline
+from memplan.frameworks.megatron.layer_offload import LEAST, pinned
+from memplan.frameworks.megatron.programs import programs
+from memplan.layers.module import Module, Options
+from memplan.plan.errors import PlanError
+from memplan.tape.events import Drop, Hold
+from memplan.tape.program import Program, fold_program
+
+from .test_megatron import plan, refusal
+
+LAYERS = 8
+
+
+def program(layers: int, **flags: object) -> Program:
+    given = {"layers": LAYERS, "dp": 2, "seq": 2048, "gbs": 4} | flags
+    (made,) = programs(plan(**given, offload_layers=layers), Options())
+    return made
+
+
+def live(tape: object, ids: set[int]) -> int:
+    """Bytes of tensors with ``ids`` that ``tape`` begins, less those that it ends."""
+    assert isinstance(tape, tuple)
+    sign = {Hold: 1, Drop: -1}
+    return sum(sign.get(type(one), 0) * one.bytes for one in tape if getattr(one, "tensor", 0) in ids)
+
+
+def module_at(made: Program, name: str) -> Module:
+    return next(span.module for span in made.spans if name in span.names)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("flags", [{}, {"hidden_dropout": 0.1, "tp": 2, "sequence_parallel": "true"}, {"gbs": 8}])
+def test_so_many_layers_are_left_when_forward_has_ended(count: int, flags: dict[str, object]) -> None:
+    """Of each layer that is away nothing is left but its small tensors: attention's sums of exponentials (16 heads,
+    fp32), deviations of two norms, and a random state."""
+    whole, away = program(0, **flags), program(count, **flags)
+    tp = 2 if "tp" in flags else 1
+    small = 4 * 16 // tp * 2048 + 2 * 4 * 2048 // tp + 512
+    saved = module_at(whole, "layer.1").steady.forward_fold.net
+    gone = fold_program(whole).after_forward - fold_program(away).after_forward
+    assert gone == count * (saved - small)
+    assert away.host >= gone
+    folded = fold_program(away)
+    passes = away.order.chunks[0].passes
+    assert passes.forward.net + passes.backward.net == 0
+    (replayed,) = replay((away,), AllocatorSettings(), ())
+    assert (replayed.static, replayed.allocated) == (folded.static, folded.peak)
+    timeline(away, AllocatorSettings(), (), replayed.breakdown)
+
+
+def test_when_layers_leave_and_come_back() -> None:
+    """Two of eight: the first one's tensors end before layer 6 runs forward, the second one's before layer 7; they come
+    back before the backward of layers 5 and 6, and end before that of the layer below."""
+    made = program(2)
+    names = [f"layer.{at}" for at in range(LAYERS)]
+    forward = {name: module_at(made, name).steady.forward for name in (*names, "head")}
+    backward = {name: module_at(made, name).steady.backward for name in (*names, "embedding")}
+
+    def begun(tape: object) -> set[int]:
+        return {one.tensor for one in tape if isinstance(one, Hold) and one.tensor < -10}  # type: ignore[attr-defined]
+
+    first, second = begun(forward["layer.0"]), begun(forward["layer.1"])
+    assert first
+    assert live(forward["layer.6"], first) < 0
+    assert live(forward["layer.7"], second) < 0
+    assert all(live(forward[name], first | second) == 0 for name in names[2:6])
+    again = {name: begun(backward[name]) for name in names}
+    assert [name for name, ids in again.items() if ids] == ["layer.5", "layer.6"]
+    assert live(backward["layer.0"], again["layer.6"]) == -live(backward["layer.6"], again["layer.6"])
+    assert live(backward["embedding"], again["layer.5"]) == -live(backward["layer.5"], again["layer.5"])
+
+
+def test_small_tensors_stay() -> None:
+    """Layers whose every tensor has fewer than 262,144 elements lose nothing: 64 tokens of 1,024 features at most."""
+    assert LEAST == 262_144
+    small = program(4, seq=64, hidden=256, heads=16, kv_heads=16, head_dim=16, ffn=1024)
+    assert small.host == 0
+    assert [pinned(size) for size in (1 << 20, (1 << 20) + 512)] == [1 << 20, 1 << 21]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"offload_layers": 8}, "megatron.offload_layers = 8: must be less than the 8 layers, as in Megatron-Core"),
+        ({"pp": 2}, "megatron.offload_layers = 2: must be 0 with pipeline parallelism"),
+        ({"recompute": "selective"}, "must be 0 with recompute, as in Megatron-Core"),
+        ({"transformer_impl": "local"}, "must be 0 with local layers, as in Megatron-Core"),
+        ({"offload_modules": "core_attn"}, "must be 0 with megatron.offload_modules, as in Megatron-Core"),
+        ({"te_version": "2.9"}, "must be 0 before Transformer Engine 2.10"),
+        ({"cp": 2}, "must be 0 with context parallelism: it is not modelled yet"),
+        ({"fp8": "delayed"}, "must be 0 with fp8 and fp4: it is not modelled yet"),
+        ({"attention": "eager"}, "must be 0 with unfused attention: it is not modelled yet"),
+        ({"torch_fsdp": "reshard"}, "must be 0 with Megatron-FSDP or PyTorch's FSDP2: it is not modelled yet"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, object], line: str) -> None:
+    given = {"layers": LAYERS, "dp": 2, "gbs": 4, "offload_layers": 2}
+    assert line in refusal(**given | flags)
+
+
+def test_layouts_are_not_searched() -> None:
+    with pytest.raises(PlanError, match=r"megatron.offload_layers = 2: must be 0: layouts with layers on the host"):
+        suggest(plan(layers=LAYERS, dp=2, offload_layers=2, gpu="h100-80gb"))
