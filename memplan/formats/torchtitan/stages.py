@@ -43,6 +43,7 @@ FLAVOURS = MappingProxyType(
         ("qwen3", "32B"): "qwen3-32b",
         ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
         ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+        ("kimi_k2_7", "moonlight-16B-A3B"): "moonlight-16b",
     }
 )
 """Specs by ``model.name`` and ``model.flavor``."""
@@ -65,6 +66,10 @@ _DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
             **{"layers": 6, "hidden": 256, "heads": 16, "kv_heads": 16, "ffn": 1024, "vocab": 2048},
             **{"experts": 8, "expert_top_k": 3, "expert_ffn": 256, "shared_expert_ffn": 512},
         },
+    ),
+    ("qwen3", "debugmodel"): (
+        "qwen3-0.6b",
+        {"layers": 8, "hidden": 256, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 2048},
     ),
     ("qwen3", "debugmodel_moe"): (
         "qwen3-30b-a3b",
