@@ -327,7 +327,7 @@ def _registry(random: Random) -> File:
     sources = _golden("launch/torchtitan_*.py")
     content = mutated(random, random.choice(sources), SIGNS, sources)
     made = _file(random, "registry.py", content, {"gpus": "8"})
-    function = random.choice(("selective", "in_parts", "older", "none"))
+    function = random.choice(("selective", "in_parts", "older", "gpt_oss", "none"))
     return File(made.name, made.content, made.flags, (f"CONFIG={function}",))
 
 

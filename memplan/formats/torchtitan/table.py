@@ -14,9 +14,9 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
-from .keys import NO_FSDP2
+from .keys import NO_FSDP2, NO_TOML
 from .settings import Settings
-from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, flavour_of, parts, split_points, torchtitans_own
+from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
 """The day from which embedding, and norm with head, are units of their own (``apply_fsdp``)."""
@@ -90,6 +90,9 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
         known = [size for one, size in FLAVOURS if one == family] or sorted({one for one, _ in FLAVOURS})
         problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
+    if family == VARLEN and settings.era.day < NO_TOML:
+        problem = f"keeps its layers in bf16 in {settings.era.label}, which is not modelled; later code is"
+        raise PlanError(settings.name(*names), family, problem, origin=name.origin)
     converters = settings.given.get("model_spec.converters")
     if converters is not None and "LoRAConverter" in settings.words("model_spec.converters"):
         problem = "has LoRA adapters, which are not modelled with torchtitan's code"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_models, titan_moe, torchtitan
+from ...layers import titan_gpt_oss, titan_models, titan_moe, torchtitan
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
@@ -46,6 +46,10 @@ class Titan:
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
     """The first GPUs that have a fused kernel for its attention, by their compute capability."""
+    shares_experts: bool = True
+    """It has a recipe under expert parallelism."""
+    given: Callable[[LayerShape], tuple[Hold, ...]] = lambda _: ()
+    """What a batch has beside tokens and labels."""
 
 
 def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, _: Tensor | None) -> Tensor:
@@ -73,6 +77,19 @@ def _complex_table(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
 def _cosines(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
     table = (seq, 2 * spec.head_dim)
     return (_table("rope_cache", table, "fp32", table),)
+
+
+def _cosines_of_layers(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+    """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
+    (``Decoder.Config.update_from_config``)."""
+    return _cosines(spec, seq) * spec.layers
+
+
+def _places(shape: LayerShape) -> tuple[Hold, ...]:
+    """Positions of a micro-batch's tokens, and where its documents begin (``create_varlen_metadata_for_document``)."""
+    tokens = (shape.b * shape.s,)
+    positions = Hold(0, hold_bytes(tokens, "int64"), Category.INPUTS, "positions", tokens, "int64")
+    return positions, Hold(0, hold_bytes((2,), "int32"), Category.INPUTS, "document_starts", (2,), "int32")
 
 
 Buffers = Callable[[ModelSpec, int], tuple[Hold, ...]]
@@ -156,6 +173,26 @@ DEEPSEEK_V3 = Titan(
     kernel_of=(9, 0),
 )
 
+GPT_OSS = Titan(
+    "gpt_oss",
+    "gpt-oss",
+    "August 2026",
+    block=titan_gpt_oss.block,
+    norm=titan_moe.fused_rms_norm,
+    registered=("qkv", "attention_output", "sinks", *NORMS, titan_gpt_oss.GATE_UP, titan_gpt_oss.DOWN, "router"),
+    covers={
+        **reads(LLAMA, "experts", "activation", "attention_sinks", "activation_clamp", "alternating_windows"),
+        **{**UNTIED, **ROUTED},
+        **{"activation": ("quick_geglu",), "activation_clamp": (7.0,), "qk_norm": (False,), "dense_layers": ((),)},
+        **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), (True,)),
+        **{"attention_sinks": (True,), "alternating_windows": (True,), "sliding_window": (128,)},
+        **{"router_groups": (0,), "shared_expert_ffn": (0,), "router_score": ("softmax",)},
+    },
+    buffers=_with_experts(_cosines_of_layers),
+    shares_experts=False,
+    given=_places,
+)
+
 MODELS: Mapping[str, Titan] = {
     "llama": LLAMA_3,
     "qwen3": QWEN_3,
@@ -163,6 +200,7 @@ MODELS: Mapping[str, Titan] = {
     "deepseek_v2": DEEPSEEK_V3,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
 }
 
 

@@ -227,6 +227,22 @@ def check(plan: ResolvedPlan) -> None:
         problem = f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own"
         raise PlanError("fsdp.ends_apart", False, problem)
     _check_gpu(plan, titan)
+    if not titan.shares_experts:
+        _check_experts_here(plan, titan)
+
+
+def _check_experts_here(plan: ResolvedPlan, titan: Titan) -> None:
+    """Experts that every shard has a part of, along the first dimension (``apply_fsdp_to_decoder``)."""
+    shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
+    if plan.layout.ep > 1:
+        problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without expert parallelism"
+        raise PlanError("layout.ep", plan.layout.ep, problem)
+    if shards > experts:
+        problem = (
+            f"makes {shards} shards of {experts} experts, which torchtitan's {titan.name} cuts along another dimension "
+            "then: that is not modelled; fsdp.replicas makes fewer"
+        )
+        raise PlanError("layout.dp", plan.layout.dp, problem)
 
 
 def _check_kernel(plan: ResolvedPlan) -> None:
@@ -366,5 +382,6 @@ def torchtitan_model(
         units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    buffers = (*made.titan.buffers(plan.model, made.shape.s), *places(made.shape, plan))
-    return Model(spans, with_parameters(spans, units, made.titan.registered), "head", buffers)
+    titan = made.titan
+    buffers = (*titan.buffers(plan.model, made.shape.s), *titan.given(made.shape), *places(made.shape, plan))
+    return Model(spans, with_parameters(spans, units, titan.registered), "head", buffers)

@@ -37,3 +37,12 @@ def older() -> Trainer.Config:
         training=TrainingConfig(local_batch_size=1, seq_len=LENGTH),
         activation_checkpoint=ActivationCheckpointConfig(mode="selective", selective_ac_option="2"),
     )
+
+
+def gpt_oss() -> Trainer.Config:
+    from torchtitan.models.gpt_oss import model_registry
+
+    config = selective()
+    config.model_spec = model_registry("20b")
+    config.activation_checkpoint = FullAC.Config()
+    return config
