@@ -290,19 +290,15 @@ def weighed(r: Recorder, rows: Tensor, scores: Tensor) -> Tensor:
 def scattered_sum(r: Recorder, zeros: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
     """``deterministic_scatter_add`` (``torchtitan/ops/scatter_add.py``): saves the tokens; gradients are gathered.
 
-    Its kernel runs by ``index_put_``, with an index of every element (``_scatter_via_index_put`` of
-    ``aten/src/ATen/native/TensorAdvancedIndexing.cpp``): two coordinates of int64, their products with the strides, and
-    the sums, of which the coordinates stay; then what sorts them, (N h) each, before they are added
-    (``index_put_with_sort_kernel`` of ``cuda/Indexing.cu``: the sorted, where they were, and a range).
+    Its kernel runs by ``index_put_`` of whole rows, as the index is the same along them (``_scatter_via_index_put`` of
+    ``aten/src/ATen/native/TensorAdvancedIndexing.cpp``, since PyTorch's pull request 156744), which sorts it: the index
+    itself, the sorted, where they were, and a range, (N,) each (``index_put_with_sort_kernel`` of
+    ``cuda/Indexing.cu``).
     """
-    like, dtype, elements = rows.shape, rows.dtype, rows.shape[0] * rows.shape[1]
+    like, dtype = rows.shape, rows.dtype
     out = r.empty(zeros.shape, dtype, "experts_sum")
     if r.kernel_workspaces:
-        coordinates = r.empty((elements, 2), "int64", "scatter_coordinates", Category.WORKSPACES)
-        products = r.empty((elements, 2), "int64", "scatter_products", Category.WORKSPACES)
-        flat = r.empty((elements,), "int64", "scatter_flat", Category.WORKSPACES)
-        del products
-        names = ("scatter_sorted", "scatter_order", "scatter_range")
-        sorting = [r.empty((elements,), "int64", name, Category.WORKSPACES) for name in names]
-        del sorting, flat, coordinates
+        names = ("scatter_index", "scatter_sorted", "scatter_order", "scatter_range")
+        sorting = [r.empty((like[0],), "int64", name, Category.WORKSPACES) for name in names]
+        del sorting
     return out.by(r.node((rows,), (tokens,), lambda r, gradients: [r.empty(like, dtype, "grad_rows_of_experts")]))
