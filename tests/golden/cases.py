@@ -340,6 +340,11 @@ def torchtitan() -> Iterator[str]:
         job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
         yield f"{job} --recompute full --ep 4"
+        yield from (
+            f"{job} --pp 2 --gbs 16",
+            f"{job} --pp 2 --vpp 2 --gbs 16 --recompute full",
+            f"{job} --pp 2 --ep 2 --gbs 16",
+        )
     for flags in (
         "--gpu a100-80gb --gpus 8",
         "--gpu h200 --gpus 8 --ep 8",

@@ -157,7 +157,7 @@ class Marks:
 
 
 def traced_pipeline(
-    sizes: Sizes,
+    sizes: Any,
     pipeline: Pipeline,
     rank: int,
     sharding: Sharding,
@@ -165,6 +165,7 @@ def traced_pipeline(
     *,
     ends_apart: bool = False,
     iterations: int = 2,
+    make: Callable[..., Any] = part,
 ) -> Marks:
     """The last iteration of pipeline rank ``rank`` (first of its shards) with AdamW (foreach)."""
     marks = Marks()
@@ -172,7 +173,7 @@ def traced_pipeline(
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
         numbers = range(rank, pipeline.stages, pipeline.ranks)
-        models = [part(sizes, pipeline, at, sharding, mode, meshes, ends_apart=ends_apart) for at in numbers]
+        models = [make(sizes, pipeline, at, sharding, mode, meshes, ends_apart=ends_apart) for at in numbers]
         stages = [
             _watched(_stage(sizes, pipeline, model, at, mesh, sharding), trace, marks)
             for model, at in zip(models, numbers, strict=True)
@@ -223,7 +224,7 @@ def traced_pipeline(
 
 
 def _stage(
-    sizes: Sizes, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
+    sizes: Any, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
 ) -> PipelineStage:
     dtype = DTYPES[sharding.param_dtype or sharding.original]
     hidden = torch.empty(sizes.b, sizes.s // pipeline.tensor, sizes.hidden, dtype=dtype, requires_grad=True)

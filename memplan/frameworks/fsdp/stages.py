@@ -1,4 +1,4 @@
-"""torchtitan's Llama cut into pipeline stages: what every rank of a pipeline runs under ``fully_shard``.
+"""torchtitan's models cut into pipeline stages: what every rank of a pipeline runs under ``fully_shard``.
 
 ``torchtitan/parallelisms/pipeline_llama.py`` and ``train.py`` of December 2024 (commit 9dec370); with
 ``fsdp.ends_apart`` ``torchtitan/distributed/pipeline_parallel.py`` of later releases. All ranks copy tokens and
@@ -186,7 +186,7 @@ def _part(
         own = received if not cut.first and not at else options
         return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
 
-    blocks = [made.block(mode, chosen(at)) for at, mode in enumerate(modes)]
+    blocks = [made.block(mode, chosen(at), cut.low + at) for at, mode in enumerate(modes)]
     spans: list[Span] = []
     loss = None
     if cut.first:
@@ -205,15 +205,15 @@ def _part(
 
 
 def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
-    """Tokens and labels of ``count`` micro-batches, and of every stage its table of rotations and its buffers for
-    what it receives."""
+    """Tokens and labels of ``count`` micro-batches, and of every stage its model's buffers and those for what it
+    receives."""
     shape, hidden = made.shape, made.hidden
-    batch, table = (count * shape.b, shape.s), (shape.s, shape.spec.head_dim // 2)
+    batch = (count * shape.b, shape.s)
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
-        result.append(Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))
+        result += made.titan.buffers(shape.spec, shape.s, range(cut.low, cut.high))
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

@@ -14,6 +14,7 @@ from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
 from ...values import dataclass
 
+Buffers = Callable[[ModelSpec, int, range], tuple[Hold, ...]]
 Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | None"], Tensor]
 """With the layer's table of rotary positions, if it is a tensor of its own."""
 
@@ -32,8 +33,8 @@ class Titan:
     registered: tuple[str, ...]
     """Modules of a layer in the order in which they register their parameters."""
     covers: Allowed
-    buffers: Callable[[ModelSpec, int], tuple[Hold, ...]]
-    """With so many tokens a sequence."""
+    buffers: Buffers
+    """With so many tokens a sequence, of some of the layers."""
     table: Callable[[Recorder, LayerShape], Tensor] | None = None
     """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
     early_stop: bool = False
@@ -41,7 +42,9 @@ class Titan:
     keeps_exchanged: bool = False
     """Selective recompute keeps what an all-to-all gives."""
     parallel: bool = False
-    """It has a recipe under tensor and pipeline parallelism."""
+    """It has a recipe under tensor parallelism, and a search may cut it into stages."""
+    pipelined: bool = True
+    """It has one in pipeline stages."""
     ends_apart: bool = True
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
@@ -69,20 +72,20 @@ def _table(name: str, shape: tuple[int, ...], dtype: str, counted: tuple[int, ..
     return Hold(0, hold_bytes(counted, "fp32"), Category.BUFFERS, name, shape, dtype)
 
 
-def _complex_table(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+def _complex_table(spec: ModelSpec, seq: int, _: range) -> tuple[Hold, ...]:
     pairs = (seq, (spec.rope_head_dim or spec.rotary_features) // 2)
     return (_table("freqs_cis", pairs, "complex64", (*pairs, 2)),)
 
 
-def _cosines(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+def _cosines(spec: ModelSpec, seq: int, _: range) -> tuple[Hold, ...]:
     table = (seq, 2 * spec.head_dim)
     return (_table("rope_cache", table, "fp32", table),)
 
 
-def _cosines_of_layers(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
     """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
     (``Decoder.Config.update_from_config``)."""
-    return _cosines(spec, seq) * spec.layers
+    return _cosines(spec, seq, layers) * len(layers)
 
 
 def _places(shape: LayerShape) -> tuple[Hold, ...]:
@@ -92,17 +95,14 @@ def _places(shape: LayerShape) -> tuple[Hold, ...]:
     return positions, Hold(0, hold_bytes((2,), "int32"), Category.INPUTS, "document_starts", (2,), "int32")
 
 
-Buffers = Callable[[ModelSpec, int], tuple[Hold, ...]]
-
-
 def _with_experts(tables: Buffers) -> Buffers:
     """And what every mixture has (``MoE.__init__``): a bias of each expert, and how many rows it got since the last
     step."""
 
-    def buffers(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+    def buffers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
         every = (spec.experts,)
         of_layer = tuple(_table(name, every, "fp32", every) for name in ("expert_bias", "tokens_per_expert"))
-        return (*tables(spec, seq), *of_layer * sum(map(spec.has_experts, range(spec.layers))))
+        return (*tables(spec, seq, layers), *of_layer * sum(map(spec.has_experts, layers)))
 
     return buffers
 
@@ -190,6 +190,7 @@ GPT_OSS = Titan(
     },
     buffers=_with_experts(_cosines_of_layers),
     shares_experts=False,
+    pipelined=False,
     given=_places,
 )
 

@@ -211,12 +211,13 @@ def check(plan: ResolvedPlan) -> None:
     if plan.attention != "flash":
         problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
         raise PlanError("attention", plan.attention, problem)
-    for name in ("tp", "pp"):
-        if getattr(layout, name) > 1 and not titan.parallel:
-            problem = (
-                f"must be 1 with torchtitan's {titan.name}, which is modelled without tensor and pipeline parallelism"
-            )
+    for name, has, what in (("tp", titan.parallel, "tensor"), ("pp", titan.pipelined, "pipeline")):
+        if getattr(layout, name) > 1 and not has:
+            problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if layout.pp > 1 and layout.ep > 1:
+        problem = "must be 1 with pipeline stages: units of experts within them are not modelled"
+        raise PlanError("layout.ep", layout.ep, problem)
     if titan.parallel:
         _check_kernel(plan)
         return
@@ -383,5 +384,6 @@ def torchtitan_model(
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     titan = made.titan
-    buffers = (*titan.buffers(plan.model, made.shape.s), *titan.given(made.shape), *places(made.shape, plan))
+    every = range(plan.model.layers)
+    buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, plan))
     return Model(spans, with_parameters(spans, units, titan.registered), "head", buffers)
