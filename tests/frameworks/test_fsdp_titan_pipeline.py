@@ -9,7 +9,13 @@ import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp.stages import stage_programs
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, Checkpointing
+from memplan.frameworks.fsdp.torchtitan import (
+    ActivationCheckpointing,
+    Checkpointing,
+    cut_of_experts,
+    places,
+    recipes,
+)
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -20,6 +26,7 @@ from memplan.tape.program import fold_program
 
 from ..oracle import fsdp as oracle
 from ..oracle.pipelining import Pipeline, traced_pipeline
+from ..oracle.titan_experts import traced_stages
 from ..oracle.titan_models import Sizes, stage
 from .test_fsdp_pipeline import marks_of
 from .test_fsdp_titan import LATENT, QWEN_3, QWEN_3_MOE, V3, plan_of
@@ -36,6 +43,8 @@ class Case:
     recompute: Checkpointing = "none"
     rank: int = 0
     shards: int = 4
+    together: int = 1
+    """Ranks that share experts."""
 
     @property
     def chunks(self) -> int:
@@ -47,6 +56,10 @@ CASES = {
     "qwen3-moe-first": Case(QWEN_3_MOE, (0, 2, 3), 2, 2),
     "deepseek-v2-op": Case(LATENT, (0, 1, 3), 2, 2, recompute="op", rank=1),
     "deepseek-v3-interleaved-full": Case(replace(V3, layers=4), (0, 0, 1, 3, 4), 2, 2, "interleaved", "full", 1),
+    "experts-shared": Case(replace(QWEN_3_MOE, experts=96), (0, 2, 3), 2, 2, shards=8, together=4),
+    "experts-shared-interleaved-full": Case(
+        replace(V3, layers=4), (0, 1, 2, 3, 4), 2, 2, "interleaved", "full", 1, shards=8, together=4
+    ),
     "qwen3-moe-gpipe": Case(QWEN_3_MOE, (0, 1, 3), 2, 2, "gpipe", rank=1, shards=2),
 }
 
@@ -58,20 +71,30 @@ def test_every_pass(case: Case) -> None:
     plan = plan_of(case.sizes)
     updates: dict[str, dict[str, object]] = {
         "batch": {"gbs": case.sizes.b * case.shards * case.microbatches},
-        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.shards},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.shards, "ep": case.together},
         "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
         "fsdp": {"code": "torchtitan", "reshard_after_forward": False},
     }
     sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
     plan = plan.model_copy(update=sections)
     recompute = ActivationCheckpointing(case.recompute)
-    program = stage_programs(plan, Options(accumulates_in_place=False), recompute, Sharding(case.shards))[case.rank]
+    cut = cut_of_experts(plan) if case.together > 1 else None
+    held = Sharding(case.shards, divides=case.together > 1, experts=cut)
+    program = stage_programs(plan, Options(accumulates_in_place=False), recompute, held)[case.rank]
 
     pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches)
     sharding = oracle.Sharding(case.shards)
-    traced = traced_pipeline(case.sizes, pipeline, case.rank, sharding, case.recompute, ends_apart=True, make=stage)
-    assert marks_of(program, Place(case.rank, case.ranks, case.chunks)) == traced
-    assert fold_program(program).peak == max(traced.peaks)
+    if case.together > 1:
+        traced = traced_stages(case.sizes, pipeline, case.rank, sharding, case.recompute, case.together)
+    else:
+        traced = traced_pipeline(case.sizes, pipeline, case.rank, sharding, case.recompute, ends_apart=True, make=stage)
+    marks = marks_of(program, Place(case.rank, case.ranks, case.chunks))
+    assert (marks.before, marks.end, marks.names) == (traced.before, traced.end, traced.names)
+    spare = places(recipes(plan).shape, range(case.sizes.layers)) if case.together > 1 else ()
+    most = sum(one.bytes for one in spare)  # where passes are in flight, the module's places are one of them
+    for mine, real in ((marks.levels, traced.levels), (marks.peaks, traced.peaks)):
+        assert all(0 <= one - other <= most for one, other in zip(mine, real, strict=True))
+    assert 0 <= fold_program(program).peak - max(traced.peaks) <= most
 
 
 MIXTURE = {"model": "qwen3-30b-a3b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "16"}
@@ -81,7 +104,7 @@ MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"ep": "2"}, "layout.ep = 2: must be 1 with pipeline stages"),
+        ({"ep": "16"}, "layout.ep = 16: must divide the 8 shards"),
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3, which is modelled without tensor"),
         ({"gbs": "8"}, "gives 1 micro-batches; 1f1b needs at least as many as the 2 stages"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward = true: must be false with pipeline"),

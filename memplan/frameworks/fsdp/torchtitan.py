@@ -95,7 +95,7 @@ class Recipes:
 
 def recipes(plan: ResolvedPlan) -> Recipes:
     return Recipes(
-        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep),
+        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep, in_flight=plan.layout.pp > 1),
         plan.layout.tp,
         plan.loss.kind == "vocab-parallel",
     )
@@ -215,9 +215,6 @@ def check(plan: ResolvedPlan) -> None:
         if getattr(layout, name) > 1 and not has:
             problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if layout.pp > 1 and layout.ep > 1:
-        problem = "must be 1 with pipeline stages: units of experts within them are not modelled"
-        raise PlanError("layout.ep", layout.ep, problem)
     if titan.parallel:
         _check_kernel(plan)
         return
@@ -323,29 +320,35 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         raise PlanError("batch.mbs", plan.batch.mbs, f"must give rows of experts that ep {ep} divides, not {rows}")
 
 
-def with_experts(blocks: Sequence[Unit], plan: ResolvedPlan) -> list[Unit]:
-    """Units of blocks, each followed by that of its experts, and what they gather ahead (``apply_fsdp``)."""
-    mixed = [plan.model.has_experts(at) for at in range(len(blocks))]
+def with_experts(
+    blocks: Sequence[Unit],
+    mixed: Sequence[bool],
+    cut: Cut,
+    *,
+    first: tuple[str, ...] = ("embedding",),
+    last: tuple[str, ...] = ("ends",),
+) -> list[Unit]:
+    """Units of blocks, each followed by that of its experts if it has some (``mixed``), and what they gather ahead
+    (``apply_fsdp``): ``first`` are units before the blocks, ``last`` those behind them."""
     both = [(one.name, f"{one.name}.experts") if has else (one.name,) for one, has in zip(blocks, mixed, strict=True)]
-    cut = cut_of_experts(plan)
     result: list[Unit] = []
     for at, (block, has) in enumerate(zip(blocks, mixed, strict=True)):
-        after = both[at + 1] if at + 1 < len(both) else ("ends",)
-        before = both[at - 1] if at else ("embedding",)
+        after = both[at + 1] if at + 1 < len(both) else last
+        before = both[at - 1] if at else first
         result.append(replace(block, next_forward=after, next_backward=before))
         if has:
             result.append(Unit(both[at][-1], (), block.first, block.last, block.reshard, cut=cut, inner=True))
     return result
 
 
-def places(shape: LayerShape, plan: ResolvedPlan) -> tuple[Hold, ...]:
+def places(shape: LayerShape, layers: range) -> tuple[Hold, ...]:
     """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
-    spec, ranks = plan.model, plan.layout.ep
+    spec, ranks = shape.spec, shape.expert_ranks
     if ranks == 1:
         return ()
     rows = titan_moe.padded_length(shape.b * shape.s * spec.expert_top_k, spec.experts // ranks)
     one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
-    return (one,) * sum(map(spec.has_experts, range(spec.layers)))
+    return (one,) * sum(map(spec.has_experts, layers))
 
 
 def torchtitan_model(
@@ -371,11 +374,11 @@ def torchtitan_model(
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)
-    last = len(names)
+    last, every = len(names), range(len(names))
     kept = 0 if ends_apart else last
     units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
     if plan.layout.ep > 1:
-        units = with_experts(units, plan)
+        units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
     if ends_apart:
         ahead_of = plan.layout.ep > 1
         apart = Unit("ends", (), last + 1, last + 2, False, next_backward=names[-1:] if ahead_of else ())
@@ -384,6 +387,5 @@ def torchtitan_model(
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     titan = made.titan
-    every = range(plan.model.layers)
-    buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, plan))
+    buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
     return Model(spans, with_parameters(spans, units, titan.registered), "head", buffers)
