@@ -116,6 +116,13 @@ def test_what_is_refused(flags: dict[str, str], says: str) -> None:
         programs_of(resolve(read_plan(None, {**MIXTURE, **flags}).plan), Options())
 
 
+def test_experts_are_shared_in_stages() -> None:
+    plan = resolve(read_plan(None, {**MIXTURE, "ep": "4"}).plan)
+    for program in programs_of(plan, Options()):
+        shapes = {one.name: one.shape for one in program.parameter_tensors() if one.expert}
+        assert shapes["experts.w1"] == (32, 768, 2048)
+
+
 def test_experts_are_counted_in_their_stage() -> None:
     """DeepSeek's first layer has none: the second stage has buffers of two mixtures more than the first's one."""
     plan = resolve(read_plan(None, {**MIXTURE, "model": "deepseek-v2-lite", "layers": "6"}).plan)

@@ -307,7 +307,8 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         ("fsdp.gradient_sync", given.gradient_sync, True),
         ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
     ):
-        if value is not kept:
+        staged = field == "fsdp.reshard_after_forward" and plan.layout.pp > 1  # where it is what torchtitan has
+        if value is not kept and not staged:
             raise PlanError(field, value, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
     pieces, dim = cut_of_experts(plan)
     sizes = {"expert_ffn": spec.expert_ffn, "hidden": spec.hidden}
