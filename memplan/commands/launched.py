@@ -26,8 +26,9 @@ From = Annotated[
         "--from",
         metavar="FRAMEWORK",
         help="PLAN is a launch script, list or mapping of arguments of megatron or megatron-deepspeed, the "
-        "ds_config.json of deepspeed, the TOML or saved JSON of a job of torchtitan, arguments or a launch script of "
-        "trainer, or the configuration of accelerate; of several files, one each; default: known by what stands in it",
+        "ds_config.json of deepspeed, the TOML, Python or saved JSON of a job of torchtitan, arguments or a launch "
+        "script of trainer, or the configuration of accelerate; of several files, one each; default: known by what "
+        "stands in it",
         rich_help_panel=LAUNCH,
     ),
 ]

@@ -36,9 +36,12 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         return "torchtitan"
     text, name = text_at(place)
     if is_python(name):
+        from .torchtitan.registry import is_registry
         from .trainer.python import INSTEAD
         from .trainer.python import holds_arguments as stand_in
 
+        if is_registry(text):
+            return "torchtitan"
         if stand_in(text):
             return "trainer"
         raise PlanError("", ABSENT, f"is Python, which is not run; {INSTEAD}", origin=Origin(name))
@@ -47,7 +50,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         from .trainer.python import python_in
 
         folder = Path() if place == "-" else folder_of(path_of(place))
-        given = Asked(assignments=assignments).variables()
+        given = Asked(assignments=[one for one in assignments if "." not in one.partition("=")[0]]).variables()
         return started_by(text, name, given, folder, holds_arguments(folder), python_in(folder))
     if text.lstrip().startswith("--"):
         return "megatron"

@@ -56,6 +56,8 @@ class LayerShape:
     """What sdpa runs (``releases.sdpa_kernel``)."""
     expert_ranks: int = 1
     """Ranks that share a layer's experts, where torchtitan's layers run."""
+    in_flight: bool = False
+    """Several micro-batches may be between forward and backward."""
 
     @property
     def slices_whole(self) -> bool:

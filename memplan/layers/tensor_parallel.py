@@ -23,6 +23,20 @@ PARTIAL = "partial"
 REPLICATED = "replicated"
 """That of one that every rank has whole, although it holds a part of the parameter."""
 
+_FIRST = "first-"
+
+
+def tagged(name: str, rows: int) -> str:
+    """``name`` of a gradient of which the first ``rows`` are a parameter's: a view of it is left there."""
+    return f"{name}/{_FIRST}{rows}"
+
+
+def kept_of(name: str, shape: Shape) -> Shape:
+    """The shape of the parameter whose gradient, called ``name``, is of ``shape``."""
+    last = name.rpartition("/")[2]
+    return (int(last.removeprefix(_FIRST)), *shape[1:]) if last.startswith(_FIRST) else shape
+
+
 BUFFERS, LOGITS = Category.COMMUNICATION_BUFFERS, Category.LOGITS
 
 Runner = Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor]

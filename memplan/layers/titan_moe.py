@@ -257,8 +257,7 @@ def exchanged_experts(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy)
     splits = [r.empty((ranks,), "int64", name) for name in ("rows_to_ranks", "rows_from_ranks")]
     splits.clear()
     received = sent(policy, r, lambda r: all_to_all(r, x, "rows_exchanged"))
-    kept = r.outside((padded_length(rows, e),), "int32")
-    padded, sizes = exchanged_rows(r, received, kept, ranks, e)
+    padded, sizes, kept = exchanged_rows(r, received, padded_length(rows, e), ranks, e, own=shape.in_flight)
     del received, counts
     made = grouped(r, padded, sizes, spec)
     whole = unpermuted(r, made, kept, rows)
@@ -276,14 +275,19 @@ def sent(policy: Policy, r: Recorder, operator: Operator) -> Tensor:
     return policy.run(r, operator) if policy.keeps_exchanged else operator(r)
 
 
-def exchanged_rows(r: Recorder, x: Tensor, kept: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor]:
-    """``_permute``; the places take the place of those that the module has from the pass before (``kept``)."""
+def exchanged_rows(
+    r: Recorder, x: Tensor, length: int, ranks: int, e: int, *, own: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_permute``; the places take the place of those that the module has from the pass before. ``own``: that pass may
+    still be in flight, and has its own; the module's are counted besides, though they are the last pass's."""
     h = x.shape[-1]
-    places, sizes, _ends = permute_indices(r, ranks, e, kept.shape[0])
+    kept = None if own else r.outside((length,), "int32")
+    places, sizes, _ends = permute_indices(r, ranks, e, length)
     x = with_zeros(r, x)
-    x = picked_rows(r, x, kept, (kept.shape[0], h), "rows_padded")
+    taken = kept or places
+    x = picked_rows(r, x, taken, (length, h), "rows_padded")
     del places
-    return x, sizes
+    return x, sizes, taken
 
 
 def all_to_all(r: Recorder, x: Tensor, name: str) -> Tensor:

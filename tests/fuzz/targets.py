@@ -322,6 +322,15 @@ def _read_tokenizer(file: File) -> object:
     return launched_plan(reader("megatron")(File("tokens.args", script.encode()).written(), asked), asked.flags)
 
 
+def _registry(random: Random) -> File:
+    """A configuration of torchtitan in Python, mutated."""
+    sources = _golden("launch/torchtitan_*.py")
+    content = mutated(random, random.choice(sources), SIGNS, sources)
+    made = _file(random, "registry.py", content, {"gpus": "8"})
+    function = random.choice(("selective", "in_parts", "older", "gpt_oss", "none"))
+    return File(made.name, made.content, made.flags, (f"CONFIG={function}",))
+
+
 _CONFIG_NAMES = sorted({name for config in _CONFIGS for name in config})
 _TRAINER_NAMES = [*READ, *NOTED, *REFUSED]
 
@@ -340,6 +349,7 @@ TARGETS = {
             _launched("torchtitan"),
             str,
         ),
+        Target("torchtitan-python", _registry, _launched("torchtitan"), str),
         Target(
             "bridge",
             _document(".yaml", [BRIDGE], [*RENAMED, *TURNED_OFF, "mixed_precision", "_target_"], {"gpus": "16"}),

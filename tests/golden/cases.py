@@ -328,10 +328,23 @@ def torchtitan() -> Iterator[str]:
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    job = "--model gpt-oss-20b --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --ends-apart"
+    yield from (
+        f"{job} --gpus 8",
+        f"{job} --gpus 16 --recompute full --gbs 32",
+        f"{job} --gpus 8 --ep 2",
+        f"{job} --gpus 64",
+    )
+    yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
         job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
         yield f"{job} --recompute full --ep 4"
+        yield from (
+            f"{job} --pp 2 --gbs 16",
+            f"{job} --pp 2 --vpp 2 --gbs 16 --recompute full",
+            f"{job} --pp 2 --ep 2 --gbs 16",
+        )
     for flags in (
         "--gpu a100-80gb --gpus 8",
         "--gpu h200 --gpus 8 --ep 8",
@@ -640,6 +653,10 @@ def launched() -> Iterator[str]:
         ("torchtitan", "torchtitan_release_0_2.toml", "--gpus 8 --layers 6"),
         ("torchtitan", "torchtitan_release_0_2.toml", "--gpus 8 --set parallelism.pipeline_parallel_degree=2"),
         ("torchtitan", "torchtitan_saved.json", "--gpus 8 --layers 6"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=selective"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=in_parts --loss vocab-parallel"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=older"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --gpu h200 --layers 4 --set CONFIG=gpt_oss"),
         ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --gpus 4"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --framework device-map --gpus 2"),

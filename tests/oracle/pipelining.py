@@ -90,6 +90,10 @@ class Meshes:
 
     data: DeviceMesh
     tensor: DeviceMesh | None
+    of_experts: DeviceMesh | None = None
+    """Ranks that have the same experts,"""
+    together: DeviceMesh | None = None
+    """and those that share them."""
 
 
 class Held:
@@ -157,7 +161,7 @@ class Marks:
 
 
 def traced_pipeline(
-    sizes: Sizes,
+    sizes: Any,
     pipeline: Pipeline,
     rank: int,
     sharding: Sharding,
@@ -165,6 +169,8 @@ def traced_pipeline(
     *,
     ends_apart: bool = False,
     iterations: int = 2,
+    make: Callable[..., Any] = part,
+    expert_ranks: int = 1,
 ) -> Marks:
     """The last iteration of pipeline rank ``rank`` (first of its shards) with AdamW (foreach)."""
     marks = Marks()
@@ -172,7 +178,7 @@ def traced_pipeline(
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
         numbers = range(rank, pipeline.stages, pipeline.ranks)
-        models = [part(sizes, pipeline, at, sharding, mode, meshes, ends_apart=ends_apart) for at in numbers]
+        models = [make(sizes, pipeline, at, sharding, mode, meshes, ends_apart=ends_apart) for at in numbers]
         stages = [
             _watched(_stage(sizes, pipeline, model, at, mesh, sharding), trace, marks)
             for model, at in zip(models, numbers, strict=True)
@@ -206,16 +212,21 @@ def traced_pipeline(
             marks.end = trace.live
 
     dims = {"pp": pipeline.ranks, "replicate": sharding.replicas, "shard": sharding.shards, "tp": pipeline.tensor}
-    dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
+    if expert_ranks > 1:
+        dims = {"pp": pipeline.ranks, "efsdp": sharding.shards // expert_ranks, "ep": expert_ranks}
+    dims = {name: size for name, size in dims.items() if size > 1 or name in ("shard", "efsdp")}
     ranks = prod(dims.values())
     dist.init_process_group("fake", rank=rank * (ranks // pipeline.ranks), world_size=ranks, store=FakeStore())
     clear_caches()
     try:
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-        data = mesh["shard"] if sharding.replicas == 1 else mesh["replicate", "shard"]
-        meshes = Meshes(data, mesh["tp"] if pipeline.tensor > 1 else None)
+        if expert_ranks > 1:
+            meshes = Meshes(mesh["efsdp", "ep"]._flatten("shard"), None, mesh["efsdp"], mesh["ep"])
+        else:
+            data = mesh["shard"] if sharding.replicas == 1 else mesh["replicate", "shard"]
+            meshes = Meshes(data, mesh["tp"] if pipeline.tensor > 1 else None)
         with communication():
-            run(body) if pipeline.tensor == 1 else run_local(body)
+            run(body) if pipeline.tensor == expert_ranks == 1 else run_local(body)
     finally:
         dist.destroy_process_group()
         clear_caches()
@@ -223,7 +234,7 @@ def traced_pipeline(
 
 
 def _stage(
-    sizes: Sizes, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
+    sizes: Any, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
 ) -> PipelineStage:
     dtype = DTYPES[sharding.param_dtype or sharding.original]
     hidden = torch.empty(sizes.b, sizes.s // pipeline.tensor, sizes.hidden, dtype=dtype, requires_grad=True)

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from memplan.trace.torchtitan import cross_entropy
 
-from . import fsdp, titan_models, torchtitan_tp
+from . import fsdp, pipelining, titan_models, torchtitan_tp
 from .fsdp import ResizedFollow, Sharding, Steps
 from .titan_models import (
     EXCHANGED,
@@ -116,19 +116,23 @@ def surroundings() -> Iterator[None]:
 
 def _prefetching(model: Transformer) -> None:
     """``apply_fsdp``: what each unit gathers ahead."""
-    ends: list[Any] = [model.norm, model.output]
+    ends: list[Any] = [model.norm, model.output] if model.norm is not None else []
+    first: list[Any] = [model.tok_embeddings] if model.tok_embeddings is not None else []
     blocks: list[Any] = list(model.layers.values())
 
     def of(block: Any) -> list[Any]:
         return [block, block.moe.experts] if block.moe_enabled else [block]
 
-    embedding: Any = model.tok_embeddings
-    embedding.set_modules_to_forward_prefetch(blocks[:1])
-    for block, after in zip(blocks, [*map(of, blocks[1:]), ends], strict=True):
-        block.set_modules_to_forward_prefetch(after)
-    ends[1].set_modules_to_backward_prefetch(blocks[-1:])
-    for block, before in zip(blocks, [[embedding], *map(of, blocks[:-1])], strict=True):
-        block.set_modules_to_backward_prefetch(before)
+    for embedding in first if blocks else ():
+        embedding.set_modules_to_forward_prefetch(blocks[:1])
+    for block, after in zip(blocks, [*map(of, blocks[1:]), ends], strict=False):
+        if after:
+            block.set_modules_to_forward_prefetch(after)
+    for head in ends[1:] if blocks else ():
+        head.set_modules_to_backward_prefetch(blocks[-1:])
+    for block, before in zip(blocks, [first, *map(of, blocks[:-1])], strict=False):
+        if before:
+            block.set_modules_to_backward_prefetch(before)
 
 
 def traced(sizes: Sizes, sharding: Sharding, ranks: int, modes: Sequence[str]) -> Steps:
@@ -174,3 +178,48 @@ def traced(sizes: Sizes, sharding: Sharding, ranks: int, modes: Sequence[str]) -
 
     with surroundings(), patch.object(fsdp, "mesh_of", meshes):
         return fsdp.traced(build, sharding)
+
+
+def stage(sizes: Sizes, pipeline: Any, at: int, sharding: Sharding, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
+    """One stage's model whose experts ranks share; see ``titan_models.stage``."""
+    assert ends_apart
+    low, high = pipeline.edges[at : at + 2]
+    model = Transformer(sizes)
+    first, last = not at, at == pipeline.stages - 1
+    for name in list(model.layers):
+        if not low <= int(name) < high:
+            del model.layers[name]
+    model.tok_embeddings = model.tok_embeddings if first else None
+    model.norm, model.output = (model.norm, model.output) if last else (None, None)
+    blocks: dict[str, Any] = dict(model.layers.items())
+    for block in blocks.values():
+        if block.moe_enabled:
+            Exchange().apply(block.moe.experts, meshes.together)
+    for name, block in blocks.items():
+        model.layers[name] = recomputed(block, sizes, mode)
+    common: dict[str, Any] = {"mp_policy": sharding.policy, "reshard_after_forward": False}
+    if first:
+        fully_shard(model.tok_embeddings, mesh=meshes.data, **common)
+    placed = (lambda _: Shard(1)) if sharding.shards > sizes.experts else None
+    for name, block in blocks.items():
+        if block.moe_enabled:
+            fully_shard(block.moe.experts, mesh=meshes.of_experts, shard_placement_fn=placed, **common)
+        fully_shard(model.layers[name], mesh=meshes.data, **common)
+    if last:
+        fully_shard([model.norm, model.output], mesh=meshes.data, **common)
+    fully_shard(model, mesh=meshes.data, **common)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    _prefetching(model)
+    return model
+
+
+def traced_stages(
+    sizes: Sizes, pipeline: Any, rank: int, sharding: Sharding, mode: str, ranks: int
+) -> pipelining.Marks:
+    """The last iteration of one pipeline rank, with experts that ``ranks`` ranks share."""
+    with surroundings(), patch.object(pipelining, "run_local", torchtitan_tp.run_local):
+        return pipelining.traced_pipeline(
+            sizes, pipeline, rank, sharding, mode, ends_apart=True, make=stage, expert_ranks=ranks
+        )

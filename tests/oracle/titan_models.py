@@ -379,22 +379,22 @@ class Transformer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.tok_embeddings: Any = nn.Embedding(sizes.vocab, sizes.hidden)
         if sizes.latent:
             table = torch.empty(sizes.s, sizes.turned // 2, dtype=torch.complex64)
         else:
             table = torch.empty(sizes.s, 2 * sizes.head_dim)
         self.register_buffer("table", table)
         self.layers = nn.ModuleDict({str(layer): Block(sizes, layer) for layer in range(sizes.layers)})
-        self.norm = Norm(sizes.hidden)
-        self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.norm: Any = Norm(sizes.hidden)
+        self.output: Any = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.tok_embeddings(tokens)
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             h = layer(h, self.table)
-        h = self.norm(h)
-        return self.output(h)  # type: ignore[no-any-return]
+        h = self.norm(h) if self.norm is not None else h
+        return self.output(h) if self.output is not None else h
 
 
 # -- recompute and sharding -------------------------------------------------------------------------
@@ -468,3 +468,29 @@ def builder(
         return model, loss
 
     return build
+
+
+def stage(sizes: Sizes, pipeline: Any, at: int, sharding: Sharding, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
+    """One stage's model (``pipeline_module_split``, which leaves out what is another's; ``apply_fsdp`` with pipeline
+    parallelism)."""
+    assert ends_apart
+    low, high = pipeline.edges[at : at + 2]
+    model = Transformer(sizes)
+    first, last = not at, at == pipeline.stages - 1
+    for name in list(model.layers):
+        if not low <= int(name) < high:
+            del model.layers[name]
+    model.tok_embeddings = model.tok_embeddings if first else None
+    model.norm, model.output = (model.norm, model.output) if last else (None, None)
+    common: dict[str, Any] = {"mesh": meshes.data, "mp_policy": sharding.policy, "reshard_after_forward": False}
+    for name, block in list(model.layers.items()):
+        model.layers[name] = recomputed(block, sizes, mode)
+    if first:
+        fully_shard(model.tok_embeddings, **common)
+    for block in model.layers.values():
+        fully_shard(block, **common)
+    if last:
+        fully_shard([model.norm, model.output], **common)
+    fully_shard(model, **common)
+    undivided(model, sharding)
+    return model

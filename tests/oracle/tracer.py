@@ -64,6 +64,7 @@ FILLED = {
     aten.index_put.default: aten.index_put_.default,
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
 }
 """What backward formulas fill zeros with, and what they do where no mode sees operators (``isTensorSubclassLike``)."""
 

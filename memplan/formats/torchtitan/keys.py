@@ -132,14 +132,18 @@ def nearest_key(name: str, day: str) -> str | None:
     return f"{section}.{guess}" if guess and " or " not in guess else nearest(name, known, cutoff=0.8)
 
 
-def era_of(names: Iterable[str], *, is_json: bool, version: str | None) -> Era:
+def era_of(names: Iterable[str], *, is_json: bool, version: str | None, is_python: bool = False) -> Era:
     """The code that a file with the keys ``names`` was written for: the newest release that has them all.
 
     Where no release has, the last day on which they were keys together. ``version`` is what the user said.
     """
     if version is not None:
         return Era(_day(version), "as --set says")
-    first, end = (SAVED, "9999-12-31") if is_json else (min(key.since for key in keys().values()), NO_TOML)
+    first, end = (
+        (NO_TOML if is_python else SAVED, "9999-12-31")
+        if is_json or is_python
+        else (min(key.since for key in keys().values()), NO_TOML)
+    )
     known = [key for key in (key_of(name) for name in names) if key is not None and first < key.until]
     since = max((key.since for key in known if key.since < end), default=first)
     since = max(since, first)

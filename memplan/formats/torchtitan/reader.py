@@ -24,12 +24,13 @@ from ...plan.text import folder_of, path_of, text_at
 from ...values import dataclass
 from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
 from ..launchers import beside, found_from, gpus_of, runs_torchtitan
-from ..recognised import is_script
+from ..recognised import is_python, is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
-from .settings import Settings, assigned, flat
-from .stages import FLEX, stages
+from .registry import chosen, is_registry, place_of, written_in
+from .settings import VERSION, Settings, assigned, flat
+from .stages import FLEX, VARLEN, stages
 from .table import (
     ALL_TOKENS,
     BATCH,
@@ -47,14 +48,16 @@ from .table import (
 )
 
 _FILE = "--job.config_file"
-_WITHOUT_FILE = ("--module", "--config")
-"""Of torchtitan since its configurations are Python."""
+_BY_PYTHON = {"--module": ("MODULE", "llama3"), "--config": ("CONFIG", "llama3_debugmodel")}
+"""Of torchtitan since its configurations are Python: the variable of ``run_train.sh``, and its default."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[str, Asked]:
     """The place of the configuration, and ``asked`` with what the script says of it in front of its own."""
+    keys = [one for one in asked.assignments if "." in one.partition("=")[0]]
+    variables = replace(asked, assignments=[one for one in asked.assignments if one not in keys]).variables()
     try:
-        reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
+        reading = read_script(content.replace("\r\n", "\n"), source, variables, beside(folder))
     except ScriptError as error:
         raise refused(error) from None
     found = next((one for one in reading.started if _at(one) is not None), None)
@@ -65,20 +68,28 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[str,
     given, _ = taken_apart(found.words[at + 1 :], {}, found.origin)
     said: dict[str, Value] = {one.name: one.values[0] if one.values else () for one in given}
     file = said.pop(_FILE, None) or found.environment.get("CONFIG_FILE")
-    if file is None or not is_known(file):
-        by_python = next((name for name in _WITHOUT_FILE if name in said), "")
-        why = f"{by_python} is Python, which is not run; give the config.json that a run saves" if by_python else ""
-        problem = why or "names no configuration that is known: CONFIG_FILE or --job.config_file"
+    by_python = {
+        name: value
+        for name, (variable, _) in _BY_PYTHON.items()
+        if (value := said.pop(name, None) or found.environment.get(variable)) is not None
+    }
+    if (file is None or not is_known(file)) and not by_python:
+        problem = "names no configuration that is known: MODULE and CONFIG, CONFIG_FILE, --config or --job.config_file"
         raise PlanError("", ABSENT, problem, origin=found.origin)
-    for name, value in said.items():
+    for name, value in {**by_python, **said}.items():
         if unknowns := reading.ledger.unknowns(value):
             raise needed(name, reading.ledger.shown(value), unknowns[0], found.origin)
     over = [f"{name.removeprefix('--')}={text(value) or 'true'}" for name, value in said.items()]
     gpus = gpus_of(found, at) or text(found.environment.get("NGPU", ()))
     if gpus and asked.gpus is None:
         over.append(f"NGPU={gpus}")
-    own = [one for one in asked.assignments if "." in one.partition("=")[0]]
-    return str(found_from(text(file), folder)), replace(asked, assignments=(*over, *own))
+    versions = [one for one in asked.assignments if one.partition("=")[0] == VERSION]
+    asked = replace(asked, assignments=(*over, *keys, *versions))
+    if file is not None and is_known(file) and not by_python:
+        return str(found_from(text(file), folder)), asked
+    module, config = (text(by_python.get(name, ())) or default for name, (_, default) in _BY_PYTHON.items())
+    place = place_of(module, (folder, Path()), found.origin)
+    return place, replace(asked, assignments=(f"CONFIG={config}", *asked.assignments))
 
 
 def _at(one: Started) -> int | None:
@@ -90,6 +101,17 @@ TORCHTITAN = "torchtitan"
 ALWAYS_SHARDED = "2026-04-09"
 """The day from which ``fully_shard`` is called on a single rank, too."""
 
+SINCE_GPT_OSS = "2026-06-24"
+"""The day from which gpt-oss's layers are as they are estimated."""
+ALL_FLEX = "2026-06-09"
+"""The day from which language models have FlexAttention unless a configuration says another."""
+_KERNELS = {
+    "flex": "FlexAttention, which torchtitan compiles",
+    "flex_flash": "FlexAttention by flash attention's kernel, which torchtitan compiles",
+    "varlen": "flash attention of sequences of several lengths",
+}
+"""Kernels by ``attn_backend``, for people."""
+
 DIFFERENCES = (
     ("2025-04-17", "nn.RMSNorm, one kernel in newer PyTorch (less)"),
     ("2025-08-29", "recompute to a layer's end, unless early_stop (more)"),
@@ -100,6 +122,7 @@ DIFFERENCES = (
 
 SINCE_0_2_2 = (
     ("2026-03-04", "a router in fp32 (more)"),
+    ("2026-03-23", "selective recompute that keeps the choice of experts, and rows that were exchanged (more)"),
     ("2026-04-06", "rows of experts summed by scatter_add (either way)"),
     ("2026-06-24", "queries, keys and values by one product (either way)"),
 )
@@ -111,11 +134,28 @@ def read(place: str, asked: Asked) -> Launch:
     text, name = text_at(place)
     if is_script(text, name):
         place, asked = started(text, name, Path() if place == "-" else folder_of(path_of(place)), asked)
+    if is_python(place) or (place == "-" and is_registry(text)):
+        function, others = chosen(asked.assignments)
+        asked = replace(asked, assignments=others)
+        return torchtitan_of(written_in(place, function, _said(asked)), False, asked, is_python=True)
     return torchtitan_of(*read_configuration(place), asked)
 
 
-def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
-    """The plan in the configuration ``written``, which is JSON or was TOML."""
+_SECTIONS = {
+    **dict.fromkeys(("recompute", "recompute-per-operator", "recompute-every"), "activation_checkpoint"),
+    **{"loss": "loss", "optimizer": "optimizer", "model": "model_spec"},
+}
+"""Sections of a configuration that a flag replaces."""
+
+
+def _said(asked: Asked) -> set[str]:
+    """Keys and sections that are said beside the file."""
+    keys = {assignment.partition("=")[0] for assignment in asked.assignments}
+    return keys | {_SECTIONS[flag] for flag in asked.names if flag in _SECTIONS}
+
+
+def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool = False) -> Launch:
+    """The plan in the configuration ``written``, which is JSON, or was TOML or Python."""
     given = flat(written)
     origin = Origin(written.origin.source)
     if written.mapping.keys() & {"framework", "extends"}:
@@ -125,8 +165,9 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
         problem = "has none of the keys of torchtitan's configuration ([model], [training], [parallelism] …)"
         raise PlanError("", ABSENT, problem, origin=origin)
     over, gpus, version = assigned(asked.assignments)
-    era = era_of({**given, **over}, is_json=is_json, version=version)
-    settings = Settings({**given, **over}, origin, era)
+    era = era_of({**given, **over}, is_json=is_json, version=version, is_python=is_python)
+    unsaid = _unsaid(era.day, written.origin) if is_python else {}
+    settings = Settings({**unsaid, **given, **over}, origin, era)
     _check_keys(settings)
     wrong = list(_misspelt(settings))
     if wrong:
@@ -136,7 +177,8 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
     building = torchtitan_plan(settings, gpus, asked.tokens, asked.names)
     assumptions = [f"{era.label}: {era.why}"]
     if is_json and era.day >= NO_TOML:
-        assumptions.append("linears in bf16, and attention by scaled_dot_product_attention: the file says of neither")
+        unseen = "linears in bf16" + (", and attention by scaled_dot_product_attention" if era.day < ALL_FLEX else "")
+        assumptions.append(f"{unseen}: the file says of {'neither' if era.day < ALL_FLEX else 'no converter'}")
     notes = (*_notes(settings, strict=asked.strict), *_differences(settings))
     return Launch(
         Source(building.plan(), Path()),
@@ -145,6 +187,13 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked) -> Launch:
         finish=_Finish(settings),
         assumptions=tuple(assumptions),
     )
+
+
+def _unsaid(day: str, origin: Origin) -> dict[str, Node]:
+    """Keys that a function need not name, and whose default is not modelled."""
+    name = "training.disable_cuda_graphs"
+    key = key_of(name)
+    return {name: Node(False, origin)} if key is not None and key.was(day) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,18 +400,43 @@ def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
 
 def _differences(settings: Settings) -> Iterator[Note]:
     name = str(settings.word("model_spec.name", "model.name", default="llama3").value)
+    if name == VARLEN:
+        yield from _gpt_oss(settings)
+        return
     differences, since = (DIFFERENCES, "December 2024") if name.startswith("llama") else (SINCE_0_2_2, "release 0.2.2")
     flavour = str(settings.word("model_spec.flavor", "model.flavor", default="debugmodel").value)
+    backend = settings.word("model_spec.attn_backend", default="flex" if settings.era.day >= ALL_FLEX else "sdpa")
     if name == FLEX and not flavour.startswith("debugmodel"):
+        backend = settings.word("model_spec.attn_backend", default="flex")
+    if (other := _KERNELS.get(str(backend.value))) is not None:
         problem = (
-            "the flavour asks for FlexAttention, which torchtitan compiles; estimated is scaled_dot_product_attention, "
-            "whose tensors have the same sizes (not counted: block mask, and what Inductor allocates; more)"
+            f"the model asks for {other}; estimated is scaled_dot_product_attention, whose tensors have the same sizes "
+            "(not counted: masks, and what Inductor allocates; more)"
         )
         yield Note("attention-other", problem)
     later = [what for day, what in differences if day <= settings.era.day]
     if later:
         problem = f"layers are estimated as torchtitan had them in {since}; {settings.era.label} has"
         yield Note("recipes-older", f"{problem} {'; '.join(later)}")
+
+
+def _gpt_oss(settings: Settings) -> Iterator[Note]:
+    """What is told of the model whose recipe is of the newest code."""
+    day = settings.era.day
+    backend = settings.word("model_spec.attn_backend", default="varlen" if day >= ALL_FLEX else "flex")
+    if backend.value != "varlen":
+        problem = (
+            f"the model asks for {_KERNELS['flex']}; estimated is {_KERNELS['varlen']}, whose tensors have the same "
+            "sizes (not counted: masks, and what Inductor allocates; more)"
+        )
+        yield Note("attention-other", problem)
+    if day < SINCE_GPT_OSS:
+        problem = (
+            f"layers are estimated as torchtitan has them in August 2026; {settings.era.label} had queries, keys and "
+            "values by products of their own, and rows of experts that were padded and not added up by scatter_add "
+            "(either way)"
+        )
+        yield Note("recipes-newer", problem)
 
 
 def _explained(settings: Settings, building: Building) -> Iterator[Explained]:

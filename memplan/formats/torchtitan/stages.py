@@ -43,6 +43,9 @@ FLAVOURS = MappingProxyType(
         ("qwen3", "32B"): "qwen3-32b",
         ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
         ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+        ("gpt_oss", "20b"): "gpt-oss-20b",
+        ("gpt_oss", "120b"): "gpt-oss-120b",
+        ("kimi_k2_7", "moonlight-16B-A3B"): "moonlight-16b",
     }
 )
 """Specs by ``model.name`` and ``model.flavor``."""
@@ -66,6 +69,17 @@ _DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
             **{"experts": 8, "expert_top_k": 3, "expert_ffn": 256, "shared_expert_ffn": 512},
         },
     ),
+    ("gpt_oss", "debugmodel"): (
+        "gpt-oss-20b",
+        {
+            **{"layers": 4, "hidden": 256, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880, "vocab": 2048},
+            **{"experts": 8, "expert_top_k": 4, "expert_ffn": 2880},
+        },
+    ),
+    ("qwen3", "debugmodel"): (
+        "qwen3-0.6b",
+        {"layers": 8, "hidden": 256, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 2048},
+    ),
     ("qwen3", "debugmodel_moe"): (
         "qwen3-30b-a3b",
         {
@@ -85,6 +99,8 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
     return (known, {}) if known is not None else _DEBUG_EXPERTS.get((family, flavour))
 
 
+VARLEN = "gpt_oss"
+"""The model whose attention is that of packed sequences by itself, and is estimated so."""
 FLEX = "deepseek_v3"
 """The model whose flavours, but for the one to debug with, ask for FlexAttention by themselves (``attn_type``)."""
 

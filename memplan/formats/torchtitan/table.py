@@ -14,14 +14,15 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
-from .keys import NO_FSDP2
+from .keys import NO_FSDP2, NO_TOML
 from .settings import Settings
-from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, flavour_of, parts, split_points, torchtitans_own
+from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
 """The day from which embedding, and norm with head, are units of their own (``apply_fsdp``)."""
-ALL_PRODUCTS = "2026-03-23"
-"""The day from which selective recompute keeps every matrix product (``_get_default_save_ops``)."""
+PER_OPERATOR = "2026-03-23"
+"""The day from which selective recompute is per operator alone, and keeps every second product as before
+(``_get_custom_policy``)."""
 OUTPUTS_DROPPED = "2025-10-22"
 """The day from which the last stage keeps no logits (``train.py``, ``pp_schedule.step(return_outputs=False)``)."""
 FUSED = "2025-02-24"
@@ -43,7 +44,7 @@ SEQUENCE = "parallelism.enable_sequence_parallel"
 LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("parallelism", "training"))
 
 EP = "parallelism.expert_parallel_degree"
-EXCHANGE = "parallelism.expert_parallel_comm_backend"
+EXCHANGE = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -86,9 +87,16 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     family = str(name.value)
     found = flavour_of(family, plain, settings.era.day)
     if found is None:
-        known = ", ".join(f"{one} {size}" for one, size in FLAVOURS)
-        problem = f"of model {family} has no sizes here ({known}, llama3 debugmodel): name a model with --model"
+        known = [size for one, size in FLAVOURS if one == family] or sorted({one for one, _ in FLAVOURS})
+        problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
+    if family == VARLEN and settings.era.day < NO_TOML:
+        problem = f"keeps its layers in bf16 in {settings.era.label}, which is not modelled; later code is"
+        raise PlanError(settings.name(*names), family, problem, origin=name.origin)
+    converters = settings.given.get("model_spec.converters")
+    if converters is not None and "LoRAConverter" in settings.words("model_spec.converters"):
+        problem = "has LoRA adapters, which are not modelled with torchtitan's code"
+        raise PlanError("model_spec.converters", "LoRAConverter", problem, origin=converters.origin)
     spec, sizes = found
     debug = plain.startswith("debugmodel")
     building.put("model.base", Node(spec, flavour.origin))
@@ -111,10 +119,12 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
     """Ranks that share the experts of a model that has some, by all-to-all of NCCL."""
     if not plan.model.experts or not settings.has(EP):
         return None
-    degree, backend = settings.integer(EP, default=1), settings.word(EXCHANGE, default="standard")
-    if degree.value != 1 and backend.value != "standard":
-        problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
-        raise PlanError(EXCHANGE, backend.plain(), problem, origin=backend.origin)
+    degree = settings.integer(EP, default=1)
+    for name in EXCHANGE:
+        backend = settings.word(name, default="standard")
+        if degree.value != 1 and backend.value != "standard":
+            problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
+            raise PlanError(name, backend.plain(), problem, origin=backend.origin)
     return degree
 
 
@@ -241,12 +251,21 @@ def _module_names(plan: Plan) -> list[list[str]] | None:
 
 def _optimizer(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
+    if "optimizer" in reader.context:
+        for name in ("optimizer.param_groups", "optimizer.name", "optimizer.weight_decay"):
+            building.because(name, "--optimizer instead")
+        _implementation(settings, building)
+        return
     kind, decay = _group(settings) if settings.has("optimizer.param_groups") else _named(settings)
     building.because("optimizer.param_groups", "optimizer.name")
     building.put("optimizer.name", Node(str(kind.value).lower(), kind.origin), "optimizer.name")
     if kind.value == "Adam":
         building.put("optimizer.weight_decay", decay, "optimizer.weight_decay")
     building.because("optimizer.weight_decay", "AdamW decays in place")
+    _implementation(settings, building)
+
+
+def _implementation(settings: Settings, building: Building) -> None:
     name, old = "optimizer.implementation", "optimizer.fused"
     if settings.has(old) or (settings.era.day < FUSED and not settings.has(name)):
         fused = settings.switch(old)
@@ -309,14 +328,9 @@ def _recompute(reader: Reader) -> None:
         building.put("recompute.mode", mode, key)
         building.because(option, f"no effect with {mode.value}")
         return
-    if settings.era.day >= ALL_PRODUCTS:
-        problem = (
-            f"is not modelled with {settings.era.label}, which keeps every matrix product: "
-            "give --recompute full or none, or --recompute-per-operator for every second one"
-        )
-        raise PlanError(key if settings.has(key) else "activation_checkpoint", mode.value, problem, origin=mode.origin)
     every = settings.first(option)
-    node = every[1] if every is not None else Node("2", settings.origin)
+    per_operator = settings.era.day >= PER_OPERATOR
+    node = every[1] if every is not None else Node("op" if per_operator else "2", settings.origin)
     plain = str(node.value)
     if plain == "op":
         building.put("fsdp.per_operator", Node(True, node.origin), option, key)

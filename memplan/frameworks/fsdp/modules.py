@@ -9,7 +9,7 @@ from math import prod
 
 from ...families.base import place as registered_place
 from ...layers.module import Module, Options, Parameter, Tapes
-from ...layers.tensor_parallel import PARTIAL, REPLICATED
+from ...layers.tensor_parallel import PARTIAL, REPLICATED, kept_of
 from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, insert, renamed
 from ...tape.program import Span
 from ...values import dataclass
@@ -182,7 +182,7 @@ def _with_hooks(
 
 
 def _gradient(hold: Hold, ids: GradientIds, sharding: Sharding) -> Gradient:
-    placement, whole = hold.name.rpartition("/")[2], prod(hold.shape)
+    placement, whole = hold.name.rpartition("/")[2], prod(kept_of(hold.name, hold.shape))
     id, kept, placed = ids
     elements = whole // sharding.tensor if placement == REPLICATED else whole
     moves = placement in (PARTIAL, REPLICATED)

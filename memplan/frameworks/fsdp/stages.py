@@ -1,4 +1,4 @@
-"""torchtitan's Llama cut into pipeline stages: what every rank of a pipeline runs under ``fully_shard``.
+"""torchtitan's models cut into pipeline stages: what every rank of a pipeline runs under ``fully_shard``.
 
 ``torchtitan/parallelisms/pipeline_llama.py`` and ``train.py`` of December 2024 (commit 9dec370); with
 ``fsdp.ends_apart`` ``torchtitan/distributed/pipeline_parallel.py`` of later releases. All ranks copy tokens and
@@ -31,7 +31,8 @@ from ...values import dataclass
 from ..plain import programs as plain
 from .hooks import Gradient, Hooks, Role, pass_through
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
-from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
+from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, places, recipes, with_experts
+from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
 
 
@@ -153,7 +154,7 @@ def _rank(
         extra=tuple(_kept(made, cuts, count)),
         step=_steps(tensors, plan, sharding),
         late_states=True,
-        elements=sum(shard(one, sharding.shards).elements for own in tensors for one in own),
+        elements=sum(shard(one, *sharding.cut(one)).elements for own in tensors for one in own),
     )
 
 
@@ -186,7 +187,7 @@ def _part(
         own = received if not cut.first and not at else options
         return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
 
-    blocks = [made.block(mode, chosen(at)) for at, mode in enumerate(modes)]
+    blocks = [made.block(mode, chosen(at), cut.low + at) for at, mode in enumerate(modes)]
     spans: list[Span] = []
     loss = None
     if cut.first:
@@ -201,19 +202,34 @@ def _part(
             _, norm, *_ = made.ends(received)
         spans += [Span(norm, ("final_norm",)), Span(head, ("head",))]
     units = stage_units(names, first=cut.first, last=cut.last, ends_apart=ends_apart)
+    if sharding.experts is not None:
+        units = units_with_experts(units, made, cut, sharding.experts)
     return part_of(tuple(spans), loss, with_parameters(spans, units, made.titan.registered), sharding, ahead)
 
 
+def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: CutOfExperts) -> list[Unit]:
+    """``units`` of a stage, each layer's experts in one of their own, and what they gather ahead."""
+    blocks = [one for one in units if one.name not in ("embedding", "ends")]
+    mixed = [made.shape.spec.has_experts(layer) for layer in range(cut.low, cut.high)]
+    first, last = ("embedding",) * cut.first, ("ends",) * cut.last
+    inner = with_experts(blocks, mixed, pieces, first=first, last=last)
+    names = [one.name for one in blocks]
+    opening = [replace(one, next_forward=tuple(names[:1])) for one in units if one.name == "embedding"]
+    closing = [replace(one, next_backward=tuple(names[-1:])) for one in units if one.name == "ends"]
+    return [*opening, *inner, *closing]
+
+
 def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
-    """Tokens and labels of ``count`` micro-batches, and of every stage its table of rotations and its buffers for
-    what it receives."""
+    """Tokens and labels of ``count`` micro-batches, and of every stage its model's buffers and those for what it
+    receives."""
     shape, hidden = made.shape, made.hidden
-    batch, table = (count * shape.b, shape.s), (shape.s, shape.spec.head_dim // 2)
+    batch = (count * shape.b, shape.s)
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
-        result.append(Hold(0, hold_bytes((*table, 2), "fp32"), Category.BUFFERS, "freqs_cis", table, "complex64"))
+        layers = range(cut.low, cut.high)
+        result += [*made.titan.buffers(shape.spec, shape.s, layers), *places(shape, layers)]
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

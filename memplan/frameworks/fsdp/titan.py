@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_models, titan_moe, torchtitan
+from ...layers import titan_gpt_oss, titan_models, titan_moe, torchtitan
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
@@ -14,6 +14,7 @@ from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
 from ...values import dataclass
 
+Buffers = Callable[[ModelSpec, int, range], tuple[Hold, ...]]
 Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | None"], Tensor]
 """With the layer's table of rotary positions, if it is a tensor of its own."""
 
@@ -32,8 +33,8 @@ class Titan:
     registered: tuple[str, ...]
     """Modules of a layer in the order in which they register their parameters."""
     covers: Allowed
-    buffers: Callable[[ModelSpec, int], tuple[Hold, ...]]
-    """With so many tokens a sequence."""
+    buffers: Buffers
+    """With so many tokens a sequence, of some of the layers."""
     table: Callable[[Recorder, LayerShape], Tensor] | None = None
     """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
     early_stop: bool = False
@@ -41,11 +42,17 @@ class Titan:
     keeps_exchanged: bool = False
     """Selective recompute keeps what an all-to-all gives."""
     parallel: bool = False
-    """It has a recipe under tensor and pipeline parallelism."""
+    """It has a recipe under tensor parallelism, and a search may cut it into stages."""
+    pipelined: bool = True
+    """It has one in pipeline stages."""
     ends_apart: bool = True
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
     """The first GPUs that have a fused kernel for its attention, by their compute capability."""
+    shares_experts: bool = True
+    """It has a recipe under expert parallelism."""
+    given: Callable[[LayerShape], tuple[Hold, ...]] = lambda _: ()
+    """What a batch has beside tokens and labels."""
 
 
 def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, _: Tensor | None) -> Tensor:
@@ -65,27 +72,37 @@ def _table(name: str, shape: tuple[int, ...], dtype: str, counted: tuple[int, ..
     return Hold(0, hold_bytes(counted, "fp32"), Category.BUFFERS, name, shape, dtype)
 
 
-def _complex_table(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+def _complex_table(spec: ModelSpec, seq: int, _: range) -> tuple[Hold, ...]:
     pairs = (seq, (spec.rope_head_dim or spec.rotary_features) // 2)
     return (_table("freqs_cis", pairs, "complex64", (*pairs, 2)),)
 
 
-def _cosines(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+def _cosines(spec: ModelSpec, seq: int, _: range) -> tuple[Hold, ...]:
     table = (seq, 2 * spec.head_dim)
     return (_table("rope_cache", table, "fp32", table),)
 
 
-Buffers = Callable[[ModelSpec, int], tuple[Hold, ...]]
+def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
+    """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
+    (``Decoder.Config.update_from_config``)."""
+    return _cosines(spec, seq, layers) * len(layers)
+
+
+def _places(shape: LayerShape) -> tuple[Hold, ...]:
+    """Positions of a micro-batch's tokens, and where its documents begin (``create_varlen_metadata_for_document``)."""
+    tokens = (shape.b * shape.s,)
+    positions = Hold(0, hold_bytes(tokens, "int64"), Category.INPUTS, "positions", tokens, "int64")
+    return positions, Hold(0, hold_bytes((2,), "int32"), Category.INPUTS, "document_starts", (2,), "int32")
 
 
 def _with_experts(tables: Buffers) -> Buffers:
     """And what every mixture has (``MoE.__init__``): a bias of each expert, and how many rows it got since the last
     step."""
 
-    def buffers(spec: ModelSpec, seq: int) -> tuple[Hold, ...]:
+    def buffers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
         every = (spec.experts,)
         of_layer = tuple(_table(name, every, "fp32", every) for name in ("expert_bias", "tokens_per_expert"))
-        return (*tables(spec, seq), *of_layer * sum(map(spec.has_experts, range(spec.layers))))
+        return (*tables(spec, seq, layers), *of_layer * sum(map(spec.has_experts, layers)))
 
     return buffers
 
@@ -156,6 +173,27 @@ DEEPSEEK_V3 = Titan(
     kernel_of=(9, 0),
 )
 
+GPT_OSS = Titan(
+    "gpt_oss",
+    "gpt-oss",
+    "August 2026",
+    block=titan_gpt_oss.block,
+    norm=titan_moe.fused_rms_norm,
+    registered=("qkv", "attention_output", "sinks", *NORMS, titan_gpt_oss.GATE_UP, titan_gpt_oss.DOWN, "router"),
+    covers={
+        **reads(LLAMA, "experts", "activation", "attention_sinks", "activation_clamp", "alternating_windows"),
+        **{**UNTIED, **ROUTED},
+        **{"activation": ("quick_geglu",), "activation_clamp": (7.0,), "qk_norm": (False,), "dense_layers": ((),)},
+        **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), (True,)),
+        **{"attention_sinks": (True,), "alternating_windows": (True,), "sliding_window": (128,)},
+        **{"router_groups": (0,), "shared_expert_ffn": (0,), "router_score": ("softmax",)},
+    },
+    buffers=_with_experts(_cosines_of_layers),
+    shares_experts=False,
+    pipelined=False,
+    given=_places,
+)
+
 MODELS: Mapping[str, Titan] = {
     "llama": LLAMA_3,
     "qwen3": QWEN_3,
@@ -163,6 +201,7 @@ MODELS: Mapping[str, Titan] = {
     "deepseek_v2": DEEPSEEK_V3,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
 }
 
 

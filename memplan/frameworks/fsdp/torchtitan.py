@@ -95,7 +95,7 @@ class Recipes:
 
 def recipes(plan: ResolvedPlan) -> Recipes:
     return Recipes(
-        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep),
+        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep, in_flight=plan.layout.pp > 1),
         plan.layout.tp,
         plan.loss.kind == "vocab-parallel",
     )
@@ -211,11 +211,9 @@ def check(plan: ResolvedPlan) -> None:
     if plan.attention != "flash":
         problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
         raise PlanError("attention", plan.attention, problem)
-    for name in ("tp", "pp"):
-        if getattr(layout, name) > 1 and not titan.parallel:
-            problem = (
-                f"must be 1 with torchtitan's {titan.name}, which is modelled without tensor and pipeline parallelism"
-            )
+    for name, has, what in (("tp", titan.parallel, "tensor"), ("pp", titan.pipelined, "pipeline")):
+        if getattr(layout, name) > 1 and not has:
+            problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if titan.parallel:
         _check_kernel(plan)
@@ -227,6 +225,22 @@ def check(plan: ResolvedPlan) -> None:
         problem = f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own"
         raise PlanError("fsdp.ends_apart", False, problem)
     _check_gpu(plan, titan)
+    if not titan.shares_experts:
+        _check_experts_here(plan, titan)
+
+
+def _check_experts_here(plan: ResolvedPlan, titan: Titan) -> None:
+    """Experts that every shard has a part of, along the first dimension (``apply_fsdp_to_decoder``)."""
+    shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
+    if plan.layout.ep > 1:
+        problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without expert parallelism"
+        raise PlanError("layout.ep", plan.layout.ep, problem)
+    if shards > experts:
+        problem = (
+            f"makes {shards} shards of {experts} experts, which torchtitan's {titan.name} cuts along another dimension "
+            "then: that is not modelled; fsdp.replicas makes fewer"
+        )
+        raise PlanError("layout.dp", plan.layout.dp, problem)
 
 
 def _check_kernel(plan: ResolvedPlan) -> None:
@@ -293,7 +307,8 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         ("fsdp.gradient_sync", given.gradient_sync, True),
         ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
     ):
-        if value is not kept:
+        staged = field == "fsdp.reshard_after_forward" and plan.layout.pp > 1  # where it is what torchtitan has
+        if value is not kept and not staged:
             raise PlanError(field, value, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
     pieces, dim = cut_of_experts(plan)
     sizes = {"expert_ffn": spec.expert_ffn, "hidden": spec.hidden}
@@ -306,29 +321,35 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         raise PlanError("batch.mbs", plan.batch.mbs, f"must give rows of experts that ep {ep} divides, not {rows}")
 
 
-def with_experts(blocks: Sequence[Unit], plan: ResolvedPlan) -> list[Unit]:
-    """Units of blocks, each followed by that of its experts, and what they gather ahead (``apply_fsdp``)."""
-    mixed = [plan.model.has_experts(at) for at in range(len(blocks))]
+def with_experts(
+    blocks: Sequence[Unit],
+    mixed: Sequence[bool],
+    cut: Cut,
+    *,
+    first: tuple[str, ...] = ("embedding",),
+    last: tuple[str, ...] = ("ends",),
+) -> list[Unit]:
+    """Units of blocks, each followed by that of its experts if it has some (``mixed``), and what they gather ahead
+    (``apply_fsdp``): ``first`` are units before the blocks, ``last`` those behind them."""
     both = [(one.name, f"{one.name}.experts") if has else (one.name,) for one, has in zip(blocks, mixed, strict=True)]
-    cut = cut_of_experts(plan)
     result: list[Unit] = []
     for at, (block, has) in enumerate(zip(blocks, mixed, strict=True)):
-        after = both[at + 1] if at + 1 < len(both) else ("ends",)
-        before = both[at - 1] if at else ("embedding",)
+        after = both[at + 1] if at + 1 < len(both) else last
+        before = both[at - 1] if at else first
         result.append(replace(block, next_forward=after, next_backward=before))
         if has:
             result.append(Unit(both[at][-1], (), block.first, block.last, block.reshard, cut=cut, inner=True))
     return result
 
 
-def places(shape: LayerShape, plan: ResolvedPlan) -> tuple[Hold, ...]:
+def places(shape: LayerShape, layers: range) -> tuple[Hold, ...]:
     """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
-    spec, ranks = plan.model, plan.layout.ep
+    spec, ranks = shape.spec, shape.expert_ranks
     if ranks == 1:
         return ()
     rows = titan_moe.padded_length(shape.b * shape.s * spec.expert_top_k, spec.experts // ranks)
     one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
-    return (one,) * sum(map(spec.has_experts, range(spec.layers)))
+    return (one,) * sum(map(spec.has_experts, layers))
 
 
 def torchtitan_model(
@@ -354,11 +375,11 @@ def torchtitan_model(
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
     spans = (Span(embedding, ("embedding",)), *layers, *after)
-    last = len(names)
+    last, every = len(names), range(len(names))
     kept = 0 if ends_apart else last
     units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
     if plan.layout.ep > 1:
-        units = with_experts(units, plan)
+        units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
     if ends_apart:
         ahead_of = plan.layout.ep > 1
         apart = Unit("ends", (), last + 1, last + 2, False, next_backward=names[-1:] if ahead_of else ())
@@ -366,5 +387,6 @@ def torchtitan_model(
         units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    buffers = (*made.titan.buffers(plan.model, made.shape.s), *places(made.shape, plan))
-    return Model(spans, with_parameters(spans, units, made.titan.registered), "head", buffers)
+    titan = made.titan
+    buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
+    return Model(spans, with_parameters(spans, units, titan.registered), "head", buffers)

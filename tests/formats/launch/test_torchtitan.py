@@ -106,7 +106,13 @@ def test_saved_configurations(read: Read) -> None:
     plan = found.plan
     assert found.assumptions[0].startswith(f"torchtitan of {NEWEST}")
     assert (plan.batch.mbs, plan.batch.gbs, plan.batch.seq, plan.recompute.mode) == (2, 16, 8192, "full")
-    assert (plan.fsdp.ends_apart, plan.optimizer.name, codes(found)) == (True, "adamw", ["recipes-older"])
+    assert (plan.fsdp.ends_apart, plan.optimizer.name, codes(found)) == (
+        True,
+        "adamw",
+        ["attention-other", "recipes-older"],
+    )
+    selective = saved(activation_checkpoint={"force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]})
+    assert read(selective).plan.fsdp.per_operator
     assert read(saved(activation_checkpoint=None)).plan.recompute.mode == "none"
     assert read(saved(loss={"num_chunks": 4, "loss_fn": {}})).plan.loss.kind == "chunked"
     assert read(saved(training={"num_tokens_per_train_step": 65536 * 8})).plan.batch.gbs == 64
@@ -266,8 +272,11 @@ def test_a_script_that_starts_it(
     ("script", "line"),
     [
         ("NGPU=8 CONFIG_FILE=none.toml ./run_train.sh", "none.toml: no such file"),
-        ("NGPU=8 CONFIG_FILE=$X ./run_train.sh", "run.sh:1: names no configuration that is known: CONFIG_FILE or"),
-        ("NGPU=8 ./run_train.sh --module llama3 --config llama3_8b", "run.sh:1: --module is Python, which is not run"),
+        ("NGPU=8 CONFIG_FILE=$X ./run_train.sh", "run.sh:1: names no configuration that is known: MODULE and CONFIG"),
+        (
+            "NGPU=8 ./run_train.sh --module llama3 --config llama3_8b",
+            "run.sh:1: --module = llama3: is in torchtitan/models",
+        ),
         ("NGPU=8 CONFIG_FILE=train.toml ./run_train.sh --training.seqlen 8", "did you mean training.seq_len?"),
         (
             "NGPU=8 CONFIG_FILE=train.toml ./run_train.sh --training.seq_len $L",

@@ -71,6 +71,19 @@ def test_ranks_that_share_experts(read: Read) -> None:
     assert "must be standard" in refusal(read, DEEPSEEK, ranks, other, gpu="h200")
 
 
+def test_stages_whose_ranks_share_experts(read: Read) -> None:
+    """As the preset of 671B: interleaved, two stages on every rank, with experts that the stage's ranks share."""
+    stages = ("parallelism.pipeline_parallel_degree=2", "parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    plan = resolve(read(DEEPSEEK, *stages, "parallelism.expert_parallel_degree=4", gpu="h200").plan)
+    assert (plan.layout.pp, plan.layout.vpp, plan.layout.dp, plan.layout.ep) == (2, 2, 4, 4)
+    check(plan)
+
+
+def test_gpt_oss_until_0_2_2(read: Read) -> None:
+    job = DEEPSEEK.replace("deepseek_v3", "gpt_oss").replace("16B", "20b")
+    assert "model.name = gpt_oss: keeps its layers in bf16 in torchtitan 0.2.2" in refusal(read, job, gpu="h200")
+
+
 def test_an_unknown_flavour(read: Read) -> None:
     assert "of model deepseek_v3 has no sizes here" in refusal(read, DEEPSEEK, "model.flavor=7B", gpu="h200")
 
@@ -79,7 +92,6 @@ def test_an_unknown_flavour(read: Read) -> None:
     ("job", "over", "says"),
     [
         (DEEPSEEK, "parallelism.tensor_parallel_degree=2", "layout.tp = 2: must be 1 with torchtitan's deepseek_v3"),
-        (DEEPSEEK, "parallelism.pipeline_parallel_degree=2", "layout.pp = 2: must be 1 with torchtitan's deepseek_v3"),
         (QWEN, "model.flavor=4B", "tied_embeddings = true: must be false in torchtitan's qwen3"),
         (QWEN, "training.mixed_precision_param=float32", "precision.dtype = fp32: must be bf16"),
     ],

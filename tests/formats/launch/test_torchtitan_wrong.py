@@ -64,7 +64,6 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (SUMMER_2024, ("torchtitan=2024-03-01",), {}, "job.toml:7: optimizer.fused = true: is no key of torchtitan of 2024-03-01: it came on 2024-06-06; --set torchtitan="),
         ("[training]\nsequence_parallel_degree = 1\n", (), {}, "job.toml: is read as torchtitan of 2024-03-24, which had FSDP1"),
         (saved(training={"disable_cuda_graphs": False}), (), {}, "training.disable_cuda_graphs = false: is not modelled: torchtitan's graphs"),
-        (saved(activation_checkpoint={"force_recompute_mm_shapes_by_fqns": []}), (), {}, "activation_checkpoint = selective: is not modelled with torchtitan of 2026-08-21, which keeps every matrix product"),
         (saved(model_spec={"model": {"dim": 2048}}), (), {}, "model_spec.model.dim = 2048: is not the 4096 of the flavour"),
         (saved(model_spec={"model": {"layers": [{"wq": {"rank": 8, "alpha": 16.0}}] * 32}}), (), {}, "model_spec.model.layers: have LoRA adapters"),
         (saved(optimizer={"param_groups": [{"optimizer_name": "DistMuon"}]}), (), {}, "optimizer.param_groups: must be one group of Adam or AdamW"),

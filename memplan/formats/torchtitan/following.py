@@ -1,0 +1,468 @@
+"""A Python function that builds a configuration of dataclasses, followed without being run.
+
+Statements are followed one after the other: literals, arithmetic on them, calls of classes (which are kept as they are
+called), functions of the same file and of files beside it, and changes of what they return. Whatever else is an
+``Unknown`` that says what it was, and is asked for only where it matters.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+
+from ...bash.budget import Budget
+from ...bash.origin import ScriptError
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused
+from ...plan.text import is_there, read_text
+from .python_values import (
+    LARGEST,
+    Elsewhere,
+    Function,
+    Made,
+    Module,
+    Names,
+    Unknown,
+    Value,
+    built_in,
+    calculated,
+    compared,
+    copied,
+    is_job,
+    item_of,
+    out_of,
+    truth_of,
+)
+
+INSTEAD = "give the config.json that a run saves (debug.save_config_file)"
+LONGEST = 300_000
+"""Characters of a file that is followed."""
+MOST_FILES = 32
+"""Files that one configuration may be in."""
+_DEEPEST = 48
+"""Calls within calls."""
+_EVALUATED = 40
+"""Steps of an expression."""
+
+
+_FOLLOWED_ELSEWHERE = frozenset({"model_registry"})
+"""Functions that are kept as they are called, like classes."""
+
+
+class Following:
+    """Follows functions of files; ``budget`` bounds the work."""
+
+    def __init__(self, text: str, source: str, path: Path | None) -> None:
+        self.budget = Budget(Origin(source))
+        self.modules: dict[Path, Module] = {}
+        self.depth = 0
+        self.main = self._module(text, source, path)
+
+    def configuration(self, name: str) -> Value | None:
+        """What the function ``name`` of the file returns; nothing where there is none."""
+        try:
+            found = self._found(self.main.names.get(name), self.main)
+            return self._called(found, [], {}, found.definition) if isinstance(found, Function) else None
+        except ScriptError as error:
+            raise refused(error) from None
+        except RecursionError:
+            raise PlanError("", ABSENT, "is nested too deeply", origin=Origin(self.main.source)) from None
+
+    # -- files ----------------------------------------------------------------------------------------
+
+    def _module(self, text: str, source: str, path: Path | None) -> Module:
+        if len(text) > LONGEST:
+            problem = f"is Python of more than {LONGEST:,} characters; {INSTEAD}"
+            raise PlanError("", ABSENT, problem, origin=Origin(source))
+        self.budget.spend(len(text) // 4)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = getattr(error, "lineno", None)
+            problem = f"is no Python that can be read; {INSTEAD}"
+            raise PlanError("", ABSENT, problem, origin=Origin(source, line)) from None
+        functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not _needs(one))
+        module = Module(source, path, _package_of(path), {}, functions)
+        if path is not None:
+            self.modules[path] = module
+        for statement in tree.body:
+            if isinstance(statement, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.Assign, ast.AnnAssign)):
+                self._at_top(statement, module)
+        return module
+
+    def _at_top(self, statement: ast.stmt, module: Module) -> None:
+        """A statement outside of functions: what cannot be followed leaves its names without a value."""
+        try:
+            self._statement(statement, module, module.names)
+        except (PlanError, RecursionError):
+            for target in statement.targets if isinstance(statement, ast.Assign) else ():
+                if isinstance(target, ast.Name):
+                    module.names.pop(target.id, None)
+
+    def _beside(self, module: Module, name: str) -> Module | None:
+        """The file of the module ``name``, from the folders around the one that imports it."""
+        if module.path is None or not all(part.isidentifier() for part in name.split(".")):
+            return None
+        for folder in module.path.absolute().parents[:12]:
+            place = folder.joinpath(*name.split("."))
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path in self.modules:
+                    return self.modules[path]
+                if is_there(path):
+                    if len(self.modules) >= MOST_FILES:
+                        problem = f"is in more than {MOST_FILES} files; {INSTEAD}"
+                        raise PlanError("", ABSENT, problem, origin=Origin(module.source))
+                    return self._module(read_text(path), _from_here(path), path)
+        return None
+
+    def _found(self, value: Value | None, module: Module) -> Value | None:
+        """``value``, or what a name that is imported stands for."""
+        seen = 0
+        while isinstance(value, Elsewhere) and value.name and value.name not in _FOLLOWED_ELSEWHERE and seen < 8:
+            seen += 1
+            file = self._beside(module, value.module)
+            found = file.names.get(value.name) if file is not None else None
+            if file is None or found is None:
+                return value
+            value, module = found, file
+        return value
+
+    # -- statements -----------------------------------------------------------------------------------
+
+    def _body(self, body: Sequence[ast.stmt], module: Module, names: Names) -> Value | None:
+        """What the statements return, if one does."""
+        for statement in body:
+            returned = self._statement(statement, module, names)
+            if returned is not None:
+                return returned
+        return None
+
+    def _statement(self, statement: ast.stmt, module: Module, names: Names) -> Value | None:
+        self.budget.spend(_EVALUATED, Origin(module.source, statement.lineno))
+        if isinstance(statement, ast.Return):
+            none = Node(None, Origin(module.source, statement.lineno))
+            return self.value(statement.value, module, names) if statement.value is not None else none
+        if isinstance(statement, ast.Assign):
+            value = self.value(statement.value, module, names)
+            for target in statement.targets:
+                self._assign(target, value, module, names)
+        elif isinstance(statement, ast.AnnAssign):
+            if statement.value is not None:
+                self._assign(statement.target, self.value(statement.value, module, names), module, names)
+        elif isinstance(statement, ast.AugAssign):
+            changed = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+            value = self.value(ast.copy_location(changed, statement), module, names)
+            self._assign(statement.target, value, module, names)
+        elif isinstance(statement, ast.FunctionDef):
+            names[statement.name] = Function(statement, module)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names.update(_imported(statement, module))
+        elif isinstance(statement, ast.Expr):
+            self._effect(statement.value, module, names)
+        elif isinstance(statement, ast.If):
+            chosen = self._decided(statement.test, module, names)
+            return self._body(statement.body if chosen else statement.orelse, module, names)
+        elif isinstance(statement, ast.For):
+            return self._loop(statement, module, names)
+        elif isinstance(statement, ast.With):
+            return self._body(statement.body, module, names)
+        elif not isinstance(statement, (ast.Pass, ast.Assert, ast.ClassDef, ast.Global)):
+            raise self._refused(f"has a statement that is not followed ({_kind(statement)})", statement, module)
+        return None
+
+    def _decided(self, test: ast.expr, module: Module, names: Names) -> bool:
+        truth = truth_of(self.value(test, module, names))
+        if truth is None:
+            raise self._refused(f"depends on {_shown(test)}, which only running code knows", test, module)
+        return truth
+
+    def _loop(self, loop: ast.For, module: Module, names: Names) -> Value | None:
+        items = self.value(loop.iter, module, names)
+        if not isinstance(items, Node) or not isinstance(items.value, list) or loop.orelse:
+            raise self._refused(f"repeats what depends on {_shown(loop.iter)}, which is not followed", loop, module)
+        for item in items.value:
+            self._assign(loop.target, out_of(item), module, names)
+            returned = self._body(loop.body, module, names)
+            if returned is not None:
+                return returned
+        return None
+
+    def _assign(self, target: ast.expr, value: Value, module: Module, names: Names) -> None:
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+        elif isinstance(target, ast.Attribute):
+            owner = self._owner(target.value, module, names)
+            if isinstance(owner, Made):
+                owner.fields[target.attr] = value
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            items = value.value if isinstance(value, Node) and isinstance(value.value, list) else []
+            for at, one in enumerate(target.elts):
+                other = Unknown(_shown(one), Origin(module.source, target.lineno))
+                self._assign(one, out_of(items[at]) if len(items) == len(target.elts) else other, module, names)
+        elif isinstance(target, ast.Subscript):
+            owner, key = self.value(target.value, module, names), self.value(target.slice, module, names)
+            plain = key.value if isinstance(key, Node) else None
+            if isinstance(owner, Node) and isinstance(owner.value, dict) and isinstance(plain, str):
+                owner.value[plain] = item_of(value, Origin(module.source, target.lineno))
+            elif isinstance(owner, (Node, Made)):
+                raise self._refused(f"changes {_shown(target)}, which is not followed", target, module)
+
+    def _owner(self, given: ast.expr, module: Module, names: Names) -> Value:
+        """What an attribute is set of: a field that is still its default becomes one with changes."""
+        if isinstance(given, ast.Attribute):
+            around = self._owner(given.value, module, names)
+            if isinstance(around, Made) and not isinstance(around.fields.get(given.attr), Made):
+                around.fields[given.attr] = Made("", {}, Origin(module.source, given.lineno))
+            return around.fields[given.attr] if isinstance(around, Made) else around
+        return self.value(given, module, names)
+
+    def _effect(self, given: ast.expr, module: Module, names: Names) -> None:
+        """A call for its effect: a function that is followed, or ``append`` to a list."""
+        if not isinstance(given, ast.Call):
+            return
+        if isinstance(given.func, ast.Attribute) and given.func.attr in ("append", "extend"):
+            owner = self.value(given.func.value, module, names)
+            added = [self.value(one, module, names) for one in given.args]
+            where = Origin(module.source, given.lineno)
+            if isinstance(owner, Node) and isinstance(owner.value, list) and len(added) == 1:
+                items = [added[0]]
+                if given.func.attr == "extend":
+                    more = added[0].value if isinstance(added[0], Node) else None
+                    items = [*more] if isinstance(more, list) else [Unknown(_shown(given), where)]
+                owner.value.extend(item_of(one, where) for one in items)
+            elif isinstance(owner, Unknown) and isinstance(given.func.value, ast.Attribute):
+                listed = Node([item_of(one, where) for one in added], where)
+                self._assign(given.func.value, listed, module, names)
+            return
+        self.value(given, module, names)
+
+    # -- expressions ----------------------------------------------------------------------------------
+
+    def value(self, given: ast.expr, module: Module, names: Names) -> Value:
+        """What ``given`` is, without running anything."""
+        where = Origin(module.source, getattr(given, "lineno", None))
+        self.budget.make(1, 0, where, steps=_EVALUATED)
+        if isinstance(given, ast.Constant):
+            plain = given.value
+            known = plain is None or isinstance(plain, (bool, float, str))
+            known = known or (isinstance(plain, int) and abs(plain) < LARGEST)
+            return Node(plain, where) if known else Unknown(_shown(given), where)  # type: ignore[arg-type]
+        if isinstance(given, ast.Name):
+            found = self._found(names.get(given.id, module.names.get(given.id)), module)
+            return found if found is not None else Unknown(given.id, where)
+        if isinstance(given, ast.Attribute):
+            return self._attribute(given, module, names, where)
+        if isinstance(given, (ast.List, ast.Tuple, ast.Set)):
+            return Node([item_of(self.value(one, module, names), where) for one in given.elts], where)
+        if isinstance(given, ast.Dict):
+            return self._mapping(given, module, names, where)
+        if isinstance(given, ast.Call):
+            return self._call(given, module, names, where)
+        return self._computed(given, module, names, where)
+
+    def _attribute(self, given: ast.Attribute, module: Module, names: Names, where: Origin) -> Value:
+        owner = self.value(given.value, module, names)
+        if isinstance(owner, Made) and given.attr in owner.fields:
+            return owner.fields[given.attr]
+        if isinstance(owner, Elsewhere):
+            inside = f"{owner.module}.{owner.name}" if owner.name else owner.module
+            return self._found(Elsewhere(inside, given.attr), module) or Unknown(_shown(given), where)
+        return Unknown(_shown(given), where)
+
+    def _mapping(self, given: ast.Dict, module: Module, names: Names, where: Origin) -> Value:
+        found: dict[str, Node] = {}
+        for key, one in zip(given.keys, given.values, strict=True):
+            value = self.value(one, module, names)
+            name = self.value(key, module, names) if key is not None else None
+            if name is None and isinstance(value, Node) and isinstance(value.value, dict):
+                found.update(value.value)
+            elif isinstance(name, Node) and isinstance(name.value, str):
+                found[name.value] = item_of(value, where)
+            else:
+                return Unknown(_shown(given), where)
+        return Node(found, where)
+
+    def _computed(self, given: ast.expr, module: Module, names: Names, where: Origin) -> Value:
+        unknown = Unknown(_shown(given), where)
+        if isinstance(given, ast.BinOp):
+            left, right = self.value(given.left, module, names), self.value(given.right, module, names)
+            return calculated(given.op, left, right, where) or unknown
+        if isinstance(given, ast.UnaryOp):
+            value = self.value(given.operand, module, names)
+            truth = truth_of(value)
+            if isinstance(given.op, ast.Not):
+                return unknown if truth is None else Node(not truth, where)
+            number = value.value if isinstance(value, Node) and isinstance(value.value, (int, float)) else None
+            return Node(-number, where) if isinstance(given.op, ast.USub) and number is not None else unknown
+        if isinstance(given, ast.BoolOp):
+            for one in given.values:
+                value = self.value(one, module, names)
+                truth = truth_of(value)
+                if truth is None:
+                    return unknown
+                if truth is isinstance(given.op, ast.Or):
+                    break
+            return value
+        if isinstance(given, ast.IfExp):
+            truth = truth_of(self.value(given.test, module, names))
+            return unknown if truth is None else self.value(given.body if truth else given.orelse, module, names)
+        if isinstance(given, ast.Compare) and len(given.ops) == 1:
+            left, right = self.value(given.left, module, names), self.value(given.comparators[0], module, names)
+            return compared(given.ops[0], left, right, where) or unknown
+        if isinstance(given, ast.JoinedStr):
+            return self._joined(given, module, names, where) or unknown
+        return unknown
+
+    def _joined(self, given: ast.JoinedStr, module: Module, names: Names, where: Origin) -> Node | None:
+        """``f"{size}B"``."""
+        parts: list[str] = []
+        for one in given.values:
+            inner = one.value if isinstance(one, ast.FormattedValue) else one
+            value = self.value(inner, module, names)
+            formatted = isinstance(one, ast.FormattedValue) and (one.format_spec is not None or one.conversion != -1)
+            if formatted or not isinstance(value, Node) or not isinstance(value.value, (str, int, float)):
+                return None
+            parts.append(str(value.value))
+        return Node("".join(parts), where)
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def _call(self, given: ast.Call, module: Module, names: Names, where: Origin) -> Value:
+        called = _shown(given.func)
+        last = called.rpartition(".")[2]
+        arguments = [self.value(one, module, names) for one in given.args if not isinstance(one, ast.Starred)]
+        keywords = self._keywords(given, module, names)
+        if keywords is None or len(arguments) != len(given.args):
+            return Unknown(_shown(given), where)
+        if last == "replace" and arguments and isinstance(arguments[0], Made):
+            made = arguments[0]
+            return Made(made.name, {**made.fields, **keywords}, where, made.positional)
+        if last in ("deepcopy", "copy") and len(arguments) == 1:
+            return copied(arguments[0])
+        if last == "cast" and len(arguments) == 2:
+            return arguments[1]
+        function = self.value(given.func, module, names)
+        if isinstance(function, Function):
+            try:
+                return self._called(function, arguments, keywords, given)
+            except PlanError as error:
+                if any(isinstance(one, Made) and is_job(one) for one in (*arguments, *keywords.values())):
+                    raise
+                return Unknown(_shown(given), where, error)
+        if isinstance(function, Elsewhere) and function.name in _FOLLOWED_ELSEWHERE:
+            return Made(f"{function.name}:{function.module}", keywords, where, tuple(arguments))
+        if last == "dict" and not arguments:
+            return Node({name: item_of(value, where) for name, value in keywords.items()}, where)
+        if last == "list" and not keywords and len(arguments) == 1 and isinstance(arguments[0], Node):
+            return copy(arguments[0])
+        if last in ("int", "float", "len", "max", "min") and not keywords:
+            return built_in(last, arguments, where) or Unknown(_shown(given), where)
+        if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
+            return Made(called, keywords, where, tuple(arguments))
+        if any(isinstance(one, Made) and is_job(one) for one in (*arguments, *keywords.values())):
+            raise self._refused(f"{called}(…) may change the configuration, and is not found", given, module)
+        return Unknown(_shown(given), where)
+
+    def _keywords(self, given: ast.Call, module: Module, names: Names) -> Names | None:
+        found: Names = {}
+        for keyword in given.keywords:
+            value = self.value(keyword.value, module, names)
+            if keyword.arg is not None:
+                found[keyword.arg] = value
+            elif isinstance(value, Node) and isinstance(value.value, dict):
+                found.update(value.value)
+            else:
+                return None
+        return found
+
+    def _called(self, function: Function, arguments: Sequence[Value], keywords: Names, call: ast.AST) -> Value:
+        """What ``function`` returns for these arguments."""
+        definition, module = function.definition, function.module
+        where = Origin(module.source, definition.lineno)
+        if self.depth >= _DEEPEST:
+            raise self._refused(f"{definition.name}(…) calls itself too deeply", definition, module)
+        taken = definition.args
+        named = [one.arg for one in (*taken.posonlyargs, *taken.args)]
+        every = [*named, *(one.arg for one in taken.kwonlyargs)]
+        if taken.vararg or taken.kwarg or len(arguments) > len(named) or not {*keywords} <= {*every}:
+            raise self._refused(f"{definition.name}(…) takes arguments that are not followed", definition, module)
+        inner: Names = {}
+        for name, default in zip(reversed(named), reversed(taken.defaults), strict=False):
+            inner[name] = self.value(default, module, module.names)
+        for one, own in zip(taken.kwonlyargs, taken.kw_defaults, strict=True):
+            if own is not None:
+                inner[one.arg] = self.value(own, module, module.names)
+        inner.update(zip(named, arguments, strict=False))
+        inner.update(keywords)
+        missing = next((name for name in every if name not in inner), None)
+        if missing is not None:
+            raise self._refused(f"{definition.name}(…) needs {missing}, which nobody gives", definition, module)
+        self.depth += 1
+        try:
+            returned = self._body(definition.body, module, inner)
+        finally:
+            self.depth -= 1
+        return returned if returned is not None else Node(None, where)
+
+    def _refused(self, problem: str, at: ast.AST, module: Module) -> PlanError:
+        origin = Origin(module.source, getattr(at, "lineno", None))
+        return PlanError("", ABSENT, f"{problem}; {INSTEAD}", origin=origin)
+
+
+def _needs(definition: ast.FunctionDef) -> bool:
+    """Whether a function cannot be called without arguments."""
+    taken = definition.args
+    return len(taken.posonlyargs) + len(taken.args) > len(taken.defaults) or None in taken.kw_defaults
+
+
+def _imported(statement: ast.Import | ast.ImportFrom, module: Module) -> Names:
+    if isinstance(statement, ast.Import):
+        whole = [(one.asname, one.name) if one.asname else (one.name.partition(".")[0],) * 2 for one in statement.names]
+        return {name or path: Elsewhere(path, "") for name, path in whole}
+    parts = [statement.module or ""]
+    if statement.level:
+        around = module.package.split(".")
+        parts = [*around[: len(around) - statement.level + 1], *parts]
+    path = ".".join(part for part in parts if part)
+    return {one.asname or one.name: Elsewhere(path, one.name) for one in statement.names}
+
+
+def _package_of(path: Path | None) -> str:
+    """``torchtitan.models.llama3`` of a file in that folder; of one that is no package, the folder's own name."""
+    if path is None:
+        return ""
+    names: list[str] = []
+    folder = path.absolute().parent
+    while folder.name and len(names) < 12 and (not names or is_there(folder / "__init__.py")):
+        names.append(folder.name)
+        folder = folder.parent
+    return ".".join(reversed(names))
+
+
+def _from_here(path: Path) -> str:
+    """``path`` as errors call it."""
+    here = Path().absolute()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """``target`` as it is read."""
+    found = copy(target)
+    if isinstance(found, (ast.Name, ast.Attribute, ast.Subscript)):
+        found.ctx = ast.Load()
+    return found
+
+
+def _shown(given: ast.AST) -> str:
+    try:
+        return one_line(ast.unparse(given))[:60]
+    except (RecursionError, ValueError):
+        return "an expression"
+
+
+def _kind(statement: ast.stmt) -> str:
+    return type(statement).__name__.lower()

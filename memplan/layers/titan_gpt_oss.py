@@ -1,0 +1,304 @@
+"""Layers of torchtitan's gpt-oss as its main branch has them in August 2026 (commit b5bcd76): attention sinks, windows
+in every second layer, experts with biases and a clamped gate, rows of experts without padding.
+
+``torchtitan/models/gpt_oss/model.py`` (``Attention``, ``apply_attention_sink_rescale``), ``gpt_oss/moe.py``
+(``GptOssGroupedExperts``, ``swiglu``), ``models/common/attention.py`` (``FusedQKVLinear``, ``VarlenAttention``),
+``models/common/rope.py`` (``CosSinRoPE``), ``models/common/moe.py`` (``TokenChoiceTopKRouter``, ``MoE``),
+``models/common/token_dispatcher.py`` (``LocalTokenDispatcher``). Shapes: n = b s tokens of a micro-batch, k experts of
+a token, N = n k rows, E experts, h hidden, f an expert's inner width, a heads, g heads of keys, d features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan.spec import ModelSpec
+from ..tape.events import Category
+from . import ops, selecting
+from .autograd import Gradients, Recorder, Tensor, incoming
+from .experts import grouped_product
+from .fused_attention import third_inside
+from .huggingface import LayerShape, Shared, linear, rotary_one
+from .tensor_parallel import tagged
+from .titan_moe import divided, fused_rms_norm, with_zeros
+from .torchtitan import Policy
+from .work import attention as attention_work
+
+BLOCK = 128
+"""Rows of a block of flash attention 3 with heads of 64 features."""
+GATE_UP, DOWN = "experts.mlp1", "experts.mlp2"
+
+
+def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
+    """``GptOssTransformerBlock.forward``: rows of tokens, in as many sequences as a batch has."""
+    whole, n = x.shape, shape.b * shape.s
+    x = x.view(n, shape.spec.hidden)
+    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy)
+    x = ops.add(r, x, made, "residual_attention")
+    del made
+    return ops.add(r, x, mixture(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy), "residual_mlp").view(*whole)
+
+
+# -- attention --------------------------------------------------------------------------------------
+
+
+def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``Attention.forward`` of (n, h)."""
+    spec = shape.spec
+    q, k, v = queries_keys_values(r, x, spec, policy)
+    q, k = rotary(r, q, k)
+    out = inner_attention(r, q, k, v, shape, policy)
+    return projected(r, out.view(x.shape[0], spec.heads * spec.head_dim), spec, policy)
+
+
+def queries_keys_values(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+    """``FusedQKVLinear.forward``: one product, of which each part is copied."""
+    n, a, g, d = x.shape[0], spec.heads, spec.kv_heads, spec.head_dim
+    both = policy.run(r, lambda r: linear(r, x, "qkv", (a + 2 * g) * d, True)).view(n, g, a // g + 2, d)
+    q, k, v = ops.split(r, both, [(n, g, a // g, d), (n, g, 1, d), (n, g, 1, d)], "query_key_value")
+    q = ops.contiguous(r, q, (n, a, d), "query")
+    k = ops.contiguous(r, k, (n, g, d), "key")
+    v = ops.contiguous(r, v, (n, g, d), "value")
+    return q, k, v
+
+
+def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """``CosSinRoPE.forward``: rows of the layer's own table by positions, and everything in fp32."""
+    n, dtype, d = q.shape[0], q.dtype, q.shape[-1]
+    checked(r, n)
+    rows = r.empty((n, 2 * d), "fp32", "rope_rows")
+    half = Tensor(rows.storage, (n, 1, d), "fp32")
+    shared = Shared(cos=half, sin=half)
+    q = ops.cast(r, q, "fp32", "query_fp32")
+    k = ops.cast(r, k, "fp32", "key_fp32")
+    q_out = rotary_one(r, q, shared, "query")
+    k_out = rotary_one(r, k, shared, "key")
+    q_cast = ops.cast(r, q_out, dtype, "query_rotary_cast")
+    return q_cast, ops.cast(r, k_out, dtype, "key_rotary_cast")
+
+
+def checked(r: Recorder, n: int) -> None:
+    """``_maybe_check_max_pos``."""
+    below = r.empty((n,), "bool", "positions_below")
+    _all = r.empty((), "bool", "positions_all_below")
+    del below
+
+
+def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``VarlenAttention.forward``, and ``apply_attention_sink_rescale`` of what it gives."""
+    parts: list[Tensor] = []
+
+    def kernel(r: Recorder) -> Tensor:
+        out, logsumexp = varlen_attention(r, q, k, v, shape)
+        parts.append(logsumexp)
+        return out
+
+    out = policy.run(r, kernel)
+    (logsumexp,) = parts
+    return rescaled(r, out, logsumexp, shape.spec)
+
+
+def varlen_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """``torch_attn::_varlen_attn`` (``torch/nn/attention/varlen.py``): flash attention of packed sequences (n, a, d):
+    saves q, k, v, output, log-sum-exp, (a, n) fp32, and two numbers of the random state; the gradient of the
+    log-sum-exp is not used. The kernel is flash attention 3 (``get_cuda_flash_attention_impl``), inside of which
+    backward has a block's rows more for every sequence (``hopper/flash_api.cpp``, ``mha_bwd``,
+    ``total_q_padded_rounded``); documents that are packed are counted as one a sequence.
+    """
+    (n, a, d), g, dtype = q.shape, k.shape[1], q.dtype
+    shapes = (q.shape, k.shape, v.shape)
+    out = r.empty(q.shape, dtype, "attention")
+    logsumexp = r.empty((a, n), "fp32", "attention_logsumexp")
+    state = r.empty((2,), "int64", "attention_rng_state")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        unused = r.empty((2,), "int64", "grad_rng_state")
+        made = [r.empty(one, dtype, f"grad_{part}") for part, one in zip("qkv", shapes, strict=True)]
+        if r.kernel_workspaces:
+            third_inside(r, (1, a, n + shape.b * BLOCK, d), g, dtype)
+        del unused
+        return [*made]
+
+    work = attention_work((shape.b, shape.s, a, d), g, shape.s, dtype, causal=True)
+    node = r.node((q, k, v), (q, k, v, out, logsumexp, state), backward, outputs=2, work=work)
+    return Tensor(out.storage, out.shape, dtype, node, 0), Tensor(logsumexp.storage, (n, a), "fp32", node, 1)
+
+
+def rescaled(r: Recorder, out: Tensor, logsumexp: Tensor, spec: ModelSpec) -> Tensor:
+    """``out * sigmoid(lse - sinks)``."""
+    n, a = logsumexp.shape
+    sinks = r.parameter("sinks.logits", (a,), out.dtype)
+    less = ops.add(r, logsumexp, sinks.view(1, a), "logsumexp_less_sinks", negated=True)
+    scale = ops.elementwise(r, "sink_scale", (less,), saves_output=True).view(n, a, 1)
+    del less
+    return ops.multiply(r, out, ops.cast(r, scale, out.dtype, "sink_scale_cast"), "attention_rescaled")
+
+
+def projected(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
+    """``ScaledBiasRowwiseLinear.forward``, whose bias is divided by the number of tensor-parallel ranks."""
+    weight = r.parameter("attention_output.weight", (spec.hidden, x.shape[-1]), x.dtype)
+    bias = ops.scale(r, r.parameter("attention_output.bias", (spec.hidden,), x.dtype), "output_bias_scaled")
+    return policy.run(r, lambda r: ops.linear(r, x, weight, bias, name="attention_output"))
+
+
+# -- experts ----------------------------------------------------------------------------------------
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``MoE.forward`` of (n, h)."""
+    spec, n = shape.spec, x.shape[0]
+    top, chosen, _scores = router(r, x, spec, policy)
+    _map = r.empty((n, spec.experts), "bool", "routing_map")
+    counts = r.empty((spec.experts,), "int64", "rows_of_expert")
+    return routed_experts(r, x, top, chosen, counts, spec)
+
+
+def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
+    """``TokenChoiceTopKRouter.forward``, whose gate runs in fp32 (``torch.autocast``)."""
+    scores = ops.softmax(r, gate_of(r, x, spec, policy), "router_scores")
+    choice = ops.add_constant(r, scores, "scores_for_choice")
+    values: list[Tensor] = []
+
+    def chosen_of(r: Recorder) -> Tensor:
+        best, indices = selecting.top_k(r, choice, spec.expert_top_k, "chosen")
+        values.append(best)
+        return indices
+
+    chosen = policy.run(r, chosen_of)
+    top = selecting.gathered(r, scores, chosen, "top_scores")
+    total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
+    top = divided(r, top, total, "top_scores_normed")
+    top = ops.scale(r, top, "top_scores_scaled")
+    return top, chosen, scores
+
+
+def gate_of(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
+    """``F.linear`` of input, weight and bias in fp32."""
+    stored = r.parameter("router.weight", (spec.experts, spec.hidden), x.dtype)
+    bias = ops.cast(r, r.parameter("router.bias", (spec.experts,), x.dtype), "fp32", "router_bias_fp32")
+    weight = ops.cast(r, stored, "fp32", "router_fp32")
+    wide = ops.cast(r, x, "fp32", "router_input_fp32")
+    return policy.run(r, lambda r: ops.linear(r, wide, weight, bias, name="router_logits"))
+
+
+def routed_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
+    """``RoutedExperts.forward`` without expert parallelism."""
+    rows, tokens, scores = dispatched(r, x, top, chosen)
+    out = grouped(r, rows, counts, spec)
+    return combined(r, x, out, tokens, scores)
+
+
+def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``LocalTokenDispatcher.dispatch``: rows by expert, the token of each, and its score."""
+    rows = (chosen.shape[0] * chosen.shape[1],)
+    values = r.empty(rows, "int64", "experts_sorted")
+    order = r.empty(rows, "int64", "row_order")
+    del values
+    scores = selecting.gathered(r, top.view(*rows), order, "row_scores")
+    order = r.empty(rows, "int64", "token_of_row")
+    return selecting.gathered(r, x, order, "rows"), order, scores
+
+
+def grouped(r: Recorder, x: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
+    """``GptOssGroupedExperts.forward`` of (N, h): what is in its variables ends when it returns."""
+    e, f, h, dtype = spec.experts, spec.expert_ffn, spec.hidden, x.dtype
+    sizes = {f"{GATE_UP}.weight": (e, 2 * f, h), f"{GATE_UP}.bias": (e, 2 * f)}
+    sizes |= {f"{DOWN}.weight": (e, h, f), f"{DOWN}.bias": (e, h)}
+    gate_up, gate_up_bias, down, down_bias = (
+        r.parameter(name, size, dtype, expert=True) for name, size in sizes.items()
+    )
+    offsets = r.empty((e,), "int32", "expert_offsets")
+    _slack, _counts = rows_counted(r, e)
+    out = grouped_product(r, x, gate_up, offsets, "experts_gate_up")
+    of_first, rows_of_first = bias_rows(r, gate_up_bias, x.shape[0], "gate_up_bias")
+    out = ops.add(r, out, rows_of_first, "experts_gate_up_biased")
+    inner = clamped_gate(r, out, f)
+    made = grouped_product(r, inner, down, offsets, "experts_down")
+    of_second, rows_of_second = bias_rows(r, down_bias, x.shape[0], "down_bias")
+    result = ops.add(r, made, rows_of_second, "experts_down_biased")
+    del of_first, of_second
+    return result
+
+
+def rows_counted(r: Recorder, e: int) -> tuple[Tensor, Tensor]:
+    """``tail_slack`` and ``num_tokens_per_expert_long``."""
+    less = r.empty((), "int32", "rows_left")
+    slack = r.empty((1,), "int64", "rows_left_int64")
+    del less
+    return slack, r.empty((e + 1,), "int64", "rows_of_expert_and_left")
+
+
+def bias_rows(r: Recorder, bias: Tensor, rows: int, name: str) -> tuple[Tensor, Tensor]:
+    """``cat([bias, zeros]).repeat_interleave(…)``: each row's bias, by an index that is saved."""
+    both = with_zeros(r, bias)
+    indices = r.empty((rows,), "int64", f"{name}_of_row")
+    return both, chosen_rows(r, both, indices, bias.shape[0], name)
+
+
+def chosen_rows(r: Recorder, x: Tensor, indices: Tensor, kept: int, name: str) -> Tensor:
+    """``index_select`` of rows: saves the index; of the gradient, which all rows have, the first ``kept`` are used."""
+    shape, dtype = x.shape, x.dtype
+    of = tagged(f"grad_{name}_rows", kept)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, of)]
+
+    return r.output((x,), (indices,), backward, (indices.shape[0], shape[1]), dtype, f"{name}_rows")
+
+
+def clamped_gate(r: Recorder, x: Tensor, f: int) -> Tensor:
+    """``swiglu``: every second feature is the gate's; ``addcmul`` adds one to the other."""
+    gate = ops.slice_last(r, x, f, "gate")
+    up = ops.slice_last(r, x, f, "up")
+    gate = selecting.clamped(r, gate, "gate_clamped", bounds=1)
+    up = selecting.clamped(r, up, "up_clamped", bounds=2)
+    inner = ops.elementwise(r, "gate_sigmoid", (ops.scale(r, gate, "gate_scaled"),), saves_output=True)
+    gated = ops.multiply(r, gate, inner, "gated")
+    del inner
+    return added_product(r, gated, up, "gated_up")
+
+
+def added_product(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``addcmul(x, x, y)``: saves both; each factor is multiplied with the value, 1, before the gradient is."""
+    shape, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        def of(part: str) -> Tensor:
+            valued = r.empty(shape, dtype, f"{name}_{part}_valued")
+            made = r.empty(shape, dtype, f"grad_{name}_{part}")
+            del valued
+            return made
+
+        first = of("first")
+        return [incoming(gradients).alias(), first, of("second")]
+
+    return r.output((x, x, y), (x, y), backward, shape, dtype, name)
+
+
+def combined(r: Recorder, x: Tensor, rows: Tensor, tokens: Tensor, scores: Tensor) -> Tensor:
+    """``LocalTokenDispatcher.combine``: rows times scores in fp32, added up token by token."""
+    zeros = r.empty(x.shape, x.dtype, "experts_zeros")
+    rows = weighed(r, rows, scores)
+    return scattered_sum(r, zeros, tokens, rows)
+
+
+def weighed(r: Recorder, rows: Tensor, scores: Tensor) -> Tensor:
+    made = ops.multiply(r, ops.cast(r, rows, "fp32", "rows_fp32"), scores.view(rows.shape[0], 1), "rows_weighed")
+    return ops.cast(r, made, rows.dtype, "rows_weighed_cast")
+
+
+def scattered_sum(r: Recorder, zeros: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
+    """``deterministic_scatter_add`` (``torchtitan/ops/scatter_add.py``): saves the tokens; gradients are gathered.
+
+    Its kernel runs by ``index_put_`` of whole rows, as the index is the same along them (``_scatter_via_index_put`` of
+    ``aten/src/ATen/native/TensorAdvancedIndexing.cpp``, since PyTorch's pull request 156744), which sorts it: the index
+    itself, the sorted, where they were, and a range, (N,) each (``index_put_with_sort_kernel`` of
+    ``cuda/Indexing.cu``).
+    """
+    like, dtype = rows.shape, rows.dtype
+    out = r.empty(zeros.shape, dtype, "experts_sum")
+    if r.kernel_workspaces:
+        names = ("scatter_index", "scatter_sorted", "scatter_order", "scatter_range")
+        sorting = [r.empty((like[0],), "int64", name, Category.WORKSPACES) for name in names]
+        del sorting
+    return out.by(r.node((rows,), (tokens,), lambda r, gradients: [r.empty(like, dtype, "grad_rows_of_experts")]))

@@ -1,0 +1,135 @@
+"""torchtitan's gpt-oss under ``fully_shard``, against the same operators run on fake tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+
+from memplan.estimate import programs_of
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.units import Sharding
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import ROUND, Category, Hold
+from memplan.tape.program import fold_program
+
+from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
+from ..oracle import fsdp as oracle
+from ..oracle.titan_gpt_oss import Sizes, builder
+
+SMALL = Sizes(
+    hidden=192, heads=6, kv_heads=2, head_dim=64, vocab=1003, layers=2, b=2, s=64, experts=8, top_k=3, expert_ffn=96
+)
+MULTI_HEAD = replace(
+    SMALL, hidden=136, heads=4, kv_heads=4, head_dim=32, vocab=515, layers=3, b=3, s=40, experts=12, top_k=4
+)
+WIDE = replace(SMALL, b=1, s=200, heads=8, kv_heads=1, experts=32, top_k=2, expert_ffn=40)
+
+
+@dataclass(frozen=True)
+class Case:
+    recompute: str
+    sizes: Sizes
+    shards: int = 4
+
+
+CASES = {
+    "none": Case("none", SMALL),
+    "op": Case("op", SMALL),
+    "full": Case("full", SMALL),
+    "multi-head-op": Case("op", MULTI_HEAD, 3),
+    "wide-full": Case("full", WIDE, 8),
+}
+
+
+def plan_of(given: Sizes, shards: int) -> ResolvedPlan:
+    base = {"model": "gpt-oss-20b", "framework": "single", "dtype": "bf16", "mbs": str(given.b), "seq": str(given.s)}
+    base |= {"layers": str(given.layers), "attention": "eager", "optimizer": "adamw", "gpu": "h100-80gb"}
+    plan = resolve(read_plan(None, base).plan)
+    changed: dict[str, object] = {"hidden": given.hidden, "heads": given.heads, "kv_heads": given.kv_heads}
+    changed |= {"head_dim": given.head_dim, "vocab": given.vocab}
+    changed |= {"experts": given.experts, "expert_top_k": given.top_k, "expert_ffn": given.expert_ffn}
+    parts = {
+        "attention": "flash",
+        "fsdp": plan.fsdp.model_copy(update={"ends_apart": True}),
+        "model": plan.model.model_copy(update=changed),
+        "batch": plan.batch.model_copy(update={"gbs": given.b * shards}),
+        "layout": plan.layout.model_copy(update={"dp": shards}),
+    }
+    return plan.model_copy(update=parts)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_every_event(case: Case) -> None:
+    plan = plan_of(case.sizes, case.shards)
+    recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
+    program = fsdp.program(plan, model, Sharding(case.shards))
+    sharding = oracle.Sharding(case.shards)
+    steps = oracle.traced(builder(case.sizes, sharding, [case.recompute] * case.sizes.layers), sharding)
+
+    modules = [span.module for span in program.spans for _ in span.names]
+    forward = [event for module in modules for event in named(module, module.steady.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    traced_forward, traced_backward, _ = steps.stretches
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
+
+    folded = fold_program(program)
+    assert folded.static == steps.before
+    assert folded.after_forward == steps.levels()[0]
+    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
+    assert folded.step_peak == steps.peaks()[2]
+
+
+JOB = {"model": "gpt-oss-20b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "16"}
+JOB |= {"seq": "4096", "mbs": "1", "layers": "2", "ends-apart": "true"}
+
+
+def test_what_the_sum_of_rows_allocates_inside() -> None:
+    """4 experts of 4096 tokens: an index of every row, sorted, each in int64, and nothing of the size of features."""
+    (program,) = programs_of(resolve(read_plan(None, JOB).plan), Options(kernel_workspaces=True))
+    layer = next(span.module for span in program.spans if span.module.name == "layer")
+    inside = [one for one in layer.steady.forward if isinstance(one, Hold) and one.name.startswith("scatter_")]
+    assert {one.category for one in inside} == {Category.WORKSPACES}
+    assert [one.bytes for one in inside] == [8 * 4 * 4096] * 4
+
+
+def test_parameters_are_those_that_are_published() -> None:
+    """As ``published_parameters`` of the spec."""
+    plan = resolve(read_plan(None, {**JOB, "layers": "24"}).plan)
+    (program,) = programs_of(plan, Options())
+    assert sum(one.elements for one in program.parameter_tensors()) == 20_914_757_184
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"ep": "2"}, "layout.ep = 2: must be 1 with torchtitan's gpt_oss"),
+        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
+        ({"pp": "2"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
+        ({"gpus": "64"}, "makes 64 shards of 32 experts, which torchtitan's gpt_oss cuts along another dimension"),
+        ({"gpus": "64", "fsdp-replicas": "2"}, ""),
+        ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
+        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
+        ({"ends-apart": "false"}, "fsdp.ends_apart = false: must be true"),
+        ({"attention": "eager"}, "attention = eager: must be flash"),
+        ({"attention-bias": "false"}, "model.attention_bias = false: must be true in torchtitan's gpt_oss"),
+        ({"sliding-window": "256"}, "model.sliding_window = 256: must be 128 in torchtitan's gpt_oss"),
+        ({"tied-embeddings": "true"}, "model.tied_embeddings = true: must be false in torchtitan's gpt_oss"),
+        ({"lora-rank": "8"}, "lora.rank = 8: must be left out"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, str], says: str) -> None:
+    if not says:
+        assert len(programs_of(resolve(read_plan(None, {**JOB, **flags}).plan), Options())) == 1
+        return
+    with pytest.raises(PlanError, match=re.escape(says)) as caught:
+        programs_of(resolve(read_plan(None, {**JOB, **flags}).plan), Options())
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,131 @@
+"""torchtitan's Qwen 3 and DeepSeek V3 in pipeline stages, against PyTorch's own schedules run on fake tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+
+from memplan.estimate import programs_of
+from memplan.frameworks.fsdp.stages import stage_programs
+from memplan.frameworks.fsdp.torchtitan import (
+    ActivationCheckpointing,
+    Checkpointing,
+    cut_of_experts,
+    places,
+    recipes,
+)
+from memplan.frameworks.fsdp.units import Sharding
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.schedules.torch_schedules import Place
+from memplan.tape.program import fold_program
+
+from ..oracle import fsdp as oracle
+from ..oracle.pipelining import Pipeline, traced_pipeline
+from ..oracle.titan_experts import traced_stages
+from ..oracle.titan_models import Sizes, stage
+from .test_fsdp_pipeline import marks_of
+from .test_fsdp_titan import LATENT, QWEN_3, QWEN_3_MOE, V3, plan_of
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: Sizes
+    edges: tuple[int, ...]
+    """First layers of the stages, and the number of layers."""
+    ranks: int
+    microbatches: int
+    schedule: str = "1f1b"
+    recompute: Checkpointing = "none"
+    rank: int = 0
+    shards: int = 4
+    together: int = 1
+    """Ranks that share experts."""
+
+    @property
+    def chunks(self) -> int:
+        return (len(self.edges) - 1) // self.ranks
+
+
+CASES = {
+    "qwen3": Case(QWEN_3, (0, 2, 3), 2, 3, rank=1),
+    "qwen3-moe-first": Case(QWEN_3_MOE, (0, 2, 3), 2, 2),
+    "deepseek-v2-op": Case(LATENT, (0, 1, 3), 2, 2, recompute="op", rank=1),
+    "deepseek-v3-interleaved-full": Case(replace(V3, layers=4), (0, 0, 1, 3, 4), 2, 2, "interleaved", "full", 1),
+    "experts-shared": Case(replace(QWEN_3_MOE, experts=96), (0, 2, 3), 2, 2, shards=8, together=4),
+    "experts-shared-interleaved-full": Case(
+        replace(V3, layers=4), (0, 1, 2, 3, 4), 2, 2, "interleaved", "full", 1, shards=8, together=4
+    ),
+    "qwen3-moe-gpipe": Case(QWEN_3_MOE, (0, 1, 3), 2, 2, "gpipe", rank=1, shards=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_every_pass(case: Case) -> None:
+    """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
+    entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
+    plan = plan_of(case.sizes)
+    updates: dict[str, dict[str, object]] = {
+        "batch": {"gbs": case.sizes.b * case.shards * case.microbatches},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.shards, "ep": case.together},
+        "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
+        "fsdp": {"code": "torchtitan", "reshard_after_forward": False},
+    }
+    sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
+    plan = plan.model_copy(update=sections)
+    recompute = ActivationCheckpointing(case.recompute)
+    cut = cut_of_experts(plan) if case.together > 1 else None
+    held = Sharding(case.shards, divides=case.together > 1, experts=cut)
+    program = stage_programs(plan, Options(accumulates_in_place=False), recompute, held)[case.rank]
+
+    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches)
+    sharding = oracle.Sharding(case.shards)
+    if case.together > 1:
+        traced = traced_stages(case.sizes, pipeline, case.rank, sharding, case.recompute, case.together)
+    else:
+        traced = traced_pipeline(case.sizes, pipeline, case.rank, sharding, case.recompute, ends_apart=True, make=stage)
+    marks = marks_of(program, Place(case.rank, case.ranks, case.chunks))
+    assert (marks.before, marks.end, marks.names) == (traced.before, traced.end, traced.names)
+    spare = places(recipes(plan).shape, range(case.sizes.layers)) if case.together > 1 else ()
+    most = sum(one.bytes for one in spare)  # where passes are in flight, the module's places are one of them
+    for mine, real in ((marks.levels, traced.levels), (marks.peaks, traced.peaks)):
+        assert all(0 <= one - other <= most for one, other in zip(mine, real, strict=True))
+    assert 0 <= fold_program(program).peak - max(traced.peaks) <= most
+
+
+MIXTURE = {"model": "qwen3-30b-a3b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "16"}
+MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"ep": "16"}, "layout.ep = 16: must divide the 8 shards"),
+        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3, which is modelled without tensor"),
+        ({"gbs": "8"}, "gives 1 micro-batches; 1f1b needs at least as many as the 2 stages"),
+        ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward = true: must be false with pipeline"),
+        ({"model": "gpt-oss-20b"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)):
+        programs_of(resolve(read_plan(None, {**MIXTURE, **flags}).plan), Options())
+
+
+def test_experts_are_shared_in_stages() -> None:
+    plan = resolve(read_plan(None, {**MIXTURE, "ep": "4"}).plan)
+    for program in programs_of(plan, Options()):
+        shapes = {one.name: one.shape for one in program.parameter_tensors() if one.expert}
+        assert shapes["experts.w1"] == (32, 768, 2048)
+
+
+def test_experts_are_counted_in_their_stage() -> None:
+    """DeepSeek's first layer has none: the second stage has buffers of two mixtures more than the first's one."""
+    plan = resolve(read_plan(None, {**MIXTURE, "model": "deepseek-v2-lite", "layers": "6"}).plan)
+    first, second = programs_of(plan, Options())
+    counted = [sum(one.name == "expert_bias" for one in program.extra) for program in (first, second)]
+    assert counted == [2, 3]
