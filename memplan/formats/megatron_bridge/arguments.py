@@ -12,6 +12,9 @@ from ..rows import Argument, arguments_of
 from . import table
 
 FRAMEWORK = "megatron"
+MASK = "skip_getting_attention_mask_from_dataset"
+"""A field of ``dataset``, true by default: no mask of attention is moved to the GPU (``gpt_step.py``:
+``get_batch_from_iterator``)."""
 
 
 def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
@@ -132,6 +135,9 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     if length is not None and length.value is not None:
         yield "--seq-length", length
         yield "--max-position-embeddings", length
+    skips = data.get(MASK)
+    if skips is None or skips.value is not False:
+        yield "--no-create-attention-mask-in-dataloader", Node(True, skips.origin if skips is not None else root.origin)
     yield from _vocabulary(model)
     yield from _hybrid(model)
     spec = model.get("transformer_layer_spec")
