@@ -41,6 +41,7 @@ _MEANT = {
     **dict.fromkeys(("list-gpus", "gpu", "hardware"), "gpus"),
     **dict.fromkeys(("convert", "write"), "export"),
     **dict.fromkeys(("new", "template", "create"), "init"),
+    **dict.fromkeys(("completion", "completions"), "--install-completion (or --show-completion)"),
     "compare": "estimate … --compare",
     "version": "--version",
     "help": "--help, or memplan estimate --help",

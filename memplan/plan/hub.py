@@ -61,6 +61,15 @@ def namesakes(name: str) -> tuple[str, ...]:
     return tuple(model for model in alike if _version(model) == version)
 
 
+def of_same_size(name: str) -> tuple[str, ...]:
+    """Of ``namesakes`` those as large as ``name`` says: the 7b of ``qwen-7b``."""
+    size = _HOW_LARGE.search(name.rpartition("/")[2].lower())
+    return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
+
+
+_HOW_LARGE = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
+
+
 def _version(name: str) -> str | None:
     """The number behind a family's name, unless it is a size: ``3`` of ``gemma-3-4b``."""
     found = re.match(r"(?i)[a-z]+-?([0-9]+(?:\.[0-9]+)?)(?![0-9.]*[bm])", name)

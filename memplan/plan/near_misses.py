@@ -212,6 +212,7 @@ CHANGES_NOTHING = frozenset(
     for name in (
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
+        *("completion-only-loss", "assistant-only-loss", "train-on-inputs", "train-on-prompt", "mask-prompt"),
         *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
