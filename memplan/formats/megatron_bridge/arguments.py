@@ -49,6 +49,14 @@ def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ..
     return given, tuple(notes)
 
 
+def of_data(root: Node) -> dict[str, Node]:
+    """What ``dataset`` says and Megatron-LM's own YAML, whose sections are read with these, says otherwise."""
+    skips = _section(root, "dataset").get(MASK)
+    if skips is not None and skips.value is False:
+        return {}
+    return {"--no-create-attention-mask-in-dataloader": Node(True, skips.origin if skips is not None else root.origin)}
+
+
 def _check_low_precision(fields: Mapping[str, Node]) -> None:
     for field, (value, reason) in table.LOW_PRECISION.items():
         node = fields.get(field)
@@ -135,9 +143,6 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     if length is not None and length.value is not None:
         yield "--seq-length", length
         yield "--max-position-embeddings", length
-    skips = data.get(MASK)
-    if skips is None or skips.value is not False:
-        yield "--no-create-attention-mask-in-dataloader", Node(True, skips.origin if skips is not None else root.origin)
     yield from _vocabulary(model)
     yield from _hybrid(model)
     spec = model.get("transformer_layer_spec")

@@ -16,7 +16,7 @@ from ..launch import Asked, Launch
 from ..megatron.context import Family
 from ..training_scripts import launched
 from . import overrides, table
-from .arguments import FRAMEWORK, arguments
+from .arguments import FRAMEWORK, arguments, of_data
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -36,6 +36,7 @@ def read(place: str, asked: Asked) -> Launch:
     provider = _provider(model)
     _check_whole(model)
     given, notes = arguments(root, asked.strict)
+    given.update(of_data(root))
     words = words_of_node(Node({"arguments": Node(given, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     folder = words.folder if place == "-" else folder_of(path_of(place))
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
@@ -49,6 +50,7 @@ def _of_overrides(root: Node, asked: Asked) -> Launch:
     base, note = overrides.model_of(asked, root), overrides.told(root, asked)
     whole = overrides.over_template(root)
     given, notes = arguments(whole, asked.strict)
+    given.update(of_data(whole))
     off = {name for name in base if name not in given and _is_turned_off(name, root)}
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = words_of_node(Node({"arguments": Node(every, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
