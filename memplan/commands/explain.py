@@ -134,6 +134,8 @@ def _content(log: str | None) -> tuple[Iterator[bytes], str]:
         return iter([log.encode("utf-8", "replace")]), "the message"
     if not is_there(path_of(log)) and (size := _SIZE.fullmatch(log)) is not None:
         return iter([f"CUDA out of memory. Tried to allocate {size[1]} {size[2]}iB".encode()]), "the size"
+    if not is_there(path_of(log)) and (" " in log.strip() or "\n" in log):
+        return iter([log.encode("utf-8", "replace")]), "the message"
     return pieces_of(log), log
 
 

@@ -135,6 +135,10 @@ def flags_of_launch(
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
+        fields = [flag for one in given if (flag := _flag_of(one)) is not None]
+        if fields:
+            problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
+            raise PlanError("", ABSENT, problem, origin=Origin("command line"))
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
@@ -145,6 +149,8 @@ def flags_of_launch(
     for flag, is_given in others.items():
         if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
+            named = _flag_of(variables[0]) if flag == "--set" and variables else None
+            other = f"; a field of a plan is a flag, {named[1]}" if named is not None else other
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
 
@@ -176,6 +182,16 @@ def _overridden(
 
 
 _BRIDGE = "megatron-bridge"
+
+
+def _flag_of(word: str) -> tuple[str, str] | None:
+    """``layout.tp=4`` or ``tp=4``, and the flag that says it."""
+    from ..plan.fields import by_flag, plan_fields
+    from ..plan.near_misses import called
+
+    name, equals, value = word.partition("=")
+    field = plan_fields().get(name) or by_flag().get(called(name))
+    return (word, f"{field.flag} {value}") if equals and field is not None and field.flag else None
 
 
 def _called(name: str) -> str:

@@ -67,6 +67,15 @@ def of_same_size(name: str) -> tuple[str, ...]:
     return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
 
 
+def guesses(name: str) -> tuple[str, ...]:
+    """Of ``namesakes`` those that ``name`` may be meant for: with a size of its own it is none of another size, but for
+    a slip or what its name goes on with."""
+    if _HOW_LARGE.search(name.rpartition("/")[2].lower()) is None:
+        return namesakes(name)
+    own = name.lower()
+    return tuple(one for one in namesakes(name) if is_slip(own, one) or one.startswith(own))
+
+
 _HOW_LARGE = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
 
 

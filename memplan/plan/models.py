@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
-from .hub import cached_config, check_no_address, is_repository, namesakes, of_same_size, refused, twin, without_address
+from .hub import cached_config, check_no_address, guesses, is_repository, of_same_size, refused, twin, without_address
 from .library import hub_ids, learned_models, model_specs
 from .normalise import section_fields
 from .notes import Note
@@ -115,7 +115,7 @@ def _base(base: Node, folder: Path) -> Found:
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
-    raise PlanError("model", name, problem, origin=base.origin, known=alike or namesakes(name))
+    raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
 
 
 MOST_ALIKE = 6

@@ -121,6 +121,7 @@ _MEANT = {
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
+    "--tp, --pp, --dp, --cp or --ep": ("parallel", "parallelism", "model-parallel", "model-parallel-size", "mp"),
     "--autocast --dtype": ("mixed-precision",),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
@@ -173,7 +174,7 @@ NOT_MODELLED: Mapping[str, str] = {
         "estimated as it stands",
     ),
     **dict.fromkeys(
-        ("--sharding-strategy", "--fsdp-sharding-strategy"),
+        ("--sharding-strategy", "--fsdp-sharding-strategy", "--shard-strategy", "--sharding"),
         "is --framework fsdp: FULL_SHARD as it is, SHARD_GRAD_OP with --no-reshard-after-forward, HYBRID_SHARD with "
         "--fsdp-replicas N; NO_SHARD is --framework ddp",
     ),

@@ -61,6 +61,9 @@ _SERVING = "is a kernel of inference servers, which training does not run; train
 _KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3 or flex_attention"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
+    "precision.fp8": dict.fromkeys(
+        ("hybrid", "e4m3"), "is a format, not how operands are scaled: --fp8 delayed --fp8-format hybrid, or e4m3"
+    ),
     "precision.dtype": {
         **dict.fromkeys(("bf16mixed", "mixedbf16"), _MIXED.format("bf16")),
         **dict.fromkeys(("16mixed", "fp16mixed", "mixed", "mixed16", "amp"), _MIXED.format("fp16")),
