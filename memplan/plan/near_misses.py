@@ -121,7 +121,7 @@ _MEANT = {
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
-    "--tp, --pp, --dp, --cp or --ep": ("parallel", "parallelism", "model-parallel", "model-parallel-size", "mp"),
+    "--tp or --pp": ("parallel", "parallelism", "model-parallel", "model-parallel-size", "mp"),
     "--autocast --dtype": ("mixed-precision",),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
