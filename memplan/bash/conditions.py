@@ -203,7 +203,9 @@ class _Reader:
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-RUNS_PYTHON = re.compile(r"\.py\b|^(?:trl|llamafactory-cli|torchtitan\.train)$|\brun_train\.sh$")
+RUNS_PYTHON = re.compile(
+    r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt)$|\brun_train\.sh$"
+)
 """In a word of a command that may run a Python file."""
 
 

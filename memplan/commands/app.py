@@ -41,6 +41,7 @@ _MEANT = {
     **dict.fromkeys(("list-gpus", "gpu", "hardware"), "gpus"),
     **dict.fromkeys(("convert", "write"), "export"),
     **dict.fromkeys(("new", "template", "create"), "init"),
+    **dict.fromkeys(("completion", "completions"), "--install-completion (or --show-completion)"),
     "compare": "estimate … --compare",
     "version": "--version",
     "help": "--help, or memplan estimate --help",
@@ -172,13 +173,18 @@ class _Common(_ByPanel):
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and not {*parameter.opts} & _RARE:
                 panel = _MERGED.get(getattr(parameter, "rich_help_panel", None) or "", "Job")
-                panels.setdefault(panel, []).append((record[0], _brief(record[1], width)))
+                name = _UNTYPED.sub("", record[0])
+                said = _SAID.get(parameter.opts[0]) or _brief(record[1], width)
+                panels.setdefault(panel, []).append((name, said))
         for name, rows in panels.items():
             formatter.write(f"\n{name}:\n")
             with formatter.indentation():
                 formatter.write_dl(rows, col_max=_SHORT_FLAG - 4)
+        example = _EXAMPLE.get(ctx.command_path.rpartition(" ")[2])
+        if example is not None:
+            formatter.write(f"\nFor example: {ctx.command_path} {example}")
         formatter.write(f"\nAll flags: {ctx.command_path} --help-all\n")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
@@ -192,6 +198,31 @@ def _brief(text: str, width: int) -> str:
     return textwrap.shorten(re.split(r"; |: | \(|  \[", text, maxsplit=1)[0], max(width, 20), placeholder=" …")
 
 
+_UNTYPED = re.compile(r" <[^>]*>+$")
+_RARE = frozenset(("--help", "--set", "--plot", "--layers", "--accumulation", "--strict", "--vocab-size"))
+"""Flags that only the whole help has."""
+_SAID = {
+    "plan": "plan, launch file, or built-in example",
+    "log": "a log, a memory snapshot, or the message in quotes",
+    "--objective": "time (the default), memory or gpus",
+    "--from": "whose launch file PLAN is, if not told by itself",
+    "--compare": "other plans, side by side with PLAN",
+    "--vary": "values side by side: --vary mbs=1,2,4",
+    "--model": "built-in name, Hub id, or path of a config.json",
+    "--gpu": "such as h100, a100-80gb, 4090; or 8xh100",
+    "--recompute": "none, selective or full",
+    "--quantisation": "frozen weights: nf4, fp4, int8, gptq",
+    "--headroom": "memory kept free: 2GiB, 5%",
+}
+"""Of the short help, in place of a first clause that says less."""
+_EXAMPLE = {
+    "estimate": "--model llama-3-8b --gpus 8 --gpu h100",
+    "suggest-partition": "llama-3-8b-8gpu --gbs 64",
+    "explain": "train.log plan.yaml",
+    "export": "plan.yaml --to megatron",
+    "validate": "plan.yaml --gpus 8",
+    "trace": "--model gpt2 --mbs 1 --seq 1024",
+}
 _SHORT_FLAG = 30
 _MERGED = {
     **dict.fromkeys(("", "A launch file in place of a plan", "Side by side"), "Plan"),

@@ -276,6 +276,8 @@ def _variants(
         found = flags_of_launch(other, None)
         if found.formats:
             launches[other] = read_launched(other, found, flags, vary)
+    for launch in launches.values():
+        flags = launch.flags_over(flags)
     return read_variants(
         source,
         flags,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +132,15 @@ def _content(log: str | None) -> tuple[Iterator[bytes], str]:
         return (iter(()) if nobody else pieces_of("-")), STANDARD_INPUT
     if not is_there(path_of(log)) and any(mark in log for mark in MARKS):
         return iter([log.encode("utf-8", "replace")]), "the message"
+    if not is_there(path_of(log)) and (size := _SIZE.fullmatch(log)) is not None:
+        return iter([f"CUDA out of memory. Tried to allocate {size[1]} {size[2]}iB".encode()]), "the size"
+    if not is_there(path_of(log)) and (" " in log.strip() or "\n" in log):
+        return iter([log.encode("utf-8", "replace")]), "the message"
     return pieces_of(log), log
+
+
+_SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([KMG])i?B\s*", re.IGNORECASE)
+"""What a message says that was asked for, alone."""
 
 
 @contextmanager

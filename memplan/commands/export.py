@@ -11,7 +11,7 @@ from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
-from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
+from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, placed, read_given
 from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, print_file, print_json
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def export(
     launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     if output is not None and output != "-":
         check_writable(output, force=force)
-    read = read_given(placed(plan), launch_flags, flags)
+    read = read_given(placed(plan), launch_flags, with_framework_of(to, plan, launch_flags, flags))
     done = _exported(read, to)
     _tell([note.message for note in read.warnings], quiet)
     if json:
@@ -67,6 +67,17 @@ def export(
     write_whole(output, done.text_at(output).encode(), force=force)
     _tell([f"wrote {output}; estimate it with: {done.command_line(output)}"], quiet)
     return 0
+
+
+def with_framework_of(to: str | None, plan: list[str] | None, launch: LaunchFlags, given: Flags) -> Flags:
+    """``given`` of a job in flags alone, with the framework that ``--to`` is about where they name none."""
+    from ..frameworks import STAND_FOR, frameworks
+
+    if to is None or plan or launch.formats or "framework" in given:
+        return given
+    names = {one.configuration: one.name for one in frameworks()}
+    found = STAND_FOR.get(to, {"framework": names[to]} if to in names else {})
+    return {**found, **given}
 
 
 def _exported(read: ReadPlan, to: str | None) -> Exported:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
+from ..formats.megatron_bridge.overrides import is_override
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
@@ -74,6 +75,8 @@ class LaunchFlags:
     vocab_size: int | None
     recognised: bool = False
     """No ``--from`` was given."""
+    overrides: tuple[str, ...] = ()
+    """Of the words of PLAN, those that are no file: Megatron-Bridge's overrides."""
 
     @property
     def takes_settings(self) -> bool:
@@ -114,7 +117,12 @@ def flags_of_launch(
 ) -> LaunchFlags:
     """The flags for the files at ``place``, which say by themselves whose they are where no ``--from`` does. Without a
     launch file none of the others means anything."""
-    variables, given = variables or (), place if isinstance(place, tuple) else () if place is None else (place,)
+    variables, words = variables or (), _words(place)
+    given = tuple(one for one in words if not is_override(one))
+    if len(given) < len(words):
+        return _overridden(
+            given, tuple(one for one in words if is_override(one)), formats, variables, strict, vocab_size
+        )
     named = [_called(name) for name in ((formats,) if isinstance(formats, str) else formats or ())]
     if named and not {*named} <= {one.name.lower() for one in ELSEWHERE}:
         return LaunchFlags(_of_each(named, given), variables, strict, vocab_size)
@@ -128,6 +136,10 @@ def flags_of_launch(
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
+        fields = [flag for one in given if (flag := _flag_of(one)) is not None]
+        if fields:
+            problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
+            raise PlanError("", ABSENT, problem, origin=Origin("command line"))
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
@@ -138,8 +150,49 @@ def flags_of_launch(
     for flag, is_given in others.items():
         if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
+            named = _flag_of(variables[0]) if flag == "--set" and variables else None
+            other = f"; a field of a plan is a flag, {named[1]}" if named is not None else other
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
+
+
+def _words(place: Place) -> tuple[str, ...]:
+    return place if isinstance(place, tuple) else () if place is None else (place,)
+
+
+def _overridden(
+    given: Sequence[str],
+    overrides: tuple[str, ...],
+    formats: Sequence[str] | str | None,
+    variables: Sequence[str],
+    strict: bool,
+    vocab_size: int | None,
+) -> LaunchFlags:
+    """The flags for overrides of Megatron-Bridge, alone or over the one file ``given``."""
+    from ..formats.recognised import recognised
+
+    named = formats if isinstance(formats, str) else formats[0] if formats else None
+    found = _called(named) if named is not None else recognised(given[0], variables) if given else _BRIDGE
+    if found != _BRIDGE or len(given) > 1:
+        whose = f"of a {found} file" if found is not None else "of a plan"
+        problem = (
+            f"is an override as Megatron-Bridge's recipes take it; a field {whose} is given as a flag, such as --tp 4"
+        )
+        raise PlanError("", ABSENT, f"{overrides[0]} {problem}", origin=Origin("command line"))
+    return LaunchFlags((_BRIDGE,), variables, strict, vocab_size, recognised=bool(given), overrides=overrides)
+
+
+_BRIDGE = "megatron-bridge"
+
+
+def _flag_of(word: str) -> tuple[str, str] | None:
+    """``layout.tp=4`` or ``tp=4``, and the flag that says it."""
+    from ..plan.fields import by_flag, plan_fields
+    from ..plan.near_misses import called
+
+    name, equals, value = word.partition("=")
+    field = plan_fields().get(name) or by_flag().get(called(name))
+    return (word, f"{field.flag} {value}") if equals and field is not None and field.flag else None
 
 
 def _called(name: str) -> str:
@@ -187,7 +240,11 @@ def read_launched(place: Place, launch_flags: LaunchFlags, flags: Flags, vary: S
     if size is not None and "vocab" in flags:
         raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
     varied = [assignment.partition("=")[0] for assignment in vary]
-    asked = Asked(names[0], flags, varied, launch_flags.variables, launch_flags.strict, size)
+    overrides = launch_flags.overrides
+    asked = Asked(names[0], flags, varied, launch_flags.variables, launch_flags.strict, size, overrides)
+    place = placed([one for one in _words(place) if one not in overrides]) if overrides else place
+    if place is None and overrides:
+        return reader(names[0])("", asked)
     if isinstance(place, tuple):
         from ..formats.together import Part, read_together
 

@@ -146,8 +146,7 @@ def suggest_partition(
 ) -> int:
     """The fastest layout that fits: parallel sizes, micro-batch, recompute, and what each stage holds.
 
-    Exit code 0: something fits. 1: nothing does; the report says what would. 2: the plan is wrong. 3: --plot without
-    matplotlib.
+    Exit code 0: something fits. 1: nothing does. 2: the plan is wrong.
     """
     if json and csv == PRINTED:
         raise typer.BadParameter("--json and --csv exclude each other")

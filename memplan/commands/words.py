@@ -150,7 +150,7 @@ def wrong_flags(words: Sequence[str], parameters: Iterable[Any], path: str) -> l
 
 
 def _is_value(rest: Sequence[str]) -> bool:
-    return bool(rest) and not rest[0].startswith("--")
+    return bool(rest) and re.match(r"[^-]|-[0-9.]|-$", rest[0]) is not None
 
 
 def wrong_values(words: Sequence[str]) -> Iterator[PlanError]:

@@ -123,7 +123,7 @@ ELSEWHERE = (
     ),
     Elsewhere(
         "NeMo",
-        ("mcore_gpt", "encoder_seq_length", "megatron_amp_O2"),
+        ("mcore_gpt", "encoder_seq_length", "megatron_amp_O2", "exp_manager"),
         (
             ("model.tensor_model_parallel_size", "--tp"),
             ("model.pipeline_model_parallel_size", "--pp"),

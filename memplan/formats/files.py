@@ -10,7 +10,7 @@ from pathlib import Path
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
 from ..bash.shell import read_script
-from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned
+from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned, text
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_events import parse_yaml
@@ -139,6 +139,25 @@ def words_of_mapping(arguments: Mapping[str, object], framework: str, source: st
 def words_of_node(root: Node, framework: str) -> Words:
     """The arguments in a mapping that a file holds: ``arguments``, and ``environment`` beside them."""
     return _mapping(root, arguments_of(framework), {}, Path())
+
+
+def node_of_written(content: Value, origin: Origin) -> Node:
+    """The mapping in a file that the script itself writes, a here-document, with the script's lines."""
+    lines = [origin]
+    for piece in content:
+        lines[-1] = piece.origin if lines[-1] is origin else lines[-1]
+        lines.extend([origin] * piece.text.count("\n"))
+    return _relocated(parse_yaml(text(content).expandtabs(2), "configuration.json"), lines)
+
+
+def _relocated(node: Node, lines: list[Origin]) -> Node:
+    line = node.origin.line or 1
+    origin = lines[min(line, len(lines)) - 1]
+    if isinstance(node.value, dict):
+        return Node({key: _relocated(item, lines) for key, item in node.value.items()}, origin)
+    if isinstance(node.value, list):
+        return Node([_relocated(item, lines) for item in node.value], origin)
+    return Node(node.value, origin, node.text)
 
 
 def _refuse_what_is_none(content: str, source: str) -> None:

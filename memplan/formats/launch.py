@@ -41,6 +41,12 @@ class Launch:
     finish: Callable[[ReadPlan], ReadPlan] = as_it_is
     """Fills in fields that depend on others which flags may have changed: batch sizes, stages."""
     assumptions: tuple[str, ...] = ()
+    read: frozenset[str] = frozenset()
+    """Flags that its plan has taken in already, and that would replace more of it than they say."""
+
+    def flags_over(self, flags: Flags) -> Flags:
+        """Those of ``flags`` that go over its plan."""
+        return {name: value for name, value in flags.items() if name not in self.read}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ class Asked:
     """``--set NAME=value``."""
     strict: bool = False
     vocab_size: int | None = None
+    overrides: Sequence[str] = ()
+    """``model.tensor_model_parallel_size=4`` and the like of the command line."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -94,7 +102,7 @@ class Asked:
 
 def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
     """The plan of ``launch`` with ``flags`` over it."""
-    return completed(launch, build_plan(launch.source, flags))
+    return completed(launch, build_plan(launch.source, launch.flags_over(flags)))
 
 
 def completed(launch: Launch, read: ReadPlan) -> ReadPlan:

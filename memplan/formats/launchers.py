@@ -114,6 +114,8 @@ def started_by(
     for started in reading.started:
         if any(runs_torchtitan(text(word)) for word in started.words):
             return "torchtitan"
+        if not {text(word).rpartition("/")[2] for word in started.words}.isdisjoint(_OF_TRAINER):
+            return "trainer"
         if (start := _script_of(started.words, is_megatron)) is not None:
             names = {text(word).partition("=")[0] for word in started.words[start:]}
             return "megatron-deepspeed" if names & {*_DEEPSPEED_MARKS} else "megatron"
@@ -124,6 +126,8 @@ def started_by(
     return "megatron"
 
 
+_OF_TRAINER = frozenset(("trl", "llamafactory-cli", "axolotl", "axolotl.cli.train"))
+"""Commands that run the Trainer, whatever their flags are called."""
 _SCRIPT = re.compile(r"(?:.*/)?([\w.-]+)\.py")
 _PASSED = re.compile(r"(?:-x|-e|--env=|--export=(?:ALL,)?)?([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus", "--gpus-per-node", "--gpus_per_node")
@@ -211,7 +215,7 @@ def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
     return scalar(text(value), value[0].origin) if value else None
 
 
-RUNNERS = ("-m", "trl", "llamafactory-cli")
+RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl")
 """Words before the name of what trains, where that is no file."""
 
 
@@ -243,6 +247,14 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             if unknowns and unknowns[0].ask and len(text(word)) == 1 and not text(before).startswith("-"):
                 problem = f"starts no training that can be read: {unknowns[0].why}"
                 return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
+    for started in reading.started:
+        words = [text(word) for word in started.words]
+        own = next((word for word in words if word in _OWN_COMMANDS), None)
+        if own is not None:
+            problem = (
+                f"starts {_OWN_COMMANDS[own]}, whose command is not read: say the job in flags, such as {_IN_FLAGS}"
+            )
+            return PlanError("", ABSENT, problem, origin=started.origin)
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
     what = "; ".join([what, *unread(reading)[:1], *_files_given(reading)[:1]])
     return PlanError("", ABSENT, what, origin=origin)
@@ -250,6 +262,10 @@ def _no_training(reading: Reading, source: str) -> PlanError:
 
 MAPPINGS = (".json", ".yaml", ".yml")
 """Endings of files that hold a mapping."""
+
+
+_OWN_COMMANDS = {"swift": "ms-swift", "tune": "torchtune", "litgpt": "LitGPT"}
+_IN_FLAGS = "memplan estimate --model NAME --lora-rank 8 --mbs 1 --seq 2048 --gpus N"
 
 
 def _files_given(reading: Reading) -> list[str]:

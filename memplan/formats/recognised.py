@@ -12,6 +12,7 @@ from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_events import parse_yaml
 from . import ELSEWHERE, FORMATS, Elsewhere
 from .launchers import MAPPINGS, IsMark, found_from, started_by
+from .megatron_bridge.overrides import HINTS, are_overrides
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
@@ -55,7 +56,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
     if text.lstrip().startswith("--"):
         return "megatron"
     known = [*(one.marks for one in FORMATS.values()), *(tool.marks for tool in ELSEWHERE)]
-    if not any(mark in text for marks in known for mark in marks):
+    if not any(mark in text for marks in (*known, HINTS) for mark in marks):
         return None
     return format_of(parse_yaml(text.expandtabs(2), name))
 
@@ -70,6 +71,8 @@ def format_of(written: Node) -> str | None:
     for tool in ELSEWHERE:
         if (keys | inner) & {*tool.marks}:
             raise PlanError("", ABSENT, _elsewhere(tool, written), origin=Origin(written.origin.source))
+    if are_overrides(written):
+        return "megatron-bridge"
     if "_target_" not in keys and keys & {"model", "framework", "extends"}:
         return None
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)

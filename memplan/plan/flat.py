@@ -18,6 +18,7 @@ _DOCUMENT = frozenset({"$schema", "extends"})
 
 def nested(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` with every flat key in its section, and what is told of those that change nothing."""
+    plan = _renamed(plan)
     own = {path.partition(".")[0] for path in plan_fields()} | _DOCUMENT
     flat = {key: node for key, node in plan.mapping.items() if key not in own}
     if not flat:
@@ -41,6 +42,23 @@ def nested(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     if wrong:
         raise together([*wrong, *_strange(items, own)])
     return Node(items, plan.origin), tuple(notes)
+
+
+def _renamed(plan: Node) -> Node:
+    """``plan`` where a section calls a field of its own as other tools do: ``batch: {micro_batch_size: 2}``."""
+    from .near_misses import SAME
+
+    fields, items = plan_fields(), dict(plan.mapping)
+    for name, section in plan.mapping.items():
+        made: dict[str, Node] = {}
+        for key, node in section.mapping.items():
+            same = SAME.get(f"--{key.replace('_', '-')}", "") if f"{name}.{key}" not in fields else ""
+            field = by_flag().get(same[2:])
+            renamed = field is not None and field.section == name and field.name not in section.mapping
+            made[field.name if field is not None and renamed else key] = node
+        if made.keys() != section.mapping.keys():
+            items[name] = Node(made, section.origin)
+    return Node(items, plan.origin)
 
 
 def with_counted_gpus(plan: Node) -> Node:

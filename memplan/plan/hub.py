@@ -61,6 +61,24 @@ def namesakes(name: str) -> tuple[str, ...]:
     return tuple(model for model in alike if _version(model) == version)
 
 
+def of_same_size(name: str) -> tuple[str, ...]:
+    """Of ``namesakes`` those as large as ``name`` says: the 7b of ``qwen-7b``."""
+    size = _HOW_LARGE.search(name.rpartition("/")[2].lower())
+    return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
+
+
+def guesses(name: str) -> tuple[str, ...]:
+    """Of ``namesakes`` those that ``name`` may be meant for: with a size of its own it is none of another size, but for
+    a slip or what its name goes on with."""
+    if _HOW_LARGE.search(name.rpartition("/")[2].lower()) is None:
+        return namesakes(name)
+    own = name.lower()
+    return tuple(one for one in namesakes(name) if is_slip(own, one) or one.startswith(own))
+
+
+_HOW_LARGE = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
+
+
 def _version(name: str) -> str | None:
     """The number behind a family's name, unless it is a size: ``3`` of ``gemma-3-4b``."""
     found = re.match(r"(?i)[a-z]+-?([0-9]+(?:\.[0-9]+)?)(?![0-9.]*[bm])", name)

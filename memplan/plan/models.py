@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import ABSENT, Node, Origin, PlanError, one_line
-from .hub import cached_config, check_no_address, is_repository, namesakes, refused, twin, without_address
+from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
+from .hub import cached_config, check_no_address, guesses, is_repository, of_same_size, refused, twin, without_address
 from .library import hub_ids, learned_models, model_specs
 from .normalise import section_fields
 from .notes import Note
@@ -108,11 +108,18 @@ def _base(base: Node, folder: Path) -> Found:
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )
     like = f", `memplan models {name}` those like it" if any(plain(name) in plain(one) for one in hub_ids()) else ""
+    alike = of_same_size(name)
+    if 1 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
+        raise PlanError("model", name, f"is no built-in model; of that size are {', '.join(alike)}", origin=base.origin)
     problem = (
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
-    raise PlanError("model", name, problem, origin=base.origin, known=namesakes(name))
+    raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
+
+
+MOST_ALIKE = 6
+"""Models of a size that are all named."""
 
 
 def model_path(name: str, folder: Path) -> Path:

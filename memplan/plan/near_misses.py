@@ -121,6 +121,7 @@ _MEANT = {
     "--vocab": ("vocabulary", "vocab-size"),
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
+    "--tp or --pp": ("parallel", "parallelism", "model-parallel", "model-parallel-size", "mp"),
     "--autocast --dtype": ("mixed-precision",),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
@@ -173,7 +174,7 @@ NOT_MODELLED: Mapping[str, str] = {
         "estimated as it stands",
     ),
     **dict.fromkeys(
-        ("--sharding-strategy", "--fsdp-sharding-strategy"),
+        ("--sharding-strategy", "--fsdp-sharding-strategy", "--shard-strategy", "--sharding"),
         "is --framework fsdp: FULL_SHARD as it is, SHARD_GRAD_OP with --no-reshard-after-forward, HYBRID_SHARD with "
         "--fsdp-replicas N; NO_SHARD is --framework ddp",
     ),
@@ -212,6 +213,7 @@ CHANGES_NOTHING = frozenset(
     for name in (
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
+        *("completion-only-loss", "assistant-only-loss", "train-on-inputs", "train-on-prompt", "mask-prompt"),
         *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,9 @@ from .yaml_events import parse_yaml
 COMMAND_LINE = Origin("command line")
 MOST_EXTENDED = 8
 """Plans that extend one another in a chain."""
+
+_OF_ONE_VALUE = (Kind.INTEGER, Kind.SIZE, Kind.CHOICE, Kind.SWITCH)
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 Flags = Mapping[str, "str | tuple[str, ...]"]
 """Values of flags by name without hyphens: ``{"tp": "4", "env": ("NAME=VALUE",)}``."""
@@ -309,6 +313,11 @@ def _flag_value(field: PlanField, value: str | tuple[str, ...], origin: Origin) 
             pairs = tuple(part.strip() for pair in pairs for part in pair.split(",") if part.strip())
         return Node(dict(_variable(field, pair, origin) for pair in pairs), origin)
     text = value if isinstance(value, str) else ",".join(value)
+    one = field.kind in _OF_ONE_VALUE or field.path in ("hardware.gpu", "framework", "optimizer.name")
+    if one and "," in text and "(" not in text and not _THOUSANDS.fullmatch(text):
+        name = origin.source.rpartition("-")[2] if origin.source.startswith("--vary") else origin.source[2:]
+        problem = f"takes one value; several side by side are --vary {name}={text.replace(' ', '')}"
+        raise PlanError(field.path, text, problem, origin=origin)
     if field.kind is Kind.MODEL:
         return Node(text, origin)
     if field.kind is Kind.DEVICE_MAP:

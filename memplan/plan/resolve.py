@@ -148,9 +148,22 @@ def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, i
         below = hardware.gpus - hardware.gpus % one_replica
         near = " and ".join(f"{count:,}" for count in (below, below + one_replica) if count)
         sizes = f"{layout.tp} x {layout.pp} x {layout.cp} = {one_replica}"
-        problem = f"must be a multiple of tp x pp x cp = {sizes}: {near} GPUs work"
+        problem = f"must be a multiple of tp x pp x cp = {sizes}: {near} GPUs work{_dividing(layout, hardware.gpus)}"
         raise PlanError("hardware.gpus", hardware.gpus, problem)
     return hardware.gpus, layout.dp or hardware.gpus // one_replica
+
+
+def _dividing(layout: Layout, gpus: int) -> str:
+    """Of the one size that is at fault, the nearest that do divide ``gpus``."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+    split = [name for name, size in sizes.items() if size > 1]
+    if len(split) != 1:
+        return ""
+    (name,) = split
+    fitting = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    below = max(size for size in fitting if size < sizes[name])
+    above = next((size for size in fitting if size > sizes[name]), None)
+    return f", or on {gpus:,} GPUs {name} {below}" + (f" or {above}" if above is not None else "")
 
 
 def _capacity(hardware: Hardware) -> int | None:

@@ -61,6 +61,9 @@ _SERVING = "is a kernel of inference servers, which training does not run; train
 _KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3 or flex_attention"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
+    "precision.fp8": dict.fromkeys(
+        ("hybrid", "e4m3"), "is a format, not how operands are scaled: --fp8 delayed --fp8-format hybrid, or e4m3"
+    ),
     "precision.dtype": {
         **dict.fromkeys(("bf16mixed", "mixedbf16"), _MIXED.format("bf16")),
         **dict.fromkeys(("16mixed", "fp16mixed", "mixed", "mixed16", "amp"), _MIXED.format("fp16")),
@@ -118,6 +121,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 _MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
 OPEN = frozenset({"auto", "?", "max", "any"})
 """What people write for a number that somebody else should find."""
+_GIGA = re.compile(r"(?i)(?<=[-_ (])([0-9]+)\s?g(?![a-z0-9])")
+"""A size of memory without its B: ``A100-80G``."""
 _STAGE = re.compile(r"(?i)(?:zero|stage|zero[-_ ]?stage)[-_ ]?([0-3])")
 _THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
 _LENGTHS = frozenset({"batch.seq", "model.positions_max"})
@@ -242,7 +247,8 @@ def gpus_called(name: str) -> list[str]:
     if name in GPUS:
         return [name]
     bare = _MAKERS.sub("", name)
-    return meant(bare, ((gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()))
+    called = [(gpu.name, (_MAKERS.sub("", gpu.title), *ALSO_CALLED[gpu.name])) for gpu in GPUS.values()]
+    return meant(bare, called) or meant(_GIGA.sub(r"\1gb", bare), called)
 
 
 def _gpu(node: Node) -> str:

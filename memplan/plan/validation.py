@@ -58,7 +58,12 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
         if item["type"] != "missing":
             errors.setdefault(wrong.field, wrong)
     missing = [_path(prefix, item["loc"]) for item in found if item["type"] == "missing"]
-    if missing:
+    if "model.name" in missing and "model.family" in missing:
+        problem = (
+            "is missing: name one (`memplan models` lists them), whose sizes those given replace: --model llama-3-8b"
+        )
+        errors["model"] = PlanError("model", ABSENT, problem)
+    elif missing:
         first = _missing(missing[0])
         others = f"; so {'is' if len(missing) == 2 else 'are'} {', '.join(missing[1:])}" if missing[1:] else ""
         errors[first.field] = first.but(problem=first.problem + others)

@@ -180,7 +180,8 @@ ReadsPlan = Callable[[str | None, Flags], ReadPlan]
 def planned(source: str | None, flags: Flags, stage: int = 0, reads: ReadsPlan = read_plan) -> Planned:
     """The job of the plan that ``reads`` finds in ``source`` with ``flags`` over it, of the first rank of ``stage``. An
     architecture that is read from a ``config.json`` (``--model``) need not be one that memplan has a recipe for."""
-    flags = {"framework": "single", **flags} if source is None else flags
+    if source is None and not flags.keys() & {"gpus", "dp", "zero"}:
+        flags = {"framework": "single", **flags}
     path = _config_path(flags)
     try:
         read = reads(source, flags)

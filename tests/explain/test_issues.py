@@ -1,5 +1,5 @@
 """Messages of public issues, chosen, with what is right by their frames and sizes, before they were tried: 30 before
-the ranking was written, 15 after, of which the last five were kept aside while it was mended; 22 in a
+the ranking was written, 15 after, of which the last five were kept aside while it was mended; 28 in a
 second list."""
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def test_four_in_five_of_those_with_a_configuration() -> None:
     planned = [issue.issue.removeprefix("https://github.com/") for issue in issues() if issue.plan is not None]
     missed = [issue for issue in planned if issue in MISSED]
     assert len(issues()) == 45
-    assert len(issues(LATER)) == 23
+    assert len(issues(LATER)) == 28
     assert 1 - len(missed) / len(planned) >= 0.8

@@ -12,6 +12,9 @@ from ..rows import Argument, arguments_of
 from . import table
 
 FRAMEWORK = "megatron"
+MASK = "skip_getting_attention_mask_from_dataset"
+"""A field of ``dataset``, true by default: no mask of attention is moved to the GPU (``gpt_step.py``:
+``get_batch_from_iterator``)."""
 
 
 def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
@@ -44,6 +47,14 @@ def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ..
         _check_low_precision({**sections.get("model", {}), **precision})
     given.update(_model(root, {**sections.get("model", {})}, precision))
     return given, tuple(notes)
+
+
+def of_data(root: Node) -> dict[str, Node]:
+    """What ``dataset`` says and Megatron-LM's own YAML, whose sections are read with these, says otherwise."""
+    skips = _section(root, "dataset").get(MASK)
+    if skips is not None and skips.value is False:
+        return {}
+    return {"--no-create-attention-mask-in-dataloader": Node(True, skips.origin if skips is not None else root.origin)}
 
 
 def _check_low_precision(fields: Mapping[str, Node]) -> None:

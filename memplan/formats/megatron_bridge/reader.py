@@ -8,33 +8,88 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from ..files import words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family
 from ..training_scripts import launched
-from . import table
-from .arguments import FRAMEWORK, arguments
+from . import overrides, table
+from .arguments import FRAMEWORK, arguments, of_data
 
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan of the run whose configuration is at ``place``."""
-    text, name = text_at(place)
-    root = parse_yaml(text, name)
+    if place:
+        text, name = text_at(place)
+        root = parse_yaml(text, name)
+    else:
+        root = Node({}, Origin("command line"))
+    root = overrides.laid_over(root, asked.overrides)
+    if overrides.are_overrides(root) or not place:
+        return _of_overrides(root, asked)
     model = root.mapping.get("model")
     if model is None or not model.mapping:
         problem = "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)"
         raise PlanError("model", ABSENT, problem, origin=root.origin)
     provider = _provider(model)
+    _check_whole(model)
     given, notes = arguments(root, asked.strict)
+    given.update(of_data(root))
     words = words_of_node(Node({"arguments": Node(given, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     folder = words.folder if place == "-" else folder_of(path_of(place))
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = launched(words, replace(asked, format=FRAMEWORK), family, name=provider)
     return replace(launch, notes=(*notes, *launch.notes))
+
+
+def _of_overrides(root: Node, asked: Asked) -> Launch:
+    """The plan of a recipe's overrides, with the model that ``--model`` names."""
+    base, note = overrides.model_of(asked, root), overrides.told(root, asked)
+    whole = overrides.over_template(root)
+    given, notes = arguments(whole, asked.strict)
+    given.update(of_data(whole))
+    off = {name for name in base if name not in given and _is_turned_off(name, root)}
+    every = {**{name: node for name, node in base.items() if name not in off}, **given}
+    words = words_of_node(Node({"arguments": Node(every, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
+    words = replace(words, unused=tuple(asked.variables()))
+    launch = launched(words, replace(asked, format=FRAMEWORK), "gpt", name=str(asked.flags["model"]))
+    return replace(
+        launch, notes=(*([note] if note is not None else []), *notes, *launch.notes), read=frozenset(("model",))
+    )
+
+
+def _is_turned_off(name: str, root: Node) -> bool:
+    """Whether an override turns the argument ``name`` of the model off."""
+    fields = root.mapping["model"].mapping if "model" in root.mapping else {}
+    node = fields.get(name.removeprefix("--").replace("-", "_"))
+    return node is not None and node.value in (None, False)
+
+
+_DEFAULTS_OF_MEGATRON = (
+    "GPTModelProvider",
+    "GPTModelConfig",
+    "MLAModelProvider",
+    "HybridModelProvider",
+    "MambaModelProvider",
+)
+"""Providers whose fields begin as Megatron-LM's arguments do; others set them in the class."""
+_SAYS_ALWAYS = ("gated_linear_unit", "normalization", "add_bias_linear", "share_embeddings_and_output_weights")
+
+
+def _check_whole(model: Node) -> None:
+    """Refuses a configuration that leaves fields to the class of a provider, which is Python and not run."""
+    target = model.mapping.get("_target_")
+    named = str(target.value).rpartition(".")[2] if target is not None else ""
+    missing = [name for name in _SAYS_ALWAYS if name not in model.mapping]
+    if target is not None and missing and named not in _DEFAULTS_OF_MEGATRON:
+        problem = (
+            f"is missing, and {named} may set it: give the run_config.yaml that a run writes, where every field is"
+            f"{', or these: ' + ', '.join(missing[1:]) if missing[1:] else ''}"
+        )
+        raise PlanError(f"model.{missing[0]}", ABSENT, problem, origin=model.origin)
 
 
 def _provider(model: Node) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...bash.values import Ledger, Value, origin_of, text
-from ...plan.errors import ABSENT, Node, Origin, PlanError
+from ...bash.values import origin_of, text
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
+from ..files import node_of_written
 from ..megatron.context import Context, start
 from ..megatron.layout import PARALLEL
 from ..megatron.model import DROPOUTS, SIZES
@@ -193,7 +194,7 @@ def _configuration(reader: Reader) -> Node | None:
     if raw is None:
         return None
     if text(raw) in files:
-        return _here(files[text(raw)], settings.ledger, origin_of(raw, settings.origin))
+        return node_of_written(files[text(raw)], origin_of(raw, settings.origin))
     path = settings.word(name)
     file: Path = reader.context.folder / str(path.value)
     try:
@@ -201,25 +202,6 @@ def _configuration(reader: Reader) -> Node | None:
     except PlanError as error:
         raise PlanError(name, path.plain(), error.problem, origin=path.origin) from None
     return parse_yaml(content, str(file))
-
-
-def _here(content: Value, ledger: Ledger, origin: Origin) -> Node:
-    """A configuration that the script itself writes, with the script's lines."""
-    lines = [origin]
-    for piece in content:
-        lines[-1] = piece.origin if lines[-1] is origin else lines[-1]
-        lines.extend([origin] * piece.text.count("\n"))
-    return _relocated(parse_yaml(text(content), "configuration.json"), lines, ledger)
-
-
-def _relocated(node: Node, lines: list[Origin], ledger: Ledger) -> Node:
-    line = node.origin.line or 1
-    origin = lines[min(line, len(lines)) - 1]
-    if isinstance(node.value, dict):
-        return Node({key: _relocated(item, lines, ledger) for key, item in node.value.items()}, origin)
-    if isinstance(node.value, list):
-        return Node([_relocated(item, lines, ledger) for item in node.value], origin)
-    return Node(node.value, origin, node.text)
 
 
 def _at(configuration: Node, section: str, name: str) -> Node | None:

@@ -168,6 +168,8 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
     precision = found.accelerate.precision if found.accelerate is not None else None
     config = with_precision(config, _autocast(arguments) or precision)
     filled = {"gradient_accumulation_steps": building.items.get("batch.accumulation")}
+    for name, (flag, path) in _MATCHED.items():
+        _check_match(config.mapping.get(name), name, flag, building.items.get(path))
     config = config.with_items(
         {
             name: node
@@ -185,6 +187,23 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             del building.items["optimizer.implementation"]
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
     return ds_config_in(config, asked, building)
+
+
+_MATCHED: Mapping[str, tuple[str, str]] = {
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "batch.mbs"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "batch.accumulation"),
+}
+"""Keys of a ``ds_config.json`` that must be what the Trainer's arguments say: which, and the plan's field."""
+
+
+def _check_match(given: Node | None, name: str, flag: str, trainers: Node | None) -> None:
+    """transformers stops where the file and its own arguments say two things (``fill_match``)."""
+    if trainers is not None and given is not None and given.value not in ("auto", trainers.value):
+        problem = (
+            f"must be auto or {trainers.value}, which the Trainer's {flag} is, by default or as given: "
+            f"transformers stops where they differ; its script takes --{flag} {given.plain()}"
+        )
+        raise PlanError(name, given.plain(), problem, origin=given.origin)
 
 
 def _offloads(config: Node) -> bool:

@@ -19,6 +19,7 @@ from ...plan.text import read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
 from ..accelerate_flags import configured, split_off
+from ..files import node_of_written
 from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
 from ..recognised import holds_arguments
@@ -54,7 +55,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     given, loose = taken_apart(training.words, {}, training.origin)
     wrong: list[PlanError] = []
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
-    flags = dict(_entries(given, reading.ledger, wrong, read))
+    flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     arguments = Node({**base, **flags}, training.origin)
@@ -65,6 +66,26 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     by_trl = any(text(word).rpartition("/")[2] == "trl" for word in training.launcher)
     script = said.script if said is not None else training.script
     return with_launcher(Started(arguments, folder, training.gpus, script=script), launcher, by_trl=by_trl)
+
+
+_WRITTEN = ("deepspeed", "fsdp_config")
+"""Arguments that name a file of settings."""
+
+
+def with_written(flags: dict[str, Node], reading: Reading, wrong: list[PlanError]) -> dict[str, Node]:
+    """``flags`` where one names a file that the script writes itself, a here-document: what stands in it."""
+    found = dict(flags)
+    for name in _WRITTEN:
+        node = flags.get(name)
+        content = reading.files.get(str(node.value)) if node is not None else None
+        if node is None or content is None:
+            continue
+        if not is_known(content):
+            unknown = reading.ledger.unknowns(content)[0]
+            wrong.append(needed(f"--{name}", str(node.value), unknown, node.origin))
+        else:
+            found[name] = node_of_written(content, node.origin)
+    return found
 
 
 def _training(reading: Reading, source: str, folder: Path) -> Training:
@@ -107,7 +128,17 @@ def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Ma
             return {}
         named = Node(text(files[0]), origin_of(files[0], Origin("")))
     flags.pop("config", None)
-    return file_named(named, folder, "config", "the Trainer's arguments").mapping
+    return {**file_named(named, folder, "config", "the Trainer's arguments").mapping, **_overridden(loose)}
+
+
+def _overridden(loose: Sequence[Value]) -> dict[str, Node]:
+    """``key=value`` behind the file, as ``llamafactory-cli`` takes them (``hparams/parser.py``: ``read_args``)."""
+    found: dict[str, Node] = {}
+    for word in loose:
+        name, equals, value = text(word).partition("=")
+        if equals and is_known(word) and name.isidentifier():
+            found[name] = scalar(value, origin_of(word, Origin("")))
+    return found
 
 
 def _entries(

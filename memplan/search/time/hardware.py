@@ -57,6 +57,7 @@ _HOPPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hoppe
 _H100 = "https://www.nvidia.com/en-us/data-center/h100/"
 _DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
 _GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
+_H800 = "https://arxiv.org/abs/2505.09343, section 4.1"
 _H200 = "https://www.nvidia.com/en-us/data-center/h200/"
 _BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture/datasheet"
 _DGX_B200 = "https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet"
@@ -88,6 +89,7 @@ def _speed(
     *,
     link: float | None = None,
     link_gpus: int = 1,
+    link_source: str | None = None,
     network: tuple[float, str, str] | None = None,
     bf16: bool = True,
 ) -> Speed:
@@ -101,7 +103,7 @@ def _speed(
         figure(tf32, TERA),
         figure(fp32, TERA),
         figure(memory, GIGA),
-        figure(link, GIGA),
+        None if link is None else Figure(link * GIGA, link_source or source),
         link_gpus,
         figure(host, GIGA),
         None if network is None else Figure(network[0] * GIGA, network[2]),
@@ -113,6 +115,7 @@ def _speed(
 _DGX_1 = (6.25, "DGX-1: 4 x 100 Gb/s InfiniBand for 8 GPUs", _DGX1)
 _DGX_A = (25.0, "DGX A100: 8 x 200 Gb/s InfiniBand for 8 GPUs", _DGX_A100)
 _DGX_H = (50.0, "DGX H100 and H200: 8 x 400 Gb/s InfiniBand for 8 GPUs", _DGX_H100)
+_H800_NODE = (50.0, "DeepSeek's nodes: 8 x 400 Gb/s InfiniBand for 8 H800", _H800)
 _TETON = (
     50.0,
     "Grand Teton: 400 Gb/s for each H100 of 96 GB",
@@ -130,6 +133,9 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "a100-40gb": _speed(_AMPERE, 312, 156, 19.5, 1555, 32, link=300, link_gpus=8, network=_DGX_A),
         "a100-80gb": _speed(_A100, 312, 156, 19.5, 2039, 32, link=300, link_gpus=8, network=_DGX_A),
         "h100-80gb": _speed(_HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=450, link_gpus=8, network=_DGX_H),
+        "h800": _speed(
+            _HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=200, link_gpus=8, link_source=_H800, network=_H800_NODE
+        ),
         "h100-94gb": _speed(_H100, 835.5, 417.5, 60, 3900, 64, link=300, link_gpus=2),
         "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
         "gh200-144gb": _speed(_GH200, 989.4, 494.7, 67, 4900, 450, link=450, link_gpus=8, network=_TETON),
@@ -168,6 +174,7 @@ def _low(source: str, eight: float, four: float | None = None) -> Mapping[float,
 LOW_PRECISION: Mapping[str, Mapping[float, Figure]] = MappingProxyType(
     {
         "h100-80gb": _low(_HOPPER, 1978.9),
+        "h800": _low(_HOPPER, 1978.9),
         "h100-94gb": _low(_H100, 1671),
         "h100-96gb": _low(_GH200, 1979),
         "h200": _low(_H200, 1979),
@@ -191,6 +198,7 @@ CLOCKS: Mapping[str, Figure] = MappingProxyType(
         "a100-40gb": Figure(1.41 * GIGA, _AMPERE),
         "a100-80gb": Figure(1.41 * GIGA, _AMPERE),
         "h100-80gb": Figure(1.83 * GIGA, _HOPPER),
+        "h800": Figure(1.83 * GIGA, _HOPPER),
         "l40s": Figure(2.52 * GIGA, _ADA),
         "rtx-5090": Figure(2.407 * GIGA, _RTX_BLACKWELL),
         "rtx-4090": Figure(2.52 * GIGA, _ADA),

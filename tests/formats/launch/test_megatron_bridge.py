@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.megatron_bridge import table
+from memplan.formats.megatron_bridge.overrides import is_override
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
@@ -136,6 +138,7 @@ ARGUMENTS: dict[str, object] = {
     "--micro-batch-size": 1,
     "--global-batch-size": 16,
     "--seq-length": 4096,
+    "--no-create-attention-mask-in-dataloader": True,
 }
 
 
@@ -303,3 +306,96 @@ def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
     offload = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
     given = read(tmp_path, changed(**offload, min_offloaded_tensor_size=1000), gpus="8").plan.megatron
     assert (given.offload_modules, given.offload_least) == (("core_attn",), 1000)
+
+
+OVERRIDES: dict[str, dict[str, object]] = {
+    "model": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "num_layers": 8,
+        "seq_length": 4096,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "mlp"],
+        "attention_backend": "flash",
+        "masked_softmax_fusion": False,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "te",
+    },
+    "train": {"micro_batch_size": 1, "global_batch_size": 16},
+    "ddp": {"check_for_nan_in_grad": False},
+    "optimizer": {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    },
+}
+"""What parts the run of ``RUN`` from Megatron-Bridge's template of recipes and the model's own configuration."""
+
+
+def words(overrides: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """The overrides as a command line gives them."""
+    return [f"{section}.{name}={value}" for section, fields in overrides.items() for name, value in fields.items()]
+
+
+def overridden(*place: str, **flags: str) -> ReadPlan:
+    found = place if len(place) > 1 else place[0]
+    return read_given(found, flags_of_launch(found, None), {"gpus": "16", "model": "llama-3-8b", **flags})
+
+
+def test_overrides_of_a_recipe_are_the_run_that_they_make(tmp_path: Path) -> None:
+    run = read(tmp_path, changed(should_pad_vocab=False)).plan
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(OVERRIDES))
+    for found in (overridden(str(tmp_path / "overrides.yaml")), overridden(*words(OVERRIDES))):
+        assert without_name(found.plan) == without_name(run)
+        assert found.plan.model.layers == 8
+        assert not found.warnings
+
+
+def test_words_go_over_a_file_and_flags_over_both(tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text(yaml.safe_dump(RUN))
+    place = (str(tmp_path / "run_config.yaml"), "model.tensor_model_parallel_size=4", "++train.micro_batch_size=2")
+    read = read_given(place, flags_of_launch(place, None), {"gpus": "16", "cp": "1"})
+    assert (read.plan.layout.tp, read.plan.layout.cp, read.plan.batch.mbs, read.plan.batch.gbs) == (4, 1, 2, 16)
+
+
+def test_what_no_override_says_is_told() -> None:
+    found = overridden("model.tensor_model_parallel_size=4")
+    (note,) = found.warnings
+    assert "pp 1, cp 1, mbs 2, gbs 32, seq 4096" in note.message
+    assert found.plan.layout.tp == 4
+    assert found.plan.model.layers == 32
+    assert "mbs" not in overridden("train.train_iters=10", mbs="1").warnings[0].message
+
+
+def test_a_switch_of_the_model_is_turned_off() -> None:
+    words = ("model.qk_layernorm=false", "model.seq_length=2048")
+    assert overridden(*words, model="qwen3-8b").plan.model.qk_norm is False
+    assert overridden("model.seq_length=2048", model="qwen3-8b").plan.model.qk_norm is True
+
+
+@pytest.mark.parametrize(
+    ("place", "flags", "problem"),
+    [
+        (("model.num_layers=4",), {}, "overrides of a recipe.*--model NAME"),
+        (("~model.num_layers",), {"model": "llama-3-8b"}, "deletes"),
+        (("llama-3-8b-8gpu", "model.num_layers=4"), {}, "a field of a plan is given as a flag"),
+    ],
+)
+def test_overrides_that_cannot_be_read(place: tuple[str, ...], flags: dict[str, str], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        read_given(place, flags_of_launch(place, None), flags)
+
+
+def test_an_override_is_no_file() -> None:
+    assert is_override("model.pipeline_model_parallel_layout=[[embedding]]")
+    assert not any(map(is_override, ("model.yaml", "train.sh", "ddp.yaml", "a/model.x=1", "layout.tp=4")))
+
+
+def test_a_provider_whose_class_says_more_is_asked_for_the_whole_configuration(tmp_path: Path) -> None:
+    model = {**MODEL, "_target_": "megatron.bridge.models.llama.llama_provider.Llama3ModelProvider8B"}
+    assert read(tmp_path, {**RUN, "model": model}).plan.model.activation == "swiglu"
+    with pytest.raises(PlanError, match="Llama3ModelProvider8B may set it"):
+        read(tmp_path, {**RUN, "model": {k: v for k, v in model.items() if k != "gated_linear_unit"}})

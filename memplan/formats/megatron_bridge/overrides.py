@@ -1,0 +1,163 @@
+"""Megatron-Bridge's overrides: a file or words (``model.tensor_model_parallel_size=4``) laid over a recipe.
+
+Recipes are Python, which is not run: the model is named by ``--model``, and what no override says is as the template of
+pretraining recipes has it (``recipes/common.py``: ``_pretrain_common``). Words follow Hydra's grammar, as
+``training/utils/omegaconf_utils.py`` (``parse_hydra_overrides``) and ``scripts/training/run_recipe.py`` take them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from ...plan.errors import ABSENT, Node, Origin, PlanError, together
+from ...plan.fields import by_flag
+from ...plan.notes import Note
+from ...plan.yaml_events import parse_yaml
+from ..launch import Asked
+
+_SECTIONS = """
+    model train validation optimizer scheduler ddp dataset logger tokenizer checkpoint rng dist comm_overlap
+    mixed_precision peft profiling straggler ft inprocess_restart nvrx_straggler rerun_state_machine tensor_inspect
+    env_vars
+"""
+SECTIONS = frozenset(_SECTIONS.split())
+"""Fields of ``ConfigContainer``."""
+_WORD = re.compile(rf"(~|\+{{0,2}})({'|'.join(sorted(SECTIONS))})((?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+_OF_MODEL = re.compile(r"\w+_parallel_size|seq_length|sequence_parallel|recompute_\w+|num_layers|hidden_size")
+_OF_TRAINING = frozenset(("micro_batch_size", "global_batch_size", "train_iters"))
+HINTS = ("_parallel_size", "train:", '"train"', "seq_length")
+"""One of them is in the text of every file that ``are_overrides`` knows."""
+
+TEMPLATE: Mapping[str, Mapping[str, object]] = {
+    "train": {"micro_batch_size": 2, "global_batch_size": 32},
+    "ddp": {
+        "check_for_nan_in_grad": True,
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "use_distributed_optimizer": True,
+    },
+    "optimizer": {"optimizer": "adam", "use_distributed_optimizer": True, "clip_grad": 1.0},
+    "dataset": {"seq_length": 4096},
+}
+"""What pretraining recipes begin with; ``mixed_precision`` is ``bf16_mixed`` there."""
+PRECISION = "bf16_mixed"
+_TOLD = {
+    "model.tensor_model_parallel_size": ("tp", "1"),
+    "model.pipeline_model_parallel_size": ("pp", "1"),
+    "model.context_parallel_size": ("cp", "1"),
+    "train.micro_batch_size": ("mbs", "2"),
+    "train.global_batch_size": ("gbs", "32"),
+    "dataset.seq_length": ("seq", "4096"),
+}
+"""Fields that recipes choose by themselves: the flag, and the value where nobody says it."""
+
+
+def is_override(word: str) -> bool:
+    """Whether ``word`` of a command line is an override, and no file."""
+    return _WORD.fullmatch(word) is not None and ("=" in word or word.startswith("~"))
+
+
+def are_overrides(written: Node) -> bool:
+    """Whether a file is a mapping of some of ``ConfigContainer``'s fields, without the classes that a run writes."""
+    fields = written.mapping
+    if not fields or not fields.keys() <= SECTIONS:
+        return False
+    model = fields["model"].mapping if "model" in fields else {}
+    train = fields["train"].mapping if "train" in fields else {}
+    return bool(train.keys() & _OF_TRAINING) or any(_OF_MODEL.fullmatch(key) for key in model)
+
+
+def laid_over(root: Node, words: Sequence[str]) -> Node:
+    """``root`` with the overrides ``words`` in their places, the last of each first in rank."""
+    for word in words:
+        match = _WORD.fullmatch(word)
+        assert match is not None
+        sign, section, path, value = match.groups()
+        origin = Origin("command line")
+        keys = [section, *path[1:].split(".")]
+        if sign == "~":
+            raise PlanError(".".join(keys), ABSENT, "is not read: an override that deletes (~)", origin=origin)
+        found = parse_yaml(value, ".".join(keys), line=False) if value else Node(None, origin)
+        root = _placed(root, keys, Node(found.value, origin, found.text))
+    return root
+
+
+def _placed(node: Node, keys: Sequence[str], value: Node) -> Node:
+    first, *rest = keys
+    if not rest:
+        return node.with_items({first: value})
+    below = node.mapping.get(first)
+    inner = below if below is not None and isinstance(below.value, dict) else Node({}, value.origin)
+    return node.with_items({first: _placed(inner, rest, value)})
+
+
+def over_template(root: Node) -> Node:
+    """``root`` with what pretraining recipes begin with below it."""
+    for section, fields in TEMPLATE.items():
+        given = root.mapping.get(section, Node({}, root.origin))
+        below = {
+            name: Node(value, given.origin)
+            for name, value in fields.items()
+            if isinstance(value, (bool, int, float, str))
+        }
+        if section == "dataset" and "sequence_length" in given.mapping:
+            below = {}
+        root = root.with_items({section: Node({**below, **given.mapping}, given.origin)})
+    return (
+        root
+        if "mixed_precision" in root.mapping
+        else root.with_items({"mixed_precision": Node(PRECISION, root.origin)})
+    )
+
+
+def model_of(asked: Asked, root: Node) -> dict[str, Node]:
+    """Megatron-LM's arguments that describe the model of ``--model``."""
+    from ...plan.read import read_plan
+    from ...plan.resolve import resolve
+    from ..megatron.script import write
+
+    named = asked.flags.get("model")
+    if not isinstance(named, str):
+        problem = (
+            "is missing: these are overrides of a recipe, which is Python and not run; name its model: --model NAME"
+        )
+        missing = [PlanError("model", ABSENT, problem, origin=root.origin)]
+        if not asked.names & {"gpus", "dp"}:
+            missing.append(PlanError("hardware.gpus", ABSENT, "is missing: give it as --gpus N", origin=root.origin))
+        raise together(missing)
+    plan = resolve(read_plan(None, {"model": named, "framework": "megatron", "gpus": "1"}).plan)
+    groups = write(plan).content["arguments"]
+    assert isinstance(groups, dict)
+    origin = Origin("--model")
+    found = {
+        name: Node([Node(one, origin) for one in value] if isinstance(value, list) else value, origin)
+        for group in _GROUPS
+        for name, value in groups.get(group, {}).items()
+        if name != "--make-vocab-size-divisible-by"
+    }
+    return {**found, "--padded-vocab-size": Node(plan.model.vocab, origin)}
+
+
+_GROUPS = ("MODEL", "EXPERTS", "LATENT")
+"""Of arguments that Megatron-Core's exporter writes: those that a model's configuration says."""
+
+
+def told(root: Node, asked: Asked) -> Note | None:
+    """Which of a recipe's own choices no override says, and what is taken."""
+    left = []
+    for path, (flag, value) in _TOLD.items():
+        section, _, name = path.partition(".")
+        fields = root.mapping[section].mapping if section in root.mapping else {}
+        known = {name, "sequence_length"} if name == "seq_length" else {name}
+        known_in_model = name == "seq_length" and "model" in root.mapping and name in root.mapping["model"].mapping
+        if not fields.keys() & known and not known_in_model and flag not in asked.names and flag in by_flag():
+            left.append(f"{flag} {value}")
+    if not left:
+        return None
+    problem = (
+        f"not among the overrides, and taken as Megatron-Bridge's template of recipes has it: {', '.join(left)}; "
+        "where the recipe says other, give the flags"
+    )
+    return Note("recipe-not-read", problem)

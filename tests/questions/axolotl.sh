@@ -1,0 +1,1 @@
+axolotl train axolotl.yml --micro-batch-size 1

@@ -1,0 +1,1 @@
+llamafactory-cli train llama_factory.yaml per_device_train_batch_size=2
