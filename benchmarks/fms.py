@@ -169,10 +169,10 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _on_device(row: Mapping[str, Any]) -> Comparison:
     _, stage = _estimated(json.dumps(row))
     assert stage.reserved is not None
-    assert stage.device_range is not None
+    assert stage.mean_range is not None
     measured = int(row["nvidia_smi_mib"]) * MIB
     released = stage.reserved - (stage.judged.reserved or stage.reserved)
-    least, most = (end - released for end in stage.device_range)
+    least, most = (end - released for end in stage.mean_range)
     within = least <= measured <= most
     beside = "within" if within else f"{max(least - measured, measured - most) / MIB:,.0f} MiB beside"
     above = (measured - stage.reserved + released) / MIB

@@ -139,6 +139,9 @@ class StageEstimate:
     """The least and the most that the device shows: ``device`` is the middle."""
     outside: tuple[Cause, ...] = ()
     """What makes that range."""
+    mean_range: tuple[int, int] | None = None
+    """The least and the most that the devices of all its ranks show in the mean; ``device_range`` where they are
+    alike."""
     judged: Judged = Judged()
 
     @property
