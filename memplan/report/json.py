@@ -101,8 +101,6 @@ def failure_to_json(stage: int, failure: Failure) -> dict[str, Any]:
 def stage_to_json(stage: StageEstimate) -> dict[str, Any]:
     """One of ``stages``."""
     peak, beyond = stage.peak, stage.beyond
-    differ = stage.mean_range is not None and stage.mean_range != stage.device_range
-    mean = {"device_mean_range_bytes": list(stage.mean_range or ())} if differ else {}
     return {
         "stage": stage.stage,
         "ranks": list(stage.ranks),
@@ -113,7 +111,7 @@ def stage_to_json(stage: StageEstimate) -> dict[str, Any]:
         "reserved_bytes": stage.reserved,
         "device_bytes": stage.device,
         "device_range_bytes": None if stage.device_range is None else list(stage.device_range),
-        **mean,
+        "device_reading_range_bytes": None if stage.reading_range is None else list(stage.reading_range),
         "verdict": stage.judged.verdict.value,
         "retries_per_iteration": stage.judged.retries_in_iteration,
         "static_bytes": stage.static,
