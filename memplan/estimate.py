@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
 
 from .allocator.caching import AllocatorSettings
@@ -329,9 +330,12 @@ class Reserved(NamedTuple):
 
     @property
     def read(self) -> tuple[int, int]:
-        """Where 95 % of readings of the mean should lie."""
-        (least, most), (below, above) = self.mean, REPLAYED
-        return round(least * (1 + below)), round(most * (1 + above))
+        """Where 95 % of readings of the mean should lie. How far ranks run ahead and what the replay misses have
+        nothing to do with each other, so that they add up as independent errors do."""
+        least, most = self.mean
+        middle, apart = (least + most) / 2, (most - least) / 2
+        below, above = (hypot(apart, part * middle) for part in REPLAYED)
+        return round(middle - below), round(middle + above)
 
 
 def _reserved(

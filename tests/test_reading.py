@@ -43,7 +43,7 @@ def test_ranks_that_run_ahead_take_more_than_the_mean() -> None:
     assert plain.reading_range is not None
     assert plain.reserved is not None
     wider = [one - own for one, own in zip(plain.reading_range, plain.device_range, strict=True)]
-    assert wider == [round(plain.reserved * part) for part in REPLAYED]
+    assert wider == [pytest.approx(plain.reserved * part, abs=1) for part in REPLAYED]
 
 
 def test_processes_that_load_gptq_have_a_context_on_every_gpu() -> None:
