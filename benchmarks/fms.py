@@ -43,11 +43,19 @@ and to the head (``tuning/sft_trainer.py``, ``tokenizer_and_embedding_resize``).
 FULL = 76_000
 """MiB of a device from which on its memory may have been short."""
 
+NARROW = 3 << 30
+"""Bytes: a wider range says little."""
+
 UNGROUPED = 14_336
 """Inputs of the widest layer: the card of TheBloke's Mixtral says that its weights have no groups."""
 
 LIGER = "0.4.2"
 """The release that ``fused_ops/liger_ce`` is a copy of."""
+
+
+LOADING = {"4.45.2": "LAZY", "4.48.1": "EAGER"}
+"""CUDA_MODULE_LOADING of the two containers, which transformers' release tells apart. No row says it: it is inferred
+from those of LoRA without quantisation on one GPU, 519 and 1,690 MiB above what the allocator reserves."""
 
 
 def plan_of(row: Mapping[str, Any]) -> Plan:
@@ -91,6 +99,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
         "seq": row["sequence_length"],
         "versions": ",".join(versions),
         "torch": row["versions"]["torch"],
+        "env": f"CUDA_MODULE_LOADING={LOADING[row['versions']['transformers']]}",
     }
     return read_plan(None, {name: str(value) for name, value in flags.items()}).plan
 
@@ -133,46 +142,58 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
     ran = [row for row in rows if not row.get("outcome") and row["nvidia_smi_mib"] < FULL]
     found = [_on_device(row) for row in ran]
     alone = [one for row, one in zip(ran, found, strict=True) if row["gpus"] == 1 and not row["peft_method"]]
+    narrow = sum(bool(one.within) and _width(row) <= NARROW for row, one in zip(ran, found, strict=True))
     return Table(
         f"{NAME}, device",
         "device (nvidia-smi, sampled each second, less its first sample; mean of the GPUs), the largest of a run; rows "
         f"of less than {FULL:,} MiB, above which the allocator was full",
         "foundation-model-stack/fms-acceleration, benchmark.py of scripts/benchmarks, get_peak_mem_usage_by_device_id",
-        "the estimate's range",
+        "the range of readings",
         tuple(found),
         (),
         (
             f"Full fine-tuning on one GPU: {sum(bool(one.within) for one in alone)} of {len(alone)} within. The "
-            "estimate is the middle of a range by what CUDA and NCCL take.",
-            "LoRA without quantisation on one GPU shows 519 to 521 MiB above what the allocator reserves in one "
-            "container (transformers 4.45), and 1,690 MiB in another (4.48), whatever the micro-batch: kernels that "
-            "load when they are first used, and all kernels of PyTorch and the libraries that it links, which are "
-            "1,110 MiB in torch 2.4.1's wheels. Which of the two a job gets depends on who initialises CUDA first "
-            "(torch before 2.5), so the range has both.",
+            "estimate is the middle of device_reading_range_bytes: what CUDA and NCCL take, what ranks keep, and what "
+            "the replay of the allocator misses, as 95 % of readings of eight runs of Megatron-Core on B200 (1.0 % "
+            f"below to 2.4 % above). {narrow} of {len(found)} are within a range of at most 3 GiB.",
+            "How CUDA loads kernels is not recorded, and inferred from LoRA without quantisation on one GPU: 519 to "
+            "521 MiB above what the allocator reserves in one container (transformers 4.45), kernels that load when "
+            "they are first used; 1,690 MiB in another (4.48), all kernels of PyTorch and the libraries that it links, "
+            "which are 1,110 MiB in torch 2.4.1's wheels. Each container's rows are estimated with CUDA_MODULE_LOADING "
+            "so.",
             "Where a run gave cached memory back (verdict fits-with-retries) the reading is what the allocator keeps "
             "afterwards: what it held before lasts for less than a second.",
             "Logits of all tokens but the last are two slices before torch 2.9, each with a gradient of its own: a row "
             "more of the vocabulary makes these logits 2,000.06 MiB of four sequences, those without the last token "
             "1,999.57, and a block of the one kind cannot serve the other.",
             "Under FSDP1 what wrapping takes on each rank stays in the allocator's cache, and a gathered layer's block "
-            "is not free again when the next layer is gathered. With both, LoRA on 16-bit weights is in the range or "
-            "up to 0.2 GiB beside it for Mistral, 1.5 GiB for Mixtral (1 to 6 GiB before); full fine-tuning is from "
-            "2.1 GiB below to 0.4 GiB above it, and 4.6 GiB above with micro-batch 4 on two GPUs: not explained. "
-            "4-bit weights are 0.1 to 0.8 GiB (NF4) and 0.9 to 2.5 GiB (GPTQ) above it for Mistral in the container "
-            "with transformers 4.45, whatever the micro-batch, up to 1.8 and 3.5 GiB in the other, and 2 to 8.8 GiB "
-            "for Mixtral: not explained. The reading is the mean of all GPUs; with NF4 in the first container it is as "
-            "if every rank but the first kept 2.7 GiB more.",
+            "is not free again when the next layer is gathered. Quantised weights of all ranks but the first are on "
+            "the meta device: these ranks copy nothing while they wrap, run ahead of rank 0, and keep every bucket "
+            "that it has not sent yet (104 MiB a layer of Mistral, 692 of Mixtral). The reading is the mean of all "
+            "GPUs.",
+            "With GPTQ every rank's process has a context on all GPUs: loading asks how much memory each has "
+            "(get_max_memory of Accelerate).",
+            "Not explained: full fine-tuning with micro-batch 4 on two GPUs, 3.5 GiB above the range, and 8 on four, "
+            "up to 1.5 GiB below; Mixtral in 4 bits with k-bit preparation on one GPU, up to 1.4 GiB above (whose "
+            "experts' tokens are not recorded).",
         ),
     )
+
+
+def _width(row: Mapping[str, Any]) -> int:
+    """Of the range, in bytes."""
+    _, stage = _estimated(json.dumps(row))
+    assert stage.reading_range is not None
+    return stage.reading_range[1] - stage.reading_range[0]
 
 
 def _on_device(row: Mapping[str, Any]) -> Comparison:
     _, stage = _estimated(json.dumps(row))
     assert stage.reserved is not None
-    assert stage.device_range is not None
+    assert stage.reading_range is not None
     measured = int(row["nvidia_smi_mib"]) * MIB
     released = stage.reserved - (stage.judged.reserved or stage.reserved)
-    least, most = (end - released for end in stage.device_range)
+    least, most = (end - released for end in stage.reading_range)
     within = least <= measured <= most
     beside = "within" if within else f"{max(least - measured, measured - most) / MIB:,.0f} MiB beside"
     above = (measured - stage.reserved + released) / MIB

@@ -295,8 +295,8 @@ def _bigscience(row: Row) -> Comparison:
     stages = estimate(bigscience_plan(row)).stages
     stage = max((stages[0], stages[-1]), key=lambda stage: stage.device or 0)
     assert stage.device is not None
-    assert stage.device_range is not None
-    measured, (least, most) = row["first_or_last_stage_device_gb"] * THOUSAND_MIB, stage.device_range
+    assert stage.reading_range is not None
+    measured, (least, most) = row["first_or_last_stage_device_gb"] * THOUSAND_MIB, stage.reading_range
     beside = max(least - measured, measured - most, 0)
     within = near(measured, stage.device, 0.06, 2 * THOUSAND_MIB)
     cause = "within the range" if not beside else _device_cause(beside)

@@ -139,6 +139,9 @@ class StageEstimate:
     """The least and the most that the device shows: ``device`` is the middle."""
     outside: tuple[Cause, ...] = ()
     """What makes that range."""
+    reading_range: tuple[int, int] | None = None
+    """Where 95 % of readings should lie, of the mean of the devices of all its ranks: wider than ``device_range`` by
+    what the allocator's replay misses, and lower where other ranks take less."""
     judged: Judged = Judged()
 
     @property

@@ -38,6 +38,8 @@ cubins in ``libtorch_cuda.so``, ``libcublas.so.12`` and ``libcublasLt.so.12`` of
 _LIBRARIES_SOURCE = (
     "all kernels of libtorch_cuda, cuBLAS, cuBLASLt and NCCL: sizes of the cubins in torch 2.4.1's wheels"
 )
+SMALLEST_SEGMENT = 2 * _MIB
+"""Of PyTorch's allocator (``kSmallBuffer``)."""
 _OLD_KERNELS = (795 * _MIB, 1341 * _MIB)
 """Of PyTorch before 1.13: what the readings of a V100 and of A100s with all kernels are above their bare contexts."""
 _ALL_SOURCE = (
@@ -54,13 +56,45 @@ def context_causes(
     bare = _read(gpu, environment, torch_version) or _by_multiprocessors(gpu, eager, torch_version)
     if bare is None:
         return ()
+    linked = _linked(gpu, environment, torch_version)
     if eager:
-        return bare, Cause("cuda_context", "libraries' kernels and handles", 0, _FORWARD, _FORWARD_SOURCE)
+        most, source = _FORWARD, _FORWARD_SOURCE
+        if linked > bare.least:
+            most, source = _FORWARD + linked - bare.least, f"at most {_FORWARD_SOURCE}, and {_LIBRARIES_SOURCE}"
+        return bare, Cause("cuda_context", "libraries' kernels and handles", 0, most, source)
     most, source = _FORWARD + _ALL_KERNELS, f"at most {_FORWARD_SOURCE}, and {_ALL_SOURCE}, too"
-    libraries = _LIBRARIES.get(GPUS[gpu].compute_capability or (0, 0), 0) * _MIB
-    if torch_version < _LAZY_BY_ITSELF and libraries:
-        most, source = _FORWARD + libraries, f"at most {_FORWARD_SOURCE}, and {_LIBRARIES_SOURCE}, too"
+    if linked and "CUDA_MODULE_LOADING" in environment:
+        most, source = _FORWARD, f"at most {_FORWARD_SOURCE}"
+    elif linked:
+        most, source = _FORWARD + linked - bare.most, f"at most {_FORWARD_SOURCE}, and {_LIBRARIES_SOURCE}, too"
     return bare, Cause("cuda_context", "kernels and handles", 0, most, source)
+
+
+def visiting_causes(
+    gpu: str, processes: int, environment: Mapping[str, str] = NO_ENVIRONMENT, torch_version: Version = (2, 13)
+) -> tuple[Cause, ...]:
+    """Of so many other ``processes`` with a context on ``gpu``, where they copied a number and ran nothing: in each
+    PyTorch's smallest segment, and all kernels where a context loads them."""
+    bare = _read(gpu, environment, torch_version) or _by_multiprocessors(
+        gpu, loads_all_kernels(environment, torch_version), torch_version
+    )
+    if bare is None or not processes:
+        return ()
+    told = environment.get("CUDA_MODULE_LOADING") == "LAZY"
+    most = bare.most if told else max(bare.most, _linked(gpu, environment, torch_version))
+    name = f"contexts of {processes} other process{'es' if processes > 1 else ''}"
+    least, most = (processes * (size + SMALLEST_SEGMENT) for size in (bare.least, most))
+    return (Cause("cuda_context", name, least, most, f"{bare.source}; {_LIBRARIES_SOURCE}"),)
+
+
+def _linked(gpu: str, environment: Mapping[str, str], torch_version: Version) -> int:
+    """Bytes of a context with all kernels of PyTorch and of the libraries that it links, before any handle; 0 where
+    nobody has counted them, or no context loads them."""
+    libraries = _LIBRARIES.get(GPUS[gpu].compute_capability or (0, 0), 0) * _MIB
+    lazy = {name: value for name, value in environment.items() if name != "CUDA_MODULE_LOADING"}
+    bare = _read(gpu, lazy, torch_version) or _by_multiprocessors(gpu, False, torch_version)
+    counted = (1, 13) <= torch_version < _LAZY_BY_ITSELF
+    return libraries + bare.most if libraries and bare is not None and counted else 0
 
 
 def _read(gpu: str, environment: Mapping[str, str], torch_version: Version) -> Cause | None:

@@ -27,7 +27,7 @@ from ..result import BeyondAllocated, Notice, StageEstimate
 from ..tape.events import Category, Hold, rounded
 from ..values import dataclass
 from . import facts
-from .contexts import context_causes
+from .contexts import context_causes, visiting_causes
 from .facts import Cause, Version
 from .gpus import GPUS
 from .nccl import SOURCE, Nccl, fabric, version_of
@@ -209,7 +209,12 @@ def _variables(environment: Mapping[str, str], prefixes: Iterable[str]) -> dict[
 def causes(plan: ResolvedPlan, stage: int, known: Measured) -> tuple[Cause, ...]:
     """What a rank of ``stage`` of a resolved plan takes outside PyTorch's allocator: as it was measured here, else from
     published readings and sources. A part without a cause is not known."""
-    return (*_context(plan, known), *_nccl(plan, stage, known), *framework(plan.framework).buffers_outside(plan))
+    return (
+        *_context(plan, known),
+        *_visiting(plan),
+        *_nccl(plan, stage, known),
+        *framework(plan.framework).buffers_outside(plan),
+    )
 
 
 def beyond(replayed: Replayed, outside: Sequence[Cause]) -> BeyondAllocated:
@@ -247,6 +252,12 @@ def _context(plan: ResolvedPlan, known: Measured) -> tuple[Cause, ...]:
 def _published_context(plan: ResolvedPlan) -> tuple[Cause, ...]:
     gpu = plan.hardware.gpu
     return () if gpu is None else context_causes(gpu, plan.environment, torch_version(plan))
+
+
+def _visiting(plan: ResolvedPlan) -> tuple[Cause, ...]:
+    """Contexts of other ranks' processes."""
+    gpu, processes = plan.hardware.gpu, framework(plan.framework).visiting_processes(plan)
+    return () if gpu is None else visiting_causes(gpu, processes, plan.environment, torch_version(plan))
 
 
 def _nccl(plan: ResolvedPlan, stage: int, known: Measured) -> tuple[Cause, ...]:

@@ -256,6 +256,10 @@ class Framework:
         """Those of NCCL that a rank of ``stage`` has. None in one process, whose GPUs copy to each other."""
         return ()
 
+    def visiting_processes(self, plan: ResolvedPlan) -> int:
+        """Other ranks' processes that have a CUDA context on a rank's GPU, too."""
+        return 0
+
     def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:
         """What other libraries that it calls take of a device, outside of PyTorch."""
         return ()

@@ -41,6 +41,11 @@ class Gptq(Packed):
         n, k = shape
         return {"scales": rounded(size_of((self._groups(k), n), "fp16")), "g_idx": rounded(size_of((k,), "int32"))}
 
+    @property
+    def sent(self) -> int:
+        """``qzeros``, a parameter of its own, and two buffers."""
+        return 1 + len(("scales", "g_idx"))
+
     def _groups(self, k: int) -> int:
         return -(-k // self.group)
 

@@ -127,6 +127,11 @@ class Packed:
         """Bytes, rounded, of the tensors that are kept whole beside it."""
         raise NotImplementedError
 
+    @property
+    def sent(self) -> int:
+        """Tensors of a weight that FSDP1 sends from rank 0 besides one parameter."""
+        return 0
+
     def dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
         """The whole weight."""
         raise NotImplementedError

@@ -111,6 +111,7 @@ def stage_to_json(stage: StageEstimate) -> dict[str, Any]:
         "reserved_bytes": stage.reserved,
         "device_bytes": stage.device,
         "device_range_bytes": None if stage.device_range is None else list(stage.device_range),
+        "device_reading_range_bytes": None if stage.reading_range is None else list(stage.reading_range),
         "verdict": stage.judged.verdict.value,
         "retries_per_iteration": stage.judged.retries_in_iteration,
         "static_bytes": stage.static,

@@ -410,6 +410,9 @@ class Program:
     before: Tape = ()
     """What came and went before anything that is kept: parameter tensors that flat ones have replaced. Only the
     allocator remembers it."""
+    before_elsewhere: tuple[Tape, ...] = ()
+    """Where ``before`` is the most of what a rank other than the first does: what the first one does instead, and the
+    least of the others."""
     gradients_kept: int = 0
     """Bytes of the gradients that ``late_step`` still reads; the others end before it."""
     late_states: bool = False

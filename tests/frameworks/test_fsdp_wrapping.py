@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.frameworks.fsdp.hooks import GATHERING
-from memplan.frameworks.fsdp.wrapping import BUCKET, buckets, wrapping
+from memplan.frameworks.fsdp.wrapping import BUCKET, FASTEST, QUEUE, SLOWEST, Unit, buckets, launches, wrapping
 from memplan.tape.events import Drop, Hold
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def test_flat_tensors_and_pieces_are_made_in_the_order_of_torch() -> None:
         warnings.simplefilter("ignore")
         FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True, device_id=CPU)
     layer, root = (64 * 128 * 4, 128 * 64 * 4), (256 * 64 * 4,)
-    tape = wrapping([(layer, 0), (layer, 0), (root, 0)], 2, 1)
+    tape = wrapping([Unit(layer), Unit(layer), Unit(root)], 2, 1)
     flat = [event.bytes for event in tape if isinstance(event, Hold) and event.name in ("flat_parameter", "piece")]
     gathered = [event for event in tape if isinstance(event, Hold) and event.stream == GATHERING]
     assert flat[: -len(gathered)] == made.sizes == [65_536, 32_768, 65_536, 32_768, 65_536, 32_768]
@@ -94,7 +94,7 @@ def test_a_layer_of_mistral_by_hand() -> None:
     of two layers and of a root of 500 MiB, and flat tensors of the root and, gathered one after the other, two layers.
     """
     layer, root = tuple(size * MIB for size in (32, 8, 8, 32, 112, 112, 112)), (250 * MIB, 250 * MIB)
-    tape = wrapping([(layer, 0), (layer, 0), (root, 0)], 4, 1)
+    tape = wrapping([Unit(layer), Unit(layer), Unit(root)], 4, 1)
     first = tape[: next(at for at, event in enumerate(tape) if isinstance(event, Hold) and event.name == "piece") + 1]
     held = [(event.name, event.bytes // MIB) for event in first if isinstance(event, Hold)]
     assert [one for one in held if one[0] != "parameter"] == [("bucket", 304), ("flat_parameter", 416), ("piece", 104)]
@@ -106,7 +106,7 @@ def test_a_layer_of_mistral_by_hand() -> None:
 
 def test_pieces_that_are_cast_stay_beside_their_copies_one_by_one() -> None:
     """16 bits become 32: a piece of 8 MiB ends behind its copy of 16."""
-    tape = wrapping([((16 * MIB,), 16 * MIB), ((16 * MIB,), 16 * MIB)], 2, 1)
+    tape = wrapping([Unit((16 * MIB,), 16 * MIB), Unit((16 * MIB,), 16 * MIB)], 2, 1)
     casts = [at for at, event in enumerate(tape) if isinstance(event, Hold) and event.name == "piece_in_fp32"]
     assert [tape[at + 1] for at in casts] == [Drop(event.tensor, 8 * MIB, event.category) for event in _pieces(tape)]
     assert _left(tape) == 0
@@ -131,3 +131,67 @@ def _peak(tape: tuple[Any, ...]) -> int:
 
 def _left(tape: tuple[Any, ...]) -> int:
     return list(_running(tape))[-1]
+
+
+# -- ranks that run ahead ---------------------------------------------------------------------------
+
+
+def _buckets_at_once(tape: tuple[Any, ...]) -> int:
+    """Most bytes of buckets that are held at the same time."""
+    own = {event.tensor for event in tape if isinstance(event, Hold) and event.name == "bucket"}
+    return max(_running(tuple(event for event in tape if event.tensor in own)))
+
+
+def test_a_rank_on_the_meta_device_keeps_every_bucket_until_rank_0_has_sent_it() -> None:
+    """32 layers of Mistral 7B in 4 bits, of 104 MiB: nine tensors each, one bucket. A bucket is put together in one
+    launch and taken apart in nine, the flat tensor and its piece take two: 12 a layer are less than fill a stream."""
+    layer = Unit((*(size * MIB for size in (8, 2, 2, 8, 28, 28, 28)), 8192, 8192))
+    units = [*[layer] * 32, Unit((250 * MIB, 250 * MIB))]
+    assert launches(layer) == 1 + 9 + 2
+    assert _buckets_at_once(wrapping(units, 2, 1)) == sum(layer.parts)
+    assert _buckets_at_once(wrapping(units, 2, 1, SLOWEST)) == 32 * sum(layer.parts)
+    assert _left(wrapping(units, 2, 1, SLOWEST)) == 0
+
+
+def test_what_rank_0_copies_in_less_time_is_not_waited_for() -> None:
+    """A layer of 104 MiB takes 3.5 ms over PCIe 4, wrapping it 4: when the last of 32 is wrapped, rank 0 has sent 17
+    (17 x 7.5 < 32 x 4 = 128 ms), and 15 wait."""
+    layer = Unit((52 * MIB, 52 * MIB))
+    tape = wrapping([*[layer] * 32, Unit((MIB,))], 2, 1, FASTEST)
+    assert _buckets_at_once(tape) == 15 * 104 * MIB
+
+
+def test_full_streams_hold_a_rank_back() -> None:
+    """64 tensors of 2 MiB are a bucket: 67 launches, of which 15 layers' are 1,005; the sixteenth waits for the first
+    one's end."""
+    layer = Unit((2 * MIB,) * 64)
+    assert QUEUE // launches(layer) == 15
+    assert _buckets_at_once(wrapping([*[layer] * 40, Unit((MIB,))], 2, 1, SLOWEST)) == 16 * 128 * MIB
+
+
+def test_adapters_are_wrapped_one_by_one() -> None:
+    """Each is a bucket by itself, which is the parameter: nothing is put together but the flat tensor."""
+    assert launches(Unit((MIB,) * 8, wraps=8)) == 16
+
+
+def _emptied(module: torch.nn.Module) -> None:
+    """Accelerate's ``param_init_fn``."""
+    module.to_empty(device=CPU, recurse=False)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_model_on_the_meta_device_is_flattened_as_one_on_the_cpu() -> None:
+    """Two launches of ``launches`` for each unit, whoever makes the parameters."""
+    with torch.device("meta"):
+        model = Model()
+    made = Made()
+    with warnings.catch_warnings(), made:
+        warnings.simplefilter("ignore")
+        FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            use_orig_params=True,
+            device_id=CPU,
+            param_init_fn=_emptied,
+        )
+    assert made.sizes == [65_536, 32_768, 65_536, 32_768, 65_536, 32_768]

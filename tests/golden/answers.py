@@ -96,6 +96,8 @@ def digest(value: object, length: int = 20) -> str:
 # -- figures and texts apart --------------------------------------------------------------------------------
 
 DROPPED = ("memplan", "seconds of search")
+FOLLOWS = ("device_reading_range_bytes",)
+"""Keys of figures that others make."""
 SENTENCES = ("message", "problem", "change", "assumptions")
 """Keys of sentences."""
 
@@ -111,8 +113,11 @@ def split(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             texts.extend(value)
             return sorted((_field(rule), count) for rule, count in value.items())
         if isinstance(value, dict):
-            return {name: figures(item, name) for name, item in value.items() if name not in SENTENCES or gone(item)}
+            return {name: figures(item, name) for name, item in value.items() if counts(name, item)}
         return [figures(item) for item in value] if isinstance(value, list) else value
+
+    def counts(name: str, item: Any) -> bool:
+        return name not in FOLLOWS and (name not in SENTENCES or gone(item))
 
     def gone(value: Any) -> bool:
         if value is None:

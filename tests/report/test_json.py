@@ -23,6 +23,7 @@ STAGE = ["stage", "ranks", "modules", "parameters", "requested_bytes", "allocate
 STAGE += [
     "device_bytes",
     "device_range_bytes",
+    "device_reading_range_bytes",
     "verdict",
     "retries_per_iteration",
     "static_bytes",

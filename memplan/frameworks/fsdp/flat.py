@@ -47,7 +47,7 @@ from ..plain.tuned import shared_table, stored
 from .hooks import GATHERING, REDUCING, Around, pass_through
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
 from .reference import flat_pass, flat_reference, with_pass, without_pass
-from .wrapping import wrapping
+from .wrapping import FASTEST, SLOWEST, Unit, wrapping
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
 
@@ -109,6 +109,8 @@ class Flat:
     """It is in the middle of its module: none is."""
     parts: tuple[int, ...] = ()
     """Bytes of each parameter."""
+    sent: int = 0
+    """Tensors besides parameters that rank 0 sends while the unit is wrapped."""
     kept: tuple[int, int] = (0, 0)
     """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
 
@@ -156,7 +158,8 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, igno
 def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
     parts = tuple([packed_bytes(one, dtype) for one in parameters])
     trained = sum(one.elements for one in parameters if one.trained)
-    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts=parts)
+    sent = sum(one.four_bit.sent for one in parameters if one.four_bit is not None)
+    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts=parts, sent=sent)
 
 
 def _kept(module: Module) -> tuple[int, int]:
@@ -395,6 +398,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         for one in tensors
         if one.trained and (is_adapter(one.name) or one.name in dict(flats))
     )
+    how = partial(wrapped, units, plan.layout.dp, ahead, mixed=plan.precision.autocast)
     shape = plain.layer_shape(plan)
     ids = inputs(shape, 0, plan.trainer.kind.inputs)
     extra = [*ids, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
@@ -415,7 +419,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
             saving=saving_of(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
-            before=wrapped(units, plan.layout.dp, ahead, mixed=plan.precision.autocast),
+            before=how(copying=SLOWEST if on_meta(plan) else None),
+            before_elsewhere=(how(), how(copying=FASTEST)) if on_meta(plan) else (),
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
     )
@@ -429,12 +434,23 @@ def _at_once(units: Sequence[Flat], ahead: bool) -> int:
     return 2 if all(unit.trained for unit in units) else 3
 
 
-def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool) -> Tape:
-    """What comes and goes until every unit is flat."""
+def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool, copying: float | None = None) -> Tape:
+    """What comes and goes until every unit is flat; ``copying`` as of ``wrapping``."""
     root, *others = units
-    gathered = _at_once(units, ahead)
-    casts = [-(-unit.trained // ranks) * ITEMSIZE["fp32"] if mixed else 0 for unit in (*others, root)]
-    return wrapping([(unit.parts, cast) for unit, cast in zip((*others, root), casts, strict=True)], ranks, gathered)
+    in_order = (*others, root)
+    casts = [-(-unit.trained // ranks) * ITEMSIZE["fp32"] if mixed else 0 for unit in in_order]
+    # Adapters of a layer are as many units as they have weights.
+    wraps = [len(unit.parts) if unit.name.endswith("/adapters") else 1 for unit in in_order]
+    made = [Unit(unit.parts, cast, unit.sent, n) for unit, cast, n in zip(in_order, casts, wraps, strict=True)]
+    return wrapping(made, ranks, _at_once(units, ahead), copying)
+
+
+def on_meta(plan: ResolvedPlan) -> bool:
+    """Ranks but the first load no weights, and make them on the GPU when they are wrapped. transformers 4.45 to 5.23
+    does so with quantised models (``modeling_utils.py``, ``_load_state_dict_into_meta_model``: ``param_to``), and
+    fms-acceleration's copy of gptqmodel (``models/base.py``, ``from_quantized``); of others each rank has its own on
+    the CPU (``torch.empty``)."""
+    return plan.quantisation.kind != "none" and plan.layout.dp > 1
 
 
 def saving_of(units: Sequence[Flat], trained: str, ranks: int) -> int:

@@ -146,6 +146,14 @@ class Fsdp(Framework):
 
         return communicators(plan, stage)
 
+    def visiting_processes(self, plan: ResolvedPlan) -> int:
+        """With GPTQ's weights, which fms-acceleration loads as gptqmodel does: every rank asks how much memory each GPU
+        of its node has, and makes a tensor there (``models/base.py``, ``from_quantized``; Accelerate 1.0.1,
+        ``utils/modeling.py``, ``get_max_memory``)."""
+        if plan.quantisation.kind != "gptq":
+            return 0
+        return min(plan.hardware.gpus, plan.hardware.gpus_per_node) - 1
+
     def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         from .notices import warnings
 

@@ -12,6 +12,7 @@ from ...schedules.torch_schedules import Pipelined
 from ...tape.events import Category
 from ...tape.program import Program
 from ..plain.preferences import has_model
+from .flat import on_meta
 from .titan import titan_of
 
 GIB = 2**30
@@ -81,6 +82,15 @@ FSDP_1 = (
 )
 
 
+RUNS_AHEAD = (
+    "ranks but the first have quantised weights on the meta device while FSDP1 wraps them, and run ahead of rank 0, "
+    "which copies its own to the GPU: buckets that wait for it stay in their allocators' cache. Readings are of these "
+    "ranks; reserved is the middle of what they keep if rank 0 copies as fast as PCIe 4 lets it, and if it is so slow "
+    "that only full streams hold them back"
+)
+"""Taken for granted where that is so (``flat.on_meta``)."""
+
+
 def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
     """Of shards that are trained, and of those that are not."""
     dtype = plan.precision.dtype
@@ -99,7 +109,7 @@ def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.fsdp.version == "1":
-        return (*FSDP_1, *plain(plan))
+        return (*FSDP_1, *((RUNS_AHEAD,) if on_meta(plan) else ()), *plain(plan))
     result = [*FSDP, *of_adapters(plan)]
     if plan.fsdp.offload:
         result.append(
@@ -134,13 +144,7 @@ def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """What a pipeline's schedule keeps and few expect, where it comes to a gibibyte or more on a rank; 4-bit weights
-    that are not sharded, or whose reading is not explained; a second model that is gathered whole."""
-    if plan.fsdp.version == "1" and plan.quantisation.kind != "none":
-        yield Notice(
-            "sharded-4bit-reserved",
-            "nvidia-smi showed up to 3.5 GiB more than the range says in measured FSDP1 runs of 4-bit Mistral 7B, up "
-            "to 9 GiB more in those of Mixtral 8x7B; the cause is not known (docs/accuracy.md): leave that much room",
-        )
+    that are not sharded; a second model that is gathered whole."""
     if plan.quantisation.storage == "uint8" and plan.layout.dp > plan.fsdp.replicas:
         yield Notice(
             "whole-4bit",
