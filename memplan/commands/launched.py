@@ -136,7 +136,7 @@ def flags_of_launch(
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
-        fields = [flag for one in given if (flag := _flag_of(one)) is not None]
+        fields = [pair for one in given if (pair := _flag_of(one)) is not None]
         if fields:
             problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
             raise PlanError("", ABSENT, problem, origin=Origin("command line"))
@@ -150,8 +150,8 @@ def flags_of_launch(
     for flag, is_given in others.items():
         if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
-            named = _flag_of(variables[0]) if flag == "--set" and variables else None
-            other = f"; a field of a plan is a flag, {named[1]}" if named is not None else other
+            meant = _flag_of(variables[0]) if flag == "--set" and variables else None
+            other = f"; a field of a plan is a flag, {meant[1]}" if meant is not None else other
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
 
