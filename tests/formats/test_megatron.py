@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import pytest
@@ -30,7 +31,9 @@ def test_what_is_exported_reads_back_as_the_plan(plan: Plan) -> None:
 
 
 def of(name: str = "llama-3-405b-1024gpu", **flags: str) -> Exported:
-    return round_trip(read_plan(name, {key.replace("_", "-"): value for key, value in flags.items()}).plan, TARGET)
+    return round_trip(
+        read_plan(name or None, {key.replace("_", "-"): value for key, value in flags.items()}).plan, TARGET
+    )
 
 
 def test_ends_counted_of_a_hybrid_in_one_stage() -> None:
@@ -40,6 +43,41 @@ def test_ends_counted_of_a_hybrid_in_one_stage() -> None:
     pipeline = plan.pipeline.model_copy(update={"count_embedding": True, "count_loss": True})
     done = round_trip(plan.model_copy(update={"pipeline": pipeline}), TARGET)
     assert "--account-for" not in done.text
+
+
+def test_layers_that_differ() -> None:
+    """As the text of a configuration, with what Megatron's parser asks for beside it."""
+    done = of(
+        "", model="llama-3.3-nemotron-super-49b", framework="megatron", tp="8", gpus="8", seq="512", gbs="1", mbs="1"
+    )
+    model = done.content["arguments"]["MODEL"]
+    blocks = json.loads(model["--heterogeneous-layers-config-encoded-json"])["block_configs"]
+    assert len(blocks) == 80
+    assert blocks[6]["attention"] == {"n_heads_in_group": None, "no_op": True, "replace_with_linear": False}
+    assert model["--use-rope-scaling"] is True
+
+
+def test_kernels_and_states_of_mamba_layers() -> None:
+    flags = {
+        "framework": "megatron",
+        "gpus": "8",
+        "tp": "8",
+        "mbs": "1",
+        "gbs": "1",
+        "seq": "512",
+        "model": "nemotron-h-8b",
+    }
+    others = {"disable_mamba_mem_eff_path": "true", "mamba_training_ssm_states_dtype": "fp32"}
+    hybrid = of("", **flags, **others).content["arguments"]["HYBRID"]
+    assert hybrid["--disable-mamba-mem-eff-path"] is True
+    assert hybrid["--mamba-training-ssm-states-dtype"] == "fp32"
+
+
+def test_modules_of_their_own_precision_are_in_a_file_that_is_not_written() -> None:
+    flags = {"model": "llama-3-8b", "framework": "megatron", "gpus": "1", "fp8": "tensorwise", "gbs": "1", "mbs": "1"}
+    plan = read_plan(None, {**flags, "seq": "512", "precision-of-modules": "*fc1=16bit"}).plan
+    with pytest.raises(PlanError, match="precision_of"):
+        round_trip(plan, TARGET)
 
 
 def test_the_example() -> None:

@@ -472,7 +472,13 @@ def check_modules(plan: ResolvedPlan) -> None:
 
 def check_blocks(plan: ResolvedPlan) -> None:
     """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
-    model, layout = plan.model, plan.layout
+    model, layout, megatron = plan.model, plan.layout, plan.megatron
+    if model.layer_blocks and megatron.fsdp != "none":
+        problem = "must be none with layers that differ (model.layer_blocks), whose units are not modelled yet"
+        raise PlanError("megatron.fsdp", megatron.fsdp, problem)
+    if model.layer_blocks and megatron.clips_queries:
+        problem = "must be false with layers that differ (model.layer_blocks), of which it is not modelled yet"
+        raise PlanError("megatron.clips_queries", True, problem)
     for text in kinds_of(model.layer_blocks):
         own = block_of(text)
         if own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads:

@@ -485,6 +485,7 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     if job.head_apart:
         groups.append([LOSS])
     layer_shape, end_shape = module_shapes(shape)
+    _check_work(layer_shape, entries)
     spans: list[Span] = []
     for at, group in enumerate(groups):
         own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
@@ -510,6 +511,14 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
     edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
     return Chunk(tuple(edges), first_differs=bool(keeping) and not at_once)
+
+
+def _check_work(shape: CoreShape, entries: Sequence[str]) -> None:
+    """A chunk has more than empty layers, or none: its output would be its input itself."""
+    layers = [layer_shape_of(shape, int(name[6:])) for name in entries if name.startswith("layer.")]
+    if layers and len(layers) == len(entries) and all(map(replaced.is_empty, layers)):
+        problem = f"leaves a pipeline stage with {' and '.join(entries[:2])} alone, which are empty: not modelled yet"
+        raise PlanError("model.layer_blocks", ",".join(shape.spec.layer_blocks), problem)
 
 
 def _layer_shape(shape: CoreShape, name: str, keeping: Keeping = (), at_once: bool = False) -> CoreShape:

@@ -125,6 +125,11 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:
         problem = "has experts, latent attention or multi-token prediction, which are not run yet"
         raise PlanError("model", given.model.name, problem)
+    if given.model.layer_blocks:
+        raise PlanError("model", given.model.name, "has layers that differ in size, which are not run yet")
+    if given.megatron.precision_of is not None:
+        problem = "must be left out: precision that differs from module to module is not run yet"
+        raise PlanError("megatron.precision_of", list(given.megatron.precision_of), problem)
     engine = _installed("transformer-engine")
     if engine is None:
         return MegatronCore(given, given)

@@ -138,9 +138,21 @@ def test_wrong_blocks(blocks: list[dict[str, Any]], line: str) -> None:
         ({"cuda_graph_impl": "transformer_engine"}, "layers that differ with CUDA graphs"),
         ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, "layers that differ with recomputed"),
         ({"mlp_chunks_for_training": 2}, "layers that differ with an MLP in parts"),
+        ({"qk_clip": True}, "megatron.clips_queries = true: must be false with layers that differ"),
+        (
+            {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"},
+            "must be none with layers that differ",
+        ),
     ],
 )
 def test_what_layers_that_differ_have_not(more: dict[str, object], line: str) -> None:
     with pytest.raises(PlanError) as refused:
         programs(resolve(read(from_text(), 2, tensor_model_parallel_size=2, **more)), Options())
     assert line in str(refused.value)
+
+
+def test_a_stage_of_empty_layers_alone() -> None:
+    given = {PATH: "not-read.json", TEXT: json.dumps(configuration([BLOCKS[0], BLOCKS[3], BLOCKS[3], BLOCKS[1]]))}
+    plan = read(given, 4, pipeline_model_parallel_size=4, global_batch_size=4)
+    with pytest.raises(PlanError, match=r"leaves a pipeline stage with layer\.1 alone"):
+        programs(resolve(plan), Options())
