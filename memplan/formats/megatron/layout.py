@@ -131,12 +131,40 @@ def _gbs(reader: Reader) -> None:
         building.put("batch.gbs", Node(positive("--micro-batch-size", mbs) * dp, mbs.origin))
 
 
+SHARDS, EXPERT_SHARDS = (f"--{kind}tensor-parallel-num-weight-shards" for kind in ("", "expert-"))
+
+
+def _weight_shards(reader: Reader) -> None:
+    """Into how many parts a weight is cut, among tensor-parallel ranks and beyond
+    (``resolve_tensor_parallel_weight_shards``): so far no further than among them."""
+    building, tp = reader.building, reader.building.size("layout.tp")
+    etp = reader.settings.integer("--expert-tensor-parallel-size")
+    sizes = {
+        SHARDS: ("--tensor-model-parallel-size", tp),
+        EXPERT_SHARDS: ("--expert-tensor-parallel-size", tp if etp is None else positive("", etp)),
+    }
+    for name, (among, size) in sizes.items():
+        shards = reader.settings.integer(name)
+        if shards is None:
+            continue
+        count = positive(name, shards)
+        if count % size:
+            problem = f"must be a multiple of {among}, which is {size}: Megatron-LM stops"
+            raise PlanError(name, count, problem, origin=shards.origin)
+        if count > size:
+            problem = f"must be {size}, as {among}: weights in more shards than that, which are gathered for every "
+            raise PlanError(name, count, f"{problem}product, are not modelled yet", origin=shards.origin)
+        building.because(name, f"as many shards as {among} has ranks: nothing is gathered")
+
+
 PARALLEL = (
     Row("--tensor-model-parallel-size", "layout.tp", "PARALLEL", default=1, least=1),
     Row("--pipeline-model-parallel-size", "layout.pp", "PARALLEL", default=1, least=1),
 )
 LAYOUT = (
     *PARALLEL,
+    Row(SHARDS, "layout.tp", read=_weight_shards),
+    Row(EXPERT_SHARDS, "layout.etp", read=elsewhere),
     Row("--context-parallel-size", "layout.cp", "PARALLEL", default=1, least=1, when=lambda plan: plan.layout.cp > 1),
     Row(
         "--cp-comm-type",

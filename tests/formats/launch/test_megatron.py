@@ -177,6 +177,20 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--skip-train", "--skip-train: must be left out: nothing is trained with it"),
         ("--logits-load-dir teacher", "--logits-load-dir: must be left out: logits of a teacher"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
+        ("--hybrid-context-parallel", "--hybrid-context-parallel: must be left out: Megatron-LM stops in its first pass"),
+        ("--enable-mhc-connections", "--enable-mhc-connections: must be left out: Megatron-LM stops, because no script"),
+        (
+            "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 3",
+            "--tensor-parallel-num-weight-shards = 3: must be a multiple of --tensor-model-parallel-size, which is 2",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 8",
+            "--tensor-parallel-num-weight-shards = 8: must be 2, as --tensor-model-parallel-size: weights in more",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-tensor-parallel-num-weight-shards 2",
+            "--expert-tensor-parallel-num-weight-shards = 2: must be 1, as --expert-tensor-parallel-size: weights in",
+        ),
         ("--use-torch-fsdp2", "train.sh:2: --no-gradient-accumulation-fusion: is missing: --use-torch-fsdp2 needs it"),
         (f"{FSDP2} --use-distributed-optimizer", "--use-torch-fsdp2: must be left out with --use-distributed-optimizer"),
         (f"{FSDP2} --use-megatron-fsdp", "--use-torch-fsdp2: must be left out with --use-megatron-fsdp: there is one or"),
@@ -208,6 +222,13 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
 )  # fmt: skip
 def test_what_is_refused_with_its_line(arguments: str, line: str) -> None:
     assert line in error_of(lambda: plan(small(arguments)))
+
+
+def test_as_many_weight_shards_as_ranks_change_nothing() -> None:
+    read = launch(small("--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2"))
+    assert not read.notes
+    rows = [row.became for row in read.explained if row.name == "--tensor-parallel-num-weight-shards"]
+    assert rows == ["as many shards as --tensor-model-parallel-size has ranks: nothing is gathered"]
 
 
 def test_layers_on_the_host() -> None:
@@ -264,21 +285,21 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
 
 
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
-    read = launch(small("--log-intervall 8 --my-fork x y --enable-mhc-connections"))
+    read = launch(small("--log-intervall 8 --my-fork x y --moe-use-grouped-tensor"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
         ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
-        ("argument-not-modelled", "--enable-mhc-connections"),
+        ("argument-not-modelled", "--moe-use-grouped-tensor"),
     ]
     assert "did you mean --log-interval?" in read.notes[0].message
-    assert "pushes memory up" in read.notes[2].message
+    assert "may push memory either way" in read.notes[2].message
     (note,) = launch(small("--cuda-graph-impl none --cuda-graph-impl local")).notes
     assert note.code == "argument-not-modelled"
     assert "pushes memory up" in note.message
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--my-fork 8", "--enable-mhc-connections"):
+    for wrong in ("--my-fork 8", "--moe-use-grouped-tensor"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
@@ -372,7 +393,7 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--enable-mhc-connections": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--moe-use-grouped-tensor": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))
