@@ -26,6 +26,8 @@ LONGEST = (
     "layers/test_against_transformers.py",
     "trace/test_ddp.py",
     "frameworks/test_fsdp_against_torch.py",
+    "frameworks/test_fsdp_titan_pipeline.py",
+    "frameworks/test_fsdp_gpt_oss.py",
     "commands/test_trace.py",
     "trace/test_step.py",
     "trace/test_autocast.py",

@@ -9,7 +9,7 @@ import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -44,6 +44,7 @@ CASES = {
     "op": Case("op", SMALL),
     "full": Case("full", SMALL),
     "multi-head-op": Case("op", MULTI_HEAD, 3),
+    "across": Case("none", SMALL, 16),
     "wide-full": Case("full", WIDE, 8),
 }
 
@@ -70,7 +71,8 @@ def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards)
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
-    program = fsdp.program(plan, model, Sharding(case.shards))
+    cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None
+    program = fsdp.program(plan, model, Sharding(case.shards, experts=cut))
     sharding = oracle.Sharding(case.shards)
     steps = oracle.traced(builder(case.sizes, sharding, [case.recompute] * case.sizes.layers), sharding)
 
@@ -114,7 +116,8 @@ def test_parameters_are_those_that_are_published() -> None:
         ({"ep": "2"}, "layout.ep = 2: must be 1 with torchtitan's gpt_oss"),
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"pp": "2"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
-        ({"gpus": "64"}, "makes 64 shards of 32 experts, which torchtitan's gpt_oss cuts along another dimension"),
+        ({"gpus": "77", "gpus-per-node": "77"}, "model.expert_ffn = 2880: must be a multiple of 77"),
+        ({"gpus": "64"}, ""),
         ({"gpus": "64", "fsdp-replicas": "2"}, ""),
         ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),

@@ -108,6 +108,13 @@ MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3, which is modelled without tensor"),
         ({"gbs": "8"}, "gives 1 micro-batches; 1f1b needs at least as many as the 2 stages"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward = true: must be false with pipeline"),
+        ({"fsdp-offload": "true"}, "fsdp.offload = true: must be false with pipeline parallelism"),
+        ({"gradient-sync": "false"}, "fsdp.gradient_sync = false: must be true with pipeline parallelism"),
+        ({"vpp": "2", "schedule": "gpipe"}, "pipeline.schedule = gpipe: must be 1f1b with vpp > 1"),
+        ({"pp": "8", "gbs": "16"}, "layout.pp = 8: makes 8 stages, which must be at most 6"),
+        ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
+        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
+        ({"ep": "3"}, "layout.ep = 3: must divide the 128 experts"),
         ({"model": "gpt-oss-20b"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
     ],
 )

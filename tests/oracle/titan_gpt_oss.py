@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -428,8 +429,14 @@ def builder(
             model.layers[name] = recomputed(block, sizes, modes[int(name)])
         fully_shard(model.tok_embeddings, **common)
         fully_shard([model.norm, model.lm_head], **common, reshard_after_forward=False)
+        across = sharding.shards > sizes.experts
         for block in model.layers.values():
-            fully_shard(block, **common)
+            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()}  # type: ignore[union-attr]
+
+            def placed(one: nn.Parameter, of: set[int] = experts) -> Shard | None:
+                return Shard(1) if id(one) in of else None
+
+            fully_shard(block, **common, shard_placement_fn=placed if across else None)
         fully_shard(model, **common)
         undivided(model, sharding)
         tokens, labels = (torch.randint(0, sizes.vocab, (sizes.n,)) for _ in range(2))

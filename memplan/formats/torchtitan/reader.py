@@ -328,7 +328,9 @@ class _Finish:
 
 
 def _check_keys(settings: Settings) -> None:
-    """Keys of another day's code that would change the plan, and those under which no estimate means anything."""
+    """Refuses keys of another day's code that would change the plan, and all of those under which no estimate means
+    anything."""
+    wrong: list[PlanError] = []
     for name, node in settings.given.items():
         key = key_of(name)
         if key is None:
@@ -342,7 +344,9 @@ def _check_keys(settings: Settings) -> None:
             if direction == "refused":
                 off = key.default if key.default is not None else "false"
                 problem += f" (--set {name}={off} leaves it out)"
-                raise PlanError(name, node.plain(), problem, origin=node.origin)
+                wrong.append(PlanError(name, node.plain(), problem, origin=node.origin))
+    if wrong:
+        raise together(wrong)
 
 
 def _other_day(key: Key, settings: Settings) -> str:

@@ -264,7 +264,7 @@ class Hooks:
             if before is not None:
                 self.drop(before)
             state.whole.append(self.hold(id, elements, sharding.compute, GATHERED, parameter.name))
-            if unit.crosswise:  # ``foreach_all_gather_copy_out``
+            if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
                 number = Scope.HOOKS.id(PIECES + index)
                 beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
         if cast is not None:
@@ -367,25 +367,38 @@ class Hooks:
         turn = self.turns[at] + (2 if self.units[at].inner else INPUT)
         last = ends[-1:] if self.shards(at) > 1 else []  # a loop's variable keeps it
         copies: list[Hold] = []
-        if self.units[at].crosswise:
-            copies, ends = self._by_rank(at, ends, last), last
+        if any(self.units[at].crosswise):
+            copies, ends, last = self._by_rank(at, ends)
         self.reducing = self.hold(Scope.HOOKS.id(turn), whole, sharding.reduce, BUFFERS, "reduce_scatter_input")
         for copy in copies:
             self.drop(copy)
-        self.events += ends[: len(ends) - len(last)]
+        self.events += [one for one in ends if one not in last]
         self._reduced(at, elements)
         self.events += last
 
-    def _by_rank(self, at: int, ends: Sequence[Drop], last: Sequence[Drop]) -> list[Hold]:
+    def _by_rank(self, at: int, ends: Sequence[Drop]) -> tuple[list[Hold], list[Drop], list[Drop]]:
         """Gradients that are cut along another dimension than the first, copied one by one to lie rank after rank
-        (``foreach_reduce``); each ends behind the copy of the next but one before the last, which a loop keeps."""
+        (``foreach_reduce``): the copies, what is left to end, and of that what a variable keeps until the end.
+
+        A copy takes its gradient's place in a list; ``chunks`` keeps it until the next is cut, and the tuples that
+        ``enumerate(zip(…))`` reuses in turn keep every second one a turn longer.
+        """
+        unit = self.units[at]
+        turns = [index for index, crossed in enumerate(unit.crosswise) if crossed]
         copies: list[Hold] = []
-        for index, parameter in enumerate(self.units[at].parameters):
-            number, elements = Scope.HOOKS.id(PIECES + index), parameter.elements
+        waiting: list[int] = []
+        for index in turns:
+            self.events += [ends[one] for one in waiting if one + 2 - one % 2 <= index]
+            waiting = [one for one in waiting if one + 2 - one % 2 > index]
+            elements = unit.parameters[index].elements
+            number = Scope.HOOKS.id(PIECES + index)
             copies.append(self.hold(number, elements, self.sharding.compute, BUFFERS, "gradient_by_rank"))
-            if index == len(ends) - 2:
-                self.events += ends[: len(ends) - len(last)]
-        return copies
+            waiting.append(index)
+        *over, final = waiting
+        self.events += [ends[one] for one in over]
+        ended = {*turns} - {final}
+        last = sorted({final, len(ends) - 1})
+        return copies, [one for place, one in enumerate(ends) if place not in ended], [ends[one] for one in last]
 
     def _placed(self, one: Gradient, end: Drop) -> Drop:
         """The end of a gradient in its parameter's placement; ``end`` is that of one as autograd left it."""

@@ -48,20 +48,14 @@ TENSOR_PARALLEL = (
 
 TORCHTITAN = ("zero_grad(set_to_none=True) after every step; no torch.compile (not modelled)",)
 
-KERNELS = (
-    "attention by scaled_dot_product_attention, whose tensors are counted (flex attention, which torchtitan compiles, "
-    "is not modelled); cuDNN's own workspace, and what sorting of rows allocates inside, are not counted"
-)
-"""Taken for granted of torchtitan's later models."""
-
-EXPERTS = (
-    "every expert gets as many rows as any other; all rows, and room for 8 more of each expert, are held with padding "
-    "(TOKEN_GROUP_ALIGN_SIZE_M, bf16); torch._grouped_mm, not the loop over experts"
-)
-
 EXPERT_PARALLEL = (
     "experts of a layer are a unit of their own within it, of the ranks with the same experts; every rank sends as "
     "many rows to any other, by all-to-all of NCCL; the indices of the last pass stay with each layer"
+)
+
+PLACES_IN_FLIGHT = (
+    "in pipeline stages every pass in flight has indices of its own; those that stay with a layer are counted besides, "
+    "though they are the last pass's"
 )
 
 NOT_GATHERED_AHEAD = (
@@ -125,12 +119,11 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     """Of the layers of torchtitan's model."""
     titan = titan_of(plan.model)
     yield f"layers as in torchtitan's {titan.title} of {titan.release}; logits and loss are computed outside the model"
-    if not titan.parallel:
-        yield KERNELS
-    if plan.model.experts:
-        yield EXPERTS
+    yield from titan.assumes
     if plan.layout.ep > 1:
         yield EXPERT_PARALLEL
+        if plan.layout.pp > 1:
+            yield PLACES_IN_FLIGHT
         if plan.fsdp.per_operator:
             yield NOT_GATHERED_AHEAD
     yield from TORCHTITAN

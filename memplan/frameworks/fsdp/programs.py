@@ -26,7 +26,7 @@ from ..plain.tuned import shared_table
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
-from .torchtitan import ActivationCheckpointing, check_expert_ranks, cut_of_experts, torchtitan_model
+from .torchtitan import ActivationCheckpointing, check_expert_ranks, crosswise, cut_of_experts, torchtitan_model
 from .torchtitan import check as check_titan
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -102,6 +102,7 @@ def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
 
 def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
     shards, compute = plan.layout.dp // given.replicas, plan.precision.dtype
+    apart = plan.layout.ep > 1 or (given.code == "torchtitan" and crosswise(plan))
     return Sharding(
         shards,
         given.replicas,
@@ -113,7 +114,7 @@ def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
         divides=given.code == "torchtitan",  # over one rank; with more NCCL divides, if anything
         adapters=plan.lora.dtype or "",
         whole_4bit=leaves_4bit(plan),
-        experts=cut_of_experts(plan) if plan.layout.ep > 1 else None,
+        experts=cut_of_experts(plan) if apart else None,
     )
 
 

@@ -19,6 +19,27 @@ Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | Non
 """With the layer's table of rotary positions, if it is a tensor of its own."""
 
 
+KERNELS = (
+    "attention by scaled_dot_product_attention, whose tensors are counted (flex attention, which torchtitan compiles, "
+    "is not modelled); cuDNN's own workspace, and what sorting of rows allocates inside, are not counted"
+)
+"""Taken for granted of torchtitan's models of release 0.2.2."""
+
+EXPERTS = (
+    "every expert gets as many rows as any other; all rows, and room for 8 more of each expert, are held with padding "
+    "(TOKEN_GROUP_ALIGN_SIZE_M, bf16); torch._grouped_mm, not the loop over experts"
+)
+"""and of their experts."""
+
+VARLEN = (
+    "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size; what "
+    "sorting of rows allocates inside is counted for their sum alone"
+)
+
+ROWS = "every expert gets as many rows as any other, without padding; torch._grouped_mm"
+"""The same of gpt-oss."""
+
+
 @dataclass(frozen=True, eq=False)
 class Titan:
     """One model of torchtitan."""
@@ -53,6 +74,8 @@ class Titan:
     """It has a recipe under expert parallelism."""
     given: Callable[[LayerShape], tuple[Hold, ...]] = lambda _: ()
     """What a batch has beside tokens and labels."""
+    assumes: tuple[str, ...] = ()
+    """What is taken for granted of its layers, for people."""
 
 
 def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, _: Tensor | None) -> Tensor:
@@ -143,6 +166,7 @@ QWEN_3 = Titan(
     covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},
     buffers=_cosines,
     table=titan_models.rope_cache,
+    assumes=(KERNELS,),
 )
 
 QWEN_3_MOE = Titan(
@@ -155,6 +179,7 @@ QWEN_3_MOE = Titan(
     covers=QWEN_3.covers,
     buffers=_with_experts(_cosines),
     table=titan_models.rope_cache,
+    assumes=(KERNELS, EXPERTS),
 )
 
 DEEPSEEK_V3 = Titan(
@@ -171,6 +196,7 @@ DEEPSEEK_V3 = Titan(
     buffers=_with_experts(_complex_table),
     keeps_exchanged=True,
     kernel_of=(9, 0),
+    assumes=(KERNELS, EXPERTS),
 )
 
 GPT_OSS = Titan(
@@ -192,6 +218,7 @@ GPT_OSS = Titan(
     shares_experts=False,
     pipelined=False,
     given=_places,
+    assumes=(VARLEN, ROWS),
 )
 
 MODELS: Mapping[str, Titan] = {

@@ -235,12 +235,10 @@ def _check_experts_here(plan: ResolvedPlan, titan: Titan) -> None:
     if plan.layout.ep > 1:
         problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without expert parallelism"
         raise PlanError("layout.ep", plan.layout.ep, problem)
-    if shards > experts:
-        problem = (
-            f"makes {shards} shards of {experts} experts, which torchtitan's {titan.name} cuts along another dimension "
-            "then: that is not modelled; fsdp.replicas makes fewer"
-        )
-        raise PlanError("layout.dp", plan.layout.dp, problem)
+    for name, size in (("expert_ffn", 2 * plan.model.expert_ffn), ("hidden", plan.model.hidden)):
+        if shards > experts and size % shards:
+            problem = f"must be a multiple of {shards}: with more shards than experts they are cut along it"
+            raise PlanError(f"model.{name}", getattr(plan.model, name), problem)
 
 
 def _check_kernel(plan: ResolvedPlan) -> None:
@@ -287,6 +285,15 @@ def cut_of_experts(plan: ResolvedPlan) -> Cut:
     experts (``apply_fsdp``, ``_experts_shard_placement_fn``)."""
     shards = plan.layout.dp // plan.fsdp.replicas
     return Cut(max(1, shards // plan.layout.ep), int(shards > plan.model.experts))
+
+
+def crosswise(plan: ResolvedPlan) -> bool:
+    """Whether experts that no ranks share are cut along another dimension than a layer's other parameters
+    (``apply_fsdp_to_decoder``)."""
+    spec = plan.model
+    return (
+        bool(spec.experts) and not titan_of(spec).shares_experts and plan.layout.dp // plan.fsdp.replicas > spec.experts
+    )
 
 
 def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
@@ -378,6 +385,8 @@ def torchtitan_model(
     last, every = len(names), range(len(names))
     kept = 0 if ends_apart else last
     units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
+    if crosswise(plan):
+        units = [replace(one, cut=cut_of_experts(plan)) for one in units]
     if plan.layout.ep > 1:
         units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
     if ends_apart:

@@ -93,7 +93,7 @@ class Unit:
     with_gradient: bool = True
     """Its inputs have gradients, which tell when its backward has ended; otherwise the end of backward does."""
     cut: Cut | None = None
-    """Where its parameters are cut otherwise than the other units'."""
+    """How its experts are cut, where they are otherwise than other parameters."""
     inner: bool = False
     """It is in the middle of its module: of experts that ranks share."""
     next_forward: tuple[str, ...] = ()
@@ -119,8 +119,9 @@ class Unit:
         """Elements of rank 0's piece of each parameter, with padding."""
         found = self.tables.get(shards)
         if found is None:
-            cut = self.cut or Cut(shards)
-            found = self.tables[shards] = tuple(shard(one, *cut).elements for one in self.parameters)
+            cuts = [self.cut if self.cut is not None and one.expert else Cut(shards) for one in self.parameters]
+            pieces = [shard(one, *cut).elements for one, cut in zip(self.parameters, cuts, strict=True)]
+            found = self.tables[shards] = tuple(pieces)
         return found
 
     def flat(self, shards: int) -> int:
@@ -131,10 +132,11 @@ class Unit:
         """Elements of one rank's part of the reduce-scatter: one piece of every parameter that is trained."""
         return sum(compress(self.shard_elements(shards), self.trained))
 
-    @property
-    def crosswise(self) -> bool:
-        """Its pieces are of another dimension than the first."""
-        return self.cut is not None and self.cut.dim > 0 and self.cut.shards > 1
+    @cached_property
+    def crosswise(self) -> tuple[bool, ...]:
+        """Of each parameter, whether its pieces are of another dimension than the first."""
+        other = self.cut is not None and self.cut.dim > 0 and self.cut.shards > 1
+        return tuple(other and one.expert for one in self.parameters)
 
     def ranks(self, shards: int) -> int:
         """That share a parameter of it, where ``shards`` share another unit's."""
