@@ -65,8 +65,9 @@ def _communicators(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
     if t > 1:
         yield Communicator("tensor parallel", t, t, t, reduces=True, gathers=True)
     if c * d > 1:
-        # Gradients, and the losses of a step (``training.py``, ``train_step``).
-        yield Communicator("data parallel", c * d, 1, t, reduces=True, gathers=bool(layout.zero))
+        # Gradients, and the losses of a step (``training.py``, ``train_step``); parameters that are in shards.
+        gathers = layout.zero > 0 or plan.megatron.torch_fsdp != "none"
+        yield Communicator("data parallel", c * d, 1, t, reduces=True, gathers=gathers)
     if c > 1:
         # Keys and values go round (``flash_attn_p2p_communicate`` of Transformer Engine).
         yield Communicator("context parallel", c, 1, t, peers=min(2, c - 1))
