@@ -37,10 +37,14 @@ def check_tuning(plan: ResolvedPlan) -> None:
 
 
 def _check_without_recipe(plan: ResolvedPlan) -> None:
-    """Of an architecture that traces know, adapters are traced in their places; nothing packs its weights."""
+    """Of an architecture that traces know, adapters and bitsandbytes' weights are traced in their places."""
     problem = f"not modelled of an architecture without a recipe (model_type {plan.model.family})"
-    for name, value in plan.quantisation.changed():
-        raise PlanError(f"quantisation.{name}", value, f"must be left out: 4-bit weights are {problem}")
+    kind = plan.quantisation.kind
+    if kind not in ("none", "nf4", "fp4"):
+        raise PlanError("quantisation.kind", kind, f"must be nf4, fp4 or none: other quantised weights are {problem}")
+    if plan.quantisation.prepared and plan.attention != "eager":
+        why = "hidden states are fp32, and what sdpa runs of them is not modelled"
+        raise PlanError("attention", plan.attention, f"must be eager with quantisation.prepared: {why}")
     if plan.lora.modules_to_save:
         value = list(plan.lora.modules_to_save)
         raise PlanError(
@@ -105,7 +109,7 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
         _check_int8(plan)
     elif quantisation.group != _NOT_QUANTISED.group:
         raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq")
-    if why := family(plan.model.family).no_4bit:
+    if plan.model.has_sizes and (why := family(plan.model.family).no_4bit):
         problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
 

@@ -61,6 +61,9 @@ def learned() -> Iterator[str]:
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
     yield "--model gemma-2b --gpu h100 --lora-rank 16"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation nf4"
+    for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
+        yield f"--model gemma-2b --gpu h100 --lora-rank 16 --framework {framework} --gpus 4"
+    yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation gptq --dtype fp16"
 
 
 def examples() -> Iterator[str]:
