@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
+from ...layers.awq import Awq
 from ...layers.gptq import Gptq
 from ...layers.int8 import Int8
 from ...layers.module import Parameter, hold_bytes
@@ -46,6 +47,8 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
         four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
+    elif quantisation.kind == "awq":
+        four_bit = Awq("fp16", quantisation.group)
     elif quantisation.kind == "int8":
         four_bit = Int8(plan.precision.dtype)
     else:
