@@ -18,6 +18,7 @@ from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Drop, Event, Hook, Seam, Tape
 from ...tape.program import Chunk, Program, Span, fold_program
 from ...trace.fit import Born, Fit, Piece, Places
+from ...trace.framework import in_compute
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
 from ..plain.hooked import HookedModule, Instance, Model
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
@@ -37,7 +38,7 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         check_model(plan)
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(plan, piece, plan.precision.dtype)
+    check_dtype(in_compute(plan), piece, plan.precision.dtype)
     recompute = plan.recompute.mode == "full"
     setting = Setting(zero, plan.layout.dp, plan.precision.dtype, plan.optimizer, recompute, plan.microbatches)
     model = _model(piece, row, b, s, options.kernel_workspaces, setting.dtype)

@@ -20,6 +20,7 @@ from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape
 from ...tape.events import renamed as with_ids
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
+from ...trace.framework import in_compute
 from ...trace.learned import advised
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.rows import place_of
@@ -46,7 +47,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(plan, piece, plan.precision.dtype)
+    check_dtype(in_compute(plan), piece, plan.precision.dtype)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
