@@ -9,12 +9,19 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+import transformers
 
 from memplan.estimate import programs_of
 from memplan.frameworks import framework
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.models import load_spec
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.traced_spec import STAND_IN, TracedSpec
 from memplan.tape.program import fold_program
+from memplan.trace import cache
+from memplan.trace import learned as lookup
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan
@@ -142,6 +149,27 @@ def test_same_as_fully_shard(recompute: str) -> None:
     for row in comparison.rows:
         assert row.estimated is not None
         assert abs(row.traced.net - row.estimated.net) <= 512, row
+        assert abs(row.traced.peak - row.estimated.peak) <= SCALARS, row
+
+
+@pytest.mark.slow
+def test_same_as_fully_shard_that_casts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo 2's layers are handed fp32 tables: of an architecture without a recipe, learnt as a user has it learnt."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    sizes = {"vocab_size": 1003, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 160}
+    config = transformers.AutoConfig.for_model("olmo2", **sizes)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    flags = {"model": str(tmp_path), "framework": "fsdp", "dp": "4", "mbs": "2", "seq": "77", "gbs": "16", **ADAPTERS}
+    plan = resolve(read_plan(None, flags, traced=True).plan)
+    lookup.learned(plan)
+    (program,) = programs_of(plan, Options())
+    assert isinstance(plan.model, TracedSpec)
+    job = job_of_plan(plan.model_copy(update={"model": load_spec(STAND_IN)}), plan.model.config)
+    comparison = compared(traced(job), program)
+    assert comparison.furthest <= SCALARS
+    for row in comparison.rows:
+        assert row.estimated is not None
         assert abs(row.traced.peak - row.estimated.peak) <= SCALARS, row
 
 
