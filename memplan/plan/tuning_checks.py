@@ -144,6 +144,17 @@ def _check_gptq(plan: ResolvedPlan) -> None:
     if plan.lora.dora:
         problem = "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
         raise PlanError("lora.dora", True, problem)
+    _check_named(plan)
+
+
+def _check_named(plan: ResolvedPlan) -> None:
+    """peft's word for all linear layers finds ``torch.nn.Linear`` and ``Conv1D`` alone (``tuners/tuners_utils.py``,
+    ``_maybe_include_all_linear_layers``), and bitsandbytes' are such."""
+    if ALL_LINEAR in (plan.lora.targets or ()):
+        problem = f"must be names of layers with quantisation.kind {plan.quantisation.kind}: peft's {ALL_LINEAR} finds "
+        raise PlanError(
+            "lora.targets", list(plan.lora.targets or ()), f"{problem}torch.nn.Linear, and none of these layers"
+        )
 
 
 def _check_awq(plan: ResolvedPlan) -> None:
