@@ -66,6 +66,14 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
             "biases; embedding, norms and head are not quantised",
             "a 4-bit layer dequantises its whole weight in forward and in backward",
         )
+    if quantisation.kind == "awq":
+        return (
+            f"4-bit weights by autoawq's WQLinear_GEMM in groups of {quantisation.group}; embedding, norms and head "
+            "are not quantised",
+            "a 4-bit layer keeps its input for backward, which copies the whole weight for each sequence of a "
+            "micro-batch; forward makes the whole weight from 1,024 tokens per micro-batch on, and eight partial sums "
+            "of its output below",
+        )
     prepared = "prepare_model_for_kbit_training" if quantisation.prepared else "without prepare_model_for_kbit_training"
     return (
         f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); "

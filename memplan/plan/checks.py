@@ -428,7 +428,7 @@ def _check_method(method: str) -> None:
 
 
 @cache
-def _framework_sections() -> tuple[str, ...]:
+def framework_sections() -> tuple[str, ...]:
     """Sections of a plan that belong to some frameworks."""
     kinds = ((name, info.annotation) for name, info in Plan.model_fields.items())
     return tuple(name for name, kind in kinds if isinstance(kind, type) and issubclass(kind, FrameworkSection))
@@ -441,7 +441,7 @@ def check_sections(plan: ResolvedPlan) -> None:
     loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)
-    for name in _framework_sections():
+    for name in framework_sections():
         for field, value in getattr(plan, name).changed_here():
             require(plan, f"{name}.{field}", value, "left out", "sections", name)
 

@@ -126,6 +126,9 @@ def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
     return part, read
 
 
+QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
+
+
 def _quantised(config: Node) -> str | None:
     """How the weights that ``config`` was published with are quantised."""
     node = _setting(config, "quantization_config.quant_method")
@@ -159,8 +162,7 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
         _refuse_experts(config)
     quantised = config.mapping.get("quantization_config")
     if quantised is not None and quantised.value is not None and _quantised(config) not in family.published_in:
-        problem = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
-        raise PlanError("quantization_config", ABSENT, problem, origin=quantised.origin)
+        raise PlanError("quantization_config", ABSENT, QUANTISED, origin=quantised.origin)
     _refuse_other_layer_types(config, family)
 
 

@@ -111,8 +111,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     },
     "quantisation.kind": {
         **dict.fromkeys(
-            ("awq", "hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
-            "is not modelled: of quantised weights under adapters nf4, fp4, gptq and int8 are",
+            ("hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
+            "is not modelled: of quantised weights under adapters nf4, fp4, gptq, awq and int8 are",
         ),
     },
 }

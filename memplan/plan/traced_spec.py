@@ -10,6 +10,7 @@ from pydantic import Field, model_serializer
 
 from .errors import ABSENT, Node, Origin, PlanError, one_line
 from .hub import config_name
+from .huggingface import QUANTISED
 from .library import LEARNED, learned_models
 from .models import model_path
 from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
@@ -113,6 +114,8 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     if path is None or base is None or error.origin is None or error.origin.source != str(path):
         raise error
     config = _config(path, error)
+    if config.get("quantization_config") is not None:
+        raise PlanError("quantization_config", ABSENT, QUANTISED, origin=error.origin)
     is_text_part = _reads_text(config)
     config = config["text_config"] if is_text_part else config
     if not is_text_part and (tower := next((key for key in TOWERS if isinstance(config.get(key), dict)), None)):

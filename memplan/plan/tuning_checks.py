@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..families import family
 from .errors import ABSENT, PlanError
-from .lora import adapted, last_names, of_experts, saved
+from .lora import ALL_LINEAR, HEAD, WORD, adapted, last_names, linear_layers, linear_sizes, of_experts, saved
 from .plan import Plan
-from .releases import LIBRARIES, parsed, shown
+from .releases import LIBRARIES, parsed, release, shown
 from .resolved import ResolvedPlan
 from .tuning_sections import Frozen, Lora, Quantisation
 
@@ -37,10 +37,14 @@ def check_tuning(plan: ResolvedPlan) -> None:
 
 
 def _check_without_recipe(plan: ResolvedPlan) -> None:
-    """Of an architecture that traces know, adapters are traced in their places; nothing packs its weights."""
+    """Of an architecture that traces know, adapters and bitsandbytes' weights are traced in their places."""
     problem = f"not modelled of an architecture without a recipe (model_type {plan.model.family})"
-    for name, value in plan.quantisation.changed():
-        raise PlanError(f"quantisation.{name}", value, f"must be left out: 4-bit weights are {problem}")
+    kind = plan.quantisation.kind
+    if kind not in ("none", "nf4", "fp4"):
+        raise PlanError("quantisation.kind", kind, f"must be nf4, fp4 or none: other quantised weights are {problem}")
+    if plan.quantisation.prepared and plan.attention != "eager":
+        why = "hidden states are fp32, and what sdpa runs of them is not modelled"
+        raise PlanError("attention", plan.attention, f"must be eager with quantisation.prepared: {why}")
     if plan.lora.modules_to_save:
         value = list(plan.lora.modules_to_save)
         raise PlanError(
@@ -101,11 +105,13 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
         raise PlanError("quantisation.kind", quantisation.kind, problem)
     if quantisation.kind == "gptq":
         _check_gptq(plan)
+    elif quantisation.kind == "awq":
+        _check_awq(plan)
     elif quantisation.kind == "int8":
         _check_int8(plan)
     elif quantisation.group != _NOT_QUANTISED.group:
-        raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq")
-    if why := family(plan.model.family).no_4bit:
+        raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq or awq")
+    if plan.model.has_sizes and (why := family(plan.model.family).no_4bit):
         problem = f"must be none for family {plan.model.family}: {why}"
         raise PlanError("quantisation.kind", quantisation.kind, problem)
 
@@ -138,6 +144,54 @@ def _check_gptq(plan: ResolvedPlan) -> None:
     if plan.lora.dora:
         problem = "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
         raise PlanError("lora.dora", True, problem)
+    _check_named(plan)
+
+
+def _check_named(plan: ResolvedPlan) -> None:
+    """peft's word for all linear layers finds ``torch.nn.Linear`` and ``Conv1D`` alone (``tuners/tuners_utils.py``,
+    ``_maybe_include_all_linear_layers``), and bitsandbytes' are such."""
+    if ALL_LINEAR in (plan.lora.targets or ()):
+        problem = f"must be names of layers with quantisation.kind {plan.quantisation.kind}: peft's {ALL_LINEAR} finds "
+        raise PlanError(
+            "lora.targets", list(plan.lora.targets or ()), f"{problem}torch.nn.Linear, and none of these layers"
+        )
+
+
+def _check_awq(plan: ResolvedPlan) -> None:
+    """``WQLinear_GEMM`` of autoawq: fp16, and sizes that pack; releases that load it and wrap it."""
+    given, kind = plan.quantisation, "with quantisation.kind awq"
+    if plan.precision.dtype != "fp16" or plan.precision.autocast:
+        field, value = ("dtype", plan.precision.dtype) if plan.precision.dtype != "fp16" else ("autocast", True)
+        must = "fp16" if field == "dtype" else "false"
+        raise PlanError(f"precision.{field}", value, f"must be {must} {kind}: autoawq's kernels make fp16 tensors")
+    for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
+        if getattr(given, name) != default:
+            raise PlanError(f"quantisation.{name}", getattr(given, name), f"must be left out {kind}, which has none")
+    if plan.lora.dora:
+        raise PlanError("lora.dora", True, f"must be false {kind}: peft refuses DoRA there")
+    if ALL_LINEAR in (plan.lora.targets or ()):
+        problem = (
+            f"must be names of layers {kind}: peft's {ALL_LINEAR} finds torch.nn.Linear alone, and none of autoawq's"
+        )
+        raise PlanError("lora.targets", list(plan.lora.targets or ()), problem)
+    if plan.kernels.lora == "unsloth":
+        raise PlanError("kernels.lora", "unsloth", f"must be eager {kind}: Unsloth's functions are for nf4 and gptq")
+    for library, last in AWQ_RELEASES.items():
+        if release(plan, library) >= last:
+            problem = (
+                f"must be below {shown(last)} {kind}: from there on gptqmodel's layers are in the place of autoawq's"
+            )
+            raise PlanError(f"versions.{library}", plan.versions.get(library, shown(release(plan, library))), problem)
+    for name in linear_layers(plan.model):
+        k, n = linear_sizes(plan.model).get(name, (given.group, 8))
+        if name not in (WORD, HEAD) and (k % given.group or n % 8):
+            problem = f"must divide the {k} inputs of {name}, whose {n} outputs 8 divides"
+            raise PlanError("quantisation.group", given.group, f"{problem} {kind}")
+
+
+AWQ_RELEASES = {"transformers": (5, 0), "peft": (0, 19)}
+"""From which on models that AWQ has quantised need gptqmodel, whose kernels depend on its release and the GPU
+(transformers ``quantizers/quantizer_awq.py``, peft ``tuners/lora/awq.py``)."""
 
 
 def _check_frozen(plan: ResolvedPlan) -> None:

@@ -75,20 +75,21 @@ class Lora(FrameworkSection, Terse):
 
 
 class Quantisation(FrameworkSection, Terse):
-    """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), or GPTQ's; or bitsandbytes' 8-bit
-    ones."""
+    """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), GPTQ's or AWQ's; or bitsandbytes'
+    8-bit ones."""
 
     shorthand = "kind"
     unsaid: ClassVar[frozenset[str]] = frozenset({"group"})
 
-    kind: Literal["none", "nf4", "fp4", "gptq", "int8"] = Field(
+    kind: Literal["none", "nf4", "fp4", "gptq", "awq", "int8"] = Field(
         "none",
         description="4-bit type of the frozen linear layers (load_in_4bit, bnb_4bit_quant_type), or gptq: a model that "
-        "auto_gptq has quantised, on its Triton kernel, or int8: bitsandbytes' 8-bit weights (load_in_8bit)",
+        "auto_gptq has quantised, on its Triton kernel, or awq: one that autoawq has, or int8: bitsandbytes' 8-bit "
+        "weights (load_in_8bit)",
         json_schema_extra={"flag": "--quantisation"},
     )
     group: Count = Field(
-        128, description="gptq: inputs that share a scale (group_size)", json_schema_extra={"flag": "--group-size"}
+        128, description="gptq, awq: inputs that share a scale (group_size)", json_schema_extra={"flag": "--group-size"}
     )
     double: bool = Field(
         False,

@@ -76,6 +76,10 @@ class FrameworkRunning:
         """``casts``, of a plan of such an architecture."""
         return self.casts
 
+    def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """``plan`` with dtypes as its passes meet them, which are what one device is traced with."""
+        return plan
+
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         """Whether what was learnt says what operators do, so that a step has a time."""
         return False
@@ -109,6 +113,13 @@ class OtherRunning(FrameworkRunning):
 
     nothing_traced = "others are not traced yet"
     """Why a trace does not follow it."""
+
+
+def in_compute(plan: ResolvedPlan) -> ResolvedPlan:
+    """``plan`` with adapters in the dtype of compute."""
+    if plan.lora.dtype is None:
+        return plan
+    return plan.model_copy(update={"lora": plan.lora.model_copy(update={"dtype": plan.precision.dtype})})
 
 
 def job_of_plan(plan: ResolvedPlan, config: dict[str, object] | None = None, stage: int = 0) -> Job:

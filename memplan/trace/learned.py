@@ -13,7 +13,7 @@ from typing import Any
 
 from ..frameworks import framework, frameworks
 from ..layers.module import Options
-from ..plan.checks import listed
+from ..plan.checks import framework_sections, listed
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.library import learned_models
@@ -35,7 +35,7 @@ OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weig
 """Fields of a job that change nothing of forward and backward."""
 NAMES = frozenset({"_name_or_path", "transformers_version"})
 """Keys of a configuration that change no model."""
-SECTIONS = ("precision", "recompute", "lora", "frozen")
+SECTIONS = ("precision", "recompute", "lora", "quantisation", "frozen")
 """Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
 ALWAYS_TOLD = ("--dtype", "--attention")
 TRACED = ("transformers", "torch")
@@ -49,15 +49,17 @@ Settings = dict[str, Any]
 
 def job_of(plan: ResolvedPlan) -> Job:
     """The step of one device; ``PlanError`` where the plan asks for what is not traced."""
-    assert isinstance(plan.model, TracedSpec)
+    spec, running = plan.model, framework(plan.framework).running
+    assert isinstance(spec, TracedSpec)
+    plan = running.learnt_alone(plan)
     update = {
         "model": load_spec(STAND_IN),
         "framework": "single",
         "optimizer": Optimizer(name="adamw", implementation="foreach", weight_decay=0.01),
     }
-    config = {name: value for name, value in plan.model.config.items() if name not in NAMES}
+    config = {name: value for name, value in spec.config.items() if name not in NAMES}
     job = job_of_plan(plan.model_copy(update=update), config)
-    return replace(job, casts=framework(plan.framework).running.learnt_casts(plan))
+    return replace(job, casts=running.learnt_casts(plan))
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:
@@ -188,6 +190,7 @@ def advised(plan: ResolvedPlan) -> tuple[str, ...]:
 def _differing(plan: ResolvedPlan) -> tuple[str, ...]:
     """Flags, as ``--dtype=fp32`` or ``--autocast``, of the fields that tell the plan's fit from the default's: of all
     that are not the default those without which it would be another."""
+    plan = framework(plan.framework).running.learnt_alone(plan)
     asked = settings_of(replace(job_of(plan), casts=False), None)
     fields = [field for field in plan_fields().values() if field.section in SECTIONS or field.path == "attention"]
     given = [field for field in fields if field.flag and _value(plan, field) not in (None, field.default)]
@@ -310,6 +313,9 @@ def _compare(plan: ResolvedPlan, fit: Fit, point: tuple[int, int], traced: Mappi
         "hardware": plan.hardware.model_copy(update={"gpus": 1}),
         "optimizer": Optimizer(name="adamw", implementation="foreach", weight_decay=0.01),
     }
+    plan = framework(plan.framework).running.learnt_alone(plan)
+    others = set(framework_sections()) - set(framework("single").supports.sections)
+    update |= {name: type(getattr(plan, name))() for name in others}
     alone = resolve(plan.model_copy(update=update))
     folded = fold_program(framework(alone.framework).running.learnt_program(alone, fit, Options()))
     for point_name, field in NAMED.items():

@@ -13,10 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import patch
 
 from .job import Job
 from .recording import Traced
@@ -95,6 +96,16 @@ def training_of(job: Job, within: Surroundings) -> AbstractContextManager[AnyTra
     return transformers_training_of(job, within)
 
 
+def evaluated_step(job: Job) -> Traced:
+    """A step of transformers' with an evaluation behind it. 4-bit weights stay as they are in it: that ``Linear4bit``
+    packs them anew is for CPUs with AVX-512 alone (bitsandbytes 0.50, ``nn/modules.py``)."""
+    from .step import traced_step
+
+    is_quantised = job.tuned is not None and job.tuned.four_bit is not None
+    with patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext():
+        return traced_step(job, evaluates=True)
+
+
 def traced(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """What was traced, and what was put in CUDA's place."""
     from .surroundings import FAKE
@@ -106,7 +117,6 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
     """The fit up to sequences of ``longest`` tokens, and a traced step to compare it with."""
     from .comparison import compared
     from .learning import learn
-    from .step import traced_step
 
     traces = 0
 
@@ -116,7 +126,7 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
         traces += 1
         gc.collect()
         gc.freeze()  # nor among what was traced before
-        return traced_step(one, evaluates=True)
+        return evaluated_step(one)
 
     fit, whole, point = learn(job, trace, data["longest"])
     points = {one.name: one.traced for one in compared(whole, None).points}

@@ -130,7 +130,7 @@ def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert not list(tmp_path.glob("cache/**/*.gz"))
 
 
-PACKED = "{}: must be left out: 4-bit weights are not modelled of an architecture without a recipe (model_type olmo2)\n"
+ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,66 @@ PACKED = "{}: must be left out: 4-bit weights are not modelled of an architectur
             "lora.targets: is missing: peft has no default for model_type olmo2; say --lora-targets all-linear",
         ),
         (["estimate", "--model", "{}", "--lora-targets", "q_proj"], "lora.targets = [q_proj]: needs lora.rank"),
-        (["estimate", "--model", "{}", "--quantisation", "nf4"], PACKED.format("quantisation.kind = nf4")),
+        (["estimate", "--model", "{}", "--quantisation", "nf4"], "4-bit weights cannot be trained; give --lora-rank"),
+        (
+            ["trace", "--learn", *ADAPTED, "--quantisation", "int8"],
+            "quantisation.kind = int8: must be nf4, fp4 or none: other quantised weights are not modelled of an",
+        ),
+        (
+            ["estimate", *ADAPTED, "--quantisation", "gptq", "--dtype", "fp16"],
+            "quantisation.kind = gptq: must be nf4, fp4 or none: other quantised weights are not modelled of an",
+        ),
+        (
+            ["trace", "--learn", *ADAPTED, "--quantisation", "nf4", "--versions", "bitsandbytes=0.45"],
+            "versions.bitsandbytes = 0.45: must be left out: a trace runs the releases that are installed",
+        ),
+        (
+            ["estimate", *ADAPTED, "--framework", "fsdp", "--gpus", "2", "--fsdp-version", "1"],
+            "lora.rank = 8: must be left out: adapters under FSDP1 are not modelled for an architecture without",
+        ),
+        (
+            ["estimate", *ADAPTED, "--framework", "fsdp", "--gpus=2", "--quantisation=nf4", "--kbit-preparation"],
+            "quantisation.prepared = true: must be false with framework fsdp: trl and peft leave 4-bit models",
+        ),
+        (
+            [
+                "estimate",
+                *ADAPTED,
+                "--framework",
+                "fsdp",
+                "--gpus",
+                "2",
+                "--quantisation",
+                "nf4",
+                "--quant-storage=fp32",
+            ],
+            "quantisation.storage = fp32: must be bf16, or uint8 for weights that stay whole",
+        ),
+        (
+            ["estimate", *ADAPTED, "--framework", "deepspeed", "--gpus", "2", "--zero", "3"],
+            "layout.zero = 3: must be at most 2: what stage 3 gathers in each layer is not modelled",
+        ),
+        (
+            [
+                "estimate",
+                *ADAPTED,
+                "--framework",
+                "deepspeed",
+                "--gpus",
+                "2",
+                "--quantisation=nf4",
+                "--kbit-preparation",
+            ],
+            "quantisation.prepared = true: must be false with framework deepspeed: its engine casts what",
+        ),
+        (
+            ["estimate", *ADAPTED, "--framework", "fsdp", "--gpus", "2", "--recompute", "full"],
+            "--recompute full --lora-rank 8 --lora-targets q_proj --lora-dtype bf16` traces it once (needs torch and",
+        ),
+        (
+            ["estimate", *ADAPTED, "--quantisation", "nf4", "--double-quantisation"],
+            "--lora-targets q_proj --quantisation nf4 --double-quantisation` traces it once (needs torch and peft and",
+        ),
         (
             ["estimate", "--model", "{}", "--lora-rank", "8", "--lora-modules-to-save", "lm_head"],
             "must be left out: modules that are trained whole are not modelled of an architecture without a recipe",
@@ -174,6 +233,20 @@ ASKED = {
     "frozen in fp32": ["--dtype", "fp32", "--freeze-layers", "2", "--layers", "3"],
     "adapters": ["--lora-rank", "8", "--lora-targets", "q_proj,v_proj", "--lora-dropout", "0.1"],
     "under DDP": ["--framework", "ddp", "--dp", "2", "--gbs", "16", "--recompute", "full"],
+    "4-bit weights": ["--lora-rank", "8", "--lora-targets", "q_proj", "--quantisation", "fp4", "--double-quantisation"],
+    "prepared": ["--lora-rank", "8", "--lora-targets", "q_proj", "--quantisation", "nf4", "--kbit-preparation"],
+    "under ZeRO": [
+        "--lora-rank",
+        "8",
+        "--lora-targets",
+        "q_proj",
+        "--framework",
+        "deepspeed",
+        "--dp",
+        "2",
+        "--zero",
+        "2",
+    ],
     "what changes no trace": ["--mbs", "2", "--optimizer", "sgd", "--momentum", "0.9", "--seq", "48"],
 }
 """Plans, as flags of ``estimate``."""

@@ -143,7 +143,17 @@ MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "e
         ),
         ({"model": "llama-3-8b", "lora_rank": 8, "modules_to_save": "norm"}, "embed_tokens and lm_head are"),
         ({"model": "gpt2", "lora_rank": 8, "modules_to_save": "lm_head"}, "share one table"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "awq"}, "nf4, fp4, gptq and int8 are"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "hqq"}, "nf4, fp4, gptq, awq and int8 are"),
+        (
+            {
+                "model": "llama-3-8b",
+                "lora_rank": 8,
+                "quantisation": "gptq",
+                "dtype": "fp16",
+                "lora_targets": "all-linear",
+            },
+            "finds torch.nn.Linear, and none",
+        ),
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "use_dora": True}, "must be false"),
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "double_quantisation": True}, "no such"),
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "framework": "fsdp", "gpus": 2}, "single and"),

@@ -61,6 +61,9 @@ def learned() -> Iterator[str]:
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
     yield "--model gemma-2b --gpu h100 --lora-rank 16"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation nf4"
+    for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
+        yield f"--model gemma-2b --gpu h100 --lora-rank 16 --framework {framework} --gpus 4"
+    yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation gptq --dtype fp16"
 
 
 def examples() -> Iterator[str]:
@@ -184,6 +187,10 @@ def tuned() -> Iterator[str]:
     yield f"{job} --kernels liger --recompute full"
     fused = "--lora-targets q_proj,k_proj,v_proj,o_proj --lora-dropout 0.1 --kernels fms --autocast"
     yield f"{job} {fused} --quantisation nf4 --double-quantisation --versions transformers=4.45.2 --recompute full"
+    awq = "--quantisation awq --dtype fp16 --lora-targets q_proj,v_proj --versions transformers=4.57.6,peft=0.18.1"
+    yield f"{job} {awq}"
+    yield f"{job} {awq} --mbs 4 --recompute full --framework ddp --gpus 2 --no-broadcast-buffers"
+    yield f"{job} {awq} --framework fsdp --gpus 2"
     yield f"{job} {fused} --quantisation gptq --dtype fp16 --framework fsdp --fsdp-version 1 --gpus 4 --recompute full"
     ahead = f"{job} {fused} --framework fsdp --fsdp-version 1 --gpus 4 --gpu a100-80gb --torch 2.4.1 --recompute full"
     yield f"{ahead} --quantisation nf4 --double-quantisation"

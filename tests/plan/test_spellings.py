@@ -287,7 +287,7 @@ def test_every_model_has_its_repository() -> None:
         ("trainer", "KTO", "reference model"),
         ("trainer", "prm", "scores of steps"),
         ("trainer", "ppo", "generation"),
-        ("quantisation", "awq", "gptq and int8 are"),
+        ("quantisation", "hqq", "gptq, awq and int8 are"),
     ],
 )
 def test_what_others_have_is_refused_by_name(flag: str, name: str, says: str) -> None:

@@ -146,11 +146,7 @@ def test_what_ships_is_what_is_listed() -> None:
     assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
 
 
-NOT_RENEWED = {"gemma-3-1b", "t5-3b"}
-"""Models whose fits are of the tracer before work was noted: they have no time yet (``--renew``)."""
-
-
-@pytest.mark.parametrize("name", [one for one in learned_models() if one not in NOT_RENEWED])
+@pytest.mark.parametrize("name", learned_models())
 def test_fits_are_this_tracers(name: str) -> None:
     """Whoever changes what traces find has them checked and written anew: ``python -m benchmarks.learned --renew``."""
     stale = [path.name for path in sorted((LEARNED / name).glob(f"*{cache.SUFFIX}")) if cache.is_stale(path)]

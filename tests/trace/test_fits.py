@@ -30,8 +30,8 @@ from memplan.trace.job import Job
 from memplan.trace.learned import job_of
 from memplan.trace.learning import learn
 from memplan.trace.recording import EVALUATION, Traced
-from memplan.trace.step import traced_step
 from memplan.trace.structure import UnfitError
+from memplan.trace.worker import evaluated_step
 
 from .test_step import SCALARS, WITHOUT_RECIPE, model_flags, targets_of
 
@@ -53,7 +53,7 @@ def program_of(plan: Plan, fit: Fit, options: Options) -> Program:
 def traced(job: Job) -> Traced:
     gc.collect()
     gc.freeze()
-    return traced_step(job, evaluates=True)
+    return evaluated_step(job)
 
 
 def plan_of(family: str, b: int, s: int, **flags: str) -> Plan:

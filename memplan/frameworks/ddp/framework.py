@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ...plan.errors import PlanError
 from ..base import PYTORCH_SECTIONS, Framework, Supports
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ class Ddp(Framework):
         losses=("plain", "liger", "cut", "liger-cross-entropy", "unsloth"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )
+
+    def check(self, plan: ResolvedPlan) -> None:
+        if plan.quantisation.kind == "awq" and plan.ddp.broadcast_buffers:
+            problem = (
+                "must be false with quantisation.kind awq: its weights are buffers, and their broadcast is not modelled"
+            )
+            raise PlanError("ddp.broadcast_buffers", True, problem)
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """One process group for all: buckets are all-reduced, parameters broadcast when the model is wrapped."""

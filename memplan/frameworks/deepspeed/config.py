@@ -65,6 +65,16 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if zero.stage == 3 and plan.lora.dora:
         problem = "must be false at stage 3: peft reads weights behind their layer's forward, where they are released"
         raise PlanError("lora.dora", True, problem)
+    check_packed(plan, zero)
+    if plan.recompute.mode == "full":
+        check_recompute(plan.model)
+    if known.no_zero3 and zero.stage == 3:
+        raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
+    check_settings(plan, zero)
+
+
+def check_packed(plan: ResolvedPlan, zero: Zero) -> None:
+    """Of quantised weights what the engine runs."""
     if plan.quantisation.kind not in ("none", "nf4", "fp4"):
         problem = "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1"
         raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
@@ -75,11 +85,6 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if zero.stage == 3 and storage not in (None, compute):
         problem = f"must be {compute} at stage 3, which gathers parameters in the dtype of training"
         raise PlanError("quantisation.storage", storage, problem)
-    if plan.recompute.mode == "full":
-        check_recompute(plan.model)
-    if known.no_zero3 and zero.stage == 3:
-        raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
-    check_settings(plan, zero)
 
 
 def check_settings(plan: ResolvedPlan, zero: Zero) -> None:

@@ -349,8 +349,12 @@ def scales_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> tuple[
     """What 4-bit weights keep beside them, which no stage of ZeRO cuts."""
     if plan.quantisation.kind == "none":
         return ()
-    model = model_of(shape, plan.model.layers, setting.options, setting.zero.stage, False)
-    beside = stored(setting.dtype)[1:]
+    return beside_packed(model_of(shape, plan.model.layers, setting.options, setting.zero.stage, False), plan)
+
+
+def beside_packed(model: Model, plan: ResolvedPlan) -> tuple[Hold, ...]:
+    """The same of any ``model``."""
+    beside = stored(plan.precision.dtype)[1:]
     quantised = [one for instance in model.instances for one in instance.hooked.module.parameters if one.four_bit]
     held = (state.hold(one, 0) for one in quantised for state in beside)
     return (*shared_table(plan), *filter(None, held))

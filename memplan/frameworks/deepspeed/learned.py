@@ -18,11 +18,13 @@ from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Drop, Event, Hook, Seam, Tape
 from ...tape.program import Chunk, Program, Span, fold_program
 from ...trace.fit import Born, Fit, Piece, Places
+from ...trace.framework import in_compute
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
 from ..plain.hooked import HookedModule, Instance, Model
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from ..plain.tuned import packed
 from .config import check_model, check_settings, fields_of_a_plan, zero_of
-from .engine import Rank, Setting, candidates, groups_of, placed_of, program_of, rank_of
+from .engine import Rank, Setting, beside_packed, candidates, groups_of, placed_of, program_of, rank_of
 from .states import initialisation_peak
 
 
@@ -36,12 +38,13 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         check_model(plan)
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(plan, piece, plan.precision.dtype)
+    check_dtype(in_compute(plan), piece, plan.precision.dtype)
     recompute = plan.recompute.mode == "full"
     setting = Setting(zero, plan.layout.dp, plan.precision.dtype, plan.optimizer, recompute, plan.microbatches)
     model = _model(piece, row, b, s, options.kernel_workspaces, setting.dtype)
     buffers = buffers_of(piece, row)
-    beside = (*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer))
+    scales = beside_packed(model, plan)
+    beside = (*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer), *scales)
     parts = groups_of(setting, model)
     made = [_unrolled(rank_of(setting, model, parts, one), setting) for one in candidates(setting, model)]
     programs = [replace(program_of(rank, setting, beside), order=order) for rank, order in made]
@@ -51,7 +54,7 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     return replace(
         found,
         initialisation=building if setting.builds_as_measured else None,
-        elements=sum(one.elements for one in model.parameters),
+        elements=sum(one.elements for each in model.instances for one in each.hooked.module.parameters),
         host=placed_of(setting, model, parts).on("host"),
     )
 
@@ -81,9 +84,10 @@ def _model(piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bo
         kind = made.kinds[at]
         tapes = Tapes(tuple(made.of(at, FORWARD)), tuple(_with_seams(made, at, dtype)), 0, 0)
         hooked = Module(module.name, tapes, tapes, module.evaluation, kind.parameters)
-        one = Instance(name, HookedModule(hooked, {}, frozenset(), kind.parameters))
+        read = tuple(packed(one, dtype) for one in kind.parameters)
+        one = Instance(name, HookedModule(hooked, {}, frozenset(), read))
         instances.append(one)
-        for parameter in kind.parameters:
+        for parameter in read:
             ids[one.qualified(parameter.name, False)] = len(parameters)
             parameters.append(parameter)
     return Model(tuple(instances), tuple(parameters), ids, False, dtype)

@@ -24,13 +24,14 @@ from ...plan.tuning_checks import first_frozen, is_tuned
 from ...records.readings import World
 from ...tape.program import Program
 from ...trace.fit import Fit
-from ...trace.framework import OtherRunning, job_of_plan
+from ...trace.framework import OtherRunning, in_compute, job_of_plan
 from ...trace.job import Job
 from ...trace.learned import assumptions, learnt_programs
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
 from . import learned, notices
+from .config import check_packed, zero_of
 from .programs import fullest_rank, program_of_rank
 
 FRAMEWORK = "deepspeed"
@@ -237,9 +238,14 @@ class DeepspeedRunning(OtherRunning):
             raise PlanError("layout.zero", 3, f"must be at most 2: what stage 3 gathers in each layer is {problem}")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
-        if is_tuned(plan):
+        if is_tuned(plan) and plan.lora.rank is None:
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")
+        check_packed(plan, zero_of(plan))
+
+    def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """The engine casts adapters to the dtype of training (``engine.cast_tuning``)."""
+        return in_compute(plan)
 
     def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(stage for stage in zero if stage < 3)

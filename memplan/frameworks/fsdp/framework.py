@@ -109,9 +109,12 @@ class Fsdp(Framework):
 
     def check(self, plan: ResolvedPlan) -> None:
         refuse_apart(plan, "under fsdp")
-        if plan.quantisation.kind == "int8":
-            problem = "must be none, nf4 or fp4 (gptq with --fsdp-version 1) under fsdp: 8-bit weights are modelled in "
-            raise PlanError("quantisation.kind", "int8", f"{problem}single and ddp")
+        if plan.quantisation.kind in ("int8", "awq"):
+            weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
+            problem = (
+                f"must be none, nf4 or fp4 (gptq with --fsdp-version 1) under fsdp: {weights} weights are modelled "
+            )
+            raise PlanError("quantisation.kind", plan.quantisation.kind, f"{problem}in single and ddp")
         if plan.lora.dora and plan.quantisation.kind != "none":
             problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
             raise PlanError("lora.dora", True, problem)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
@@ -19,14 +20,16 @@ from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape
 from ...tape.events import renamed as with_ids
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
+from ...trace.framework import in_compute
 from ...trace.learned import advised
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.rows import place_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from ..plain.tuned import shared_table
 from .hooks import Around, Hooks, Role, pass_through
 from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters
-from .programs import check_settings, sharding_of
+from .programs import check_settings, leaves_4bit, sharding_of, with_stored
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
 FLOATS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -44,7 +47,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    check_dtype(plan, piece, plan.precision.dtype)
+    check_dtype(in_compute(plan), piece, plan.precision.dtype)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
@@ -128,13 +131,18 @@ def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model
     """Every layer is a unit, and so is the model (``programs.transformers_model``)."""
     given, b, s = plan.fsdp, plan.batch.mbs, plan.batch.seq
     assert s is not None
-    made = seamed(piece, row, b, s)
+    made, adapters = seamed(piece, row, b, s), plan.lora.dtype
+    if adapters is not None:
+        made = tuple(replace(one, module=with_stored(one.module, given.parameters, adapters)) for one in made)
     names = [span.names[0] for span in made]
     layers = [at for at, name in enumerate(names) if name.startswith(LAYER)]
     reshard = given.reshard_to or given.reshard_after_forward
     units = [Unit(MODEL, (), 0, len(names) - 1, given.reshard_root, False)]
-    units += [Unit(names[at], (), at, at, reshard, True) for at in layers]
-    return Model(made, with_parameters(made, units, ()), names[-1], tuple(buffers_of(piece, row)))
+    lowest = next(at for at, span in enumerate(made) if span.module.first.backward)
+    units += [Unit(names[at], (), at, at, reshard, at > lowest) for at in layers]
+    storage = "" if leaves_4bit(plan) else plan.precision.dtype
+    beside = (*buffers_of(piece, row), *shared_table(plan))
+    return Model(made, with_parameters(made, units, (), storage), names[-1], beside)
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +154,8 @@ def seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span,
 @lru_cache(maxsize=4096)
 def _with_seams(module: TracedModule) -> Module:
     def tapes(inner: Tapes) -> Tapes:
-        backward = (Seam("traced", Hook.BEFORE_BACKWARD), *inner.backward, Seam("traced", Hook.AFTER_BACKWARD))
+        before, after = Seam("traced", Hook.BEFORE_BACKWARD), Seam("traced", Hook.AFTER_BACKWARD)
+        backward = (before, *inner.backward, after) if inner.backward else ()
         return Tapes(forward(inner.forward), backward, 0, 0)
 
     def forward(tape: Tape) -> Tape:

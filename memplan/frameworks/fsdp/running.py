@@ -11,7 +11,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import first_frozen, is_tuned
 from ...tape.program import Program
 from ...trace.fit import Fit
-from ...trace.framework import FrameworkRunning
+from ...trace.framework import FrameworkRunning, in_compute
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of, learnt_programs
 from ..plain import trainer
@@ -19,7 +19,7 @@ from . import flat
 from .learned import assumptions_of, lacks, program_of
 from .learned_flat import flat_program_of
 from .notices import FSDP
-from .programs import recompute_of
+from .programs import check_settings, recompute_of
 from .stages import check_no_pipeline, partition
 from .titan import titan_of
 
@@ -51,14 +51,21 @@ class FsdpRunning(FrameworkRunning):
             raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
-        if is_tuned(plan):
+        if is_tuned(plan) and (plan.lora.rank is None or given.version == "1"):
             field, value = first_frozen(plan)
-            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
+            frozen = "frozen parts" if plan.lora.rank is None else "adapters under FSDP1"
+            raise PlanError(field, value, f"must be left out: {frozen} are {problem} under fsdp")
+        if given.version == "2":
+            check_settings(plan, given)
         check_no_pipeline(plan, given)
 
     def learnt_casts(self, plan: ResolvedPlan) -> bool:
         """FSDP1 casts with mixed precision alone (``_pre_forward``, ``_cast_forward_inputs``)."""
         return plan.fsdp.version != "1"
+
+    def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """Adapters are in the dtype of compute once they are gathered (``MixedPrecisionPolicy.param_dtype``)."""
+        return in_compute(plan)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         from ..plain.learned_time import has_work

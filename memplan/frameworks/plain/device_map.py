@@ -44,9 +44,12 @@ class DeviceMap(Framework):
 
     def check(self, plan: ResolvedPlan) -> None:
         check_map(plan)
-        if plan.quantisation.kind == "int8":
-            problem = "must be none, nf4, fp4 or gptq on a device map: 8-bit weights are modelled in single and ddp"
-            raise PlanError("quantisation.kind", "int8", problem)
+        if plan.quantisation.kind in ("int8", "awq"):
+            weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
+            problem = (
+                f"must be none, nf4, fp4 or gptq on a device map: {weights} weights are modelled in single and ddp"
+            )
+            raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         placed = "embedding and head are on the first device, final norm on the last"

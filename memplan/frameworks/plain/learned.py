@@ -5,10 +5,12 @@ and step from the same rules as a recipe's, over the parameters that were traced
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
 from ...layers.shapes import ITEMSIZE
+from ...layers.tuning import FourBit
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
@@ -20,8 +22,10 @@ from ...tape.program import Chunk, Program, Span
 from ...trace.fit import Fit, Piece, Places
 from ...trace.tapes import spans, whole
 from .step import optimizer_step
-from .tuned import trained_only, tuned_states
+from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 
+PACKED = "uint8"
+"""What a trace calls the dtype of 4-bit weights, which no other parameter has."""
 MOST_REASONS = 3
 """That an error repeats."""
 
@@ -48,7 +52,7 @@ def program_of(
     if not all(one.trained for own, _ in groups for one in own):
         states, groups = tuned_states(plan.optimizer, dtype), trained_only(groups)
     buffers = buffers_of(piece, row)
-    extra = [*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer)]
+    extra = [*inputs_of(piece, b, s), *buffers, *shared_table(plan), *quantisation_maps(plan.optimizer)]
     broadcast = front_of(plan, buffers)
     ready = _ready(piece, row)
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
@@ -74,7 +78,21 @@ def piece_of(plan: ResolvedPlan, fit: Fit, b: int, s: int) -> Piece:
         alone = next((one for one in fit.pieces if b >= one.domain.b_from), None)
         field, value = ("batch.mbs", b) if alone is None else ("batch.seq", s)
         raise PlanError(field, value, f"is outside the verified range of this architecture's traces: {holds}{why}")
-    return piece
+    four_bit = four_bit_of(plan)
+    return piece if four_bit is None else _quantised(piece, four_bit)
+
+
+@lru_cache(maxsize=256)
+def _quantised(piece: Piece, four_bit: FourBit) -> Piece:
+    """``piece`` with what it packs: two numbers a byte, of weights whose shape a trace does not tell."""
+
+    def told(one: Parameter) -> Parameter:
+        if one.dtype != PACKED:
+            return one
+        return replace(one, shape=(2 * one.elements, 1), dtype=four_bit.dtype, four_bit=four_bit)
+
+    kinds = (replace(kind, parameters=tuple(map(told, kind.parameters))) for kind in piece.kinds)
+    return replace(piece, kinds=tuple(kinds))
 
 
 def row_of(plan: ResolvedPlan, fit: Fit, piece: Piece) -> tuple[Places, ...]:
@@ -96,16 +114,19 @@ def _grown(piece: Piece, layers: int) -> tuple[Places, ...]:
 
 
 def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str) -> None:
-    """``PlanError`` unless all parameters were traced in ``dtype``, adapters in their own."""
-    found = _dtypes(piece)
-    if found - {plan.lora.dtype} != {dtype} - {plan.lora.dtype}:
+    """``PlanError`` unless all parameters were traced in ``dtype``, adapters in their own, and in fp32 what peft has
+    cast that is not quantised."""
+    found, prepared = _dtypes(piece), plan.quantisation.prepared
+    besides = {plan.lora.dtype, *(("fp32",) if prepared else ())}
+    expected = {dtype} & found if prepared else {dtype}
+    if found - besides != expected - besides:
         problem = f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}"
         raise PlanError("precision.dtype", dtype, problem)
 
 
 @lru_cache(maxsize=1024)
 def _dtypes(piece: Piece) -> frozenset[str]:
-    return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters)
+    return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters if one.four_bit is None)
 
 
 def inputs_of(piece: Piece, b: int, s: int) -> list[Hold]:

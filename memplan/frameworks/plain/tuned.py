@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
+from ...layers.awq import Awq
 from ...layers.gptq import Gptq
 from ...layers.int8 import Int8
 from ...layers.module import Parameter, hold_bytes
@@ -46,11 +47,12 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
         four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
+    elif quantisation.kind == "awq":
+        four_bit = Awq("fp16", quantisation.group)
     elif quantisation.kind == "int8":
         four_bit = Int8(plan.precision.dtype)
-    elif quantisation.kind != "none":
-        copies = release(plan, "bitsandbytes") >= CODE_COPIED
-        four_bit = FourBit(plan.precision.dtype, quantisation.double, copies)
+    else:
+        four_bit = four_bit_of(plan)
     prepared = quantisation.prepared
     linear = {f"{name}.{one}" for name in family(plan.model.family).linear_layers for one in ("weight", "bias")}
     return Tuning(
@@ -67,6 +69,14 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         fp32=prepared,
         not_fp32=frozenset(linear | (ENDS if casts_back(plan) else set())) if prepared else frozenset(),
     )
+
+
+def four_bit_of(plan: ResolvedPlan) -> FourBit | None:
+    """bitsandbytes' 4-bit weights."""
+    if plan.quantisation.kind not in ("nf4", "fp4"):
+        return None
+    copies = release(plan, "bitsandbytes") >= CODE_COPIED
+    return FourBit(plan.precision.dtype, plan.quantisation.double, copies)
 
 
 def frozen_layer(tuning: Tuning) -> Tuning:
