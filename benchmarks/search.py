@@ -1,16 +1,14 @@
-"""How fast the search is: whole processes in multiples of the imports below, and its parts (``speed.py`` runs those).
+"""How fast whole answers are, in multiples of the imports; and parts of a search (``speed.py`` runs both).
 
     python benchmarks/search.py [--runs 3]
 
-Seconds of the processor in user mode; processes take turns, and the fastest run of each counts.
+Seconds of the processor in user mode; processes take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -18,13 +16,13 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.start import BASE, MEMPLAN, user_seconds  # noqa: E402
+from benchmarks.start import MEMPLAN, lines  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.answer import suggest  # noqa: E402
 from memplan.search.candidates import Clock  # noqa: E402
-from memplan.search.cuts import Option, Ratios, choose, contiguous, smallest  # noqa: E402  # noqa: E402
+from memplan.search.cuts import Option, Ratios, choose, contiguous, smallest  # noqa: E402
 from memplan.search.search import Search  # noqa: E402
 from memplan.search.space import filled, space_of  # noqa: E402
 
@@ -33,12 +31,32 @@ LARGE = {
     "gpu": "h100-80gb", "gpus": "16384",
 }  # fmt: skip
 
-SEARCHES = {
-    "--model llama-3-405b --gpus 16384 --gpu h100-80gb --gbs 2048 --seq 8192": 16.0,
-    "--model gpt3-175b --gpus 512 --gpu a100-80gb --gbs 1536 --seq 2048": 20.0,
-    "--model llama-3-70b --gpus 64 --gpu h100-80gb --gbs 512 --seq 4096": 20.0,
+_SEARCH = (*MEMPLAN, "suggest-partition", "--framework", "megatron", "--json")
+_ESTIMATE = (*MEMPLAN, "estimate")
+_AIMS = {
+    "--model llama-3-405b --gpus 16384 --gpu h100-80gb --gbs 2048 --seq 8192": "16 x",
+    "--model gpt3-175b --gpus 512 --gpu a100-80gb --gbs 1536 --seq 2048": "20 x",
+    "--model llama-3-70b --gpus 64 --gpu h100-80gb --gbs 512 --seq 4096": "20 x",
+    "--model deepseek-v3 --gpus 2048 --gpu h100-80gb --gbs 15360 --seq 4096": "4 s",
 }
-"""Flags of ``suggest-partition --framework megatron``, and the multiples that are aimed at."""
+"""Flags of ``suggest-partition --framework megatron``, and what is aimed at."""
+DEEPSEEK = "--framework megatron --model deepseek-v3 --gpu h100-80gb --gpus 1024 --tp 1 --pp 16 --ep 64 --zero 1"
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "estimate llama-3-405b-1024gpu": (*_ESTIMATE, "llama-3-405b-1024gpu"),
+    "estimate llama-3-405b-1024gpu --html": (
+        *_ESTIMATE, "llama-3-405b-1024gpu", "--html", "{folder}/a.html", "--overwrite",
+    ),
+    "estimate --model deepseek-v3, 1,024 GPUs": (
+        *_ESTIMATE, *DEEPSEEK.split(), "--gbs", "8192", "--seq", "4096", "--first-layers", "3", "--last-layers", "2",
+    ),
+    **{f"search {flags}": (*_SEARCH, *flags.split()) for flags in _AIMS},
+}  # fmt: skip
+AIMS = {
+    "estimate llama-3-405b-1024gpu": "8 x",
+    "estimate llama-3-405b-1024gpu --html": "3 s",
+    "estimate --model deepseek-v3, 1,024 GPUs": "1.5 times llama-3-405b's",
+    **{f"search {flags}": aim for flags, aim in _AIMS.items()},
+}
 
 
 def base(**flags: str) -> Plan:
@@ -103,23 +121,16 @@ def _best(work: object) -> float:
     return 1e3 * min(times)
 
 
+def answering(runs: int) -> Iterator[tuple[str, str]]:
+    """Processes that give a whole answer."""
+    return lines(ANSWERS, AIMS, runs)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="how long searches take")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each search (3)")
-    runs = parser.parse_args().runs
-    command = (*MEMPLAN, "suggest-partition", "--framework", "megatron", "--json")
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": cache, "MEMPLAN_DATA": cache}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        user_seconds((*command, *next(iter(SEARCHES)).split()), environment)  # compiles
-        imports, times = list[float](), {flags: list[float]() for flags in SEARCHES}
-        for _ in range(runs):
-            for flags, spent in times.items():
-                imports += [user_seconds(("-c", BASE), environment) for _ in range(3)]
-                spent.append(user_seconds((*command, *flags.split()), environment))
-    for flags, spent in times.items():
-        ratio = min(spent) / min(imports)
-        print(f"{flags:75} best {min(spent):5.2f} s: {ratio:5.1f} x (aim: {SEARCHES[flags]:.0f} x)")
+    parser = argparse.ArgumentParser(description="how long whole answers take")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each (3)")
+    for name, line in answering(parser.parse_args().runs):
+        print(f"{name:80} {line}")
     return 0
 
 

@@ -1,4 +1,5 @@
-"""How fast an estimate is: the command as a cold process, plans in process, events in the allocator.
+"""How fast memplan is: plans in process, events in the allocator, parts of a search, the command as a cold process, and
+user seconds of whole answers as multiples of what it imports.
 
     python benchmarks/speed.py [--runs 10] [--traces]
 
@@ -23,7 +24,8 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.search import LARGE, cutting, searching  # noqa: E402
+from benchmarks.search import LARGE, answering, cutting, searching  # noqa: E402
+from benchmarks.start import AIMS, COMMANDS, lines  # noqa: E402
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator  # noqa: E402
 from memplan.allocator.limited import replay_within  # noqa: E402
 from memplan.allocator.memory import DeviceMemory  # noqa: E402
@@ -246,10 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=10, help="runs of each process")
     parser.add_argument("--traces", action="store_true", help="also learn llama-3-8b from traces (torch; a minute)")
     given = parser.parse_args(arguments)
-    measures = (in_process(), allocator(), cutting(), searching(), processes(max(1, given.runs)))
+    runs = max(1, given.runs)
+    ratios = (lines(COMMANDS, AIMS, runs), answering(-(-runs // 3)))
+    measures = (in_process(), allocator(), cutting(), searching(), processes(runs), *ratios)
     for measure in (*measures, traces()) if given.traces else measures:
         for name, result in measure:
-            print(f"{name:<52} {result}")
+            print(f"{name:<80} {result}")
     return 0
 
 

@@ -21,7 +21,7 @@ from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_pa
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Pass, Passes
+from .passes import Operation, Pass, Passes
 from .replay import NO_BLOCK, Rank, Run, construction, states, workspaces_of
 
 MOST_POINTS = 600
@@ -141,7 +141,7 @@ class NamedRun(Run):
         rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
         if what in WHOLE:
             start, end = chunk.next_piece(WHOLE[what], microbatch, role)
-            rank.names = _names(chunk.chunk, chunk.passes, WHOLE[what], role, rank.phase)[start:end]
+            rank.names = _names(chunk.chunk, chunk.passes, WHOLE[what], role, rank.phase, start, end)
         else:
             rank.names = _names(chunk.chunk, chunk.passes, what, role, rank.phase)
         super().run(what, number, microbatch)
@@ -153,14 +153,50 @@ class NamedRun(Run):
     def _between(self, tensor: str, microbatch: int | None) -> None:
         rank = self.rank
         rank.phase, rank.microbatch = "backward" if "grad" in tensor else "forward", microbatch
-        rank.label = Tensor(tensor, "pipeline", rank.phase)
+        rank.label = _between_stages(tensor, rank.phase)
+
+
+class _Summary(NamedTuple):
+    """What a pass comes to, where nobody asks for each of its events."""
+
+    names: Sequence[Tensor]
+    lasting: tuple[tuple[Operation, Tensor], ...]
+    """What does not both begin and end in it."""
+    totals: frozenset[int]
+    """Bytes that are held behind its requests more than before it."""
+    highest: int
+    """Bytes that are held behind its events more than before it, at most;"""
+    place: int
+    """and behind which event first; -1 where there is none."""
+
+
+def _summary(events: Pass, names: Sequence[Tensor]) -> _Summary:
+    total, place, highest = 0, -1, 0
+    begun: dict[int, int] = {}
+    totals: set[int] = set()
+    passing: set[int] = set()
+    for at, (slot, units, size, _, _) in enumerate(events.operations):
+        if units > 0:
+            begun[slot] = at
+            total += size
+            totals.add(total)
+        else:
+            if slot in begun:
+                passing |= {begun.pop(slot), at}
+            total -= size
+        if place < 0 or total > highest:
+            place, highest = at, total
+    both = enumerate(zip(events.operations, names, strict=True))
+    lasting = tuple([one for at, one in both if at not in passing])
+    return _Summary(names, lasting, frozenset(totals), highest, place)
 
 
 class _Recorder(NamingRank):
     """A rank that has no allocator, and keeps what is live under numbers."""
 
     __slots__ = (
-        "count", "event", "found", "highest", "largest", "live", "most", "points", "total", "wanted", "width",
+        "count", "event", "found", "highest", "largest", "live", "most", "points", "summaries", "total", "wanted",
+        "width",
     )  # fmt: skip
 
     def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
@@ -181,6 +217,8 @@ class _Recorder(NamingRank):
         """Bytes of the fullest moment since the last point,"""
         self.largest: Point | None = None
         """and that moment."""
+        self.summaries: dict[tuple[Pass, int], _Summary] = {}
+        """Of passes with these names, by the ids of the latter."""
 
     def record(self, events: int) -> None:
         """Records an iteration of about so many ``events`` from here on."""
@@ -194,46 +232,80 @@ class _Recorder(NamingRank):
         return 0
 
     def hold(self, size: int, category: int, stream: int = 0) -> int:
-        if not size:
-            return NO_BLOCK
-        frame = [0]
-        self._follow((((0, 1, size, category, stream), self.label),), frame)
-        return frame[0]
+        return self._begin(size, category, self.label) if size else NO_BLOCK
 
     def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
         if block != NO_BLOCK:
-            self._follow((((0, -1, size, category, stream), ENDS),), [block])
+            self._end(block, size, category)
 
     def run(self, events: Pass, frame: list[int]) -> None:
-        self._follow(zip(events.operations, self.names, strict=True), frame)
-
-    def _follow(self, events: Iterable[tuple[tuple[int, int, int, int, int], Tensor]], frame: list[int]) -> None:
-        """What ``events`` begin and end. One loop on local names: an iteration has a million of them."""
-        live, by, microbatch, width = self.live, self.by, self.microbatch, self.width
-        count, total, event, highest = self.count, self.total, self.event, self.highest
-        one: tuple[int, int, Tensor, int | None]
-        for (slot, units, size, category, _), name in events:
+        key = events, id(self.names)
+        known = self.summaries.get(key)
+        if known is None:
+            known = self.summaries[key] = _summary(events, self.names)
+        if self._run_at_once(known, events, frame):
+            return
+        for (slot, units, size, category, _), name in zip(events.operations, self.names, strict=True):
             if units > 0:
-                count += 1
-                frame[slot] = count
-                live[count] = one = (size, category, name, microbatch)
-                by[category] += size
-                total += size
-                if total == self.most and not self.found and by == self.wanted:
-                    self.found = tuple(starmap(Live, live.values()))
+                frame[slot] = self._begin(size, category, name)
             else:
-                one = live.pop(frame[slot])
-                by[category] -= size
-                total -= size
-            if width:
-                event += 1
-                if total > highest:
-                    highest = total
-                    self.largest = Point(event, tuple(by), Live(*one), units > 0, self.phase)
-                if not event % width:
-                    self.flush()
-                    highest = -1
-        self.count, self.total, self.event, self.highest = count, total, event, highest
+                self._end(frame[slot], size, category)
+
+    def _run_at_once(self, known: _Summary, events: Pass, frame: list[int]) -> bool:
+        """A pass, unless a point ends in it, the peak may be reached, or most is held behind the end of a tensor."""
+        before, end = self.event, self.event + len(events.operations)
+        if self.width and before // self.width != end // self.width:
+            return False
+        if not self.found and self.most - self.total in known.totals:
+            return False
+        if self.width and events.operations and self.total + known.highest > self.highest:
+            _, units, size, category, _ = events.operations[known.place]
+            if units < 0:
+                return False
+            self.highest = self.total + known.highest
+            by = tuple(map(int.__add__, self.by, events.until(known.place)))
+            live = Live(size, category, known.names[known.place], self.microbatch)
+            self.largest = Point(before + known.place + 1, by, live, True, self.phase)
+        for (slot, units, size, category, _), name in known.lasting:
+            if units > 0:
+                self.count += 1
+                frame[slot] = self.count
+                self.live[self.count] = size, category, name, self.microbatch
+            else:
+                del self.live[frame[slot]]
+        for at, change in events.net_by:
+            self.by[at] += change
+            self.total += change
+        self.event = end if self.width else before
+        return True
+
+    def _begin(self, size: int, category: int, name: Tensor) -> int:
+        """The number of a tensor that begins."""
+        self.count += 1
+        self.live[self.count] = one = size, category, name, self.microbatch
+        self.by[category] += size
+        self.total += size
+        if self.total == self.most and not self.found and self.by == self.wanted:
+            self.found = tuple(starmap(Live, self.live.values()))
+        if self.width:
+            self._follow(one, begins=True)
+        return self.count
+
+    def _end(self, number: int, size: int, category: int) -> None:
+        one = self.live.pop(number)
+        self.by[category] -= size
+        self.total -= size
+        if self.width:
+            self._follow(one, begins=False)
+
+    def _follow(self, one: tuple[int, int, Tensor, int | None], *, begins: bool) -> None:
+        """An event of the iteration that is recorded."""
+        self.event += 1
+        if self.total > self.highest:
+            self.highest = self.total
+            self.largest = Point(self.event, tuple(self.by), Live(*one), begins, self.phase)
+        if not self.event % self.width:
+            self.flush()
 
     def flush(self) -> None:
         """Ends a point."""
@@ -273,14 +345,21 @@ class _Recording(NamedRun):
 BACKWARD = ("backward", "reduce", "backward_piece")
 
 
+@lru_cache(maxsize=64)
+def _between_stages(tensor: str, phase: str) -> Tensor:
+    return Tensor(tensor, "pipeline", phase)
+
+
 @lru_cache(maxsize=256)
-def _names(chunk: Chunk, passes: Passes, what: What, role: Role, phase: str) -> tuple[Tensor, ...]:
-    """Of what each operation of a pass begins or ends."""
+def _names(
+    chunk: Chunk, passes: Passes, what: What, role: Role, phase: str, start: int = 0, end: int | None = None
+) -> tuple[Tensor, ...]:
+    """Of what each operation of a pass, or of its piece from ``start`` to ``end``, begins or ends."""
     spans = chunk.unrolled or (*chunk.spans, *chunk.losses)
     modules = [name for span in spans for name in span.names]
     return tuple(
         Tensor(event.name, modules[place], phase, event.shape, event.dtype) if isinstance(event, Hold) else ENDS
-        for place, event in passes.events(what, role)
+        for place, event in passes.events(what, role)[start:end]
     )
 
 
