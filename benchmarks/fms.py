@@ -193,7 +193,7 @@ def _on_device(row: Mapping[str, Any]) -> Comparison:
     assert stage.reading_range is not None
     measured = int(row["nvidia_smi_mib"]) * MIB
     released = stage.reserved - (stage.judged.reserved or stage.reserved)
-    least, most = (end - released for end in stage.reading_range)
+    least, most = stage.reading_range
     within = least <= measured <= most
     beside = "within" if within else f"{max(least - measured, measured - most) / MIB:,.0f} MiB beside"
     above = (measured - stage.reserved + released) / MIB
