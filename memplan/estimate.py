@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -323,6 +323,11 @@ class Reserved(NamedTuple):
     mean: tuple[int, int]
     """and in the mean of the stage's ranks."""
 
+    @classmethod
+    def alike(cls, size: int) -> Reserved:
+        """On all ranks, whatever happens."""
+        return cls((size, size), (size, size))
+
     @property
     def middle(self) -> int:
         """The headline."""
@@ -344,7 +349,7 @@ def _reserved(
     """``replayed`` is the replay of ``program``, whose ranks may differ (``before_elsewhere``)."""
     most = replayed.reserved
     if not program.before_elsewhere:
-        return Reserved((most, most), (most, most))
+        return Reserved.alike(most)
     others = [replace(program, before=tape) for tape in program.before_elsewhere]
     first, least = (replay((one,), settings, workspaces)[0].reserved for one in others)
     least, most, ranks = min(least, most), max(least, most), len(program.ranks)
@@ -362,9 +367,10 @@ def _stage(
     reserved: Reserved,
     evaluated: Program,
 ) -> StageEstimate:
-    judged = partial(_judged, plan, known, with_workspaces, replayed)
-    replayed = replace(replayed, reserved=reserved.middle)
     outside, together = causes(plan, program.stage, known), ranks_on_node(plan, program)
+    judged = _judged(plan, known, with_workspaces, replayed, outside, evaluated)
+    replayed = replace(replayed, reserved=reserved.middle)
+    read = reserved.read if not judged.reserved else Reserved.alike(judged.reserved).read
     apart, (low, high) = beyond(replayed, outside), outside_range(outside)
     device = replayed.reserved + (low + high) // 2 if apart.cuda_context is not None else None
     return StageEstimate(
@@ -391,9 +397,9 @@ def _stage(
         host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
         nvme=together * program.nvme,
         device_range=None if device is None else (reserved.loaded[0] + low, reserved.loaded[1] + high),
-        reading_range=None if device is None else (reserved.read[0] + low, reserved.read[1] + high),
+        reading_range=None if device is None else (read[0] + low, read[1] + high),
         outside=outside,
-        judged=judged(outside, evaluated),
+        judged=judged,
     )
 
 

@@ -141,7 +141,8 @@ class StageEstimate:
     """What makes that range."""
     reading_range: tuple[int, int] | None = None
     """Where 95 % of readings should lie, of the mean of the devices of all its ranks: wider than ``device_range`` by
-    what the allocator's replay misses, and lower where other ranks take less."""
+    what the allocator's replay misses, lower where other ranks take less, and of what is kept where the allocator gives
+    cached memory back."""
     judged: Judged = Judged()
 
     @property

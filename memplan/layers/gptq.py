@@ -33,9 +33,12 @@ class Gptq(Packed):
     0.16)."""
 
     def packed_bytes(self, shape: Shape) -> int:
+        return sum(self.packed(shape))
+
+    def packed(self, shape: Shape) -> tuple[int, ...]:
         """``qweight``, (k / 8, n), and ``qzeros``, (g, n / 8), both int32."""
         n, k = shape
-        return n * k // 2 + self._groups(k) * n // 2
+        return n * k // 2, self._groups(k) * n // 2
 
     def beside(self, shape: Shape) -> Mapping[str, int]:
         n, k = shape
@@ -43,8 +46,8 @@ class Gptq(Packed):
 
     @property
     def sent(self) -> int:
-        """``qzeros``, a parameter of its own, and two buffers."""
-        return 1 + len(("scales", "g_idx"))
+        """``scales`` and ``g_idx``."""
+        return 2
 
     def _groups(self, k: int) -> int:
         return -(-k // self.group)

@@ -123,13 +123,17 @@ class Packed:
         """Of what FSDP1 can shard."""
         raise NotImplementedError
 
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        """That of each parameter."""
+        return (self.packed_bytes(shape),)
+
     def beside(self, shape: Shape) -> Mapping[str, int]:
         """Bytes, rounded, of the tensors that are kept whole beside it."""
         raise NotImplementedError
 
     @property
     def sent(self) -> int:
-        """Tensors of a weight that FSDP1 sends from rank 0 besides one parameter."""
+        """Buffers of a weight, which FSDP1 sends from rank 0 besides its parameters."""
         return 0
 
     def dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:

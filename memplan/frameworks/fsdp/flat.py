@@ -110,7 +110,7 @@ class Flat:
     parts: tuple[int, ...] = ()
     """Bytes of each parameter."""
     sent: int = 0
-    """Tensors besides parameters that rank 0 sends while the unit is wrapped."""
+    """Buffers that rank 0 sends, too, while the unit is wrapped."""
     kept: tuple[int, int] = (0, 0)
     """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
 
@@ -122,8 +122,13 @@ class Flat:
 
 def packed_bytes(parameter: Parameter, dtype: str) -> int:
     """As it is stored, on all ranks together; four bits are in storage of another dtype."""
+    return sum(_packed(parameter, dtype))
+
+
+def _packed(parameter: Parameter, dtype: str) -> tuple[int, ...]:
+    """Of each tensor that stands for it."""
     four_bit = parameter.four_bit
-    return parameter.bytes(parameter.dtype or dtype) if four_bit is None else four_bit.packed_bytes(parameter.shape)
+    return (parameter.bytes(parameter.dtype or dtype),) if four_bit is None else four_bit.packed(parameter.shape)
 
 
 def ignores_adapters(plan: ResolvedPlan) -> bool:
@@ -156,7 +161,7 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, igno
 
 
 def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dtype: str, reshard: bool) -> Flat:
-    parts = tuple([packed_bytes(one, dtype) for one in parameters])
+    parts = tuple([size for one in parameters for size in _packed(one, dtype)])
     trained = sum(one.elements for one in parameters if one.trained)
     sent = sum(one.four_bit.sent for one in parameters if one.four_bit is not None)
     return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts=parts, sent=sent)

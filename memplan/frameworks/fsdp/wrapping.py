@@ -34,9 +34,10 @@ IN_FLIGHT = 2
 QUEUE = 1024
 """Kernels and copies that wait in a stream before the host has to: "about 1000" (NVIDIA's developer forum, topic 68937,
 "CUDA stream are blocked when launch lots of kernels")."""
-WRAPPING = 4e-3
-"""Seconds of the host for a unit: 2.6 to 2.8 ms of FSDP's own code for a layer of nine parameters (torch 2.13 on one
-core of an EPYC, without collectives), and a hundred calls of CUDA at 5 to 10 us each."""
+OF_UNIT, OF_PARAMETER = 1e-3, 0.2e-3
+"""Seconds of the host for a unit, and for each of its parameters. FSDP's own code (torch 2.13, one core of an EPYC,
+without collectives and launches) takes 2.8 ms for a layer of 9 parameters, 5.4 for one of 31, and 0.5 for an adapter's
+weight."""
 FASTEST = 1 / 31.5e9
 """Seconds for a byte from the host at least: PCIe 4.0 with 16 lanes. Memory that is not pinned takes longer."""
 SLOWEST = 1.0
@@ -113,8 +114,9 @@ class _Ahead(_Wrapping):
         """Buckets, likewise."""
 
     def wrap(self, unit: Unit, ranks: int) -> Hold:
-        self.now += unit.wraps * WRAPPING
-        self.sent += unit.wraps * WRAPPING + sum(unit.parts) * self.copying
+        host = unit.wraps * OF_UNIT + len(unit.parts) * OF_PARAMETER
+        self.now += host
+        self.sent += host + sum(unit.parts) * self.copying
         self.launched += launches(unit)
         while self.queue and self.queue[0][0] <= self.launched - QUEUE:
             self.now = max(self.now, self.queue.popleft()[1])
