@@ -135,7 +135,7 @@ def flags_of_launch(
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
-        fields = [flag for one in given if (flag := _flag_of(one)) is not None]
+        fields = [said for one in given if (said := _flag_of(one)) is not None]
         if fields:
             problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
             raise PlanError("", ABSENT, problem, origin=Origin("command line"))
