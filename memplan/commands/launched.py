@@ -149,8 +149,8 @@ def flags_of_launch(
     for flag, is_given in others.items():
         if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
-            named = _flag_of(variables[0]) if flag == "--set" and variables else None
-            other = f"; a field of a plan is a flag, {named[1]}" if named is not None else other
+            said_by = _flag_of(variables[0]) if flag == "--set" and variables else None
+            other = f"; a field of a plan is a flag, {said_by[1]}" if said_by is not None else other
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
 
