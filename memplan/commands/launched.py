@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
-from ..formats.megatron_bridge.overrides import is_override
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
@@ -118,10 +117,10 @@ def flags_of_launch(
     """The flags for the files at ``place``, which say by themselves whose they are where no ``--from`` does. Without a
     launch file none of the others means anything."""
     variables, words = variables or (), _words(place)
-    given = tuple(one for one in words if not is_override(one))
+    given = tuple(one for one in words if not _is_override(one))
     if len(given) < len(words):
         return _overridden(
-            given, tuple(one for one in words if is_override(one)), formats, variables, strict, vocab_size
+            given, tuple(one for one in words if _is_override(one)), formats, variables, strict, vocab_size
         )
     named = [_called(name) for name in ((formats,) if isinstance(formats, str) else formats or ())]
     if named and not {*named} <= {one.name.lower() for one in ELSEWHERE}:
@@ -136,7 +135,7 @@ def flags_of_launch(
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
-        fields = [pair for one in given if (pair := _flag_of(one)) is not None]
+        fields = [said for one in given if (said := _flag_of(one)) is not None]
         if fields:
             problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
             raise PlanError("", ABSENT, problem, origin=Origin("command line"))
@@ -150,10 +149,18 @@ def flags_of_launch(
     for flag, is_given in others.items():
         if is_given:
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
-            meant = _flag_of(variables[0]) if flag == "--set" and variables else None
-            other = f"; a field of a plan is a flag, {meant[1]}" if meant is not None else other
+            said_by = _flag_of(variables[0]) if flag == "--set" and variables else None
+            other = f"; a field of a plan is a flag, {said_by[1]}" if said_by is not None else other
             raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
     return LaunchFlags((), variables, strict, vocab_size)
+
+
+def _is_override(word: str) -> bool:
+    if "=" not in word and not word.startswith("~"):
+        return False  # without what reads them
+    from ..formats.megatron_bridge.overrides import is_override
+
+    return is_override(word)
 
 
 def _words(place: Place) -> tuple[str, ...]:

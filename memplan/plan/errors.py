@@ -91,7 +91,7 @@ class PlanError(ValueError):
         subject = self.field
         if subject and self.value is not ABSENT:
             size = self.value if subject in SIZES and isinstance(self.value, int) else 0
-            value = f"{size / 2**30:g}GiB" if size >= 2**20 else shown(self.value)
+            value = f"{size / 2**30:g}GiB" if 2**20 <= size < 2**80 else shown(self.value)
             subject = f"{subject} = {value}"
         problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
         parts = [str(self.origin) if self.origin else "", subject, problem]

@@ -75,3 +75,8 @@ def test_it_is_always_one_line(field: str, value: object, problem: str, source: 
 )
 def test_what_is_surely_misspelt(wrong: str, meant: str, is_one: bool) -> None:
     assert is_slip(wrong, meant) is is_one
+
+
+def test_a_size_beyond_any_number_is_said_all_the_same() -> None:
+    assert "hardware.capacity = " in str(PlanError("hardware.capacity", 10**400, "is too large"))
+    assert "hardware.capacity = 24GiB" in str(PlanError("hardware.capacity", 24 << 30, "is too large"))

@@ -26,7 +26,16 @@ SECTIONS = frozenset(_SECTIONS.split())
 _WORD = re.compile(rf"(~|\+{{0,2}})({'|'.join(sorted(SECTIONS))})((?:\.\w+)+)(?:=(.*))?", re.DOTALL)
 _OF_MODEL = re.compile(r"\w+_parallel_size|seq_length|sequence_parallel|recompute_\w+|num_layers|hidden_size")
 _OF_TRAINING = frozenset(("micro_batch_size", "global_batch_size", "train_iters"))
-HINTS = ("_parallel_size", "train:", '"train"', "seq_length")
+HINTS = (
+    "_parallel_size",
+    "train:",
+    '"train"',
+    "seq_length",
+    "sequence_parallel",
+    "recompute_",
+    "num_layers",
+    "hidden_size",
+)
 """One of them is in the text of every file that ``are_overrides`` knows."""
 
 TEMPLATE: Mapping[str, Mapping[str, object]] = {
@@ -64,7 +73,12 @@ def are_overrides(written: Node) -> bool:
     fields = written.mapping
     if not fields or not fields.keys() <= SECTIONS:
         return False
+    plain = (name for name, node in fields.items() if not isinstance(node.value, dict) and node.value is not None)
+    if {*plain} - {"mixed_precision", "comm_overlap"}:
+        return False  # optimizer: adamw is a plan's
     model = fields["model"].mapping if "model" in fields else {}
+    if model.keys() & {"base", "name", "family"}:
+        return False
     train = fields["train"].mapping if "train" in fields else {}
     return bool(train.keys() & _OF_TRAINING) or any(_OF_MODEL.fullmatch(key) for key in model)
 

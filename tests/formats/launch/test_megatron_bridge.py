@@ -388,6 +388,15 @@ def test_overrides_that_cannot_be_read(place: tuple[str, ...], flags: dict[str, 
         read_given(place, flags_of_launch(place, None), flags)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    ["{model: {base: gpt2, num_layers: 2}}", "{model: {num_layers: 2}, optimizer: adamw}", "{model: gpt2, ddp: {}}"],
+)
+def test_a_plan_is_no_override(tmp_path: Path, plan: str) -> None:
+    (tmp_path / "plan.yaml").write_text(plan)
+    assert not flags_of_launch(str(tmp_path / "plan.yaml"), None).formats
+
+
 def test_an_override_is_no_file() -> None:
     assert is_override("model.pipeline_model_parallel_layout=[[embedding]]")
     assert not any(map(is_override, ("model.yaml", "train.sh", "ddp.yaml", "a/model.x=1", "layout.tp=4")))
