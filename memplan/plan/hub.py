@@ -14,7 +14,7 @@ from .text import is_there, path_of, read_text
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
-_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|awq|(gptq))(?:-int[48])?$")
+_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int[48])?$")
 """And what tells a checkpoint of quantised weights."""
 MIRRORS = frozenset({"unsloth", "nousresearch"})
 """Owners who keep others' checkpoints under their names, and in their shapes."""
@@ -140,7 +140,7 @@ def refused(name: str, node: Node) -> PlanError:
     wanted = f"fetch its configuration with: hf download {name} config.json"
     hint = f"; {similar} is built in" if similar else ""
     if similar and (packed := _PACKED.search(tail)) is not None:
-        hint += f", in 4 bits with --quantisation {'gptq' if packed[1] else 'nf4'}"
+        hint += f", in 4 bits with --quantisation {(packed[1] or 'nf4').lower()}"
     return PlanError("model", name, f"{problem}; {wanted}{hint}", origin=node.origin)
 
 
