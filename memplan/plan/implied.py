@@ -46,7 +46,7 @@ def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
     """The one framework that has a recipe of the model, where ``name`` has none."""
     model = plan.mapping.get("model")
     named = model.mapping.get("family") if model is not None else None
-    if named is None or named.value not in FAMILIES:
+    if named is None or not isinstance(named.value, str) or named.value not in FAMILIES:
         return None
     own = str(named.value)
     if has_recipe(own, name):

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.cli import main
+from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
+from memplan.plan.read import read_plan
 
 MANY = "9" * 5000
 ODD = ("²", "٣", MANY, f"-{MANY}", f"0.{MANY}", f"{MANY}.{MANY}", f"1e{MANY}", f"0-{MANY}", f"x{MANY}", "\ud800", "0x²")
@@ -76,3 +78,9 @@ def test_a_name_that_cannot_be_is_refused_in_one_line(
         out, errors = capsys.readouterr()
         assert (code, out, errors.count("\n")) == (2, "", 1), (name[:20], errors[:300])
     assert os.listdir() == []  # noqa: PTH208
+
+
+def test_a_family_that_is_no_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("model: {base: gpt2, family: [gpt2]}\nhardware: {gpus: 2}")
+    with pytest.raises(PlanError, match=r"model\.family"):
+        read_plan(str(tmp_path / "plan.yaml"))
