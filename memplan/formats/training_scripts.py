@@ -29,6 +29,9 @@ _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
 _OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder")
 
+_IMAGES = ("--img-h", "--patch-dim", "--vision-pretraining")
+"""Arguments that mean such a model where no script is named: pretrain_gpt.py takes them and does nothing with them."""
+
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the launch file at ``place``."""
@@ -135,7 +138,7 @@ def _one_microbatch(read: ReadPlan, derived: Origin) -> ReadPlan:
 
 
 def _family(words: Words, settings: Settings) -> Family:
-    """BERT, T5, a hybrid or GPT, by the training script's name, or else by its decoder or its tokenizer."""
+    """BERT, T5, a hybrid or GPT, by the training script's name, or else by its decoder, its images or its tokenizer."""
     script = words.training.script if words.training is not None else ""
     if "bert" in script:
         return "bert"
@@ -143,6 +146,10 @@ def _family(words: Words, settings: Settings) -> Family:
         return "t5"
     if re.search(r"mamba|hybrid", script) or (not script and settings.has(PATTERN)):
         return "hybrid"
+    image = None if script else next((name for name in _IMAGES if settings.has(name)), None)
+    if image is not None:
+        problem = "belongs to models that see images, which are not modelled yet"
+        raise PlanError(image, ABSENT, problem, origin=settings.where(image))
     other = _OTHER_MODELS.search(script)
     if other is not None:
         known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
