@@ -18,6 +18,7 @@ from memplan.estimate import estimate
 from memplan.formats.megatron.context import Family
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron import programs
+from memplan.frameworks.megatron.entries import stage_entries
 from memplan.layers.module import Options
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
@@ -225,7 +226,7 @@ def _fewer(plan: ResolvedPlan) -> int:
     to ranks: one of them has the embedding's."""
     if plan.optimizer.name != "muon" or not plan.layout.zero:
         return 0
-    made, entries = programs.stages_of(plan, Options()), programs.stage_entries(plan)
+    made, entries = programs.stages_of(plan, Options()), stage_entries(plan)
     most, last = (
         static(replace(made, rules=replace(made.rules, member=member)).program(len(entries) - 1, entries[-1]))
         for member in (None, -1)

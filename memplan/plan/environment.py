@@ -43,7 +43,7 @@ READ = (
     "NCCL_NET_GDR_LEVEL",
 )
 """Variables that the estimate follows (``facts.py``, ``nccl.py``, the allocator,
-``frameworks/megatron/programs.py``)."""
+``frameworks/megatron/from_plan.py``)."""
 
 REFUSED = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": "must be left out: it turns off the caching allocator, and memory without one is "

@@ -12,7 +12,8 @@ from pydantic import Field, SerializeAsAny
 from ..frameworks import ROOMS as FRAMEWORKS
 from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
-from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Megatron, Trainer
+from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
+from .megatron_section import Megatron
 from .releases import sdpa_kernel
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import MOST_LAYERS, LayerCount, ModelSpec

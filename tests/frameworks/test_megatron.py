@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import estimate, fold
-from memplan.frameworks.megatron.programs import padded_vocab, programs
+from memplan.frameworks.megatron.from_plan import padded_vocab
+from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
-from memplan.plan.framework_sections import Megatron
+from memplan.plan.megatron_section import Megatron
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -254,6 +255,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.fsdp_double_buffer": [{**SHARDED, "megatron_fsdp_double_buffer": "true"}],
     "megatron.fsdp_unit_size": [{**SHARDED, "megatron_fsdp_unit_size": 1000}],
     "megatron.fsdp_meta_device": [{**SHARDED, "megatron_fsdp_meta_device": "true"}],
+    "megatron.torch_fsdp": [{"torch_fsdp": "reshard", "dp": 4}, {"torch_fsdp": "keep", "dp": 4}],
+    "megatron.torch_fsdp_host_init": [{"torch_fsdp_host_init": "true", "torch_fsdp": "reshard", "dp": 4}],
+    "megatron.offload_layers": [{"offload_layers": 2}],
     "megatron.cp_communication": [{"cp": 2, "cp_communication": "a2a"}],
     "megatron.clip_grad": [{"clip_grad": 0}],
     "megatron.bias_gelu_fusion": [{"bias_gelu_fusion": "false", "activation": "gelu", "mlp_bias": "true"}],

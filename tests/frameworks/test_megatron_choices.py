@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memplan.estimate import estimate
-from memplan.frameworks.megatron.programs import (
-    core_shape,
-    layer_shape_of,
-    layers_module,
-    module_shapes,
-    padded_vocab,
-    programs,
-    rules,
-)
+from memplan.frameworks.megatron.from_plan import core_shape, padded_vocab, rules
+from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
+from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan
 from memplan.tape.events import Category, Drop, Event, Hold

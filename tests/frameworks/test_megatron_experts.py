@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
-from memplan.frameworks.megatron.programs import core_shape, expert_replicas, programs
+from memplan.frameworks.megatron.from_plan import core_shape, expert_replicas
+from memplan.frameworks.megatron.programs import programs
 from memplan.frameworks.megatron.timing import MegatronTime
 from memplan.layers.module import Options, joined
 from memplan.plan.count import parameters

@@ -10,7 +10,8 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.formats.training_scripts import plan_of_arguments
-from memplan.frameworks.megatron.programs import core_shape, layer_shape_of
+from memplan.frameworks.megatron.from_plan import core_shape
+from memplan.frameworks.megatron.modules import layer_shape_of
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import block
 from memplan.layers.megatron_core.shape import CoreShape

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from ...plan.errors import Node, PlanError
-from ...plan.framework_sections import GraphModule
+from ...plan.megatron_section import GraphModule
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere
 

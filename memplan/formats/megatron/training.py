@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from ...plan.errors import ABSENT, Node, PlanError
-from ...plan.framework_sections import OffloadModule
 from ...plan.megatron_layout import stages
+from ...plan.megatron_section import OffloadModule
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, switch
 from . import sharding

@@ -27,7 +27,7 @@ from ...trace.step import Watch
 from ...trace.storages import Follow, resizes_followed
 from ...trace.surroundings import Surroundings
 from .core_training import Batch, InChunks, MegatronTraining, training_of
-from .programs import padded_vocab
+from .from_plan import padded_vocab
 
 __all__ = ["followed", "training_of"]
 

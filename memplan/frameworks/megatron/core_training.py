@@ -40,7 +40,7 @@ from ...trace.step import Watch
 from ...trace.storages import Follow
 from ...trace.surroundings import Surroundings
 from .core_settings import POSITIONS, ddp_config, layer_spec, on_cpu, optimizer_config, transformer_config
-from .programs import padded_vocab
+from .from_plan import padded_vocab
 
 FIRST, LAST = ("position_ids", "tokens"), ("labels", "loss_mask")
 MASK = "attention_mask"

@@ -23,7 +23,7 @@ from math import lcm, prod
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...plan.framework_sections import MegatronSharding
+from ...plan.megatron_section import MegatronSharding
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept, Span
 from ...values import dataclass

@@ -13,7 +13,7 @@ from ...result import Notice
 from ...tape.events import Hold
 from ...tape.program import Program, fold_program
 from . import captures
-from .programs import core_shape
+from .from_plan import core_shape
 from .programs import programs as programs_of
 
 CODE = (

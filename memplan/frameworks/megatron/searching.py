@@ -43,6 +43,9 @@ from ...search.space import Space
 from ...search.time import work_of
 from ...tape.program import Program, fold_program, module_elements
 from . import programs
+from .entries import stage_entries
+from .from_plan import rules as rules_of
+from .modules import layers_module, module_shapes
 
 
 def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
@@ -205,7 +208,7 @@ class MegatronSearch(FrameworkSearch):
     def fullest(self, plan: ResolvedPlan, enough: int | None = None) -> tuple[int, int]:
         """Stages are folded in the order of a bound from above, until no bound is larger than what was found. The first
         stage, which has most in flight, and the last, which has the head, are bounded first."""
-        stages, entries = programs.stages_of(plan, Options()), programs.stage_entries(plan)
+        stages, entries = programs.stages_of(plan, Options()), stage_entries(plan)
         first = None if stages.job.shape.layers else first_layers(plan.model)
         order = range(len(entries))
         ranges = []
@@ -227,11 +230,11 @@ class MegatronSearch(FrameworkSearch):
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         job = programs.stages_of(plan, Options()).job
         options, full = replace(job.options, keeps_input=False, drops_gradient=True), plan.recompute.mode == "full"
-        shape, _ = programs.module_shapes(job.shape)
+        shape, _ = module_shapes(job.shape)
 
         def of(shape: CoreShape) -> tuple[int, int]:
             few, times = shape.fewest_experts
-            module = programs.layers_module((few,), options, recomputed=full)
+            module = layers_module((few,), options, recomputed=full)
             own = sum(one.elements for one in module.parameters if one.expert)
             experts.append(own * times)
             return module_elements(module) + own * (times - 1), max(0, module.steady.forward_fold.net)
@@ -241,7 +244,7 @@ class MegatronSearch(FrameworkSearch):
         return LayerNeeds(*whole, experts[0], *dense)
 
     def states(self, plan: ResolvedPlan) -> States:
-        rules = programs.rules(plan)
+        rules = rules_of(plan)
         in_low = rules.low is not None and rules.low.parameters
         whole = (0 if in_low else ITEMSIZE[rules.dtype]) + ITEMSIZE[rules.gradients]
         divided = (rules.main_size if rules.mixed else 0) + sum(ITEMSIZE[dtype] for _, dtype in rules.moments)
@@ -335,7 +338,7 @@ class HybridSearch(MegatronSearch):
     chooses_cut = False
 
     def check_cut(self, plan: ResolvedPlan) -> None:
-        programs.stage_entries(plan)
+        stage_entries(plan)
 
     def other_cuts(self) -> Iterator[Proposal]:
         return iter(())

@@ -21,7 +21,9 @@ from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
-from .programs import core_shape, end_module, layers_module, module_shapes, mtp_module, stage_entries
+from .entries import stage_entries
+from .from_plan import core_shape
+from .modules import end_module, layers_module, module_shapes, mtp_module
 from .states import bucket_size
 
 SCATTERED = (1, 13)

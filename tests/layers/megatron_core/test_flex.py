@@ -9,7 +9,8 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.formats.training_scripts import plan_of_arguments
-from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes
+from memplan.frameworks.megatron.from_plan import core_shape
+from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
 from memplan.layers.megatron_core import flex
 from memplan.layers.module import Options
 from memplan.layers.work import Exchange, Stream

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from memplan.estimate import estimate
-from memplan.frameworks.megatron.programs import core_shape, layer_shape_of, layers_module, module_shapes
+from memplan.frameworks.megatron.from_plan import core_shape
+from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
 from memplan.layers.autograd import Recorder
 from memplan.layers.megatron_core import flex, moe
 from memplan.layers.megatron_core.shape import CoreShape

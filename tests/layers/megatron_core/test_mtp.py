@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memplan.frameworks.megatron.programs import core_shape, module_shapes, mtp_module, programs
+from memplan.frameworks.megatron.from_plan import core_shape
+from memplan.frameworks.megatron.modules import module_shapes, mtp_module
+from memplan.frameworks.megatron.programs import programs
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor, incoming
 from memplan.layers.megatron_core.mtp import History

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from memplan.frameworks.megatron import programs
-from memplan.frameworks.megatron.programs import layers_module
+from memplan.frameworks.megatron.from_plan import core_shape
+from memplan.frameworks.megatron.modules import layers_module, module_shapes
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Module, Options
 from memplan.plan.read import read_plan
@@ -25,7 +26,7 @@ MODULES = ("qkv_linear", "core_attn", "attn_proj")
 
 def shape(*modules: str, least: int = 1) -> CoreShape:
     plan = resolve(read_plan(None, {name: str(value) for name, value in FLAGS.items()}).plan)
-    return replace(programs.module_shapes(programs.core_shape(plan))[0], offload=modules, offload_least=least)
+    return replace(module_shapes(core_shape(plan))[0], offload=modules, offload_least=least)
 
 
 def layer(*modules: str, least: int = 1) -> Module:

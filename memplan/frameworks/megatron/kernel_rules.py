@@ -1,0 +1,222 @@
+"""Rules of kernels, modules, buffers and low precision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...device.gpus import GPUS
+from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
+from ...plan.errors import PlanError
+from ...plan.layer_blocks import block_of, kinds_of
+from ...plan.module_precision import EXPERTS, wide_modules
+
+if TYPE_CHECKING:
+    from ...plan.megatron_section import Megatron as MegatronSection
+    from ...plan.resolved import ResolvedPlan
+
+
+SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+BACK_ENDS = {
+    "auto": ("1", "1", "1"),
+    "flash": ("1", "0", "0"),
+    "fused": ("0", "1", "0"),
+    "unfused": ("0", "0", "1"),
+    "local": ("0", "0", "0"),
+}
+"""``SELECTORS`` as Megatron sets them for each attention back end (``LanguageModule._set_attention_backend``); it stops
+where one of them is set otherwise."""
+
+
+def keeps_scores(megatron: MegatronSection) -> bool:
+    """Whether the attention holds its scores in memory."""
+    return megatron.transformer_impl == "local" or megatron.attention_backend in ("unfused", "local")
+
+
+def check_kernels(plan: ResolvedPlan) -> None:
+    """Implementations of the layers, and the attention and losses that each has."""
+    megatron, field = plan.megatron, "megatron.attention_backend"
+    if megatron.deterministic and megatron.cross_entropy_fusion != "none":
+        problem = "must be none with megatron.deterministic: fused cross entropy is not deterministic"
+        raise PlanError("megatron.cross_entropy_fusion", megatron.cross_entropy_fusion, problem)
+    local, back_end = megatron.transformer_impl == "local", megatron.attention_backend
+    if back_end == "local" and not local:
+        raise PlanError(
+            field, "local", "must be auto, flash, fused or unfused with transformer_impl transformer_engine"
+        )
+    if local and back_end in ("flash", "fused"):
+        problem = "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
+        raise PlanError(field, back_end, problem)
+    wanted = "eager" if keeps_scores(megatron) else "flash"
+    if plan.attention != wanted:
+        what = "transformer_impl local" if local else f"attention_backend {back_end}"
+        raise PlanError("attention", plan.attention, f"must be {wanted} with {what}")
+
+
+def check_modules(plan: ResolvedPlan) -> None:
+    """Precision that differs from module to module, as far as it is modelled."""
+    given, model = plan.megatron.precision_of, plan.model
+    if given is None:
+        return
+    reasons = {
+        "must be left out without precision.fp8 or fp4": plan.precision.low is None,
+        "must be left out with delayed scaling, beside which it is not modelled yet": plan.precision.low == "delayed",
+        "must be left out with precision.fp8_parameters, beside which it is not modelled yet": (
+            plan.precision.fp8_parameters
+        ),
+        "must leave experts as they are (a pattern before it that ends in =low, such as *.experts.*=low): 16 bits in "
+        "experts alone are not modelled yet": bool(model.experts)
+        and any(not wide_modules(given, at).isdisjoint(EXPERTS) for at in range(model.layers)),
+        "must be left out with experts.overlap_exchange or delay_wgrad, beside which it is not modelled yet": (
+            plan.experts.overlap_exchange or plan.experts.delay_wgrad
+        ),
+        "must be left out with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        "must be left out with megatron.tp_comm_overlap, beside which it is not modelled yet": (
+            plan.megatron.tp_comm_overlap
+        ),
+        "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        "must be left out with layers that differ (model.layer_blocks), of which it is not modelled yet": bool(
+            model.layer_blocks
+        ),
+        "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.precision_of", list(given), problem)
+
+
+def check_environment(plan: ResolvedPlan) -> None:
+    """Variables that choose an attention back end say what the plan says."""
+    back_end = plan.megatron.attention_backend
+    for name, value in zip(SELECTORS, BACK_ENDS[back_end], strict=True):
+        if plan.environment.get(name, value) != value:
+            problem = f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {back_end}"
+            problem += f"; choose the back end there ({', '.join(BACK_ENDS)})"
+            raise PlanError(f"environment.{name}", plan.environment[name], problem)
+
+
+def check_user_buffers(plan: ResolvedPlan) -> None:
+    """What ``validate_args`` asks of tensor-parallel exchanges beside products."""
+    if plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel):
+        problem = "must be false without tensor and sequence parallelism (tp > 1, sequence_parallel)"
+        raise PlanError("megatron.tp_comm_overlap", True, problem)
+    if plan.megatron.tp_comm_overlap and plan.megatron.transformer_impl == "local":
+        raise PlanError("megatron.tp_comm_overlap", True, "must be false with local layers: Transformer Engine has it")
+
+
+def check_buckets(plan: ResolvedPlan) -> None:
+    """``DistributedDataParallelConfig.__post_init__``, ``validate_args``; Megatron-FSDP has buckets of its own."""
+    megatron = plan.megatron
+    if megatron.gather_in_step and not (plan.layout.vpp > 1 and plan.layout.zero and megatron.overlap_param_gather):
+        problem = "needs virtual stages, the distributed optimizer and overlap_param_gather"
+        raise PlanError("megatron.gather_in_step", True, problem)
+    _check_fp32_sums(plan)
+    _check_registration(plan)
+    if megatron.buckets is None:
+        return
+    if megatron.bucket_size is not None:
+        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with megatron.bucket_size")
+    if megatron.fsdp != "none":
+        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with Megatron-FSDP (megatron.fsdp)")
+
+
+def _check_fp32_sums(plan: ResolvedPlan) -> None:
+    """``_ParamAndGradBucketGroup.__init__``, ``DistributedDataParallelConfig.__post_init__``."""
+    megatron = plan.megatron
+    if megatron.fp32_gradients_of is not None and plan.precision.gradients == "fp32":
+        problem = "must be left out with gradients in fp32, as in Megatron-Core"
+        raise PlanError("megatron.fp32_gradients_of", list(megatron.fp32_gradients_of), problem)
+    field = "megatron.fp32_gradients_of" if megatron.fp32_gradients_of is not None else "megatron.sums_in_fp32"
+    if (megatron.sums_in_fp32 or megatron.fp32_gradients_of is not None) and megatron.fsdp != "none":
+        raise PlanError(field, True, "must be left out with Megatron-FSDP, which sums gradients itself")
+    if not megatron.sums_in_fp32:
+        return
+    if megatron.distributed_optimizer_instances > 1:
+        problem = "must be false with several distributed_optimizer_instances, as in Megatron-Core"
+        raise PlanError("megatron.sums_in_fp32", True, problem)
+    if megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32":
+        problem = "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet"
+        raise PlanError("megatron.sums_in_fp32", True, problem)
+
+
+def _check_registration(plan: ResolvedPlan) -> None:
+    """``DistributedDataParallelConfig.__post_init__``; ``nccl_allocator.py``."""
+    field, megatron = "megatron.registers_buffers", plan.megatron
+    if not megatron.registers_buffers:
+        return
+    segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
+        raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
+    if megatron.fsdp != "none":
+        raise PlanError(field, True, "must be false with Megatron-FSDP, whose buffers from NCCL are not modelled yet")
+
+
+MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}
+"""Tokens of a micro-batch on a rank, and features, are multiples of these: else of 8 and 16
+(``assert_dim_for_fp8_exec``)."""
+
+
+def check_low_precision(plan: ResolvedPlan) -> None:
+    """What Megatron-Core (``transformer_config.py``, ``arguments.py``) and Transformer Engine ask of fp8 and fp4."""
+    given, megatron, recipe = plan.precision, plan.megatron, plan.precision.low
+    if recipe is None:
+        if plan.experts.router_padding:
+            raise PlanError("experts.router_padding", True, "needs precision.fp8 or precision.fp4")
+        return
+    field = "precision.fp4" if given.fp4 else "precision.fp8"
+    if megatron.transformer_impl == "local":
+        raise PlanError(field, recipe, "must be left out with local layers: Transformer Engine has it")
+    version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    if version < OLDEST_LOW_PRECISION:
+        oldest = ".".join(map(str, OLDEST_LOW_PRECISION))
+        problem = f"must be {oldest} or later with {field}: older ones have other copies, which have no recipe"
+        raise PlanError("megatron.transformer_engine", megatron.transformer_engine, problem)
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    least = LOW_PRECISION_SINCE.get(recipe, (8, 9))
+    if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
+        problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
+        raise PlanError(field, recipe, problem)
+    if megatron.fsdp != "none" and given.fp8_parameters:
+        blackwell = gpu is not None and gpu.compute_capability is not None and gpu.compute_capability >= (10, 0)
+        if recipe not in ("delayed", "tensorwise") or not blackwell:
+            problem = (
+                "must be false with Megatron-FSDP, but for delayed or tensorwise scaling on Blackwell: its buffers of "
+                "transposed weights are not modelled yet"
+            )
+            raise PlanError("precision.fp8_parameters", True, problem)
+    if given.fp8_parameters and plan.layout.zero != 1:
+        raise PlanError("precision.fp8_parameters", True, "must be false without the distributed optimizer (zero: 1)")
+    if given.fp8_parameters and plan.optimizer.name == "muon":
+        raise PlanError("precision.fp8_parameters", True, "must be false with muon: its step in 8 bits is not modelled")
+    for end in ("first", "last"):
+        count = getattr(given, f"{end}_16bit_layers")
+        if count and recipe == "delayed":
+            problem = "must be 0 with delayed scaling: Megatron-Core refuses it"
+            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+        if count > plan.model.layers // plan.layout.pp:
+            problem = f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage"
+            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+    _check_multiples(plan, field, recipe)
+    if plan.recompute.mode == "selective" and recipe == "delayed":
+        for module in ("moe_act", "layernorm"):
+            if module in (plan.recompute.modules or ()):
+                problem = f"must not have {module} with delayed scaling: Megatron-Core refuses it"
+                raise PlanError("recompute.modules", list(plan.recompute.modules or ()), problem)
+
+
+def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
+    model, layout = plan.model, plan.layout
+    rows, columns = MULTIPLES.get(recipe, (8, 16))
+    tokens = plan.batch.mbs * plan.batch.seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    sizes = {"model.hidden": model.hidden}
+    if not model.layer_blocks:
+        sizes["model.ffn"] = model.ffn // layout.tp
+    for text in kinds_of(model.layer_blocks):
+        sizes[f"model.layer_blocks {text}"] = block_of(text).ffn // layout.tp
+    if model.experts:
+        sizes["model.expert_ffn"] = model.expert_ffn // (layout.etp or layout.tp)
+    if tokens % rows:
+        problem = f"needs a multiple of {rows} tokens on a rank; mbs x seq makes {tokens}"
+        raise PlanError(field, recipe, problem)
+    for name, size in sizes.items():
+        if size % columns:
+            raise PlanError(field, recipe, f"needs features in multiples of {columns}; {name} leaves {size} on a rank")

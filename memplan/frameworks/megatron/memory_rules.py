@@ -1,0 +1,212 @@
+"""Rules of what moves or keeps memory: optimizer states, offloading, CUDA graphs, deferred gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...plan.errors import PlanError
+
+if TYPE_CHECKING:
+    from ...plan.resolved import ResolvedPlan
+
+
+def check_optimizer(plan: ResolvedPlan) -> None:
+    """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
+    optimizer = plan.optimizer
+    if not optimizer.algorithm.precision_aware:
+        if plan.layout.zero == 1 and optimizer.name != "muon":
+            problem = "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other"
+            raise PlanError("optimizer.name", optimizer.name, problem)
+        if optimizer.precision_aware:
+            problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
+            raise PlanError("optimizer.precision_aware", True, problem)
+    _check_offload(plan)
+    if optimizer.precision_aware:
+        check_state_dtypes(plan)
+        if plan.layout.zero != 1:
+            problem = "must be false without the distributed optimizer (zero: 1)"
+            raise PlanError("optimizer.precision_aware", True, problem)
+        return
+    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != "fp32":
+            problem = "must be fp32 without optimizer.precision_aware (--precision-aware-optimizer)"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+    if optimizer.fp8_recipe is not None:
+        problem = "needs optimizer.precision_aware (--precision-aware-optimizer), the one optimizer that asks for it"
+        raise PlanError("optimizer.fp8_recipe", optimizer.fp8_recipe, problem)
+
+
+def _check_offload(plan: ResolvedPlan) -> None:
+    """The optimizer's states on the host (``validate_args``); ``HybridDeviceOptimizer`` keeps them in fp32."""
+    optimizer, field = plan.optimizer, "megatron.optimizer_offload"
+    if not plan.megatron.optimizer_offload:
+        return
+    if not optimizer.precision_aware:
+        problem = "must be 0 without optimizer.precision_aware, whose code Megatron-Core's offload needs"
+        raise PlanError(field, plan.megatron.optimizer_offload, problem)
+    for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) != "fp32":
+            problem = f"must be fp32 with {field}: offloaded states have no other dtype"
+            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+    if plan.precision.fp8_parameters:
+        problem = "must be 0 with parameters in 8 bits: their offload is not modelled yet"
+        raise PlanError(field, plan.megatron.optimizer_offload, problem)
+
+
+def check_offloading(plan: ResolvedPlan) -> None:
+    """Activations on the host (``transformer_config.py``, ``arguments.py``): of GPT's layers of Transformer Engine."""
+    field, modules, recompute = "megatron.offload_modules", plan.megatron.offload_modules, plan.recompute
+    if modules is None:
+        return
+    again = recompute.modules or () if recompute.mode == "selective" else ()
+    reasons = {
+        "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        "must be left out: only GPT's have it here": plan.model.family in ("bert", "t5")
+        or bool(plan.model.layer_pattern)
+        or bool(plan.model.layer_pattern),
+        "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
+        "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules
+        and "core_attn" not in modules,
+        "must not have expert_fc1 or moe_act, whose layer is recomputed whole (recompute.modules moe)": "moe" in again
+        and not {"expert_fc1", "moe_act"}.isdisjoint(modules),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError(field, list(modules), problem)
+
+
+def check_layer_offload(plan: ResolvedPlan) -> None:
+    """Whole layers on the host: what ``transformer_config.py``, ``tensor_parallel/layers.py`` and Transformer Engine's
+    ``cpu_offload.py`` ask, and as far as it is modelled."""
+    field, megatron, model = "megatron.offload_layers", plan.megatron, plan.model
+    count, te = megatron.offload_layers, tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    if not count:
+        return
+    refused = {
+        f"must be less than the {model.layers} layers, as in Megatron-Core": count >= model.layers,
+        "must be 0 with pipeline parallelism (pp, vpp), as in Megatron-Core": plan.layout.pp > 1 or plan.layout.vpp > 1,
+        "must be 0 with recompute, as in Megatron-Core": plan.recompute.mode != "none",
+        "must be 0 with local layers, as in Megatron-Core: Transformer Engine's have it": megatron.transformer_impl
+        == "local",
+        "must be 0 with megatron.offload_modules, as in Megatron-Core: there is one or the other": (
+            megatron.offload_modules is not None
+        ),
+        "must be 0 before Transformer Engine 2.10, whose offloading is another": te < (2, 10),
+        "must be 0 with NVTE_CPU_OFFLOAD_V1=1, Transformer Engine's offloading before 2.10, which is not modelled": (
+            plan.environment.get("NVTE_CPU_OFFLOAD_V1") == "1"
+        ),
+    }
+    missing = {
+        "another model than GPT": model.family in ("bert", "t5") or bool(model.layer_pattern),
+        "experts, latent attention or multi-token prediction": bool(
+            model.experts or model.latent_kv_rank or model.mtp_layers
+        ),
+        "fp8 and fp4": plan.precision.low is not None,
+        "context parallelism": plan.layout.cp > 1,
+        "unfused attention": plan.attention != "flash",
+        "CUDA graphs": megatron.cuda_graphs != "none",
+        "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
+        "the fuser of operations": megatron.fuses_operations,
+        "norms that return the residual": megatron.norm_takes_residual,
+        "MLPs in chunks": megatron.mlp_chunks > 1,
+    }
+    refused |= {f"must be 0 with {what}: it is not modelled yet": applies for what, applies in missing.items()}
+    for problem, applies in refused.items():
+        if applies:
+            raise PlanError(field, count, problem)
+
+
+def check_graphs(plan: ResolvedPlan) -> None:
+    """CUDA graphs (``transformer_config.py``, ``arguments.py``), of Transformer Engine's layers."""
+    megatron, modules, field = plan.megatron, plan.megatron.cuda_graph_modules, "megatron.cuda_graphs"
+    if megatron.cuda_graphs == "none" or (modules is not None and megatron.cuda_graphs == "full_iteration"):
+        if modules is not None:
+            problem = "must be left out without cuda_graphs: transformer_engine"
+            raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+        return
+    layers = megatron.cuda_graphs == "transformer_engine"
+    segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    whole = not modules or "moe" in modules
+    reasons = {
+        "must be none with local layers": megatron.transformer_impl == "local",
+        "must be none: graphs of other models than GPT and hybrids are not modelled": plan.model.family
+        in ("bert", "t5"),
+        "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
+        "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
+        is not None,
+        "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": layers
+        and segments
+        and plan.environment.get("NCCL_GRAPH_REGISTER") != "0",
+        "needs cuda_graph_modules without moe, or experts padded to a capacity (pad_to_capacity)": layers
+        and whole
+        and plan.model.experts > 0
+        and not plan.experts.pad_to_capacity,
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError(field, megatron.cuda_graphs, problem)
+
+
+def check_step_graph(plan: ResolvedPlan) -> None:
+    """The step as a CUDA graph (``optimizer_cuda_graph.py``: "for ADAM optimizer")."""
+    megatron, optimizer, field = plan.megatron, plan.optimizer, "megatron.optimizer_graph"
+    reasons = {
+        "must be false with another optimizer than adam and adamw": optimizer.name not in ("adam", "adamw"),
+        "must be false with fp16: the host waits for what the step finds of overflows, which no graph can have": (
+            plan.precision.dtype == "fp16"
+        ),
+        "must be false with states on the host, which steps copy": megatron.optimizer_offload > 0,
+        "must be false with Megatron-FSDP, beside which it is not modelled yet": megatron.fsdp != "none",
+    }
+    for problem, applies in reasons.items():
+        if megatron.optimizer_graph and applies:
+            raise PlanError(field, True, problem)
+
+
+def check_saved(plan: ResolvedPlan) -> None:
+    """Inputs of layers on all tensor-parallel ranks (``arguments.py``, ``transformer_config.py``)."""
+    if not plan.megatron.distribute_saved:
+        return
+    layout, low = plan.layout, plan.precision.low
+    reasons = {
+        "must be false without tensor parallelism (tp > 1)": layout.tp == 1,
+        "must be false without full recompute": plan.recompute.mode != "full",
+        "must be false with sequence parallelism, which divides inputs anyway": layout.sequence_parallel,
+        "must be false with pipeline stages, beside which it is not modelled yet": layout.pp > 1,
+        "must be false with fp8 and fp4, whose recompute is Transformer Engine's own": low is not None,
+        "must be false with family t5, of which it is not modelled yet": plan.model.family == "t5",
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.distribute_saved", True, problem)
+
+
+def check_deferral(plan: ResolvedPlan) -> None:
+    """What ``model_parallel_config.py`` asks of deferred weight gradients of the head."""
+    megatron, field = plan.megatron, "megatron.defer_embedding_wgrad"
+    if not megatron.defer_embedding_wgrad:
+        if megatron.wgrad_deferral_limit:
+            raise PlanError(
+                "megatron.wgrad_deferral_limit", megatron.wgrad_deferral_limit, f"must be 0 without {field}"
+            )
+        return
+    if plan.layout.pp == 1:
+        raise PlanError(field, True, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core")
+    if not megatron.gradient_accumulation_fusion:
+        raise PlanError(field, True, "must be false without gradient_accumulation_fusion, as in Megatron-Core")
+    if megatron.fsdp != "none" or plan.model.mtp_layers:
+        problem = "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled"
+        raise PlanError(field, True, problem)
+
+
+def check_state_dtypes(plan: ResolvedPlan) -> None:
+    """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
+    optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
+    if plan.precision.dtype == "fp32":
+        problem = "must be false with fp32 parameters: precision-aware states of fp32 parameters are not modelled"
+        raise PlanError("optimizer.precision_aware", True, problem)
+    if optimizer.main_parameters not in ("fp32", "fp16"):
+        raise PlanError("optimizer.main_parameters", optimizer.main_parameters, "must be fp32 or fp16")
+    for name in ("exp_avg", "exp_avg_sq"):
+        if getattr(optimizer, name) == "bf16" and te < (2, 3):
+            raise PlanError(f"optimizer.{name}", "bf16", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")
