@@ -34,7 +34,7 @@ def test_95_percent_of_published_readings_of_reserved_memory_lie_in_the_range() 
 
 def test_ranks_that_run_ahead_take_more_than_the_mean() -> None:
     (stage,) = estimate(plan(quantisation="nf4")).stages
-    (plain,) = estimate(plan()).stages
+    (plain,) = estimate(plan(versions="transformers=5.22.0")).stages
     assert stage.device_range is not None
     assert stage.reading_range is not None
     assert stage.reading_range[0] < stage.device_range[0]
@@ -44,6 +44,18 @@ def test_ranks_that_run_ahead_take_more_than_the_mean() -> None:
     assert plain.reserved is not None
     wider = [one - own for one, own in zip(plain.reading_range, plain.device_range, strict=True)]
     assert wider == [pytest.approx(plain.reserved * part, abs=1) for part in REPLAYED]
+
+
+def test_weights_in_16_bits_are_on_meta_since_transformers_5_23() -> None:
+    """``_move_missing_keys_from_meta_to_device``: with 5.22 every rank has its own on the CPU, and all do the same. What
+    is kept are buckets, at most all weights at once: 7.24 B of 2 bytes."""
+    since, before = (
+        estimate(plan(versions=f"transformers={release}")).stages[0].device_range for release in ("5.23.0", "5.22.0")
+    )
+    assert since is not None
+    assert before is not None
+    weights = 7_241_732_096 * 2
+    assert GIB < since[0] - before[0] <= since[1] - before[1] < weights
 
 
 def test_processes_that_load_gptq_have_a_context_on_every_gpu() -> None:

@@ -100,6 +100,10 @@ SORTED_ONCE: Version = (5, 23)
 NOT_REENTRANT: Version = (5, 0)
 """``gradient_checkpointing_enable`` asks for ``use_reentrant=False`` (``modeling_utils.py``); before, for ``True``."""
 
+WEIGHTS_ON_META: Version = (5, 23)
+"""Under FSDP all ranks but the first leave parameters on the meta device (``modeling_utils.py``,
+``_move_missing_keys_from_meta_to_device``); 5.22 and before made zeros, or nothing, on the CPU."""
+
 # -- torch
 
 CLAMPED_SLICES: Version = (2, 9)

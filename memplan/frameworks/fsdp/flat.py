@@ -33,6 +33,7 @@ from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.plan import Optimizer
+from ...plan.releases import WEIGHTS_ON_META, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.section import Dtype
 from ...plan.tuning_checks import is_tuned
@@ -451,11 +452,12 @@ def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool, copy
 
 
 def on_meta(plan: ResolvedPlan) -> bool:
-    """Ranks but the first load no weights, and make them on the GPU when they are wrapped. transformers 4.45 to 5.23
-    does so with quantised models (``modeling_utils.py``, ``_load_state_dict_into_meta_model``: ``param_to``), and
-    fms-acceleration's copy of gptqmodel (``models/base.py``, ``from_quantized``); of others each rank has its own on
-    the CPU (``torch.empty``)."""
-    return plan.quantisation.kind != "none" and plan.layout.dp > 1
+    """Ranks but the first load no weights, and make them on the GPU when they are wrapped
+    (``cpu_ram_efficient_loading``). transformers does so since 5.23, and since 4.45 at least with quantised models
+    (``modeling_utils.py``, ``_load_state_dict_into_meta_model``: ``param_to``), as does fms-acceleration's copy of
+    gptqmodel (``models/base.py``, ``from_quantized``); of others each rank has its own on the CPU."""
+    quantised = plan.quantisation.kind != "none"
+    return plan.layout.dp > 1 and (quantised or release(plan, "transformers") >= WEIGHTS_ON_META)
 
 
 def saving_of(units: Sequence[Flat], trained: str, ranks: int) -> int:
