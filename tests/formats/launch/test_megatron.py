@@ -393,6 +393,10 @@ def test_only_trainings_that_are_modelled() -> None:
         lambda: launch(f"{SMALL} --img-h 336", source="arguments.txt", gpus=8)
     )
     assert launch(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --img-h 336").notes == ()
+    for pattern in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        assert f"{pattern}: must be left out with pretrain_gpt.py, which builds GPT's layers" in error_of(
+            lambda pattern=pattern: launch(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} {pattern} M*")  # type: ignore[misc]
+        )
     two = f"python tools/preprocess.py --input x\n{script()}\ntorchrun --nproc_per_node 8 pretrain_gpt.py {SMALL}"
     assert [note.code for note in launch(two).notes] == ["several-trainings"]
 
