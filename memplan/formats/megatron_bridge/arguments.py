@@ -157,6 +157,9 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
         yield "--max-position-embeddings", length
     yield from _vocabulary(model)
     yield from _hybrid(model)
+    offloads, layers = model.get("cpu_offloading"), model.get("cpu_offloading_num_layers")
+    if offloads is not None and offloads.value is True and layers is not None and layers.value:
+        yield "--cpu-offloading-num-layers", layers
     spec = model.get("transformer_layer_spec")
     target = spec.mapping.get("_target_") if spec is not None else None
     if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:

@@ -407,6 +407,24 @@ def test_a_hybrid_is_named_too() -> None:
     assert plan.model.mamba_heads == named.model.mamba_heads
 
 
+def test_layers_on_the_host_and_fused_operations_are_the_arguments_of_megatron(tmp_path: Path) -> None:
+    """``cpu_offloading`` turns layers on the host on; the number alone does nothing (``TransformerConfig``)."""
+    alone = {"pipeline_model_parallel_size": 1, "recompute_granularity": None, "recompute_modules": None}
+    on = changed(**alone, cpu_offloading=True, cpu_offloading_num_layers=2)
+    assert read(tmp_path, on).plan.megatron.offload_layers == 2
+    off = changed(**alone, cpu_offloading=False, cpu_offloading_num_layers=2)
+    assert read(tmp_path, off).plan.megatron.offload_layers == 0
+    assert read(tmp_path, changed(use_transformer_engine_op_fuser=True)).plan.megatron.fuses_operations
+    full = read(tmp_path, changed(use_transformer_engine_full_layer_spec=True))
+    assert "use_transformer_engine_full_layer_spec" in " ".join(note.message for note in full.warnings)
+
+
+def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
+    target = "megatron.bridge.models.distillation_provider.DistillationProvider"
+    with pytest.raises(PlanError, match="DistillationProvider: is not modelled yet"):
+        read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
+
+
 def test_an_override_is_no_file() -> None:
     assert is_override("model.pipeline_model_parallel_layout=[[embedding]]")
     assert not any(
