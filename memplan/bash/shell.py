@@ -419,7 +419,8 @@ class Shell:
 
     def source(self, words: list[Value]) -> bool:
         """Follows the script that the first of ``words`` names, with the others as its arguments, if it can be had."""
-        found = self._beside(text(words[0])) if is_known(words[0]) and self._calls < DEEPEST_CALL else None
+        name = text(words[0]) if is_known(words[0]) else _beside_the_script(self.reading.ledger.shown(words[0]))
+        found = self._beside(name) if name and self._calls < DEEPEST_CALL else None
         if found is None:
             return False
         before = self.variables.positional
@@ -434,6 +435,16 @@ class Shell:
             self.variables.positional = before
             self._calls -= 1
         return True
+
+
+_FOLDER_OF_SCRIPT = re.compile(r"\$\(dirname [^()]*\)/([\w.-][\w./-]*)")
+"""How scripts name a file beside themselves: ``$(dirname $0)/a.sh``, ``$(dirname "${BASH_SOURCE[0]}")/a.sh``."""
+
+
+def _beside_the_script(shown: str) -> str:
+    """The path from the script's folder that ``shown``, a word that is not known, means; empty if it means none."""
+    found = _FOLDER_OF_SCRIPT.fullmatch(shown)
+    return found[1] if found is not None else ""
 
 
 def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:

@@ -21,7 +21,7 @@ from ..plan.read import Flags, ReadPlan, Source, build_plan
 from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
-from .megatron.hybrid import PATTERN
+from .megatron.hybrid import OLDER, PATTERN
 from .rows import Argument, Building, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
@@ -144,7 +144,8 @@ def _family(words: Words, settings: Settings) -> Family:
         return "bert"
     if "t5" in script or (not script and settings.has("--decoder-num-layers")):
         return "t5"
-    if re.search(r"mamba|hybrid", script) or (not script and settings.has(PATTERN)):
+    pattern = next((name for name in (PATTERN, OLDER) if settings.has(name)), None)
+    if re.search(r"mamba|hybrid", script) or (not script and pattern):
         return "hybrid"
     image = None if script else next((name for name in _IMAGES if settings.has(name)), None)
     if image is not None:
@@ -155,6 +156,11 @@ def _family(words: Words, settings: Settings) -> Family:
         known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
         problem = f"starts {script}.py, whose model is not modelled yet; those of {known} are"
         raise PlanError("", ABSENT, problem, origin=words.origin)
+    if pattern is not None and "gpt" in script:
+        problem = f"must be left out with {script}.py, which builds GPT's layers; pretrain_hybrid.py builds a hybrid's"
+        raise PlanError(pattern, ABSENT, problem, origin=settings.where(pattern))
+    if pattern is not None:
+        return "hybrid"
     tokenizer = settings.loose_word("--tokenizer-type") or ""
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError
+from ...plan.errors import ABSENT, Node, Origin, PlanError, is_slip
 from ...plan.notes import Note
-from ..launch import left_out
+from ..launch import guessed, left_out
 from ..megatron.hybrid import SPEC
-from ..rows import Argument, arguments_of
+from ..rows import Argument, arguments_of, nearest_argument
 from . import table
 
 FRAMEWORK = "megatron"
@@ -17,9 +17,9 @@ MASK = "skip_getting_attention_mask_from_dataset"
 ``get_batch_from_iterator``)."""
 
 
-def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ...]]:
-    """Megatron-LM's arguments, and what is left out."""
-    sections = {name: root.mapping[name].mapping for name in table.SECTIONS if name in root.mapping}
+def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[str, Node], tuple[Note, ...]]:
+    """Megatron-LM's arguments, and what is left out; a field of those written ``by_hand`` may be misspelt."""
+    sections = {name: _section(root, name) for name in table.SECTIONS}
     precision = _precision(root)
     overlap = _section(root, "comm_overlap")
     known = arguments_of(FRAMEWORK)
@@ -34,15 +34,20 @@ def arguments(root: Node, strict: bool) -> tuple[dict[str, Node], tuple[Note, ..
             if field.startswith("_") or field in known_otherwise:
                 continue
             value = _value(node)
-            if (problem := _put(given, field, value, known)) is not None and section != "train":
-                path = f"{section}.{field}"
+            if (problem := _put(given, field, value, known)) is None:
+                continue
+            path = f"{section}.{field}"
+            if by_hand and (meant := _slip_of(field)) is not None:
+                raise PlanError(path, ABSENT, guessed("is no field of Megatron-Bridge's", meant), origin=node.origin)
+            if section != "train":
                 notes.append(left_out("argument-unknown", path, value.plain(), problem, node.origin, strict=strict))
     for field, node in overlap.items():
         if node.value is not None and not node.mapping:
             _put(given, field, _value(node), known)
-    if _section(root, "peft"):
-        where = root.mapping["peft"].origin
-        raise PlanError("peft", ABSENT, "is not modelled yet: Megatron-Bridge's adapters; leave it null", origin=where)
+    peft = root.mapping.get("peft")
+    if peft is not None and peft.value:
+        problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"
+        raise PlanError("peft", ABSENT, problem, origin=peft.origin)
     if given.keys() & {"--fp8-format", "--fp4-format"}:
         _check_low_precision({**sections.get("model", {}), **precision})
     given.update(_model(root, {**sections.get("model", {})}, precision))
@@ -67,6 +72,13 @@ def _check_low_precision(fields: Mapping[str, Node]) -> None:
 def _section(root: Node, name: str) -> Mapping[str, Node]:
     found = root.mapping.get(name)
     return found.mapping if found is not None else {}
+
+
+def _slip_of(field: str) -> str | None:
+    """The field that ``field`` surely is, misspelt: with it no run starts (OmegaConf's structures are closed)."""
+    meant = nearest_argument(f"--{field.replace('_', '-')}", FRAMEWORK)
+    name = meant.removeprefix("--").replace("-", "_") if meant is not None else field
+    return name if name != field and is_slip(field, name) else None
 
 
 def _put(given: dict[str, Node], field: str, value: Node, known: Mapping[str, Argument]) -> str | None:
@@ -145,6 +157,9 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
         yield "--max-position-embeddings", length
     yield from _vocabulary(model)
     yield from _hybrid(model)
+    offloads, layers = model.get("cpu_offloading"), model.get("cpu_offloading_num_layers")
+    if offloads is not None and offloads.value is True and layers is not None and layers.value:
+        yield "--cpu-offloading-num-layers", layers
     spec = model.get("transformer_layer_spec")
     target = spec.mapping.get("_target_") if spec is not None else None
     if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:

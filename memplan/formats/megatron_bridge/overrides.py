@@ -15,6 +15,7 @@ from ...plan.fields import by_flag
 from ...plan.notes import Note
 from ...plan.yaml_events import parse_yaml
 from ..launch import Asked
+from ..megatron.context import Family
 
 _SECTIONS = """
     model train validation optimizer scheduler ddp dataset logger tokenizer checkpoint rng dist comm_overlap
@@ -23,7 +24,10 @@ _SECTIONS = """
 """
 SECTIONS = frozenset(_SECTIONS.split())
 """Fields of ``ConfigContainer``."""
-_WORD = re.compile(rf"(~|\+{{0,2}})({'|'.join(sorted(SECTIONS))})((?:\.\w+)+)(?:=(.*))?", re.DOTALL)
+_WORD = re.compile(
+    rf"(~|\+{{0,2}})((?:{'|'.join(sorted(SECTIONS))})(?=\.)|mixed_precision|peft)((?:\.\w+)*)(?:=(.*))?", re.DOTALL
+)
+"""Of sections as a whole those that recipes name by a word: ``mixed_precision=bf16_with_mxfp8_mixed``."""
 _OF_MODEL = re.compile(r"\w+_parallel_size|seq_length|sequence_parallel|recompute_\w+|num_layers|hidden_size")
 _OF_TRAINING = frozenset(("micro_batch_size", "global_batch_size", "train_iters"))
 HINTS = (
@@ -90,9 +94,12 @@ def laid_over(root: Node, words: Sequence[str]) -> Node:
         assert match is not None
         sign, section, path, value = match.groups()
         origin = Origin("command line")
-        keys = [section, *path[1:].split(".")]
+        keys = [section, *filter(None, path.split("."))]
         if sign == "~":
             raise PlanError(".".join(keys), ABSENT, "is not read: an override that deletes (~)", origin=origin)
+        if section == "mixed_precision" and path and not _is_mapping(root.mapping.get(section)):
+            problem = "is a field of what the recipe says by name; give another name: mixed_precision=bf16_mixed"
+            raise PlanError(".".join(keys), ABSENT, problem, origin=origin)
         found = parse_yaml(value, ".".join(keys), line=False) if value else Node(None, origin)
         root = _placed(root, keys, Node(found.value, origin, found.text))
     return root
@@ -103,8 +110,12 @@ def _placed(node: Node, keys: Sequence[str], value: Node) -> Node:
     if not rest:
         return node.with_items({first: value})
     below = node.mapping.get(first)
-    inner = below if below is not None and isinstance(below.value, dict) else Node({}, value.origin)
+    inner = below if below is not None and _is_mapping(below) else Node({}, value.origin)
     return node.with_items({first: _placed(inner, rest, value)})
+
+
+def _is_mapping(node: Node | None) -> bool:
+    return node is not None and isinstance(node.value, dict)
 
 
 def over_template(root: Node) -> Node:
@@ -126,8 +137,8 @@ def over_template(root: Node) -> Node:
     )
 
 
-def model_of(asked: Asked, root: Node) -> dict[str, Node]:
-    """Megatron-LM's arguments that describe the model of ``--model``."""
+def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
+    """Megatron-LM's arguments that describe the model of ``--model``, and which script trains it."""
     from ...plan.read import read_plan
     from ...plan.resolve import resolve
     from ..megatron.script import write
@@ -142,20 +153,24 @@ def model_of(asked: Asked, root: Node) -> dict[str, Node]:
             missing.append(PlanError("hardware.gpus", ABSENT, "is missing: give it as --gpus N", origin=root.origin))
         raise together(missing)
     plan = resolve(read_plan(None, {"model": named, "framework": "megatron", "gpus": "1"}).plan)
-    groups = write(plan).content["arguments"]
+    content, origin = write(plan).content, Origin("--model")
+    family = _FAMILIES.get(str(content["script"]))
+    if family is None:
+        raise PlanError("model", named, "has no provider in Megatron-Bridge; GPT's kin and hybrids have", origin=origin)
+    groups = content["arguments"]
     assert isinstance(groups, dict)
-    origin = Origin("--model")
     found = {
         name: Node([Node(one, origin) for one in value] if isinstance(value, list) else value, origin)
         for group in _GROUPS
         for name, value in groups.get(group, {}).items()
         if name != "--make-vocab-size-divisible-by"
     }
-    return {**found, "--padded-vocab-size": Node(plan.model.vocab, origin)}
+    return {**found, "--padded-vocab-size": Node(plan.model.vocab, origin)}, family
 
 
-_GROUPS = ("MODEL", "EXPERTS", "LATENT")
+_GROUPS = ("MODEL", "EXPERTS", "LATENT", "HYBRID", "LAYERS")
 """Of arguments that Megatron-Core's exporter writes: those that a model's configuration says."""
+_FAMILIES: Mapping[str, Family] = {"pretrain_gpt.py": "gpt", "pretrain_hybrid.py": "hybrid"}
 
 
 def told(root: Node, asked: Asked) -> Note | None:

@@ -47,15 +47,15 @@ def read(place: str, asked: Asked) -> Launch:
 
 def _of_overrides(root: Node, asked: Asked) -> Launch:
     """The plan of a recipe's overrides, with the model that ``--model`` names."""
-    base, note = overrides.model_of(asked, root), overrides.told(root, asked)
+    (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked)
     whole = overrides.over_template(root)
-    given, notes = arguments(whole, asked.strict)
+    given, notes = arguments(whole, asked.strict, by_hand=True)
     given.update(of_data(whole))
     off = {name for name in base if name not in given and _is_turned_off(name, root)}
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = words_of_node(Node({"arguments": Node(every, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     words = replace(words, unused=tuple(asked.variables()))
-    launch = launched(words, replace(asked, format=FRAMEWORK), "gpt", name=str(asked.flags["model"]))
+    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"]))
     return replace(
         launch, notes=(*([note] if note is not None else []), *notes, *launch.notes), read=frozenset(("model",))
     )

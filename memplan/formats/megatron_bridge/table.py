@@ -42,6 +42,7 @@ TURNED_OFF: Mapping[str, tuple[str, ...]] = {
     "apply_rope_fusion": ("--no-rope-fusion",),
     "overlap_p2p_comm": ("--no-overlap-p2p-communication",),
     "use_mamba_mem_eff_path": ("--disable-mamba-mem-eff-path",),
+    "clone_scatter_output_in_embedding": ("--no-clone-scatter-output-in-embedding",),
     "check_for_nan_in_grad": ("--no-check-for-nan-in-loss-and-grad",),
 }
 """Arguments that are given where the field is false."""
@@ -49,7 +50,7 @@ TURNED_OFF: Mapping[str, tuple[str, ...]] = {
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
     make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16 hybrid_stack_spec
-    mamba_stack_spec mamba_chunk_size
+    mamba_stack_spec mamba_chunk_size cpu_offloading cpu_offloading_num_layers
 """
 BY_ITSELF = frozenset(_BY_ITSELF.split())
 """Fields that ``reader`` reads."""
@@ -61,17 +62,16 @@ _IGNORED = """
     tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
     tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_overlap_cfg variable_seq_lengths batch_p2p_comm
     batch_p2p_sync deallocate_pipeline_outputs cpu_offloading_activations cpu_offloading_weights
-    cpu_offloading_num_layers
     barrier_with_L1_time softmax_scale dsa_indexer_rotate_activation dsa_indexer_scoring_relu persist_layer_norm
     memory_efficient_layer_norm fused_single_qkv_rope tp_only_amax_red moe_router_topk_limited_devices
-    cuda_graph_use_single_mempool cuda_graph_retain_backward_graph clone_scatter_output_in_embedding
+    cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
     inference_sampling_seed hetereogenous_dist_checkpoint
     original_max_position_embeddings beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor
     yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
-    hf_model_revision mtp_enabled restore_modelopt_state use_arbitrary_attention_mask
+    hf_model_revision mtp_enabled use_arbitrary_attention_mask
     async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill
-    generation_config use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser
+    generation_config
     align_param_gather num_buckets average_in_collective gradient_reduce_div_fusion
     fsdp_all_gather_in_start_param_sync preserve_fp32_weights keep_fp8_transpose_cache
     store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
@@ -165,6 +165,7 @@ OTHER_MODELS = (
     "mimo",
     "t5",
     "falconh1",
+    "distillation",
 )
 OTHERS_LAYERS = (
     "gemma",

@@ -147,7 +147,11 @@ def _check_registration(plan: ResolvedPlan) -> None:
     if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
         raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
     if megatron.fsdp != "none":
-        raise PlanError(field, True, "must be false with Megatron-FSDP, whose buffers from NCCL are not modelled yet")
+        raise PlanError(
+            field,
+            True,
+            "must be false with Megatron-FSDP, whose buffers from NCCL (--use-nccl-ub) are not modelled yet",
+        )
 
 
 MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}

@@ -129,7 +129,11 @@ def check_decoder(plan: ResolvedPlan) -> None:
     """An encoder-decoder, as far as it is modelled: ``pretrain_t5.py`` itself refuses a pipeline."""
     t5, seq = plan.model.family == "t5", plan.batch.decoder_seq
     if t5 is (seq is None):
-        problem = "is needed with family t5" if t5 else f"must be left out: {plan.model.name} has no decoder of its own"
+        problem = (
+            "is needed with family t5 (--decoder-seq)"
+            if t5
+            else f"must be left out: {plan.model.name} has no decoder of its own"
+        )
         raise PlanError("batch.decoder_seq", ABSENT if t5 else seq, problem)
     if not t5:
         return

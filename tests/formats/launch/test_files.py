@@ -224,3 +224,15 @@ def test_thousands_of_variables_are_looked_for_at_once() -> None:
     began = time.process_time()
     not_in("A=1\n" * 50_000, [f"V{n}" for n in range(20_000)])
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sizes.sh", "$(dirname $0)/sizes.sh", '"$(dirname "${BASH_SOURCE[0]}")/sizes.sh"', "$(dirname $SELF)/sizes.sh"],
+)
+def test_a_script_beside_the_script_is_read_however_it_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sizes.sh").write_text("TP=4\n")
+    started = script(arguments="--tensor-model-parallel-size $TP").replace("#!/bin/bash", f"source {name}")
+    (tmp_path / "train.sh").write_text(started)
+    found = read_script(str(tmp_path / "train.sh"), Asked("megatron", vocab_size=1024))
+    assert build_plan(found.source, {}).plan.layout.tp == 4

@@ -176,10 +176,10 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--recompute-granularity full", "--recompute-method: is missing"),
         ("--skip-train", "--skip-train: must be left out: nothing is trained with it"),
         ("--logits-load-dir teacher", "--logits-load-dir: must be left out: logits of a teacher"),
-        ("--export-kd-teacher-load teacher", "--export-kd-teacher-load: must be left out: distillation, whose teacher"),
-        ("--language-model-type mistral_7b", "--language-model-type: must be left out: models that see or hear"),
-        ("--model-provider llava_vlm", "--model-provider: must be left out: models that see or hear"),
-        ("--flextron", "--flextron: must be left out: elastic models"),
+        ("--export-kd-teacher-load teacher", "--export-kd-teacher-load: is distillation, and its teacher"),
+        ("--language-model-type mistral_7b", "--language-model-type: belongs to models that see or hear"),
+        ("--model-provider llava_vlm", "--model-provider: belongs to models that see or hear"),
+        ("--flextron", "--flextron: belongs to elastic models"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel: must be left out: Megatron-LM stops in its first pass"),
         ("--enable-mhc-connections", "--enable-mhc-connections: must be left out: Megatron-LM stops, because no script"),
@@ -393,6 +393,10 @@ def test_only_trainings_that_are_modelled() -> None:
         lambda: launch(f"{SMALL} --img-h 336", source="arguments.txt", gpus=8)
     )
     assert launch(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --img-h 336").notes == ()
+    for pattern in ("--hybrid-layer-pattern", "--hybrid-override-pattern"):
+        assert f"{pattern}: must be left out with pretrain_gpt.py, which builds GPT's layers" in error_of(
+            lambda pattern=pattern: launch(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} {pattern} M*")  # type: ignore[misc]
+        )
     two = f"python tools/preprocess.py --input x\n{script()}\ntorchrun --nproc_per_node 8 pretrain_gpt.py {SMALL}"
     assert [note.code for note in launch(two).notes] == ["several-trainings"]
 

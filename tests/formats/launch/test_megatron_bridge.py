@@ -16,7 +16,7 @@ from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
-from memplan.plan.read import ReadPlan
+from memplan.plan.read import ReadPlan, read_plan
 
 
 def named(path: str) -> dict[str, Any]:
@@ -380,6 +380,12 @@ def test_a_switch_of_the_model_is_turned_off() -> None:
     [
         (("model.num_layers=4",), {}, "overrides of a recipe.*--model NAME"),
         (("~model.num_layers",), {"model": "llama-3-8b"}, "deletes"),
+        (("peft=lora",), {"model": "llama-3-8b"}, "peft: is not modelled yet"),
+        (("model.tensor_model_paralel_size=4",), {"model": "llama-3-8b"}, "did you mean tensor_model_parallel_size?"),
+        (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "mixed_precision = bf16_best: must be one of"),
+        (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "says by name; give another name"),
+        (("mixed_precision=bf16_mixed", "mixed_precision.fp8=hybrid"), {"model": "llama-3-8b"}, "says by name"),
+        (("model.seq_length=512",), {"model": "bert-large", "gpus": "8"}, "has no provider in Megatron-Bridge"),
         (("llama-3-8b-8gpu", "model.num_layers=4"), {}, "a field of a plan is given as a flag"),
     ],
 )
@@ -397,9 +403,45 @@ def test_a_plan_is_no_override(tmp_path: Path, plan: str) -> None:
     assert not flags_of_launch(str(tmp_path / "plan.yaml"), None).formats
 
 
+def test_a_precision_is_named_by_one_word() -> None:
+    assert overridden("mixed_precision=bf16_with_mxfp8_mixed", gpu="b200").plan.precision.fp8 == "mxfp8"
+    assert overridden("mixed_precision=bf16_mixed").plan == overridden("train.train_iters=1").plan
+
+
+def test_a_hybrid_is_named_too() -> None:
+    plan = overridden("model.tensor_model_parallel_size=2", model="nemotron-h-8b").plan
+    named = read_plan(None, {"model": "nemotron-h-8b", "framework": "megatron", "gpus": "16"}).plan
+    assert (plan.model.family, plan.layout.tp) == ("hybrid", 2)
+    assert plan.model.layer_pattern == named.model.layer_pattern
+    assert plan.model.mamba_heads == named.model.mamba_heads
+
+
+def test_layers_on_the_host_and_fused_operations_are_the_arguments_of_megatron(tmp_path: Path) -> None:
+    """``cpu_offloading`` turns layers on the host on; the number alone does nothing (``TransformerConfig``)."""
+    alone = {"pipeline_model_parallel_size": 1, "recompute_granularity": None, "recompute_modules": None}
+    on = changed(**alone, cpu_offloading=True, cpu_offloading_num_layers=2)
+    assert read(tmp_path, on).plan.megatron.offload_layers == 2
+    off = changed(**alone, cpu_offloading=False, cpu_offloading_num_layers=2)
+    assert read(tmp_path, off).plan.megatron.offload_layers == 0
+    assert read(tmp_path, changed(use_transformer_engine_op_fuser=True)).plan.megatron.fuses_operations
+    full = read(tmp_path, changed(use_transformer_engine_full_layer_spec=True))
+    assert "use_transformer_engine_full_layer_spec" in " ".join(note.message for note in full.warnings)
+
+
+def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
+    target = "megatron.bridge.models.distillation_provider.DistillationProvider"
+    with pytest.raises(PlanError, match="DistillationProvider: is not modelled yet"):
+        read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
+
+
 def test_an_override_is_no_file() -> None:
     assert is_override("model.pipeline_model_parallel_layout=[[embedding]]")
-    assert not any(map(is_override, ("model.yaml", "train.sh", "ddp.yaml", "a/model.x=1", "layout.tp=4")))
+    assert not any(
+        map(
+            is_override,
+            ("model.yaml", "train.sh", "ddp.yaml", "a/model.x=1", "layout.tp=4", "model=x", "mixed_precision"),
+        )
+    )
 
 
 def test_a_provider_whose_class_says_more_is_asked_for_the_whole_configuration(tmp_path: Path) -> None:
