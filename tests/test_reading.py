@@ -47,8 +47,8 @@ def test_ranks_that_run_ahead_take_more_than_the_mean() -> None:
 
 
 def test_weights_in_16_bits_are_on_meta_since_transformers_5_23() -> None:
-    """``_move_missing_keys_from_meta_to_device``: with 5.22 every rank has its own on the CPU, and all do the same. What
-    is kept are buckets, at most all weights at once: 7.24 B of 2 bytes."""
+    """``_move_missing_keys_from_meta_to_device``: with 5.22 every rank has its own on the CPU, and all do the same.
+    What is kept are buckets, at most all weights at once: 7.24 B of 2 bytes."""
     since, before = (
         estimate(plan(versions=f"transformers={release}")).stages[0].device_range for release in ("5.23.0", "5.22.0")
     )
