@@ -8,6 +8,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The job that the README opens with: Llama 3 8B under FSDP on 8 H100s.
 JOB := llama-3-8b-8gpu
 FLAGS :=
+# Hundreds of tests start processes of their own: each finds compiled what the one before has read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test golden golden-record lint types docs picture accuracy speed clean
 

@@ -141,11 +141,12 @@ def test_weights_in_8_bits_under_megatron_fsdp_are_gathered_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(("flags", "faster"), [
-    ({"fp8": "tensorwise"}, 1.2), ({"fp8": "blockwise"}, 1.2), ({"gpu": "b200", "fp8": "mxfp8"}, 1.2),
+    ({"fp8": "tensorwise"}, 1.1), ({"fp8": "blockwise"}, 1.1), ({"gpu": "b200", "fp8": "mxfp8"}, 1.2),
     ({"gpu": "b200", "fp4": "nvfp4"}, 1.3),
 ])  # fmt: skip
 def test_a_step_is_faster_but_not_by_as_much_as_products_are(flags: dict[str, Any], faster: float) -> None:
-    """Attention, logits, norms and casts are not; MFU refers to the peak in 8 or 4 bits."""
+    """Attention, logits, norms and casts are not; MFU refers to the peak in 8 or 4 bits. On H100 products
+    alone are at most 1,280 / 720 = 1.8 times as fast (SemiAnalysis' figures of both)."""
     plain = {name: value for name, value in flags.items() if name == "gpu"}
     times = [step_time(plan_of(SMALL | one | {"gbs": 128})) for one in (plain, flags)]
     ratio = times[0].total / times[1].total

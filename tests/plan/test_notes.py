@@ -47,7 +47,7 @@ def test_every_variable_of_the_table_is_read_somewhere(name: str) -> None:
     package = Path(memplan.__file__).parent
     assert any(
         f'"{name}"' in (package / module).read_text()
-        for module in ("device/facts.py", "device/nccl.py", "estimate.py", "frameworks/megatron/programs.py")
+        for module in ("device/facts.py", "device/nccl.py", "estimate.py", "frameworks/megatron/from_plan.py")
     )
     assert name not in REFUSED
 
