@@ -163,26 +163,26 @@ DROPS_SCORES = {
 }  # fmt: skip
 """With fewer heads of keys: ``_scaled_dot_product_attention_math``'s dropout is several operators on a CPU."""
 SETTINGS = tuple((*mode, recompute) for recompute in ("none", "full") for mode in MODES)
-IN_EVERY_SHAPE = ("gpt2", "llama")
-SLOW = [pytest.mark.slow]
+IN_EVERY_SHAPE = tuple(name for name, (family, _) in MODELS.items() if name == family)
 
 
-def in_turn(at_model: int, at_setting: int) -> int:
-    """The shape that a model has in a setting, where it is not tried in every one."""
-    return (at_model + at_setting + at_setting // 3) % len(SHAPES)
+def cases(in_every_shape: Sequence[str]) -> list[Case]:
+    """Every model in every setting that its family has; shapes in turn but for some models."""
+    return [
+        Case(model, *shape, *setting)
+        for at_model, model in enumerate(MODELS)
+        for at_setting, setting in enumerate(SETTINGS)
+        for at_shape, shape in enumerate(SHAPES)
+        if model in in_every_shape or (at_model + at_setting + at_setting // 3) % 3 == at_shape
+        if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
+        if setting[2] == "none" or not family_of(MODELS[model][0]).returns_weights
+        if setting[:2] != ("fp32", "flash") or model not in DROPS_SCORES
+    ]
 
 
-CASES = [
-    pytest.param(case, marks=[] if model in IN_EVERY_SHAPE or at_shape == in_turn(at_model, at_setting) else SLOW)
-    for at_model, model in enumerate(MODELS)
-    for at_setting, setting in enumerate(SETTINGS)
-    for at_shape, shape in enumerate(SHAPES)
-    for case in (Case(model, *shape, *setting),)
-    if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
-    if setting[2] == "none" or not family_of(MODELS[model][0]).returns_weights
-    if setting[:2] != ("fp32", "flash") or model not in DROPS_SCORES
-]
-"""Every model in every setting that its family has; shapes in turn but for ``IN_EVERY_SHAPE``, all of them if slow."""
+CASES = cases(IN_EVERY_SHAPE)
+EACH_TIME = frozenset(cases(("gpt2", "llama")))
+"""The rest is slow: other shapes of what is tried in one."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,11 @@ def peak(start: int, sizes: Iterable[int]) -> int:
 # -- the comparison ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=CASES, ids=str, scope="module")
+@pytest.fixture(
+    params=[pytest.param(case, marks=[] if case in EACH_TIME else [pytest.mark.slow]) for case in CASES],
+    ids=str,
+    scope="module",
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     return compared(request.param, tmp_path_factory.mktemp("model"))
 

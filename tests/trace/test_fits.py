@@ -57,7 +57,7 @@ def traced(job: Job) -> Traced:
 
 
 def plan_of(family: str, b: int, s: int, **flags: str) -> Plan:
-    sizes = {"framework": "single", "layers": "5", "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
+    sizes = {"framework": "single", "layers": "7", "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
     return resolve(read_plan(None, {**model_flags(family), **CASES[family], **sizes, **flags}).plan)
 
 
@@ -90,7 +90,7 @@ def test_same_as_a_direct_trace(family: str, point: tuple[int, int]) -> None:
 @pytest.mark.parametrize("family", CASES)
 def test_same_as_the_recipe(family: str) -> None:
     """But for the loss and its gradient, which end in a caller's frame; with other numbers of layers, too."""
-    for layers, (b, s) in (("5", (3, 224)), ("12", (2, 77))):
+    for layers, (b, s) in (("7", (3, 224)), ("12", (2, 77))):
         plan = plan_of(family, b, s, layers=layers)
         (recipe,) = programs_of(plan, Options())
         theirs = fold_program(recipe)
@@ -153,7 +153,7 @@ def test_adapters_as_the_recipe(family: str) -> None:
 
 
 def grown(plan: Plan, fit: Fit, layers: int) -> Program:
-    """As if the configuration had so many layers; the fit was made with five."""
+    """As if the configuration had so many layers; the fit was made with seven."""
     pieces = tuple(replace(one, row=one.grown(layers)) for one in fit.pieces)
     return program_of(plan, replace(fit, layers=layers, pieces=pieces), Options())
 
