@@ -140,15 +140,17 @@ def test_weights_in_8_bits_under_megatron_fsdp_are_gathered_as_bytes() -> None:
     assert plain - stored == pytest.approx(4 * WEIGHTS / 8 + 3 * WEIGHTS, rel=0.01)
 
 
-@pytest.mark.parametrize(("flags", "faster"), [
-    ({"fp8": "tensorwise"}, 1.1), ({"fp8": "blockwise"}, 1.1), ({"gpu": "b200", "fp8": "mxfp8"}, 1.2),
-    ({"gpu": "b200", "fp4": "nvfp4"}, 1.3),
+@pytest.mark.parametrize(("flags", "faster", "products"), [
+    ({"fp8": "tensorwise"}, 1.15, 1280 / 720), ({"fp8": "blockwise"}, 1.2, 2.0),
+    ({"gpu": "b200", "fp8": "mxfp8"}, 1.2, 2.0), ({"gpu": "b200", "fp4": "nvfp4"}, 1.3, 4.0),
 ])  # fmt: skip
-def test_a_step_is_faster_but_not_by_as_much_as_products_are(flags: dict[str, Any], faster: float) -> None:
-    """Attention, logits, norms and casts are not; MFU refers to the peak in 8 or 4 bits. On H100 products
-    alone are at most 1,280 / 720 = 1.8 times as fast (SemiAnalysis' figures of both)."""
+def test_a_step_is_faster_but_not_by_as_much_as_products_are(
+    flags: dict[str, Any], faster: float, products: float
+) -> None:
+    """Attention, logits, norms and casts are not; MFU refers to the peak in 8 or 4 bits. On H100 products with a
+    scale for each tensor are 1,280 beside 720 TFLOP/s (SemiAnalysis' figures of both)."""
     plain = {name: value for name, value in flags.items() if name == "gpu"}
     times = [step_time(plan_of(SMALL | one | {"gbs": 128})) for one in (plain, flags)]
     ratio = times[0].total / times[1].total
-    assert faster < ratio < (4.0 if "fp4" in flags else 2.0)
+    assert faster < ratio < products
     assert times[1].mfu < times[0].mfu
