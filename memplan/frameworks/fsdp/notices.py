@@ -77,10 +77,10 @@ FSDP_1 = (
 
 
 RUNS_AHEAD = (
-    "weights are loaded by rank 0 alone (cpu_ram_efficient_loading); the other ranks have them on the meta device "
-    "while FSDP1 wraps them, and run ahead of rank 0, which copies its own to the GPU: buckets that wait for it stay in "
-    "their allocators' cache. Readings are of these ranks; reserved is the middle of what they keep if rank 0 copies "
-    "as fast as PCIe 4 lets it, and if it is so slow that only full streams hold them back"
+    "weights are loaded by rank 0 alone (cpu_ram_efficient_loading); the other ranks have them on the meta device"
+    " while FSDP1 wraps them, and run ahead of rank 0, which copies its own to the GPU: buckets that wait for it "
+    "stay in their allocators' cache. Readings are of these ranks; reserved is the middle of what they keep if "
+    "rank 0 copies as fast as PCIe 4 lets it, and if it is so slow that only full streams hold them back"
 )
 """Taken for granted where that is so (``flat.on_meta``)."""
 
