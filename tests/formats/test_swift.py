@@ -28,7 +28,7 @@ def test_what_it_has_by_default(tmp_path: Path) -> None:
     assert (plan.lora.rank, plan.lora.targets, plan.lora.dropout) == (8, ("all-linear",), 0.05)
     assert (plan.batch.mbs, plan.batch.gbs or plan.batch.accumulation, plan.batch.seq) == (1, 16, 2048)
     assert (plan.precision.dtype, plan.precision.autocast, plan.precision.parameters) == ("bf16", True, "bf16")
-    assert plan.recompute.granularity == "full"
+    assert plan.recompute.mode == "full"
 
 
 def test_variables_say_how_many_processes(tmp_path: Path) -> None:
