@@ -130,8 +130,8 @@ def _other_moment(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
 def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
     """Where the traceback is about something that the plan has nowhere in this size: the run is another one."""
     about = next(iter(made.clues.about), None)
-    if made.reported.message.tried is None or about is None:
-        return
+    if made.reported.message.tried is None or about is None or made.clues.phase == "checkpoint":
+        return  # plans have no such moment
     if any(about.tensor.search(f"{one.modules[0]} {one.tensor} {one.category} {one.phase}") for one in best):
         return
     yield Notice(

@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
-from ..plan.library import model_specs
+from ..plan.library import learned_models, model_specs
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from .log import Frame
@@ -185,6 +185,9 @@ ABOUT = (
     _about("a norm", "(?:layer|rms)_?norm", "norm"),
 )
 
+SAVED = _about("a parameter that is copied", "$^", "$^")
+"""While a checkpoint is saved, whatever layer a frame names it by."""
+
 _FP32 = _pattern(r"\.float\(\)|torch\.float32|float16_to_fp32")
 
 
@@ -199,7 +202,9 @@ def clues(frames: Sequence[Frame]) -> Clues:
                 about.setdefault(one.name, one)
                 told = told or frame
     fp32 = any(map(_FP32.search, texts[-2:]))
-    return Clues(moment(texts), tuple(about.values()), fp32, told, tuple(frame.file for frame in reversed(frames)))
+    phase = moment(texts)
+    kinds = (SAVED,) if about and phase == "checkpoint" else tuple(about.values())
+    return Clues(phase, kinds, fp32, told, tuple(frame.file for frame in reversed(frames)))
 
 
 SEGMENT = 2 << 20
@@ -257,6 +262,25 @@ def _specs() -> tuple[_Spec, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1)
+def _learned_specs() -> tuple[_Spec, ...]:
+    """Sizes of the models that ship learned, by the keys of their ``config.json``."""
+    keys = (
+        ("vocab_size", "padded_vocab_size"),
+        ("hidden_size",),
+        ("intermediate_size", "ffn_hidden_size"),
+        ("num_attention_heads",),
+        ("num_hidden_layers", "num_layers"),
+    )
+    found = []
+    for name, model in learned_models().items():
+        config = model.configuration()
+        numbers = [next((config[key] for key in named if key in config), None) for named in keys]
+        if all(isinstance(number, int) for number in numbers):
+            found.append(_Spec(name, *(int(number) for number in numbers if number is not None)))
+    return tuple(found)
+
+
 def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) -> tuple[Guess, ...]:
     """What may have been asked for, the likeliest first, by the run's ``model`` where that is known; nothing where the
     frames are of something else, or many things have this size as well."""
@@ -270,12 +294,15 @@ def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) 
     if model is not None and model.has_sizes:
         specs = (_Spec(model.name, model.vocab, model.hidden, model.ffn, model.heads, model.layers),)
         named = specs if about == "the logits" else ()
-    if about == "the logits" or (not about and clues.phase in ("", "forward", "backward")):
+    if about == "the logits":
         found = _logits(tried, specs, clues, named=bool(named))
     elif about == "attention":
         found = _scores(tried, specs)
-    elif about in ("dequantised weights", "weights that are moved to the GPU") or clues.phase == "loading":
+    elif about in ("dequantised weights", "weights that are moved to the GPU", SAVED.name) or clues.phase == "loading":
         found = _matrices(tried, specs)
+    elif not about and clues.phase in ("", "forward", "backward"):
+        logits = tuple(_logits(tried, specs, clues, named=bool(named)))
+        found = iter(logits or _matrices(tried, (*specs, *(() if named else _learned_specs()))))
     else:
         return ()
     return tuple(islice(found, MOST if about else 2))
@@ -328,7 +355,10 @@ def _roundest(least: int, most: int) -> int:
 
 
 def _models(specs: tuple[_Spec, ...], vocab: int) -> str:
-    names = [one.name for one in specs if one.vocab == vocab]
+    return _listed([one.name for one in specs if one.vocab == vocab])
+
+
+def _listed(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 2 else " and ".join(names)
 
 
@@ -352,13 +382,17 @@ def _scores(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
 
 
 def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
-    told = set()
+    """Those that most models have first; 8-bit weights, and a gate in one with what it gates (GLM, Phi-3), after the
+    others. Embedding and head stay in 16 bits or more."""
+    shapes: dict[tuple[bool, str, str], list[str]] = {}
     for spec in specs:
-        for side, what in ((spec.ffn, "MLP"), (spec.vocab, "embedding or head")):
-            for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (1, "half a byte")):
-                if (side, spec.hidden, half_bytes) in told or not _fits(tried, side * spec.hidden * half_bytes // 2):
+        for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (2, "1 byte"), (1, "half a byte")):
+            for times, side, what in ((1, spec.ffn, "MLP"), (2, spec.ffn, "MLP"), (1, spec.vocab, "embedding or head")):
+                if (half_bytes < 4 and side == spec.vocab) or not _fits(
+                    tried, times * side * spec.hidden * half_bytes // 2
+                ):
                     continue
-                if half_bytes == 1 and side == spec.vocab:
-                    continue  # embedding and head stay in 16 bits
-                told.add((side, spec.hidden, half_bytes))
-                yield Guess("weights", f"{side:,} × {spec.hidden:,} × {text}", f"{what} of {spec.name}")
+                factors = f"{'2 × ' * (times - 1)}{side:,} × {spec.hidden:,} × {text}"
+                shapes.setdefault((half_bytes == 2 or times == 2, factors, what), []).append(spec.name)
+    for (_, factors, what), names in sorted(shapes.items(), key=lambda one: (one[0][0], -len(one[1]))):
+        yield Guess("weights", factors, f"{what} of {_listed(names)}")

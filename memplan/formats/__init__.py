@@ -72,6 +72,9 @@ FORMATS = {
                 "base_model",
                 "sequence_len",
                 "sample_packing",
+                "tuner_type",
+                "train_type",
+                "sft_type",
             ),
         ),
         Format(
@@ -150,7 +153,19 @@ ELSEWHERE = (
 
 ALSO_CALLED = {
     **dict.fromkeys(
-        ("hf", "huggingface", "transformers", "trl", "llama-factory", "llamafactory", "sft", "axolotl"), "trainer"
+        (
+            "hf",
+            "huggingface",
+            "transformers",
+            "trl",
+            "llama-factory",
+            "llamafactory",
+            "sft",
+            "axolotl",
+            "ms-swift",
+            "swift",
+        ),
+        "trainer",
     ),
     **dict.fromkeys(("megatron-lm", "megatron-core", "mcore"), "megatron"),
     **dict.fromkeys(("titan", "fsdp2"), "torchtitan"),

@@ -70,7 +70,14 @@ _MARKS = frozenset(
 """Arguments by which a training command of Megatron is known."""
 
 _TRAINER_MARKS = frozenset(
-    ["--model_name_or_path", "--per_device_train_batch_size", "--output_dir", "--num_train_epochs", "--learning_rate"]
+    [
+        "--model_name_or_path",
+        "--per_device_train_batch_size",
+        "--output_dir",
+        "--num_train_epochs",
+        "--learning_rate",
+        *("--tuner_type", "--train_type", "--sft_type", "--lora_rank", "--torch_dtype"),
+    ]
 )
 """Those of a command that runs Hugging Face's Trainer."""
 
@@ -126,8 +133,11 @@ def started_by(
     return "megatron"
 
 
-_OF_TRAINER = frozenset(("trl", "llamafactory-cli", "axolotl", "axolotl.cli.train"))
+_OF_TRAINER = frozenset(("trl", "llamafactory-cli", "axolotl", "axolotl.cli.train", "swift"))
 """Commands that run the Trainer, whatever their flags are called."""
+_BY_ENVIRONMENT = ("swift", "llamafactory-cli")
+"""Those that start torchrun themselves, with as many processes as variables say (``swift/cli/main.py``,
+``llamafactory/launcher.py``)."""
 _SCRIPT = re.compile(r"(?:.*/)?([\w.-]+)\.py")
 _PASSED = re.compile(r"(?:-x|-e|--env=|--export=(?:ALL,)?)?([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus", "--gpus-per-node", "--gpus_per_node")
@@ -178,6 +188,9 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
         gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
         gpus = gpus or _gpus_of_job(reading.job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
+    if gpus is None and not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT):
+        per_node = _of_job(environment, "NPROC_PER_NODE")
+        gpus = _product(_of_job(environment, "NNODES") or Node(1, started.origin), per_node, started.origin)
     script = _name_of(started.words[start])
     words = started.words[start + 1 :]
     return Training(
@@ -215,7 +228,7 @@ def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
     return scalar(text(value), value[0].origin) if value else None
 
 
-RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl")
+RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl", "swift")
 """Words before the name of what trains, where that is no file."""
 
 
@@ -264,7 +277,7 @@ MAPPINGS = (".json", ".yaml", ".yml")
 """Endings of files that hold a mapping."""
 
 
-_OWN_COMMANDS = {"swift": "ms-swift", "tune": "torchtune", "litgpt": "LitGPT"}
+_OWN_COMMANDS = {"tune": "torchtune", "litgpt": "LitGPT"}
 _IN_FLAGS = "memplan estimate --model NAME --lora-rank 8 --mbs 1 --seq 2048 --gpus N"
 
 

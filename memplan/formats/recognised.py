@@ -13,6 +13,7 @@ from ..plan.yaml_events import parse_yaml
 from . import ELSEWHERE, FORMATS, Elsewhere
 from .launchers import MAPPINGS, IsMark, found_from, started_by
 from .megatron_bridge.overrides import HINTS, are_overrides
+from .trainer.swift import MARKS as SWIFT
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
 
@@ -73,7 +74,7 @@ def format_of(written: Node) -> str | None:
             raise PlanError("", ABSENT, _elsewhere(tool, written), origin=Origin(written.origin.source))
     if are_overrides(written):
         return "megatron-bridge"
-    if "_target_" not in keys and keys & {"model", "framework", "extends"}:
+    if not keys & {"_target_", *SWIFT} and keys & {"model", "framework", "extends"}:
         return None
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
 

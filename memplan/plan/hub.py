@@ -16,6 +16,8 @@ _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
 _PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int[48])?$")
 """And what tells a checkpoint of quantised weights."""
+_IMAGES = re.compile(r"(?i)-(?:VL|Omni)(?=-)")
+"""And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
 MIRRORS = frozenset({"unsloth", "nousresearch"})
 """Owners who keep others' checkpoints under their names, and in their shapes."""
 _SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
@@ -135,8 +137,11 @@ def cache_folder() -> Path:
 def refused(name: str, node: Node) -> PlanError:
     """Why the repository ``name`` is no model here, and how to have it."""
     tail = name.rpartition("/")[2]
-    similar = twin(_PACKED.sub("", tail), node)
+    similar = twin(_PACKED.sub("", _IMAGES.sub("", tail)), node)
     problem = f"is no file, no built-in model, and not in the local Hugging Face cache ({cache_folder()})"
+    if similar and _IMAGES.search(tail):
+        images = f"reads images, which is not modelled; its text part has the sizes of {similar}: --model {similar}"
+        return PlanError("model", name, images, origin=node.origin)
     wanted = f"fetch its configuration with: hf download {name} config.json"
     hint = f"; {similar} is built in" if similar else ""
     if similar and (packed := _PACKED.search(tail)) is not None:

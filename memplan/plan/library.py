@@ -9,6 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+SPEC_REPOSITORIES = ("hub", "text_part_of")
+"""Lines of a spec that list repositories on the Hugging Face Hub: of the model, and of models that it is the text part
+of."""
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 LEARNED = _PACKAGE / "learned"
 """A folder for each learned model: its configuration, and what was learnt of it."""
@@ -73,15 +77,27 @@ def learned_models() -> Mapping[str, LearnedModel]:
 @cache
 def hub_ids() -> Mapping[str, tuple[str, ...]]:
     """Repositories on the Hugging Face Hub that hold each built-in model, learned ones among them."""
-    return MappingProxyType({**_of_specs(), **{name: one.hub for name, one in learned_models().items()}})
+    of_specs = {name: hub + parts for name, (hub, parts) in _of_specs().items()}
+    return MappingProxyType({**of_specs, **{name: one.hub for name, one in learned_models().items()}})
 
 
-def _of_specs() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+@cache
+def text_parts() -> frozenset[str]:
+    """Those of them, in lower case, that hold models which read images, too: what is built in is their text part."""
+    of_specs = (repository for _, parts in _of_specs().values() for repository in parts)
+    of_learned = (repository for one in learned_models().values() if one.is_text_part for repository in one.hub)
+    return frozenset(map(str.lower, (*of_specs, *of_learned)))
+
+
+@cache
+def _of_specs() -> Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What the lines ``hub`` and ``text_part_of`` of each spec list, read without parsing the whole."""
+    found = {}
     for name, path in model_specs().items():
-        line = next((line for line in path.read_text("utf-8").splitlines() if line.startswith("hub:")), "hub:")
-        found[name] = tuple(part for part in line[len("hub:") :].strip().split(", ") if part)
-    return found
+        lines = dict(line.split(": ", 1) for line in path.read_text("utf-8").splitlines() if ": " in line)
+        hub, parts = (tuple(lines.get(key, "").split(", ")) if key in lines else () for key in SPEC_REPOSITORIES)
+        found[name] = hub, parts
+    return MappingProxyType(found)
 
 
 @cache

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
 from .hub import cached_config, check_no_address, guesses, is_repository, of_same_size, refused, twin, without_address
-from .library import hub_ids, learned_models, model_specs
+from .library import SPEC_REPOSITORIES, hub_ids, learned_models, model_specs, text_parts
 from .normalise import section_fields
-from .notes import Note
+from .notes import Note, text_part
 from .spec import ModelSpec
 from .spellings import plain
 from .text import is_folder, is_there, path_of, read_text
@@ -71,7 +71,8 @@ def read_spec(path: Path, name: str | None = None) -> Found:
 
         return Found(spec_of_config(source, path), warnings_of_config(source, path))
     items = dict(source.mapping)
-    items.pop("hub", None)
+    for key in SPEC_REPOSITORIES:
+        items.pop(key, None)
     items.setdefault("name", Node(one_line(path.stem), source.origin))
     spec = section_fields("model", Node(items, source.origin))
     return Found(_with_derived_sizes(spec, {}, spec.mapping))
@@ -97,7 +98,9 @@ def _base(base: Node, folder: Path) -> Found:
     path = model_path(name, folder)
     same = None if is_there(path) else twin(name, base)
     if same is not None:
-        return _built_in(same)
+        told = (text_part(one_line(name)),) if name.lower() in text_parts() else ()
+        found = _built_in(same)
+        return Found(found.spec, (*found.notes, *told))
     if _looks_like_path(name) or is_there(path):
         try:
             return read_spec(path)

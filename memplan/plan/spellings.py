@@ -178,6 +178,10 @@ def with_optimizer(plan: Node) -> Node:
     fields = {key: Node(value, name.origin) for key, value in {**settings, **found}.items()}
     for key, node in section.mapping.items():
         if key != "name" and key in fields and fields[key].value != node.value:
+            by_flag = [one.origin.source.startswith("--") for one in (name, node)]
+            if by_flag[0] != by_flag[1]:  # a flag is over what a file says
+                fields[key] = fields[key] if by_flag[0] else node
+                continue
             own = fields[key].value
             problem = f"is {own} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
             raise PlanError(f"optimizer.{key}", node.plain(), problem, origin=node.origin)

@@ -1,12 +1,12 @@
 """Messages of public issues, chosen, with what is right by their frames and sizes, before they were tried: 30 before
 the ranking was written, 15 after, of which the last five were kept aside while it was mended; 28 in a
-second list."""
+second list, 12 in a third."""
 
 from __future__ import annotations
 
 import pytest
 
-from .score import LATER, Issue, answer, is_right, issues
+from .score import LATER, THIRD, Issue, answer, is_right, issues
 
 MISSED = {
     "hiyouga/LlamaFactory/issues/1221": "the run had torch's AdamW under ZeRO, plans have DeepSpeed's own",
@@ -15,12 +15,15 @@ MISSED = {
     "pytorch/torchtitan/issues/2362": "no frames, no plan; 16,000 tokens are no power of two",
     "facebookresearch/ParlAI/issues/4452": "no plan; the size is all of T5 11B in 16 bits",
     "mgmalek/efficient_cross_entropy/issues/9": "no plan; 30,688 tokens are no round number",
+    "lm-sys/FastChat/issues/1242": "plans have no tensors of what saving a checkpoint gathers; the text says that",
+    "Kyubyong/bert_ner/issues/10": "no plan; PyTorch of then rounded requests to 128 KiB, not to 2 MiB",
+    "fauxpilot/fauxpilot/issues/62": "no plan; the tokens of two commoner vocabularies have this size, too",
 }
 """What is not right yet, and why."""
 
 
 @pytest.mark.parametrize(
-    "issue", issues() + issues(LATER), ids=lambda issue: issue.issue.removeprefix("https://github.com/")
+    "issue", issues() + issues(LATER) + issues(THIRD), ids=lambda issue: issue.issue.removeprefix("https://github.com/")
 )
 def test_what_asked_comes_first(issue: Issue) -> None:
     said, found = answer(issue)
@@ -32,8 +35,7 @@ def test_what_asked_comes_first(issue: Issue) -> None:
 
 
 def test_four_in_five_of_those_with_a_configuration() -> None:
-    planned = [issue.issue.removeprefix("https://github.com/") for issue in issues() if issue.plan is not None]
-    missed = [issue for issue in planned if issue in MISSED]
-    assert len(issues()) == 45
-    assert len(issues(LATER)) == 28
-    assert 1 - len(missed) / len(planned) >= 0.8
+    assert [len(issues()), len(issues(LATER)), len(issues(THIRD))] == [45, 28, 12]
+    for chosen in (issues(), [*issues(), *issues(LATER), *issues(THIRD)], issues(THIRD)):
+        planned = [issue.issue.removeprefix("https://github.com/") for issue in chosen if issue.plan is not None]
+        assert 1 - len([issue for issue in planned if issue in MISSED]) / len(planned) >= 0.8

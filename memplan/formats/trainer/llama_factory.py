@@ -72,7 +72,7 @@ def is_it(written: Node) -> bool:
     return not {*MARKS}.isdisjoint(written.mapping)
 
 
-def translated(written: Node, *, is_whole: bool) -> Node:
+def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
     for key, why in _REFUSED.items():

@@ -28,7 +28,7 @@ from ..launch import Asked, Launch, guessed, left_out
 from ..recognised import is_python, is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
-from . import axolotl, llama_factory
+from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
@@ -60,10 +60,10 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
-    dialect = next((one for one in (llama_factory, axolotl) if one.is_it(written)), None)
+    dialect = next((one for one in (llama_factory, axolotl, swift) if one.is_it(written)), None)
     if dialect is not None:
-        written = dialect.translated(written, is_whole=found.accelerate is None)
-        found = replace(found, arguments=written)
+        written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
+        found = replace(found, arguments=written, script="")
     loop = loop_of(found.script, written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
@@ -79,7 +79,15 @@ def launched(found: Started, asked: Asked) -> Launch:
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
-    return replace(launch, notes=(*unread, *(Note(*note) for note in building.notes), *launch.notes))
+    told = [*(getattr(dialect, "TOLD", ())), *building.notes]
+    return replace(launch, notes=(*unread, *(Note(*note) for note in told), *launch.notes))
+
+
+def _processes(found: Started, asked: Asked) -> int:
+    """Processes that the launcher or a flag says."""
+    flag = asked.flags.get("gpus")
+    said = int(flag) if isinstance(flag, str) and flag.isdecimal() else found.gpus.value if found.gpus else 1
+    return said if isinstance(said, int) and said > 0 else 1
 
 
 # -- who runs the model ------------------------------------------------------------------------------------

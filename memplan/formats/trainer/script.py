@@ -25,6 +25,7 @@ from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trai
 from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
 from ..training_scripts import with_unread
+from . import swift
 from .keys import READ
 from .python import Script, python_in, script_in
 from .trl import TRAINER, Loop
@@ -63,11 +64,16 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
     if wrong:
         raise with_unread(together(wrong), unread(reading))
-    by_trl = any(text(word).rpartition("/")[2] == "trl" for word in training.launcher)
+    runners = {text(word).rpartition("/")[2] for word in training.launcher}
+    by_trl = "trl" in runners
+    if "swift" in runners and not swift.is_it(arguments):
+        arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = said.script if said is not None else training.script
     return with_launcher(Started(arguments, folder, training.gpus, script=script), launcher, by_trl=by_trl)
 
 
+SWIFT_TRAINS = {"sft": "lora", "pt": "lora"}
+"""What ``swift``'s commands train, unless said."""
 _WRITTEN = ("deepspeed", "fsdp_config")
 """Arguments that name a file of settings."""
 

@@ -1,0 +1,65 @@
+"""ms-swift's files and commands: each means the Trainer's arguments that ms-swift itself makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.formats import reader
+from memplan.formats.launch import Asked, launched_plan
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+
+
+def plan_of(text: str, folder: Path, name: str = "sft.sh", **flags: str) -> Plan:
+    (folder / name).write_text(text, encoding="utf-8")
+    return launched_plan(reader("trainer")(str(folder / name), Asked("trainer", flags)), flags).plan
+
+
+COMMAND = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --dataset x --max_length 2048"
+
+
+def test_what_it_has_by_default(tmp_path: Path) -> None:
+    """``TunerArguments`` and ``TrainArgumentsMixin``: rank 8 on all linear layers, checkpoints, 16 sequences a step."""
+    plan = plan_of(COMMAND, tmp_path)
+    assert plan.framework == "single"
+    assert plan.lora is not None
+    assert (plan.lora.rank, plan.lora.targets, plan.lora.dropout) == (8, ("all-linear",), 0.05)
+    assert (plan.batch.mbs, plan.batch.gbs or plan.batch.accumulation, plan.batch.seq) == (1, 16, 2048)
+    assert (plan.precision.dtype, plan.precision.autocast, plan.precision.parameters) == ("bf16", True, "bf16")
+    assert plan.recompute.mode == "full"
+
+
+def test_variables_say_how_many_processes(tmp_path: Path) -> None:
+    plan = plan_of(f"NPROC_PER_NODE=4 NNODES=2 {COMMAND} --per_device_train_batch_size 2 --deepspeed zero3", tmp_path)
+    assert (plan.framework, plan.hardware.gpus, plan.batch.accumulation) == ("deepspeed", 8, 1)
+    assert plan.deepspeed is not None
+    assert (plan.layout.zero, plan.deepspeed.overlap_comm) == (3, False)
+
+
+def test_its_file_is_the_same_as_its_command(tmp_path: Path) -> None:
+    file = "model: Qwen/Qwen2.5-7B-Instruct\ntrain_type: lora\ndataset: [x]\nmax_length: 2048\nquant_bits: 4\n"
+    command = f"{COMMAND} --quant_bits 4 --quant_method bnb --target_modules all-linear"
+    assert plan_of(file, tmp_path, "sft.yaml") == plan_of(command, tmp_path)
+
+
+def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
+    """``adamw_torch`` is PyTorch's foreach, and the Trainer's own default its fused kernel."""
+    plan = plan_of(f"{COMMAND} --optim adamw_torch_fused", tmp_path, optimizer="adamw_torch")
+    assert (plan.optimizer.name, plan.optimizer.implementation) == ("adamw", "foreach")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--tuner_backend unsloth", "Unsloth"),
+        ("--lora_dtype bfloat16", "fp32"),
+        ("--sequence_parallel_size 4", "sequence parallelism"),
+        ("--quant_method hqq --quant_bits 4", "of bnb"),
+        ("--rlhf_type dpo", "--trainer dpo"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(words: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=problem):
+        plan_of(f"{COMMAND} {words}", tmp_path)
