@@ -164,6 +164,8 @@ class Stages:
     deferral_limit: int = 0
     captures_first: bool = False
     """CUDA graphs of layers are captured before the first iteration."""
+    own_captures: captures.Captures | None = None
+    """Megatron-Core's own graphs are captured behind its passes."""
     overlaps: bool = False
     """Gradients are reduced beside the last micro-batch's passes."""
     empties: int = 0
@@ -215,6 +217,8 @@ class Stages:
             made = self._deferring(made)
         if self.job.shape.graphs is None:
             return made
+        if self.own_captures is not None:
+            return captures.captured_behind(made, self.own_captures)
         made = self._with_graphs(made, order, entries)
         first = self.captures_first and captures.separable(self.job.shape)
         return captures.captured_first(made, self.job.shape) if first else made
@@ -278,10 +282,18 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         plan.megatron.offload_layers,
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
+        _own_captures(plan, shape),
         plan.megatron.overlap_grad_reduce,
         plan.megatron.empty_cache,
         graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
+
+
+def _own_captures(plan: ResolvedPlan, shape: CoreShape) -> captures.Captures | None:
+    if plan.megatron.cuda_graphs != "local":
+        return None
+    tried = plan.megatron.cuda_graph_warmup > 0 or plan.recompute.mode != "none"
+    return captures.Captures(shape, rules(plan).gradients, tried)
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:

@@ -233,7 +233,8 @@ def mlp_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
-    out = local.bias_dropout_add(r, fed, bias, residual, FC2, shape)
+    with graphs.captured(r, shape, graphs.POSTPROCESS) if routed else nullcontext():
+        out = local.bias_dropout_add(r, fed, bias, residual, FC2, shape)
     commit([hidden])
     return out
 
