@@ -506,6 +506,11 @@ def experts() -> Iterator[str]:
             "--tp 2 --cp 2 --moe-delay-wgrad", "--fp8 blockwise --moe-delay-wgrad", "--pp 2",
         ):  # fmt: skip
             yield f"{job} --moe-overlap-exchange {more}"
+        flex = f"{job} --moe-overlap-exchange --moe-dispatcher flex --moe-flex-backend"
+        graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,moe_router,moe_preprocess"
+        yield f"{flex} deepep --pp 2 --vpp 2 --moe-delay-wgrad"
+        yield f"{flex} hybridep {graphs}"
+        yield f"{flex} hybridep --pp 2 --vpp 2 --offload-modules core_attn,attn_proj,mlp_norm,expert_fc1,moe_act"
         yield f"{job} --moe-wgrad-beside-dispatch"
     for model in ("llama-4-scout", "llama-4-maverick", "olmoe-1b-7b", "granite-3.0-1b-a400m"):
         yield f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 8 --zero 1"

@@ -35,7 +35,7 @@ from ...plan.errors import PlanError
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...schedules.megatron_beside_fold import BesideOrder
-from ...schedules.megatron_fold import MegatronOrder, layers_in_flight
+from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
@@ -245,8 +245,8 @@ class Stages:
         ]
         graphed = [[one for one in chunk if graphs.graphed(one)] for chunk in of]
         masked = [sum(map(graphs.attends, chunk)) for chunk in graphed]
-        with_mask = layers_in_flight(order, masked)
-        without = layers_in_flight(order, [len(chunk) - some for chunk, some in zip(graphed, masked, strict=True)])
+        bare = [len(chunk) - some for chunk, some in zip(graphed, masked, strict=True)]
+        with_mask, without = (graphed_in_flight(order, one) for one in (masked, bare))
         kinds = frozenset(one for chunk in graphed for one in chunk)
         assert program.kept is not None
         holds = [*program.kept.workspaces, *graphs.kept(kinds, with_mask, without, self.libraries.cublas)]
