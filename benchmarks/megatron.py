@@ -170,8 +170,9 @@ def _ci(row: Row, rows: Sequence[Row]) -> Iterator[Comparison]:
 
 
 def _captured(plan: ResolvedPlan, stage: StageEstimate) -> int:
-    """Bytes while CUDA graphs are captured before the first iteration."""
-    first = plan.megatron.cuda_graphs != "none" and not plan.megatron.cuda_graph_warmup
+    """Bytes while CUDA graphs are captured before the first iteration, or behind it."""
+    given = plan.megatron
+    first = given.cuda_graphs == "local" or (given.cuda_graphs != "none" and not given.cuda_graph_warmup)
     return stage.moments["initialisation"] or 0 if first else 0
 
 

@@ -268,9 +268,10 @@ class Megatron(FrameworkSection, Terse):
         "offloading)",
         json_schema_extra={"flag": "--offload-layers"},
     )
-    cuda_graphs: Literal["none", "transformer_engine", "full_iteration"] = Field(
+    cuda_graphs: Literal["none", "local", "transformer_engine", "full_iteration"] = Field(
         "none",
-        description="CUDA graphs of layers (transformer_engine), or of an iteration's passes (full_iteration)",
+        description="CUDA graphs of layers (transformer_engine, or local: Megatron-Core's own), or of an iteration's "
+        "passes (full_iteration)",
         json_schema_extra={"flag": "--cuda-graph-impl"},
     )
     cuda_graph_modules: tuple[GraphModule, ...] | None = Field(

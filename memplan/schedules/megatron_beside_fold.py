@@ -6,7 +6,7 @@ with the last but i of the other) and ``TransformerLayerSchedulePlan.run`` (part
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -159,16 +159,19 @@ class BesideOrder(MegatronOrder):
             if what in WHOLE:
                 whole = WHOLE[what]
                 key = whole, chunk, number
-                pieces = under_way.setdefault(key, iter(self.chunks[chunk].pieces[whole]))
+                pieces = under_way.setdefault(key, iter(self._of(chunk, number)[whole]))
                 done = next(pieces).excursion
             elif what in ("forward", "backward"):
-                passes = self.chunks[chunk].passes
+                passes = self.chunks[chunk].passes if number else self.chunks[chunk].first_passes
                 whole, done = what, passes.forward if what == "forward" else passes.backward
             else:
                 continue
             total = total.then(done.within(str(number)))
             at, inside = f"{number}/{whole}", True
         return total
+
+    def _of(self, chunk: int, number: int) -> Mapping[Whole, tuple[Piece, ...]]:
+        return self.chunks[chunk].pieces if number else self.chunks[chunk].first_pieces
 
     def begun(self, chunk: int, tensor: str) -> Hold:
         return Hold(0, self.hidden, Category.ACTIVATIONS) if tensor == EMBEDDED else super().begun(chunk, tensor)

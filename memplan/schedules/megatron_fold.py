@@ -138,6 +138,14 @@ def layers_in_flight(plan: Schedule, layers: Sequence[int]) -> int:
     return most
 
 
+def graphed_in_flight(plan: Schedule, layers: Sequence[int]) -> int:
+    """The same as CUDA graphs are captured: beside one another in the usual order, a layer forward before one backward
+    (``TECudaGraphHelper._get_cuda_graph_input_data``, ``get_overlap_moe_expert_parallel_comm_order``)."""
+    usual = replace(plan, beside=False)
+    turns = plan.beside and plan.microbatches * plan.chunks > usual.warmup + 1
+    return layers_in_flight(usual, layers) + (turns and sum(layers) > 0)
+
+
 _COUNT = 24
 """Bits by which one count is told from the next where several are packed into a number."""
 SIZED: dict[str, int] = {"stub": 1, "report": 2}

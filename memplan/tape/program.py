@@ -247,11 +247,18 @@ class Chunk:
     @cached_property
     def pieces(self) -> Mapping[Whole, tuple[Piece, ...]]:
         """Of the passes of a micro-batch that adds to gradients, in the order in which they run without another one."""
-        modules = [(span.module, name) for span in self.spans for name in span.names]
-        back = [(module.steady.backward, f"backward/{name}") for module, name in reversed(modules)]
+        return self._pieces(False)
+
+    @cached_property
+    def first_pieces(self) -> Mapping[Whole, tuple[Piece, ...]]:
+        """Of the first micro-batch, where it ``first_differs``."""
+        return self._pieces(True) if self.first_differs else self.pieces
+
+    def _pieces(self, first: bool) -> Mapping[Whole, tuple[Piece, ...]]:
+        named = [(tapes_of(span.module, first), name) for span in self.spans for name in span.names]
         return {
-            "forward": _pieces([(module.steady.forward, f"forward/{name}") for module, name in modules]),
-            "backward": _pieces(back),
+            "forward": _pieces([(tapes.forward, f"forward/{name}") for tapes, name in named]),
+            "backward": _pieces([(tapes.backward, f"backward/{name}") for tapes, name in reversed(named)]),
         }
 
     @cached_property

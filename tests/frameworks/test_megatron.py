@@ -241,7 +241,11 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     ],
     "megatron.offload_modules": [{"offload_modules": "qkv_linear", "min_offloaded_tensor_size": 1}],
     "megatron.offload_least": [{"min_offloaded_tensor_size": 1, "offload_modules": "qkv_linear"}],
-    "megatron.cuda_graphs": [{"cuda_graph_impl": "transformer_engine"}, {"cuda_graph_impl": "full_iteration"}],
+    "megatron.cuda_graphs": [
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local"},
+    ],
     "megatron.cuda_graph_modules": [{"cuda_graph_modules": "mlp", "cuda_graph_impl": "transformer_engine"}],
     "megatron.cuda_graph_warmup": [
         {"cuda_graph_warmup_steps": 0, "cuda_graph_modules": "attn", "cuda_graph_impl": "transformer_engine"}

@@ -404,6 +404,7 @@ def megatron() -> Iterator[str]:
     yield f"{job} --tp 2 --dp 4 --ep 4 --zero 1"
     graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,mamba,moe_router,moe_preprocess"
     yield f"{job} --dp 8 --ep 8 --zero 1 --expert-latent 1024 {graphs}"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --cuda-graph-impl local --cuda-graph-modules attn,mamba,moe_router"
     yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
     yield f"{job} --dp 8 --ep 8 --zero 1 --disable-mamba-mem-eff-path"
     yield f"{job} --dp 8 --ep 8 --zero 1 --mamba-training-ssm-states-dtype fp32"
@@ -435,6 +436,7 @@ def megatron() -> Iterator[str]:
         "--zero 1 --gradients bf16 --ddp-reduce-scatter-with-fp32-accumulation --overlap-grad-reduce",
         "--zero 1 --use-nccl-ub", "--zero 1 --dp 8 --use-sharp --nccl-blocks dp_cp=2-16,tp=-8",
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn --cuda-graph-warmup-steps 0",
+        "--cuda-graph-impl local --dp 2 --pp 2 --gbs 8",
     ):  # fmt: skip
         yield f"{job} {flags}"
     job = "--model deepseek-v2 --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 8 --ep 8 --zero 1"
@@ -504,6 +506,11 @@ def experts() -> Iterator[str]:
             "--tp 2 --cp 2 --moe-delay-wgrad", "--fp8 blockwise --moe-delay-wgrad", "--pp 2",
         ):  # fmt: skip
             yield f"{job} --moe-overlap-exchange {more}"
+        flex = f"{job} --moe-overlap-exchange --moe-dispatcher flex --moe-flex-backend"
+        graphs = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn,moe_router,moe_preprocess"
+        yield f"{flex} deepep --pp 2 --vpp 2 --moe-delay-wgrad"
+        yield f"{flex} hybridep {graphs}"
+        yield f"{flex} hybridep --pp 2 --vpp 2 --offload-modules core_attn,attn_proj,mlp_norm,expert_fc1,moe_act"
         yield f"{job} --moe-wgrad-beside-dispatch"
     for model in ("llama-4-scout", "llama-4-maverick", "olmoe-1b-7b", "granite-3.0-1b-a400m"):
         yield f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 8 --zero 1"

@@ -16,7 +16,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_beside_fold import EMBEDDED, BesideOrder
-from memplan.schedules.megatron_fold import most_in_flight
+from memplan.schedules.megatron_fold import graphed_in_flight, most_in_flight
 from memplan.schedules.megatron_schedule import schedule, trace
 from memplan.tape.program import WHOLE, Program, fold_program
 
@@ -49,6 +49,10 @@ CASES = {
         "gbs": "24", "gpus": "8", "pp": "4", "vpp": "2", "layers": "8", "overlap_p2p": "false",
     },
     "early release": {"gbs": "24", "moe_early_attention_release": "true", **PIPELINE},
+    "flex, activations on the host": {
+        "gbs": "24", "moe_dispatcher": "flex", "moe_flex_backend": "hybridep", "min_offloaded_tensor_size": "1",
+        "offload_modules": "core_attn,attn_proj,mlp_norm,expert_fc1,moe_act", **PIPELINE,
+    },
     "further tokens": {"gbs": "24", "model": "deepseek-v3", "layers": "6", **PIPELINE},
 }  # fmt: skip
 
@@ -173,6 +177,16 @@ def test_a_micro_batch_more_is_in_memory() -> None:
     assert fold_program(beside).static == fold_program(alone).static
 
 
+def test_graphs_are_captured_a_layer_ahead() -> None:
+    """In the order of ``get_overlap_moe_expert_parallel_comm_order`` for 3 micro-batches of 2 layers on one stage:
+    1 2 | 1 -2 2 -1 | 1 -2 2 -1 | -2 -1, which has 3 layers in flight. Usually there are 2."""
+    order = [1, 2, 1, -2, 2, -1, 1, -2, 2, -1, -2, -1]
+    held = [sum(1 if one > 0 else -1 for one in order[: at + 1]) for at in range(len(order))]
+    assert graphed_in_flight(schedule(0, 1, 3, beside=True), [2]) == max(held) == 3
+    assert graphed_in_flight(schedule(0, 1, 3), [2]) == 2
+    assert graphed_in_flight(schedule(0, 1, 1, beside=True), [2]) == 2
+
+
 def test_delayed_products_keep_their_operands() -> None:
     """Of the experts' layers: rows of both products and their gradients until both have been multiplied."""
     (delayed,), (at_once,) = made(gbs="32", moe_delay_wgrad="true"), made(gbs="32")
@@ -199,6 +213,11 @@ def test_delayed_products_keep_their_operands() -> None:
         ({"gbs": "32", "recompute": "selective", "recompute_modules": "moe"}, "experts are recomputed"),
         ({"gbs": "32", "moe_overlap_exchange": "false", "moe_delay_wgrad": "true"}, "without experts.overlap_exchange"),
         ({"gbs": "32", "moe_delay_wgrad": "true", "te_version": "2.2"}, "Transformer Engine 2."),
+        (
+            {"gbs": "32", "cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn,mlp"},
+            "graphs of MLPs or experts",
+        ),
+        ({"gbs": "32", "cuda_graph_impl": "local", "cuda_graph_modules": "moe_router"}, "own graphs"),
         ({"gbs": "32", "moe_wgrad_beside_dispatch": "true"}, "overlap_exchange"),
     ],
 )

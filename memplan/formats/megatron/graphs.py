@@ -12,7 +12,8 @@ from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere
 
 IMPLEMENTATION, MODULES = "--cuda-graph-impl", "--cuda-graph-modules"
-WARMUP = "--cuda-graph-warmup-steps"
+OLD_MODULES = "--cuda-graph-scope"
+WARMUP, INFERENCE = "--cuda-graph-warmup-steps", "--inference-cuda-graph-scope"
 OLDER = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
 """Switches, and the implementation that they are today."""
 KNOWN = get_args(GraphModule)
@@ -21,26 +22,38 @@ KNOWN = get_args(GraphModule)
 def _graphs(reader: Reader) -> None:
     settings, put = reader.settings, reader.building.put
     given = [Node(kind, settings.where(name)) for name, kind in OLDER.items() if settings.has(name)]
-    node = settings.word(IMPLEMENTATION) or next(iter(given), Node("none", settings.origin))
-    names = (MODULES, "--cuda-graph-scope")
+    said = settings.word(IMPLEMENTATION)
+    node = said or next(iter(given), Node("none", settings.origin))
+    if len(given) + (said is not None and said.value != "none") > 1:
+        both = " and ".join(name for name in (*OLDER, IMPLEMENTATION) if settings.has(name))
+        raise PlanError(both, node.value, "must be one of them, as in Megatron-Core", origin=node.origin)
+    names = (MODULES, OLD_MODULES)
     modules = [one for name in names for one in _each(settings.words(name) or [])]
+    if all(map(settings.has, names)) and modules:
+        problem = "must be one of them, as in Megatron-Core"
+        raise PlanError(f"{OLD_MODULES} and {MODULES}", modules[0].value, problem, origin=modules[0].origin)
+    older = {one.value: one for one in modules if str(one.value).startswith("full_iteration")}
+    modules = [one for one in modules if one.value not in older]
+    if "full_iteration" in older:
+        if node.value == "transformer_engine":
+            problem = "must be left out beside transformer_engine, as in Megatron-Core"
+            raise PlanError(MODULES, "full_iteration", problem, origin=older["full_iteration"].origin)
+        node, modules = Node("full_iteration", older["full_iteration"].origin), []
+    inference = settings.word(INFERENCE)
+    blocks = (inference is not None and inference.value == "block") or "full_iteration_inference" in older
+    if node.value == "local" and blocks and not any(one.value != "full" for one in modules):
+        node = Node("none", node.origin)  # layers make no graphs of their own then (``create_mcore_cudagraph_manager``)
     if node.value == "none":
-        for name in (*names, WARMUP):
+        for name in (*names, WARMUP, IMPLEMENTATION, *OLDER):
             reader.building.because(name, f"no effect without {IMPLEMENTATION}")
-        return
-    if any(one.value == "full_iteration" for one in modules):
-        node, modules = Node("full_iteration", modules[0].origin), []
-    if node.value == "local":
-        said = f"{IMPLEMENTATION} local is not modelled yet and pushes memory up: graphs keep buffers of their own"
-        reader.building.note("argument-not-modelled", f"{said}; transformer_engine and full_iteration are modelled")
-        for name in (IMPLEMENTATION, *OLDER, *names):
-            reader.building.because(name, "not modelled yet: graphs of Megatron-Core's own")
         return
     put("megatron.cuda_graphs", node, IMPLEMENTATION, *OLDER)
     for one in modules:
         if one.value not in (*KNOWN, "full"):
             problem = f"must be {', '.join(KNOWN)}, or left out"
             raise PlanError(MODULES, one.value, problem, origin=one.origin, known=KNOWN)
+    if len(modules) > 1 and any(one.value == "full" for one in modules):
+        raise PlanError(MODULES, "full", "must be alone, as in Megatron-Core", origin=modules[0].origin)
     parts = {one.value: one for one in modules if one.value != "full"}
     if parts:
         put("megatron.cuda_graph_modules", Node(list(parts.values()), settings.where(*names)), *names)

@@ -6,6 +6,7 @@ from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...layers.megatron_core import (
     te_facts,
 )
+from ...layers.megatron_core.graphs import parts_of_own
 from ...layers.megatron_core.precision import Low, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
@@ -67,7 +68,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         recompute_modules=(recompute.modules or ()) if recompute.mode == "selective" else (),
         offload=megatron.offload_modules or (),
         offload_least=megatron.offload_least,
-        graphs=(megatron.cuda_graph_modules or ()) if megatron.cuda_graphs == "transformer_engine" else None,
+        graphs=_graphs(plan),
         defers=megatron.defer_embedding_wgrad,
         attention_mask=megatron.attention_mask_in_dataloader and not megatron.packed,
         clones_embedding=megatron.clone_scattered_embedding,
@@ -96,6 +97,14 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
+
+
+def _graphs(plan: ResolvedPlan) -> tuple[str, ...] | None:
+    """Parts of layers that graphs run; all, where there are none."""
+    modules = plan.megatron.cuda_graph_modules or ()
+    if plan.megatron.cuda_graphs == "local":
+        return parts_of_own(modules, hybrid=bool(plan.model.layer_pattern))
+    return modules if plan.megatron.cuda_graphs == "transformer_engine" else None
 
 
 def _chunk_starts(plan: ResolvedPlan) -> tuple[int, ...]:

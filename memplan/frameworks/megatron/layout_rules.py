@@ -276,6 +276,10 @@ def check_experts(plan: ResolvedPlan) -> None:
     check_imbalance(plan)
 
 
+PIECES = frozenset({"mlp", "moe"})
+"""Parts of a layer that run apart from attention, which no graph may run then."""
+
+
 def check_overlap(plan: ResolvedPlan) -> None:
     """The exchange of tokens beside another micro-batch's computation (``transformer_config.py``, ``arguments.py``,
     ``mcore_fsdp_adapter.py``), as far as it is modelled."""
@@ -293,16 +297,18 @@ def check_overlap(plan: ResolvedPlan) -> None:
         "must be false without interleaved stages (vpp > 1) where there is a pipeline": plan.layout.pp > 1
         and plan.layout.vpp == 1,
         "must be false with the allgather dispatcher": given.dispatcher == "allgather",
-        "must be false with the flex dispatcher, beside which it is not modelled yet": given.dispatcher == "flex",
         "must be false with full recompute": recompute.mode == "full",
         "must be false while experts are recomputed (recompute.modules moe)": "moe" in modules,
         "must be false with experts.shared_expert_overlap": given.shared_expert_overlap,
         "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
         "must be false with more than one layer of multi-token prediction": plan.model.mtp_layers > 1,
         "must be false before PyTorch 2.6, with which it hangs": _version(plan.torch) < (2, 6),
-        "must be false with CUDA graphs, beside which it is not modelled yet": megatron.cuda_graphs != "none",
-        "must be false with activations on the host, beside which it is not modelled yet": megatron.offload_modules
-        is not None,
+        "must be false with CUDA graphs of MLPs or experts (cuda_graph_modules without mlp and moe)": (
+            megatron.cuda_graphs == "transformer_engine"
+            and not PIECES.isdisjoint(megatron.cuda_graph_modules or PIECES)
+        ),
+        "must be false with Megatron-Core's own graphs, which parts of layers do not call": megatron.cuda_graphs
+        == "local",
         "must be false for hybrids, of which it is not modelled yet": bool(plan.model.layer_pattern),
         "must be false with deferred weight gradients of the head, beside which it is not modelled yet": (
             megatron.defer_embedding_wgrad

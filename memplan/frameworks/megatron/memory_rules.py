@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
@@ -117,34 +118,92 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
 
 
 def check_graphs(plan: ResolvedPlan) -> None:
-    """CUDA graphs (``transformer_config.py``, ``arguments.py``), of Transformer Engine's layers."""
+    """CUDA graphs (``transformer_config.py``, ``arguments.py``, ``cuda_graphs.py``)."""
     megatron, modules, field = plan.megatron, plan.megatron.cuda_graph_modules, "megatron.cuda_graphs"
-    if megatron.cuda_graphs == "none" or (modules is not None and megatron.cuda_graphs == "full_iteration"):
-        if modules is not None:
-            problem = "must be left out without cuda_graphs: transformer_engine"
-            raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+    kind, recompute, experts = megatron.cuda_graphs, plan.recompute, plan.model.experts > 0
+    of_layers = kind in ("transformer_engine", "local")
+    if modules is not None and not of_layers:
+        problem = "must be left out without cuda_graphs: transformer_engine or local"
+        raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+    if kind == "none":
         return
-    layers = megatron.cuda_graphs == "transformer_engine"
+    _check_modules(plan, modules or ())
     segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    whole = not modules or "moe" in modules
+    hybrid = bool(plan.model.layer_pattern)
+    whole = not modules or "moe" in modules or (kind == "local" and not hybrid and "attn" in modules)
+    again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {
-        "must be none with local layers": megatron.transformer_impl == "local",
+        "must be local or none with local layers": megatron.transformer_impl == "local" and kind != "local",
         "must be none: graphs of other models than GPT and hybrids are not modelled": plan.model.family
         in ("bert", "t5"),
         "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
         "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
         is not None,
-        "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": layers
+        "must be full_iteration or none with full recompute, as in Megatron-Core": of_layers
+        and recompute.mode == "full",
+        "must not run moe_router with experts that are recomputed (recompute.modules moe), as in Megatron-Core": kind
+        == "transformer_engine"
+        and "moe" in again
+        and "moe_router" in (modules or ()),
+        "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": kind == "transformer_engine"
         and segments
         and plan.environment.get("NCCL_GRAPH_REGISTER") != "0",
-        "needs cuda_graph_modules without moe, or experts padded to a capacity (pad_to_capacity)": layers
+        "needs cuda_graph_modules without moe, or experts padded to a capacity (pad_to_capacity)": kind
+        == "transformer_engine"
         and whole
-        and plan.model.experts > 0
+        and experts
         and not plan.experts.pad_to_capacity,
+        "needs experts padded to a capacity (pad_to_capacity): it captures layers whole, and a graph cannot wait for "
+        "the number of their rows": kind == "local" and whole and experts and not plan.experts.pad_to_capacity,
+        **_dropout_again(plan, modules or (), again),
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError(field, megatron.cuda_graphs, problem)
+            raise PlanError(field, kind, problem)
+
+
+def _dropout_again(plan: ResolvedPlan, modules: Sequence[str], again: Sequence[str]) -> dict[str, bool]:
+    """``Graphed recompute module doesn't accept random number``."""
+    spec = plan.model
+
+    def graphed(part: str) -> bool:
+        return not modules or part in modules
+
+    hidden = any(part in again and graphed(part) for part in ("mlp", "moe"))
+    return {
+        "must be none with dropout in attention that is recomputed, as in Megatron-Core": spec.attention_dropout > 0
+        and graphed("attn")
+        and "core_attn" in again,
+        "must be none with hidden dropout beside an MLP or experts that are recomputed, as in Megatron-Core": (
+            spec.hidden_dropout > 0 and hidden
+        ),
+    }
+
+
+def _check_modules(plan: ResolvedPlan, modules: Sequence[str]) -> None:
+    """Parts of layers that there are, and that go together (``transformer_config.py``, ``__post_init__``)."""
+    model, given, router = plan.model, plan.experts, "moe_router" in modules
+    padded = given.capacity_factor is not None and given.pad_to_capacity
+    reads = given.dispatcher == "alltoall" and (given.capacity_factor is not None or given.router_padding)
+    reasons = {
+        "must not have both moe and moe_router": "moe" in modules and router,
+        "must have moe_router beside moe_preprocess": "moe_preprocess" in modules
+        and not router
+        and plan.megatron.cuda_graphs != "local",
+        "must have moe and moe_router with experts only": not model.experts and ("moe" in modules or router),
+        "must have mlp with dense layers only, of which there is none": "mlp" in modules
+        and model.experts > 0
+        and not model.layer_pattern
+        and all(map(model.has_experts, range(model.layers))),
+        "must have moe with experts padded to a capacity only (pad_to_capacity)": "moe" in modules and not padded,
+        "must not have moe_preprocess with a capacity or padded rows and alltoall": "moe_preprocess" in modules
+        and not padded
+        and reads,
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            problem = f"{problem}, as in Megatron-Core"
+            raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
 
 
 def check_step_graph(plan: ResolvedPlan) -> None:

@@ -12,6 +12,7 @@ from ...layers.autograd import Recorder, Tensor
 from ...layers.megatron_core import (
     bert,
     ends,
+    graphs,
     mtp,
     offload,
     overlapped,
@@ -171,7 +172,9 @@ Keeping = tuple[tuple[str, tuple[str, ...]], ...]
 def layer_shape_in(shape: CoreShape, name: str, keeping: Keeping = (), at_once: bool = False) -> CoreShape:
     """``shape`` as the entry ``name`` has it, and with those modules whose saved tensors go to the host there."""
     stack = shape.spec.mtp_pattern
-    further = replace(shape, kind=stack, graphs=None) if stack else shape
+    further = shape
+    if stack:
+        further = replace(shape, kind=stack, graphs=shape.graphs if graphs.STACK in (shape.graphs or ()) else None)
     own = further if name == "mtp" else layer_shape_of(shape, int(name.removeprefix("layer.")))
     if not shape.offload:
         return own

@@ -71,6 +71,15 @@ GRAPHED_FIRST = (
     "CUDA graphs of attention are captured before the first iteration, which is part of the initialisation: what their "
     "kernels allocate stays reserved, and iterations allocate the rest"
 )
+
+
+GRAPHED_BEHIND = (
+    "Megatron-Core's own CUDA graphs, as of August 2026, are captured behind the passes of the first iteration: that "
+    "iteration without graphs, and the captures, are part of the initialisation; what graphs' kernels allocate stays "
+    "reserved, iterations allocate the rest; what the driver keeps for graphs themselves is not known"
+)
+
+
 BESIDE = (
     "exchanges of tokens beside another micro-batch: blocks that two streams use are free once their tensors have "
     "ended, as allocated bytes have it; the allocator hands them out again a little later, when both streams are done; "
@@ -80,14 +89,16 @@ BESIDE = (
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     given = plan.megatron
-    first = given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
+    own = given.cuda_graphs == "local"
+    first = not own and given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
     further = {
         SHARDED: given.fsdp != "none",
         TORCH_SHARDED: given.torch_fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
         LAYERS_OFFLOADED: given.offload_layers > 0,
         GRAPHED_FIRST: first,
-        GRAPHED: given.cuda_graphs != "none" and not first,
+        GRAPHED_BEHIND: own,
+        GRAPHED: given.cuda_graphs != "none" and not (first or own),
         BESIDE: plan.experts.overlap_exchange,
     }
     return (*_code(plan), *(said for said, applies in further.items() if applies))

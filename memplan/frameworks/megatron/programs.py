@@ -35,7 +35,7 @@ from ...plan.errors import PlanError
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...schedules.megatron_beside_fold import BesideOrder
-from ...schedules.megatron_fold import MegatronOrder, layers_in_flight
+from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
@@ -164,6 +164,8 @@ class Stages:
     deferral_limit: int = 0
     captures_first: bool = False
     """CUDA graphs of layers are captured before the first iteration."""
+    own_captures: captures.Captures | None = None
+    """Megatron-Core's own graphs are captured behind its passes."""
     overlaps: bool = False
     """Gradients are reduced beside the last micro-batch's passes."""
     empties: int = 0
@@ -215,6 +217,8 @@ class Stages:
             made = self._deferring(made)
         if self.job.shape.graphs is None:
             return made
+        if self.own_captures is not None:
+            return captures.captured_behind(made, self.own_captures)
         made = self._with_graphs(made, order, entries)
         first = self.captures_first and captures.separable(self.job.shape)
         return captures.captured_first(made, self.job.shape) if first else made
@@ -241,8 +245,8 @@ class Stages:
         ]
         graphed = [[one for one in chunk if graphs.graphed(one)] for chunk in of]
         masked = [sum(map(graphs.attends, chunk)) for chunk in graphed]
-        with_mask = layers_in_flight(order, masked)
-        without = layers_in_flight(order, [len(chunk) - some for chunk, some in zip(graphed, masked, strict=True)])
+        bare = [len(chunk) - some for chunk, some in zip(graphed, masked, strict=True)]
+        with_mask, without = (graphed_in_flight(order, one) for one in (masked, bare))
         kinds = frozenset(one for chunk in graphed for one in chunk)
         assert program.kept is not None
         holds = [*program.kept.workspaces, *graphs.kept(kinds, with_mask, without, self.libraries.cublas)]
@@ -278,10 +282,18 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         plan.megatron.offload_layers,
         plan.megatron.wgrad_deferral_limit,
         plan.megatron.cuda_graph_warmup == 0,
+        _own_captures(plan, shape),
         plan.megatron.overlap_grad_reduce,
         plan.megatron.empty_cache,
         graphs.STEP_POOL if plan.megatron.optimizer_graph else 0,
     )
+
+
+def _own_captures(plan: ResolvedPlan, shape: CoreShape) -> captures.Captures | None:
+    if plan.megatron.cuda_graphs != "local":
+        return None
+    tried = plan.megatron.cuda_graph_warmup > 0 or plan.recompute.mode != "none"
+    return captures.Captures(shape, rules(plan).gradients, tried)
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:

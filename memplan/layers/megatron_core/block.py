@@ -149,8 +149,13 @@ def kinds_of(shape: CoreShape) -> tuple[CoreShape, ...]:
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """(s, b, h), or (s/t, b, h) with sequence parallelism, to the same. Callers hold ``hidden`` until it returns."""
-    offload.on_the_way(r, _layer, shape)
+    begins(r, shape)
     return offload.fetched_ahead(r, _layer(r, hidden, shape))
+
+
+def begins(r: Recorder, shape: CoreShape) -> None:
+    """A layer begins while what the one before has sent to the host is being copied."""
+    offload.on_the_way(r, _layer, shape)
 
 
 def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
@@ -233,7 +238,8 @@ def mlp_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         fed, bias = mlp(r, normed, shape, norm_name)
     discard(r, fed)
-    out = local.bias_dropout_add(r, fed, bias, residual, FC2, shape)
+    with graphs.captured(r, shape, graphs.POSTPROCESS) if routed else nullcontext():
+        out = local.bias_dropout_add(r, fed, bias, residual, FC2, shape)
     commit([hidden])
     return out
 

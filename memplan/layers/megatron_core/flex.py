@@ -11,8 +11,10 @@ arrive, P rows that the rank's experts have, h hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from math import ceil, comb
 
+from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Recorder, Tensor, size_of
 from ..work import Exchange, Operator, Stream
@@ -47,28 +49,89 @@ def dispatched(
     return out.view(*own), held
 
 
+# -- in parts ------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """What a dispatcher's manager has of tokens on their way (``_comm_manager``), until they are back."""
+
+    indices: Tensor | None = None
+    """Of the experts that tokens were sent to, and of those that are here; DeepEP's."""
+    handle: list[Tensor] = field(default_factory=list)
+
+
+def preprocessed(r: Recorder, hidden: Tensor, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Flight]:
+    """``dispatch_preprocess``: tokens (T, h), and probabilities of the chosen experts, or of all."""
+    flight = Flight()
+    assert shape.experts is not None
+    if shape.experts.dispatcher == "deepep":
+        probabilities, flight.indices = _chosen(r, probabilities, shape)
+    return hidden.view(shape.routed.own, hidden.shape[-1]), probabilities, flight
+
+
+def sent(r: Recorder, tokens: Tensor, probabilities: Tensor, flight: Flight, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``token_dispatch``: what arrived, and its probabilities."""
+    if flight.indices is None:
+        received, weights, flight.handle = _sent_by_hybrid_ep(r, tokens, probabilities, shape)
+        return received, weights
+    wide = ops.cast(r, probabilities, "fp32", "token_probabilities_fp32")
+    n = arriving(shape)
+    flight.handle = _layout(r, shape, n)
+    received, weights, flight.indices = _sent(r, tokens, wide, flight.indices, n, flight.handle, shape)
+    return received, weights
+
+
+def through_experts(
+    r: Recorder, received: Tensor, weights: Tensor, experts: dispatch.Experts, flight: Flight, shape: CoreShape
+) -> Tensor:
+    """``routed_experts_compute``."""
+    if flight.indices is None:
+        return experts(r, received, weights)
+    return _through_sorted(r, received, weights, flight.indices, experts, shape)
+
+
+def back(r: Recorder, x: Tensor, flight: Flight, shape: CoreShape) -> Tensor:
+    """``token_combine``: (T, h)."""
+    out = _combined(r, x, flight.handle, shape)
+    flight.indices, flight.handle = None, []
+    return out
+
+
 # -- DeepEP --------------------------------------------------------------------------------------------
 
 
 def _deep_ep(
     r: Recorder, x: Tensor, probabilities: Tensor, experts: dispatch.Experts, shape: CoreShape
 ) -> dispatch.Dispatched:
-    n, count = arriving(shape), shape.routed.held
+    n = arriving(shape)
     handle = _layout(r, shape, n)
     received, few, indices = _sent(r, x, *_top_k(r, probabilities, shape), n, handle, shape)
-    whole = _multihot(r, few, indices, shape)
-    del indices
-    taken, weights, order = dispatch.permuted_at_once(r, received, whole, whole, count)
-    del whole
-    out = experts(r, taken, weights)
-    del taken, weights
-    out = dispatch.unpermuted(r, out, order, n, shape)
-    del order
+    out = _through_sorted(r, received, few, indices, experts, shape)
     return _combined(r, out, handle, shape), [received, few]
 
 
+def _through_sorted(
+    r: Recorder, received: Tensor, few: Tensor, indices: Tensor, experts: dispatch.Experts, shape: CoreShape
+) -> Tensor:
+    """Tokens (N, h) in rows by expert, and back."""
+    whole = _multihot(r, few, indices, shape)
+    del indices
+    taken, weights, order = dispatch.permuted_at_once(r, received, whole, whole, shape.routed.held)
+    del whole
+    out = experts(r, taken, weights)
+    del taken, weights
+    return dispatch.unpermuted(r, out, order, arriving(shape), shape)
+
+
 def _top_k(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
-    """``setup_metadata``: the chosen experts' probabilities (T, k) in fp32, and their indices in int64."""
+    """The chosen experts' probabilities (T, k) in fp32, and their indices."""
+    values, indices = _chosen(r, probabilities, shape)
+    return ops.cast(r, values, "fp32", "token_probabilities_fp32"), indices
+
+
+def _chosen(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """``setup_metadata``: the chosen experts' probabilities (T, k), and their indices in int64."""
     like, dtype, few = probabilities.shape, probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
     values, indices = r.empty(few, dtype, "token_probabilities"), r.empty(few, "int64", "token_indices")
 
@@ -76,7 +139,7 @@ def _top_k(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor
         return [r.empty(like, dtype, "grad_token_probabilities")]
 
     values.node = r.node((probabilities,), (indices,), backward)
-    return ops.cast(r, values, "fp32", "token_probabilities_fp32"), indices
+    return values, indices
 
 
 def _layout(r: Recorder, shape: CoreShape, n: int) -> list[Tensor]:
@@ -143,6 +206,13 @@ def _hybrid_ep(
     r: Recorder, x: Tensor, probabilities: Tensor, experts: dispatch.Experts, shape: CoreShape
 ) -> dispatch.Dispatched:
     """``dispatch_with_permute`` and ``combine_with_unpermute``: rows arrive sorted by expert."""
+    taken, weights, handle = _sent_by_hybrid_ep(r, x, probabilities, shape)
+    return _combined(r, experts(r, taken, weights), handle, shape), [taken, weights]
+
+
+def _sent_by_hybrid_ep(
+    r: Recorder, x: Tensor, probabilities: Tensor, shape: CoreShape
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     assert shape.experts is not None
     tokens, ranks, count = shape.routed.own, shape.experts.ep, shape.routed.held
     everyone = (tokens * ranks, shape.local_experts)
@@ -161,8 +231,7 @@ def _hybrid_ep(
 
     node = r.node((x, wide), handle, backward, outputs=2, work=_exchange(taken, shape))
     taken.node, weights.node, weights.slot = node, node, 1
-    del wide
-    return _combined(r, experts(r, taken, weights), handle, shape), [taken, weights]
+    return taken, weights, handle
 
 
 # -- both ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Every layer of a hybrid has one block and is captured alone; the layers that pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -34,6 +34,28 @@ STEP_POOL = 9
 
 STREAMS = 2
 """On which captures and trial runs before them are."""
+
+POSTPROCESS = "moe_postprocess"
+"""What follows experts in a layer, where a graph of Megatron-Core's own runs it."""
+
+
+STACK = "stack"
+"""The layers of a hybrid that predict one token further: a graph each of Megatron-Core's own, none of TE's."""
+
+
+def parts_of_own(modules: Sequence[str], *, hybrid: bool) -> tuple[str, ...] | None:
+    """Parts that graphs of Megatron-Core's own run where ``modules`` are named (``TransformerLayer``,
+    ``MoETransformerLayer`` and ``MambaLayer.create_mcore_cudagraph_manager``).
+
+    A layer of GPT is one graph, whether its attention or its MLP is named, and none with parts of its experts alone.
+    Of a hybrid's experts two graphs are made: up to the sorted rows, and from what came back to the output.
+    """
+    if not hybrid:
+        return ("attn", "mlp", "moe") if not modules or {"attn", "mlp"} & {*modules} else None
+    if not modules:
+        return ("attn", "mlp", "moe", "mamba", STACK)
+    partial = ("moe_router", "moe_preprocess", POSTPROCESS) if {"moe_router", "moe_preprocess"} & {*modules} else ()
+    return (*(one for one in modules if one not in partial), *partial, STACK)
 
 
 @contextmanager

@@ -112,8 +112,9 @@ def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         r, sent, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
     del sent
-    out = projected(r, out, UP, shape)
-    out = out if alone is None else ops.add(r, out, alone, "experts_and_shared")
+    with graphs.captured(r, shape, graphs.POSTPROCESS):
+        out = projected(r, out, UP, shape)
+        out = out if alone is None else ops.add(r, out, alone, "experts_and_shared")
     held.clear()
     return out
 

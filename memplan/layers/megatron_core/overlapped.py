@@ -24,7 +24,8 @@ from ...values import dataclass
 from .. import ops
 from ..autograd import Delayed, Gradients, Leaf, Node, Recorder, Tensor
 from ..work import NOTHING
-from . import block, dispatch, grouped, local, moe, router
+from . import block, dispatch, flex, graphs, grouped, local, moe, offload, router
+from .flex import Flight
 from .grouped import Discard, joined
 from .shape import CoreShape, Overlap
 
@@ -40,13 +41,10 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if shape.overlap is None:
         return
     beside = "the exchange of tokens beside another micro-batch's computation with"
-    experts = shape.experts
-    if experts is not None and experts.dispatcher != "alltoall":
-        yield f"{beside} the {'allgather' if experts.dispatcher == 'allgather' else 'flex'} dispatcher"
+    if shape.experts is not None and shape.experts.dispatcher == "allgather":
+        yield f"{beside} the allgather dispatcher"
     if shape.spec.layer_pattern:
         yield f"{beside} hybrids"
-    if shape.offload or shape.graphs is not None:
-        yield f"{beside} {'activations on the host' if shape.offload else 'CUDA graphs'}"
     if shape.overlap.delays and "mlp" in shape.recompute_modules:
         yield "delayed weight gradients of an MLP that is recomputed, whose products run within its backward"
 
@@ -82,7 +80,7 @@ class Part:
     ) -> tuple[Tensor, ...]:
         """``frees``: inputs give their memory back."""
         outer, outer_kept = r.pool, r.until_delayed
-        r.pool, r.until_delayed = self.pool, self.kept if self.delays else None
+        r.pool, r.until_delayed = self.pool or outer, self.kept if self.delays else None
         self.inputs.extend(_leaf(r, one) for one in inputs)
         self.outputs.extend(run(*(one for one, _ in self.inputs)))
         r.pool, r.until_delayed = outer, outer_kept
@@ -119,7 +117,7 @@ class Part:
 
     def backward_dw(self, r: Recorder, *, together: bool) -> None:
         """The delayed products."""
-        outer, r.pool = r.pool, self.pool
+        outer, r.pool = r.pool, self.pool or r.pool
         made = []
         while self.later:
             made += self.later.pop(0)(r)
@@ -168,10 +166,12 @@ class _Shared:
     residual: Tensor
     shared: Tensor | None
     """Output of shared experts."""
-    order: Tensor
+    order: Tensor | Flight
     """What restores the order of tokens."""
     discard: Discard
     """Ends the norm's output, where that is recomputed."""
+    commit: offload.Commit
+    """Sends what the norm has saved to the host."""
     weights: Tensor | None = None
     """Probabilities of the rows that have arrived."""
 
@@ -186,26 +186,35 @@ class _Layer:
 
     def forward(self, r: Recorder, hidden: Tensor) -> Tensor:
         r.seam(PRE, Hook.PIECE)
+        block.begins(r, self.shape)
         out = self._with_experts(r, hidden) if self.shape.experts is not None else self._dense(r, hidden)
         node = r.node((hidden,), (), self.backward, work=NOTHING)
         return Tensor(out.storage, out.shape, out.dtype, node)
 
     def _dense(self, r: Recorder, hidden: Tensor) -> Tensor:
         shape = self.shape
-        attended = self.pre.forward(r, lambda x: (block.attention_block(r, x, shape),), (hidden,))
+        attended = self.pre.forward(r, lambda x: (self._attended(r, x),), (hidden,))
         r.seam(MLP, Hook.PIECE)
-        (out,) = self.mlp.forward(r, lambda x: (block.mlp_block(r, x, shape),), attended)
+        (out,) = self.mlp.forward(r, lambda x: (offload.fetched_ahead(r, block.mlp_block(r, x, shape)),), attended)
         return out
+
+    def _attended(self, r: Recorder, x: Tensor) -> Tensor:
+        with graphs.captured(r, self.shape, "attn"):
+            return block.attention_block(r, x, self.shape)
 
     def _with_experts(self, r: Recorder, hidden: Tensor) -> Tensor:
         shape, states = self.shape, list[_Shared]()
         sent = self.pre.forward(r, lambda x: self._sorted(r, x, states), (hidden,))
         (state,) = states
         r.seam(DISPATCH, Hook.PIECE)
-        arrived = self.dispatch.forward(r, lambda *rows: self._exchanged(r, rows, state), sent, frees=True)
+        given, flies = shape.experts, isinstance(state.order, Flight)
+        assert given is not None
+        frees = not flies and not (shape.graphs and "moe_preprocess" in shape.graphs)
+        arrived = self.dispatch.forward(r, lambda *rows: self._exchanged(r, rows, state), sent, frees=frees)
         del sent
         r.seam(MLP, Hook.PIECE)
-        frees = shape.low is not None or shape.local_experts > 1
+        sorts = given.dispatcher == "deepep" or (shape.local_experts > 1 and not flies)
+        frees = shape.low is not None or sorts
         made = self.mlp.forward(r, lambda rows: self._through(r, rows, state), arrived, frees=frees)
         del arrived
         r.seam(COMBINE, Hook.PIECE)
@@ -215,21 +224,38 @@ class _Layer:
     def _sorted(self, r: Recorder, x: Tensor, states: list[_Shared]) -> tuple[Tensor, Tensor]:
         """``submodule_pre_dispatch_forward``."""
         shape = self.shape
-        hidden = block.attention_block(r, x, shape)
-        normed, discard = block.norm_of_mlp(r, hidden, shape)
-        moe.parameters(r, shape)
-        shared = moe.shared(r, normed, shape) if shape.spec.shared_expert_ffn else None
-        probabilities, chosen = router.route(r, normed, shape)
-        projected = moe.projected(r, normed, moe.DOWN, shape)
-        rows, weights, order = dispatch.preprocessed(r, projected, probabilities, chosen, shape)
+        hidden = self._attended(r, x)
+        with graphs.captured(r, shape, "moe_router"):
+            with offload.group(r, hidden, "mlp_norm", shape) as (hidden, commit):
+                normed, discard = block.norm_of_mlp(r, hidden, shape)
+            moe.parameters(r, shape)
+            shared = moe.shared(r, normed, shape) if shape.spec.shared_expert_ffn else None
+            probabilities, chosen = router.route(r, normed, shape)
+        with graphs.captured(r, shape, "moe_preprocess"):
+            projected = moe.projected(r, normed, moe.DOWN, shape)
+            rows, weights, order = self._preprocessed(r, projected, probabilities, chosen)
         residual = self.pre.detach(r, hidden)
-        states.append(_Shared(residual, self.pre.detach(r, shared) if shared is not None else None, order, discard))
+        shared = self.pre.detach(r, shared) if shared is not None else None
+        states.append(_Shared(residual, shared, order, discard, commit))
         return rows, weights
+
+    def _preprocessed(
+        self, r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | Flight]:
+        shape = self.shape
+        assert shape.experts is not None
+        if shape.experts.flex:
+            return flex.preprocessed(r, x, probabilities, shape)
+        return dispatch.preprocessed(r, x, probabilities, chosen, shape)
 
     def _exchanged(self, r: Recorder, rows: tuple[Tensor, ...], state: _Shared) -> tuple[Tensor, ...]:
         """``submodule_dispatch_forward``."""
-        count = self.shape.routed.received
-        arrived, weights = (dispatch.exchanged_rows(r, one, count, self.shape) for one in rows)
+        if isinstance(state.order, Flight):
+            tokens, probabilities = rows
+            arrived, weights = flex.sent(r, tokens, probabilities, state.order, self.shape)
+        else:
+            count = self.shape.routed.received
+            arrived, weights = (dispatch.exchanged_rows(r, one, count, self.shape) for one in rows)
         state.weights = self.dispatch.detach(r, weights)
         return (arrived,)
 
@@ -237,21 +263,35 @@ class _Layer:
         """``submodule_moe_forward``."""
         shape = self.shape
         assert state.weights is not None
-        out = dispatch.through_experts(r, rows, state.weights, lambda r, x, y: grouped.experts(r, x, y, shape), shape)
+        weights = state.weights
+
+        def experts(r: Recorder, x: Tensor, weights: Tensor) -> Tensor:
+            return grouped.experts(r, x, weights, shape)
+
+        if isinstance(state.order, Flight):
+            out = flex.through_experts(r, rows, weights, experts, state.order, shape)
+        else:
+            out = dispatch.through_experts(r, rows, weights, experts, shape)
         state.weights = None
+        del weights
         state.discard(r, out)
         return (out,)
 
     def _back(self, r: Recorder, rows: Tensor, state: _Shared, like: tuple[int, ...]) -> tuple[Tensor, ...]:
         """``submodule_combine_forward``."""
         shape, routed = self.shape, self.shape.routed
-        back = dispatch.exchanged_rows(r, rows, routed.sent, shape)
-        out = dispatch.unpermuted(r, back, state.order, routed.own, shape)
-        del back
+        if isinstance(state.order, Flight):
+            out = flex.back(r, rows, state.order, shape)
+        else:
+            back = dispatch.exchanged_rows(r, rows, routed.sent, shape)
+            out = dispatch.unpermuted(r, back, state.order, routed.own, shape)
+            del back
         out = moe.projected(r, out.view(*like[:-1], out.shape[-1]), moe.UP, shape)
         if state.shared is not None:
             out = ops.add(r, out, state.shared, "experts_and_shared")
-        return (local.bias_dropout_add(r, out, None, state.residual, block.FC2, shape),)
+        out = local.bias_dropout_add(r, out, None, state.residual, block.FC2, shape)
+        state.commit([state.residual])
+        return (offload.fetched_ahead(r, out),)
 
     def backward(self, r: Recorder, gradients: Gradients) -> Gradients:
         """In the order of ``run`` without a layer beside it."""

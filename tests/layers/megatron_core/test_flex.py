@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from math import ceil
 
@@ -24,11 +25,12 @@ T, H, E, K, EP = 512, 2048, 128, 8, 8
 """Of Qwen3-30B-A3B with sequences of 512 tokens: 64 rows for every token that is sent to all."""
 
 
-def kept(backend: str, imbalance: str = "balanced") -> tuple[dict[str, int], int]:
+def kept(backend: str, imbalance: str = "balanced", beside: str = "false") -> tuple[dict[str, int], int]:
     """Bytes by name of what a layer keeps for backward, and N."""
     flags = {
         "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512",
         "moe-dispatcher": "flex", "moe-flex-backend": backend, "router-dtype": "fp32", "experts-imbalance": imbalance,
+        "moe-overlap-exchange": beside,
     }  # fmt: skip
     shape = layer_shape_of(module_shapes(core_shape(resolve(read_plan(None, flags).plan)))[0], 0)
     tape = layers_module((shape,), Options()).first.forward
@@ -70,6 +72,21 @@ def test_rows_are_kept_once_and_tokens_that_arrive_are_not(backend: str) -> None
         assert names["row_id_map"] == -(-n * (2 * E // EP + 1) * 4 // 512) * 512
     else:
         assert names["dense_to_expert_map"] == T * EP * E // EP * 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "stays"),
+    [
+        ("deepep", lambda n: {"token_probabilities": T * K * 4, "received_probabilities": -(-n * K * 4 // 512) * 512}),
+        ("hybridep", lambda n: {"router_probabilities_spread": T * E * 4}),
+    ],
+)
+def test_what_parts_of_a_layer_keep_besides(backend: str, stays: Callable[[int], dict[str, int]]) -> None:
+    """Inputs of the exchange, which backward reads (``should_free_input``), and the probabilities that its part hands
+    to the experts' detached. Their input ends, once DeepEP's has been sorted."""
+    (alone, n), (beside, _) = kept(backend), kept(backend, beside="true")
+    assert {name: size for name, size in beside.items() if name not in alone} == stays(n)
+    assert beside == alone | stays(n)
 
 
 def test_deep_eps_buffer() -> None:

@@ -168,6 +168,63 @@ def test_captures_before_the_first_iteration() -> None:
     assert whole[0].set_aside == 0, "graphs of whole layers: an iteration before captures is estimated"
 
 
+@pytest.mark.parametrize("modules", [{}, {"cuda_graph_modules": "attn"}])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_own_graphs_take_layers_out_of_iterations(pp: int, modules: dict[str, str]) -> None:
+    """Megatron-Core's own graphs run whole layers, whichever part is named. What a layer saves lies in the pool, for
+    as many micro-batches as are in flight, beside a copy of each one's input; the first iteration has it, too."""
+    given, without = plan(pp=pp, gpus=pp, cuda_graph_impl="local", **modules), plan(pp=pp, gpus=pp)
+    for of, plain in zip(programs(given, Options()), programs(without, Options()), strict=True):
+        chunk, usual = of.order.chunks[0].passes, plain.order.chunks[0].passes
+        layers = [span for span in plain.spans if span.names[0].startswith("layer.")]
+        count = sum(len(span.names) for span in layers)
+        flight = pp - of.stage
+        saved = count * layers[0].module.steady.forward_fold.net
+        left = usual.forward.net - chunk.forward.net
+        hidden = 2 * S * B * H
+        sends = hidden * (of.stage < pp - 1)
+        embedded = hidden * (of.stage == 0)
+        assert left == saved - sends + embedded, "a graph keeps a copy of its input; what is sent is no graph's"
+        assert left + usual.backward.net == chunk.backward.net
+        assert flight * saved <= of.set_aside <= flight * (saved + hidden) + 24 * hidden + 4 * S * S * B * 2
+        assert of.kept is not None
+        assert plain.kept is not None
+        assert of.initialisation is not None
+        assert static(of).net == static(plain).net
+        begun = plain.kept.construction.excursion.net + plain.kept.workspaces.excursion.net
+        assert of.initialisation >= begun + plain.order.whole.peak
+        assert of.order.whole.peak < plain.order.whole.peak
+
+
+def test_own_graphs_of_a_hybrid() -> None:
+    """Of experts two graphs are made, before and behind their exchange; layers that predict further have graphs."""
+    names = dict(HYBRID, layers=5, mtp_layers=1, mtp_pattern="M", cuda_graph_impl="local")
+    several: list[dict[str, object]] = [{"cuda_graph_modules": "moe_router"}, {"cuda_graph_modules": "attn,mamba"}]
+    program, plain = (programs(plan(**names, **more), Options())[0] for more in several)
+    assert program.set_aside > 0
+    kept, left = ({span.names[0]: span.module.steady for span in one.spans} for one in (program, plain))
+    mamba, experts = "layer.0", "layer.2"
+    assert len(left[mamba].forward) < len(kept[mamba].forward), "no graph of the first runs Mamba"
+    names_of = {one.name for one in kept[experts].forward if isinstance(one, Hold)}
+    assert any("fc1" in name for name in names_of), "experts are outside"
+    assert not any("router" in name for name in names_of)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"recompute": "full"}, "full_iteration or none with full recompute"),
+        ({"cuda_graph_modules": "moe"}, "experts only"),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "moe_preprocess"}, "moe_router beside"),
+        ({"recompute": "selective", "recompute_modules": "mlp", "hidden_dropout": 0.1}, "hidden dropout"),
+        ({"experts": 4, "expert_top_k": 2, "expert_ffn": 512}, "captures layers whole"),
+    ],
+)
+def test_what_megatron_core_forbids_of_graphs(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        estimate(plan(**{"cuda_graph_impl": "local", **flags}))
+
+
 def pool_of(tape: Tape) -> list[int]:
     return [one.bytes for one in tape if isinstance(one, Hold) and one.stream == POOL]
 
