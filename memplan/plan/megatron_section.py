@@ -34,6 +34,7 @@ class Megatron(FrameworkSection, Terse):
             "fsdp_double_buffer",
             "fsdp_unit_size",
             "fsdp_meta_device",
+            "fsdp_keep_transposes",
             "torch_fsdp",
             "torch_fsdp_host_init",
             "optimizer_offload",
@@ -230,6 +231,11 @@ class Megatron(FrameworkSection, Terse):
         description="Megatron-FSDP: build the model on the meta device",
         json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
     )
+    fsdp_keep_transposes: bool = Field(
+        False,
+        description="Megatron-FSDP: transposed copies of weights in 8 bits stay once they have been made",
+        json_schema_extra={"flag": "--megatron-fsdp-keep-transposes"},
+    )
     torch_fsdp: TorchSharding = Field(
         "none",
         description="PyTorch's FSDP2 in the place of Megatron's own data parallelism: gathered parameters end behind "
@@ -373,3 +379,8 @@ class Megatron(FrameworkSection, Terse):
     cp_communication: Literal["p2p", "a2a", "all_gather"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
     )
+
+    @property
+    def doubles_buffers(self) -> bool:
+        """Megatron-FSDP has double buffers, which buffers that come from NCCL need (``validate_args``)."""
+        return self.fsdp_double_buffer or (self.fsdp != "none" and self.registers_buffers)

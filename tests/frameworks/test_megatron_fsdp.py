@@ -178,10 +178,10 @@ def test_layers_are_gathered_ahead_until_the_limit() -> None:
     hooks.before_forward(7)
     assert held(hooks) == [1, 2]
     hooks.begin_backward()
-    hooks.before_backward(6, recomputed=False)
+    hooks.before_backward(6)
     assert held(hooks) == [4, 5, 6]
     hooks.after_backward(6)
-    hooks.before_backward(5, recomputed=False)
+    hooks.before_backward(5)
     assert held(hooks) == [3, 4, 5]
 
 
@@ -190,7 +190,7 @@ def test_what_forward_has_gathered_stays_where_backward_gathers_nothing() -> Non
     hooks = Hooks(buckets(3, 100), FULL, "bf16")
     hooks.before_forward(4)
     hooks.begin_backward()
-    hooks.before_backward(3, recomputed=False)
+    hooks.before_backward(3)
     assert held(hooks) == [1, 2, 3]
 
 
@@ -200,8 +200,10 @@ def test_reduced_gradients_wait_until_more_than_the_capacity_do() -> None:
     hooks = Hooks(buckets(6, 100), replace(FULL, capacity=250), "bf16")
     ends = []
     for place in (6, 5, 4, 3):
-        assert [event.bytes for event in hooks.gradient(place, "weight") if isinstance(event, Hold)] == [512]
-        assert not hooks.gradient(place, "weight")
+        hooks.gradient(place, "weight")
+        assert [event.bytes for event in hooks.take() if isinstance(event, Hold)] == [512]
+        hooks.gradient(place, "weight")
+        assert not hooks.take()
         hooks.after_backward(place)
         ends.append(sum(isinstance(event, Drop) for event in hooks.take()))
     assert ends == [0, 0, 0, 1]

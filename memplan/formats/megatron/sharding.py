@@ -164,6 +164,7 @@ ROWS = (
     switch("--fsdp-double-buffer", "megatron.fsdp_double_buffer", "REDUCTION", without_effect=_without),
     Row("--suggested-communication-unit-size", "megatron.fsdp_unit_size", "REDUCTION", without_effect=_without),
     switch(ON_META, "megatron.fsdp_meta_device", "REDUCTION", without_effect=_without),
+    switch("--keep-fp8-transpose-cache", "megatron.fsdp_keep_transposes", "REDUCTION", without_effect=_without),
     Row(
         MAIN, "precision.gradients", "PRECISION", read=elsewhere, without_effect=_without, when=is_sharded, value=_main
     ),

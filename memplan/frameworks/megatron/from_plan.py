@@ -255,10 +255,12 @@ def sharding_of(plan: ResolvedPlan) -> Sharding | None:
         communication=given.fsdp_communication or own.gradients,
         bucket=own.bucket,
         capacity=given.fsdp_unit_size,
-        double_buffer=given.fsdp_double_buffer,
+        double_buffer=given.doubles_buffers,
         meta=given.fsdp_meta_device,
         stops=given.log_params_norm,
         fused=given.gradient_accumulation_fusion,
+        keeps_columns=given.fsdp_keep_transposes,
+        registers=given.registers_buffers,
     )
 
 

@@ -12,22 +12,33 @@ A bucket has a buffer of parameters, one of main parameters, and a stretch of th
 * ``optim_grads``: gradients are shards, too. A whole bucket of them is there from the first gradient of a unit until
   it has been reduced.
 * ``optim_grads_params``: all are shards; parameters are gathered for the passes (``fsdp_hooks``).
+
+Weights in 8 bits (``mixed_precision.py``) have buckets of bytes, of their rows; those of MXFP8 have another one for
+their columns. Scales lie beside them, whole on every rank. Columns that are made of rows stay, unless parameters are
+shards. With ``--use-nccl-ub`` one memory pool of NCCL's holds buffers of parameters and gradients, and double buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from math import lcm, prod
+from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
+from ...layers.megatron_core import mtp
+from ...layers.megatron_core.precision import Low, Part
 from ...layers.module import Parameter
 from ...plan.megatron_section import MegatronSharding
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept, Span
 from ...values import dataclass
-from .states import Piece, Rules, is_low, optimized
+from .states import REGISTERED, Piece, Rules, is_low, optimized
+
+BATCH = 5 * 1024**3
+"""Elements of buckets with block scaling, above which they are quantised before more are gathered."""
 
 EXPERTS = ".experts."
 """In the names of parameters that have buckets of their own."""
@@ -60,6 +71,10 @@ class Sharding:
     """The norm of parameters is taken behind the step."""
     fused: bool
     """Weight gradients are made in their buckets."""
+    keeps_columns: bool = False
+    """Of weights in 8 bits, once they have been made (``keep_fp8_transpose_cache``)."""
+    registers: bool = False
+    """Buffers lie in a memory pool of NCCL's."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -68,6 +83,15 @@ class Sharding:
     @property
     def shards_gradients(self) -> bool:
         return self.strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def ends_columns(self) -> bool:
+        """Columns that are made of a weight's rows end behind each pass of its layer."""
+        return self.shards_parameters and not self.keeps_columns
+
+    def pool(self, at: int = 0) -> int:
+        """The stream of buffers: number ``at`` of those that allocate in NCCL's pool."""
+        return REGISTERED + at if self.registers else 0
 
     def of(self, bucket: Bucket) -> int:
         """Ranks that ``bucket`` is sharded among."""
@@ -79,7 +103,7 @@ class Member:
     """A parameter of a bucket."""
 
     place: int
-    """Of its module among all of the stage."""
+    """Of its site among all of the stage."""
     parameter: Parameter
     start: int
     """Elements in front of it."""
@@ -94,8 +118,18 @@ class Bucket:
     members: tuple[Member, ...]
     elements: int
     """With the padding of its shards."""
-    low: bool = False
-    """Weights that are stored in 8 bits."""
+    low: Low | None = None
+    """How they are stored, if that is in 8 bits."""
+
+    @property
+    def two_buffers(self) -> bool:
+        """There is a second one, of columns."""
+        return self.low is not None and self.low.two_buffers
+
+    def columns(self) -> Iterator[tuple[Parameter, Part]]:
+        """What is made of each weight's rows."""
+        if self.low is not None:
+            yield from ((m.parameter, part) for m in self.members for part in self.low.made_of_rows(m.parameter.shape))
 
     def dtype(self, other: str) -> str:
         """Of its parameters; ``other``: in 16 bits."""
@@ -103,7 +137,7 @@ class Bucket:
 
     @property
     def first(self) -> int:
-        """The first module that has one of its parameters,"""
+        """The first site that has one of its parameters,"""
         return min(member.place for member in self.members)
 
     @property
@@ -112,9 +146,9 @@ class Bucket:
         return max(member.place for member in self.members)
 
     @property
-    def kind(self) -> tuple[bool, int]:
+    def kind(self) -> tuple[bool, bool, int]:
         """What layers that can share double buffers have in common."""
-        return self.experts, sum(member.parameter.elements for member in self.members)
+        return self.experts, self.low is not None, sum(member.parameter.elements for member in self.members)
 
     def shares(self, ranks: int, rank: int) -> Iterator[tuple[Parameter, int]]:
         """How many elements of which parameter ``rank`` of ``ranks`` has."""
@@ -126,16 +160,39 @@ class Bucket:
                 yield member.parameter, elements
 
 
+class Site(NamedTuple):
+    """A module that hooks run around: one of a stage's, or a unit within it."""
+
+    module: int
+    """Its number, or that of the module that it is in."""
+    name: str
+    """Of the module, or of the seams around a unit within."""
+    unit: bool
+    parameters: tuple[Parameter, ...]
+
+
+@lru_cache(maxsize=64)
+def sites_of(spans: tuple[Span, ...]) -> tuple[Site, ...]:
+    """In the order of their forward passes; units within a module come behind it."""
+    found: list[Site] = []
+    for at, (module, name) in enumerate((span.module, name) for span in spans for name in span.names):
+        inner: dict[str | None, list[Parameter]] = {None: []}
+        for parameter in module.parameters:
+            inner.setdefault(mtp.layer_of(parameter.name), []).append(parameter)
+        found.append(Site(at, name, name.startswith(UNIT), tuple(inner.pop(None))))
+        found += [Site(at, within or "", True, tuple(parameters)) for within, parameters in inner.items()]
+    return tuple(found)
+
+
 @lru_cache(maxsize=64)
 def buckets_of(spans: tuple[Span, ...], sharding: Sharding) -> tuple[Bucket, ...]:
     """In the order in which the model registers them, what belongs to no unit first, as the embedding does."""
-    groups: dict[tuple[int | None, bool, bool], list[tuple[int, Parameter]]] = {}
-    modules = [(span.module, name) for span in spans for name in span.names]
-    for place, (module, name) in enumerate(modules):
-        unit = place if name.startswith(UNIT) else None
-        for parameter in module.parameters:
-            key = (unit, EXPERTS in f".{parameter.name}", is_low(parameter))
-            groups.setdefault(key, []).append((place, parameter))
+    groups: dict[tuple[int | None, bool, Low | None], list[tuple[int, Parameter]]] = {}
+    for place, site in enumerate(sites_of(spans)):
+        unit = place if site.unit else None
+        for parameter in site.parameters:
+            low = parameter.low if is_low(parameter) else None
+            groups.setdefault((unit, EXPERTS in f".{parameter.name}", low), []).append((place, parameter))
     found: list[Bucket] = []
     for (unit, experts, low), members in groups.items():
         parts = _cut(members, sharding.bucket if unit is None else None)
@@ -161,7 +218,7 @@ def _row(parameter: Parameter) -> int:
 
 
 def _bucket(
-    unit: int | None, experts: bool, members: list[tuple[int, Parameter]], sharding: Sharding, low: bool
+    unit: int | None, experts: bool, members: list[tuple[int, Parameter]], sharding: Sharding, low: Low | None
 ) -> Bucket:
     members = sorted(members, key=lambda member: -_row(member[1]))
     chunk = _row(members[0][1])
@@ -213,6 +270,18 @@ def laid_out(sizes: Sequence[int], chunk: int) -> tuple[list[int], int]:
     return starts, end
 
 
+def doubled(buckets: Sequence[Bucket]) -> frozenset[int]:
+    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``)."""
+    units: dict[int, tuple[tuple[bool, bool, int], ...]] = {}
+    for bucket in buckets:
+        if bucket.unit is not None:
+            units[bucket.unit] = (*units.get(bucket.unit, ()), bucket.kind)
+    if not units:
+        return frozenset()
+    kind, _ = Counter(units.values()).most_common(1)[0]
+    return frozenset(unit for unit, own in units.items() if own == kind)
+
+
 # -- what is kept -------------------------------------------------------------------------------------
 
 
@@ -222,45 +291,63 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
     ids = count(1)
     construction: list[Event] = []
     parameters, whole = Category.PARAMETERS, sharding.strategy == "no_shard"
+    fixed = doubled(buckets) if sharding.double_buffer else ()
 
-    def hold(elements: int, dtype: str, category: Category, name: str) -> Hold:
-        made = Hold(next(ids), rounded(elements * ITEMSIZE[dtype]), category, name, (elements,), dtype)
+    def hold(elements: int, dtype: str, category: Category, name: str, stream: int = 0) -> Hold:
+        size = rounded(elements * ITEMSIZE[dtype])
+        made = Hold(next(ids), size, category, name, (elements,), dtype, stream)
         construction.append(made)
         return made
 
+    def part(one: Part, category: Category, name: str = "") -> Hold:
+        return hold(prod(one.shape), one.dtype, category, name or one.name)
+
     def originals(bucket: Bucket) -> list[Hold]:
-        dtype, members = bucket.dtype(rules.dtype), bucket.members
-        if bucket.low:
-            for _ in members:
-                hold(1, "fp32", Category.BUFFERS, "scale_inverse")
-        return [hold(one.parameter.elements, dtype, parameters, one.parameter.name) for one in members]
+        """Those that end: scales stay, and so do columns, unless hooks end them."""
+        found = []
+        for member in bucket.members:
+            own, low = member.parameter, bucket.low
+            for one in low.beside_rows(own.shape) if low is not None else ():
+                part(one, Category.BUFFERS)
+            found.append(hold(own.elements, bucket.dtype(rules.dtype), parameters, own.name))
+            if bucket.two_buffers:
+                found.append(hold(own.elements, bucket.dtype(rules.dtype), parameters, f"{own.name}_columns"))
+        columns = [part(one, parameters, f"{own.name}_{one.name}") for own, one in bucket.columns()]
+        return found + columns if sharding.ends_columns else found
 
     made = [] if sharding.meta else [originals(bucket) for bucket in buckets]
     for at, bucket in enumerate(buckets):
         ranks = sharding.of(bucket)
         temporary: list[Hold] = []
-        if not whole:
+        names = () if whole else ("model_weight_buffer", "transpose_weight_buffer")[: 1 + bucket.two_buffers]
+        for name in names:
             share = ranks if sharding.shards_parameters else 1
             dtype = bucket.dtype(rules.dtype)
-            hold(bucket.elements // share, dtype, parameters, "model_weight_buffer")
+            hold(bucket.elements // share, dtype, parameters, name, sharding.pool())
             if share > 1:
-                temporary = [hold(bucket.elements, dtype, Category.GATHERED_PARAMETERS, "bucket")]
+                stream = sharding.pool() if bucket.unit in fixed else 0
+                temporary.append(hold(bucket.elements, dtype, Category.GATHERED_PARAMETERS, "bucket", stream))
         share = 1 if whole else ranks * sharding.outer
         hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")
         if not whole:
             temporary += originals(bucket) if sharding.meta else made[at]
         construction += _ends(temporary)
     gradients = sum(one.elements // (sharding.of(one) if sharding.shards_gradients else 1) for one in buckets)
-    hold(gradients, rules.gradients, Category.GRADIENTS, "main_grad_buffer")
-    parts = [
-        optimized(_pieces(own, sharding), rules, ids)
+    hold(gradients, rules.gradients, Category.GRADIENTS, "main_grad_buffer", sharding.pool())
+    fullest = {
+        experts: _fullest(own, sharding)
         for experts in (False, True)
         if (own := [bucket for bucket in buckets if bucket.experts is experts])
+    }
+    parts = [
+        optimized(_pieces([one for one in buckets if one.experts is experts], of), rules, ids)
+        for experts, of in fullest.items()
     ]
     construction += [event for part in parts for event in part.construction]
     carried = [event for part in parts for event in part.carried]
     gathered = [one._replace(tensor=next(ids)) for one in ahead]
-    step = [*carried, *(event for part in parts for event in part.step), *gathered]
+    quantised = _quantised(buckets, sharding, fullest, ids)
+    step = [*carried, *(event for part in parts for event in part.step), *quantised, *gathered]
     states = Stretch([event for part in parts for event in part.states])
     return Kept(Stretch(construction), states, Stretch(step), Stretch([*carried, *gathered]), Stretch())
 
@@ -269,9 +356,68 @@ def _ends(holds: Sequence[Hold]) -> list[Drop]:
     return [Drop(hold.tensor, hold.bytes, hold.category) for hold in holds]
 
 
-def _pieces(buckets: Sequence[Bucket], sharding: Sharding) -> list[Piece]:
-    """Of the rank whose states are largest."""
+def _fullest(buckets: Sequence[Bucket], sharding: Sharding) -> tuple[int, int]:
+    """Ranks that share states of ``buckets``, and the one whose states are largest."""
     ranks = 1 if sharding.strategy == "no_shard" else sharding.of(buckets[0]) * sharding.outer
-    found = [[one for bucket in buckets for one in bucket.shares(ranks, rank)] for rank in range(ranks)]
-    most = max(found, key=lambda shares: sum(rounded(4 * elements) for _, elements in shares))
-    return [Piece(elements, len(parameter.shape) > 1) for parameter, elements in most]
+
+    held = [0] * ranks
+    for bucket in buckets:
+        share = bucket.elements // ranks
+        for start, end in ((one.start, one.start + one.parameter.elements) for one in bucket.members):
+            for rank in range(start // share, -(-end // share)):
+                held[rank] += rounded(4 * (min(end, (rank + 1) * share) - max(start, rank * share)))
+    return ranks, held.index(max(held))
+
+
+def _pieces(buckets: Sequence[Bucket], of: tuple[int, int]) -> list[Piece]:
+    """What that rank has of them."""
+    shares = (one for bucket in buckets for one in bucket.shares(*of))
+    return [Piece(elements, len(parameter.shape) > 1) for parameter, elements in shares]
+
+
+def _quantised(
+    buckets: Sequence[Bucket], sharding: Sharding, fullest: Mapping[bool, tuple[int, int]], ids: Iterator[int]
+) -> Iterator[Event]:
+    """Weights in 8 bits are made of main parameters (``copy_main_weights_to_model_weights``). With block scaling
+    buckets are gathered for it, until they are a batch."""
+    batch: list[Bucket] = []
+    low = [bucket for bucket in buckets if bucket.low is not None]
+    for bucket in low:
+        batch.append(bucket)
+        blockwise = bucket.low is not None and bucket.low.recipe == "blockwise"
+        if bucket is not low[-1] and not (blockwise and sum(one.elements for one in batch) > BATCH):
+            continue
+        gathered = batch if blockwise and sharding.shards_parameters else []
+        holds = [
+            Hold(next(ids), rounded(one.elements), Category.GATHERED_PARAMETERS, "bucket", (one.elements,), "uint8")
+            for one in gathered
+        ]
+        yield from holds
+        for experts, of in fullest.items():
+            cast = list(_cast([one for one in batch if one.experts is experts], of, ids))
+            yield from cast
+            yield from _ends(cast)
+        yield from _ends(holds)
+        batch.clear()
+
+
+def _cast(buckets: Sequence[Bucket], of: tuple[int, int], ids: Iterator[int]) -> Iterator[Hold]:
+    """``quantize_master_weights``: the rank's shards in 16 bits, all at once, and scales of all weights: what ranks
+    find largest, and with one scale of a tensor or of a block what is made of it."""
+
+    def hold(size: int, name: str) -> Hold:
+        return Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
+
+    for bucket in buckets:
+        yield from (hold(2 * elements, f"{own.name}_cast") for own, elements in bucket.shares(*of))
+    weights = [
+        (low, low.amaxes(member.parameter.shape))
+        for bucket in buckets
+        for member in bucket.members
+        if (low := bucket.low) is not None
+    ]
+    if weights:
+        yield hold(sum(size for _, size in weights), "amaxes")
+    made = [size for low, size in weights if low.recipe in ("tensorwise", "blockwise")]
+    delayed = sum(size for low, size in weights if low.recipe == "delayed")
+    yield from (hold(size, "scale") for size in (*made, delayed) if size)

@@ -10,26 +10,28 @@
 * *pre-backward* of a unit: its buckets are gathered, and those before them. When the first of backward is gathered,
   all ends that forward had gathered ahead (``bucket_can_be_released``).
 * *post-backward*: they end.
+* *columns* of weights in 8 bits that are made of their rows (``fp8_create_transpose_cache``, and Transformer Engine's
+  ``quantize_weight``): a unit's are there while its passes run; those of no unit, which end with their forward and are
+  made again in backward, are counted throughout. Columns that have buckets of their own are gathered in backward alone.
 * *gradients*: the first one of a bucket begins a whole bucket in the dtype of communication. Reduced ones wait until
   more than twice as many elements do, or backward has ended.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from functools import lru_cache
-from types import MappingProxyType
-from typing import NamedTuple, TypeGuard
+from functools import cached_property, lru_cache
+from itertools import count
 
-from ...layers.autograd import ITEMSIZE
+from ...layers.autograd import ITEMSIZE, size_of
+from ...layers.megatron_core import mtp
 from ...layers.module import Module, Tapes
 from ...layers.recompute import RERUN
-from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert, rounded
+from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...tape.program import Span
 from ...values import dataclass
-from .fsdp import UNIT, Bucket, Sharding
+from .fsdp import Bucket, Sharding, doubled, sites_of
 
 CAPACITY = 1_000_000_000
 """Elements that Megatron-FSDP lets wait to be reduced, at least; half as many are gathered ahead."""
@@ -41,9 +43,9 @@ GATHERING, REDUCING = 1, 2
 """Streams besides the default one. Buckets are allocated on that of gathers, gradients on the default one."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Hooks:
-    """One micro-batch. Buckets are told by their number."""
+    """One micro-batch. Buckets are told by their number, those of columns by its complement."""
 
     buckets: Sequence[Bucket]
     sharding: Sharding
@@ -52,12 +54,34 @@ class Hooks:
     """Buckets of units; ``None`` for those in a double buffer."""
     released: set[int] = field(default_factory=set)
     """Buckets that end with the next gather."""
+    columns: dict[int, list[Hold]] = field(default_factory=dict)
+    """Those of units, that are made of rows."""
     gradients: dict[int, Hold] = field(default_factory=dict)
     queue: list[int] = field(default_factory=list)
     """Buckets whose gradients are being reduced."""
     events: list[Event] = field(default_factory=list)
+    made: count[int] = field(default_factory=lambda: count(1 << 20))
+    """Numbers of columns."""
+    at: dict[int, list[int]] = field(default_factory=dict)
+    """Buckets with parameters of a site,"""
+    of: dict[tuple[int | None, str], int] = field(default_factory=dict)
+    """and that of a parameter, of a site or of no unit."""
 
-    @property
+    def __post_init__(self) -> None:
+        for at, bucket in enumerate(self.buckets):
+            for member in bucket.members:
+                found = self.at.setdefault(member.place, [])
+                found += [at] if at not in found[-1:] else []
+                self.of[member.place, member.parameter.name] = at
+                if bucket.unit is None:
+                    self.of.setdefault((None, member.parameter.name), at)
+
+    @cached_property
+    def fixed(self) -> frozenset[int]:
+        """Units in double buffers."""
+        return doubled(self.buckets)
+
+    @cached_property
     def capacity(self) -> int:
         """``suggested_communication_unit_size``."""
         given, sharded = self.sharding.capacity, self.sharding.shards_parameters
@@ -75,25 +99,26 @@ class Hooks:
     # -- gathering ----------------------------------------------------------------------------------
 
     def ids(self, place: int) -> list[int]:
-        """Buckets with parameters of the module at ``place``."""
-        return [at for at, one in enumerate(self.buckets) if any(m.place == place for m in one.members)]
+        """Buckets with parameters of the site at ``place``."""
+        return self.at.get(place, [])
 
     def gather(self, wanted: Sequence[int], step: int) -> None:
         """``wanted`` buckets, and those ahead of them in the direction of ``step``; none ahead where it is 0."""
         if not wanted or not self.sharding.shards_parameters:
             return
-        self.released -= set(wanted)
-        missing = [at for at in self._with_ahead(wanted, step) if not self._ready(at)]
-        for at in missing:
-            if self._ready(at):
+        self.released -= {self._key(at, step) for at in wanted}
+        for at in self._with_ahead(wanted, step):
+            key = self._key(at, step)
+            if key in self.gathered or self.buckets[at].unit is None:
                 continue
-            for other in sorted(self.released - {at}):
+            for other in sorted(self.released - {key}):
                 self.end(other)
             self.released.clear()
-            self.gathered[at] = None if self._buffered(at) else self._hold(at)
+            self.gathered[key] = None if self._buffered(at) else self._hold(key)
 
-    def _ready(self, at: int) -> bool:
-        return at in self.gathered or self.buckets[at].unit is None
+    def _key(self, at: int, step: int) -> int:
+        """What is gathered of a bucket in the direction of ``step``."""
+        return ~at if step < 0 and self.buckets[at].two_buffers else at
 
     def _with_ahead(self, wanted: Sequence[int], step: int) -> list[int]:
         found, double = set(wanted), self.sharding.double_buffer
@@ -125,16 +150,29 @@ class Hooks:
         return {one for one, other in enumerate(self.buckets) if (other.unit, other.experts) == same}
 
     def _buffered(self, at: int) -> bool:
-        return self.sharding.double_buffer and self.buckets[at].unit in doubled(self.buckets)
+        return self.sharding.double_buffer and self.buckets[at].unit in self.fixed
 
-    def _hold(self, at: int) -> Hold:
-        bucket = self.buckets[at]
-        hold = gathered(bucket, self.dtype)._replace(tensor=Scope.HOOKS.id(2 * at), stream=GATHERING)
+    def _hold(self, key: int) -> Hold:
+        number, bucket = key if key >= 0 else len(self.buckets) + ~key, self.buckets[max(key, ~key)]
+        hold = gathered(bucket, self.dtype)._replace(tensor=Scope.HOOKS.id(2 * number), stream=GATHERING)
         self.events.append(hold)
         return hold
 
-    def end(self, at: int) -> None:
-        self._drop(self.gathered.pop(at, None))
+    def end(self, key: int) -> None:
+        self._drop(self.gathered.pop(key, None))
+
+    def turn(self, place: int) -> None:
+        """Columns of a unit's weights are made of their rows,"""
+        if not self.sharding.ends_columns or place in self.columns:
+            return
+        found = [one for bucket in self.buckets if bucket.unit == place for one in columns_of(bucket)]
+        self.columns[place] = [one._replace(tensor=Scope.HOOKS.id(next(self.made))) for one in found]
+        self.events += self.columns[place]
+
+    def turn_back(self, place: int) -> None:
+        """and end."""
+        for hold in self.columns.pop(place, []):
+            self._drop(hold)
 
     def _drop(self, hold: Hold | None) -> None:
         if hold is not None:
@@ -144,35 +182,41 @@ class Hooks:
 
     def before_forward(self, place: int) -> None:
         self.gather(self.ids(place), 1)
+        self.turn(place)
 
     def after_forward(self, place: int) -> None:
         for at in self.ids(place):
             self.end(at)
+        self.turn_back(place)
 
     def begin_backward(self) -> None:
         """``_root_pre_backward``."""
         self.released |= set(self.gathered)
 
-    def before_backward(self, place: int, *, recomputed: bool) -> None:
-        if any(self.buckets[at].unit is not None for at in self.ids(place)):
-            if recomputed:
-                self.gather(self.ids(place), 0)
-            self.gather(self.ids(place), -1)
+    def before_again(self, place: int) -> None:
+        """A layer's forward runs again."""
+        self.gather(self.ids(place), 0)
+        self.turn(place)
 
-    def gradient(self, place: int, name: str) -> Tape:
+    def after_again(self, place: int) -> None:
+        """What it has read ends with the next gather."""
+        self.released |= set(self.ids(place)) & self.gathered.keys()
+        self.turn_back(place)
+
+    def before_backward(self, place: int) -> None:
+        if any(self.buckets[at].unit is not None for at in self.ids(place)):
+            self.gather(self.ids(place), -1)
+            self.turn(place)
+
+    def gradient(self, place: int, name: str) -> None:
         """The first gradient of a bucket begins it."""
-        for at, bucket in enumerate(self.buckets if self.sharding.shards_gradients else ()):
-            own = any(
-                m.parameter.name == name and (m.place == place or (bucket.unit is None and self.sharding.fused))
-                for m in bucket.members
-            )
-            if own and at not in self.gradients and not self._buffered(at):
-                dtype = self.sharding.communication
-                size, shape = rounded(bucket.elements * ITEMSIZE[dtype]), (bucket.elements,)
-                id = Scope.HOOKS.id(2 * at + 1)
-                self.gradients[at] = Hold(id, size, Category.COMMUNICATION_BUFFERS, "gradient_bucket", shape, dtype)
-                return (self.gradients[at],)
-        return ()
+        at = self.of.get((place, name), self.of.get((None, name)) if self.sharding.fused else None)
+        if at is None or not self.sharding.shards_gradients or at in self.gradients or self._buffered(at):
+            return
+        dtype, elements = self.sharding.communication, self.buckets[at].elements
+        size, id = rounded(elements * ITEMSIZE[dtype]), Scope.HOOKS.id(2 * at + 1)
+        self.gradients[at] = Hold(id, size, Category.COMMUNICATION_BUFFERS, "gradient_bucket", (elements,), dtype)
+        self.events.append(self.gradients[at])
 
     def after_backward(self, place: int) -> None:
         if self.sharding.shards_gradients:
@@ -180,7 +224,9 @@ class Hooks:
                 if self.buckets[at].first == place:
                     self._reduce(at)
         for at in self.ids(place):
+            self.end(self._key(at, -1))
             self.end(at)
+        self.turn_back(place)
 
     def _reduce(self, at: int) -> None:
         while sum(self.buckets[one].elements for one in self.queue) > self.capacity:
@@ -203,31 +249,33 @@ def gathered(bucket: Bucket, dtype: str) -> Hold:
     return Hold(0, size, Category.GATHERED_PARAMETERS, "parameter_bucket", (bucket.elements,), own)
 
 
-def doubled(buckets: Sequence[Bucket]) -> frozenset[int]:
-    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``)."""
-    units: dict[int, tuple[tuple[bool, int], ...]] = {}
-    for bucket in buckets:
-        if bucket.unit is not None:
-            units[bucket.unit] = (*units.get(bucket.unit, ()), bucket.kind)
-    if not units:
-        return frozenset()
-    kind, _ = Counter(units.values()).most_common(1)[0]
-    return frozenset(unit for unit, own in units.items() if own == kind)
+def columns_of(bucket: Bucket) -> Iterator[Hold]:
+    for own, part in bucket.columns():
+        name = f"{own.name}_{part.name}"
+        yield Hold(
+            0, rounded(size_of(part.shape, part.dtype)), Category.GATHERED_PARAMETERS, name, part.shape, part.dtype
+        )
 
 
 def persistent(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hold]:
-    """Gathered buckets of no unit, and double buffers, which the first iteration makes."""
+    """Gathered buckets of no unit, with columns, and double buffers, which the first iteration makes."""
     holds: list[Hold] = []
     if sharding.shards_parameters:
-        holds += [gathered(bucket, dtype) for bucket in buckets if bucket.unit is None]
+        outside = [bucket for bucket in buckets if bucket.unit is None]
+        holds += [gathered(bucket, dtype) for bucket in outside]
+        holds += [one for bucket in outside for one in columns_of(bucket) if sharding.ends_columns]
     if not sharding.double_buffer or not sharding.shards_gradients:
         return holds
     unit = min(doubled(buckets))
+    pools = [sharding.pool(at) for at in range(BUFFERS)]
     for bucket in (one for one in buckets if one.unit == unit):
         if sharding.shards_parameters:
-            holds += [gathered(bucket, dtype)] * BUFFERS
+            own = [gathered(bucket, dtype)] * (1 + bucket.two_buffers)
+            holds += [one._replace(stream=pool) for one in own for pool in pools]
         size = rounded(bucket.elements * ITEMSIZE[sharding.communication])
-        holds += [Hold(0, size, Category.COMMUNICATION_BUFFERS, "gradient_buffer", (bucket.elements,))] * BUFFERS
+        name = "gradient_buffer"
+        double = Hold(0, size, Category.COMMUNICATION_BUFFERS, name, (bucket.elements,), stream=sharding.pool(BUFFERS))
+        holds += [double] * BUFFERS
     return holds
 
 
@@ -244,74 +292,97 @@ def ahead(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hol
 # -- modules ------------------------------------------------------------------------------------------
 
 
-NOTHING_BEGUN: Mapping[str, Tape] = MappingProxyType({})
+Inserted = Mapping[tuple[str, Hook | None], Sequence[Tape]]
+"""What hooks do at the seams of a pass, by name and kind, each time that one comes."""
 
 
-class _Around(NamedTuple):
-    """What hooks do around a pass of a module."""
+@dataclass(slots=True)
+class _Passes:
+    """The hooks of one module's passes."""
 
-    before: Tape
-    after: Tape
+    hooks: Hooks
+    places: Mapping[str, int]
+    """Sites of units within the module, by the names of their seams."""
+    own: int
+    """The module's own site."""
+    is_unit: bool
 
-    def inserted(self, tape: Tape, begun: Mapping[str, Tape] = NOTHING_BEGUN) -> Tape:
-        """``tape`` of the pass with it; ``begun`` at the arrival of gradients, by their names."""
+    def forward(self, tape: Tape) -> Inserted:
+        def run(seam: Seam, place: int) -> None:
+            if seam.hook is Hook.BEFORE_FORWARD:
+                self.hooks.before_forward(place)
+            elif seam.hook is Hook.AFTER_FORWARD and (place != self.own or self.is_unit):
+                self.hooks.after_forward(place)
 
-        def at(seam: Seam) -> Tape:
-            if seam.name == RERUN:
-                return ()
+        return self._walked(tape, run)
+
+    def backward(self, tape: Tape) -> Inserted:
+        again = any(isinstance(event, Seam) and event.name == RERUN for event in tape)
+
+        def run(seam: Seam, place: int) -> None:
             match seam.hook:
-                case Hook.BEFORE_FORWARD | Hook.BEFORE_BACKWARD:
-                    return self.before
+                case Hook.BEFORE_BACKWARD:
+                    (self.hooks.before_again if again else self.hooks.before_backward)(place)
+                case Hook.AFTER_FORWARD:
+                    self.hooks.after_again(place)
+                    self.hooks.before_backward(place)
+                case Hook.AFTER_BACKWARD:
+                    self.hooks.after_backward(place)
                 case Hook.GRADIENT:
-                    return begun.get(seam.name, ())
-                case Hook.PIECE:
-                    return (seam,)
-            return self.after
+                    self.hooks.gradient(self.places.get(mtp.layer_of(seam.name) or "", self.own), seam.name)
 
-        return insert(tape, at)
+        return self._walked(tape, run)
+
+    def _walked(self, tape: Tape, run: Callable[[Seam, int], None]) -> Inserted:
+        found: dict[tuple[str, Hook | None], list[Tape]] = {}
+        for _, seam in cut(tape):
+            if seam is not None:
+                run(seam, self.places.get(seam.name, self.own))
+                found.setdefault((seam.name, seam.hook), []).append(self.hooks.take())
+        return found
+
+
+def _inserted(tape: Tape, inserted: Inserted) -> Tape:
+    left = {key: iter(tapes) for key, tapes in inserted.items()}
+
+    def at(seam: Seam) -> Tape:
+        return (seam,) if seam.hook is Hook.PIECE else next(left.get((seam.name, seam.hook), iter(())), ())
+
+    return insert(tape, at)
 
 
 @lru_cache(maxsize=64)
 def with_hooks(
-    spans: tuple[Span, ...], buckets: tuple[Bucket, ...], sharding: Sharding, dtype: str, recomputed: bool
+    spans: tuple[Span, ...], buckets: tuple[Bucket, ...], sharding: Sharding, dtype: str
 ) -> tuple[Span, ...]:
-    """``spans`` with the hooks of every micro-batch around them, one module each. ``recomputed``: layers are, whole."""
+    """``spans`` with the hooks of every micro-batch around them, one module each."""
     hooks = Hooks(buckets, sharding, dtype)
     modules = [(span.module, name) for span in spans for name in span.names]
     lowest = min(bucket.first for bucket in buckets)
-    forward, backward = [], []
-    for place, (_, name) in enumerate(modules):
-        hooks.before_forward(place)
-        before = hooks.take()
-        if name.startswith(UNIT):
-            hooks.after_forward(place)
-        forward.append(_Around(before, hooks.take()))
+    passes = []
+    for at in range(len(modules)):
+        own, *inner = ((place, site) for place, site in enumerate(sites_of(spans)) if site.module == at)
+        passes.append(_Passes(hooks, {site.name: place for place, site in inner}, own[0], own[1].unit))
+    forward = [one.forward(module.steady.forward) for one, (module, _) in zip(passes, modules, strict=True)]
     hooks.begin_backward()
-    for place, (module, _) in reversed(list(enumerate(modules))):
-        hooks.before_backward(place, recomputed=recomputed)
-        before = hooks.take()
-        arrived = (event.name for event in module.steady.backward if _arrives(event))
-        begun = {name: hold for name in arrived if (hold := hooks.gradient(place, name))}
-        hooks.after_backward(place)
-        if place == lowest:
+    backward: list[Inserted] = []
+    for one, (module, _) in reversed(list(zip(passes, modules, strict=True))):
+        found = dict(one.backward(module.steady.backward))
+        if one.own == lowest:
             hooks.finalise()
-        backward.append((_Around(before, hooks.take()), begun))
+            *_, last = found
+            found[last] = [*found[last][:-1], (*found[last][-1], *hooks.take())]
+        backward.append(found)
     return tuple(
         Span(_hooked(module, before, behind), (name,))
         for (module, name), before, behind in zip(modules, forward, reversed(backward), strict=True)
     )
 
 
-def _arrives(event: Event) -> TypeGuard[Seam]:
-    return isinstance(event, Seam) and event.hook is Hook.GRADIENT
-
-
-def _hooked(module: Module, forward: _Around, backward: tuple[_Around, Mapping[str, Tape]]) -> Module:
-    around, begun = backward
-
+def _hooked(module: Module, forward: Inserted, backward: Inserted) -> Module:
     def tapes(inner: Tapes) -> Tapes:
-        return replace(inner, forward=forward.inserted(inner.forward), backward=around.inserted(inner.backward, begun))
+        return replace(inner, forward=_inserted(inner.forward, forward), backward=_inserted(inner.backward, backward))
 
     steady = tapes(module.steady)
     first = steady if module.first is module.steady else tapes(module.first)
-    return replace(module, first=first, steady=steady, evaluation=forward.inserted(module.evaluation))
+    return replace(module, first=first, steady=steady, evaluation=_inserted(module.evaluation, forward))

@@ -146,12 +146,27 @@ def _check_registration(plan: ResolvedPlan) -> None:
     segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
         raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
-    if megatron.fsdp != "none":
-        raise PlanError(
-            field,
-            True,
-            "must be false with Megatron-FSDP, whose buffers from NCCL (--use-nccl-ub) are not modelled yet",
-        )
+
+
+def _check_sharded_bytes(plan: ResolvedPlan, recipe: str) -> None:
+    """Weights in 8 bits in Megatron-FSDP's buffers (``param_and_grad_buffer.py``)."""
+    megatron = plan.megatron
+    whole, double = megatron.fsdp == "optim_grads_params", megatron.doubles_buffers
+    reasons = {
+        "must be false with Megatron-FSDP and fp4: its buffers have a byte for each element": recipe == "nvfp4",
+        "must be false with megatron.fsdp no_shard: Megatron-FSDP has no buffer of weights then, and its first "
+        "step stops": megatron.fsdp == "no_shard",
+        "must be false with blockwise scaling and double buffers (megatron.fsdp_double_buffer, registers_buffers): the "
+        "step gathers more than two layers at once, and Megatron-FSDP stops": recipe == "blockwise"
+        and whole
+        and double
+        and plan.model.layers > 2,
+        "must be false with mxfp8, sharded parameters (megatron.fsdp) and multi-token prediction: columns of eh_proj "
+        "are not gathered": recipe == "mxfp8" and whole and plan.model.mtp_layers > 0,
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("precision.fp8_parameters", True, problem)
 
 
 MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}
@@ -180,13 +195,7 @@ def check_low_precision(plan: ResolvedPlan) -> None:
         problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
         raise PlanError(field, recipe, problem)
     if megatron.fsdp != "none" and given.fp8_parameters:
-        blackwell = gpu is not None and gpu.compute_capability is not None and gpu.compute_capability >= (10, 0)
-        if recipe not in ("delayed", "tensorwise") or not blackwell:
-            problem = (
-                "must be false with Megatron-FSDP, but for delayed or tensorwise scaling on Blackwell: its buffers of "
-                "transposed weights are not modelled yet"
-            )
-            raise PlanError("precision.fp8_parameters", True, problem)
+        _check_sharded_bytes(plan, recipe)
     if given.fp8_parameters and plan.layout.zero != 1:
         raise PlanError("precision.fp8_parameters", True, "must be false without the distributed optimizer (zero: 1)")
     if given.fp8_parameters and plan.optimizer.name == "muon":

@@ -37,15 +37,15 @@ def check_sharding(plan: ResolvedPlan) -> None:
         return
     for name in ("pp", "vpp"):
         if getattr(layout, name) > 1:
-            problem = "must be 1 with Megatron-FSDP, which is not modelled with pipeline parallelism yet"
+            problem = (
+                "must be 1 with Megatron-FSDP: its hooks return views of a stage's output, which Megatron-Core's "
+                "schedules refuse to let go (deallocate_output_tensor)"
+            )
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     if plan.optimizer.name == "muon" or plan.optimizer.precision_aware:
         name = "precision_aware" if plan.optimizer.precision_aware else "name"
         problem = "must be adam or sgd with main parameters of Megatron-FSDP's own; others are not modelled with it yet"
         raise PlanError(f"optimizer.{name}", getattr(plan.optimizer, name), problem)
-    if plan.model.mtp_layers:
-        problem = "must be 0 with Megatron-FSDP: multi-token prediction is not modelled with it yet"
-        raise PlanError("model.mtp_layers", plan.model.mtp_layers, problem)
     if plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1:
         problem = "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet"
         raise PlanError("recompute.layers", plan.recompute.layers, problem)
@@ -315,7 +315,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
         ),
         "must be false with norms that return the residual (megatron.norm_takes_residual), beside which it is not "
         "modelled yet": megatron.norm_takes_residual,
-        "must be false with Megatron-FSDP's double buffers": megatron.fsdp_double_buffer,
+        "must be false with Megatron-FSDP's double buffers": megatron.doubles_buffers,
         "must be false with sharded parameters (megatron.fsdp) and several micro-batches: gathers for two at once are "
         "not modelled yet": whole and plan.microbatches > 1,
     }

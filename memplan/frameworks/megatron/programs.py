@@ -406,8 +406,7 @@ def _sharded(
     copies = copies_of((_parameters(chunk),))
     holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, copies), *persistent(buckets, sharding, dtype)]
     kept = _with_static(kept, holds, stage)
-    recomputed = stage.job.recompute.mode == "full"
-    spans = with_hooks(chunk.spans, buckets, sharding, dtype, recomputed)
+    spans = with_hooks(chunk.spans, buckets, sharding, dtype)
     return _made(stage, (replace(chunk, spans=spans),), order, per_stage, states, kept)
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...tape.events import Category
+from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..work import Exchange, Operator, Product, exchanged
+from ..work import NOTHING, Exchange, Operator, Product, exchanged
 from . import ends, te
 from .losses import language_model_loss
 from .shape import CoreShape
@@ -20,6 +20,15 @@ ENDS = ("sent", "received")
 """Columns of a context-parallel rank's chunk that neighbours trade."""
 
 Layer = Callable[[Recorder, Tensor, CoreShape], Tensor]
+
+OWN = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
+"""Parameters of a further layer outside of the transformer layer that is in it begin so."""
+
+
+def layer_of(parameter: str) -> str | None:
+    """The transformer layer within that a parameter belongs to, by the name of its seams."""
+    head, depth, rest = (*parameter.split(".", 2), "", "")[:3]
+    return f"{head}.{depth}." if head == "mtp" and rest and not rest.startswith(OWN) else None
 
 
 def uncovered(shape: CoreShape, *, recomputes_layers: bool) -> Iterator[str]:
@@ -64,7 +73,7 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
         rolled.clear()
         r.prefix = f"mtp.{0 if shape.spec.mtp_shared else depth}."
         x = _projected(r, embedded, below, shape)
-        x = layer(r, x, layer_shape)
+        x = _hooked(r, x, layer_shape, layer)
         x = te.norm(r, x, "final_layernorm", shape)
         r.prefix = ""
         states.append(x)
@@ -75,6 +84,25 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
     out = r.empty((like * len(states), *shapes[0][1:]), hidden.dtype, "hidden_of_all")
     node = r.node(states, (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes])
     return out.by(node)
+
+
+def _hooked(r: Recorder, x: Tensor, shape: CoreShape, layer: Layer) -> Tensor:
+    """``layer`` between the seams of hooks around it."""
+    if not r.seams:
+        return layer(r, x, shape)
+    x = _seam(r, x, Hook.BEFORE_FORWARD, Hook.AFTER_BACKWARD)
+    return _seam(r, layer(r, x, shape), Hook.AFTER_FORWARD, Hook.BEFORE_BACKWARD)
+
+
+def _seam(r: Recorder, x: Tensor, hook: Hook, back: Hook) -> Tensor:
+    name = r.prefix
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        r.seam(name, back)
+        return gradients
+
+    r.seam(name, hook)
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
 
 
 def detached(r: Recorder, hidden: Tensor) -> Tensor:

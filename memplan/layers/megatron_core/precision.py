@@ -147,6 +147,29 @@ class Low:
         parts = self.parts(shape, weight=True)
         return tuple(dict.fromkeys((*parts.rows, *parts.columns, *parts.shared)))
 
+    def beside_rows(self, shape: Shape) -> tuple[Part, ...]:
+        """What a weight that is stored so has beside the data of its rows, which a buffer holds: scales. MXFP8's
+        columns are no copy of its rows: a buffer holds them, too (``two_buffers``)."""
+        parts = self.parts(shape, weight=True)
+        return (*parts.rows[1:], *(parts.columns[1:] if self.two_buffers else ()), *parts.shared)
+
+    def made_of_rows(self, shape: Shape) -> tuple[Part, ...]:
+        """What is made of these rows where a product reads columns (``post_all_gather_processing``)."""
+        parts = self.parts(shape, weight=True)
+        return () if self.two_buffers else tuple(part for part in parts.columns if part not in parts.rows)
+
+    def amaxes(self, shape: Shape) -> int:
+        """Bytes of what ranks find largest in a weight that all of them have shards of: in fp32 for each scale; those
+        of both orientations of MXFP8 in 16 bits (``_cast_master_weights_to_fp8_mxfp8_scaling``)."""
+        parts = self.parts(shape, weight=True)
+        scales = sum(prod(part.shape) for part in (*parts.rows[1:], *parts.columns[1:]))
+        return 4 if self.per_tensor else 2 * scales if self.two_buffers else 4 * prod(parts.rows[1].shape)
+
+    @property
+    def two_buffers(self) -> bool:
+        """Rows and columns are quantised apart, with the same shape (``fp8_need_transpose_data``)."""
+        return self.recipe == "mxfp8"
+
     def quantised(
         self,
         r: Recorder,
