@@ -21,6 +21,7 @@ from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, siz
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
 from .log_probabilities import averaged, clipped, of_labels, summed
+from .titan_loss import vocab_parallel
 from .work import NOTHING, Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -72,6 +73,8 @@ class HeadLoss:
     until when they keep it"""
     casts: bool = False
     """in another dtype."""
+    parallel: bool = False
+    """Chunked: every tensor-parallel rank has a part of the vocabulary."""
 
     @property
     def reads_weight(self) -> bool:
@@ -127,10 +130,11 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     return computed, [logits]
 
 
-def head_weight(r: Recorder, shape: LayerShape) -> Tensor:
-    """(v, h)."""
+def head_weight(r: Recorder, shape: LayerShape, parts: int = 1) -> Tensor:
+    """(v, h), or one of so many ``parts`` of it."""
     spec = shape.spec
-    return r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), shape.dtype)
+    name = "word.weight" if spec.tied_embeddings else "head.weight"
+    return r.parameter(name, (spec.vocab // parts, spec.hidden), shape.dtype)
 
 
 # -- transformers: logits_to_keep -------------------------------------------------------------------
@@ -378,12 +382,13 @@ def cut_valids(r: Recorder, b: int, s: int) -> Tensor:
 # -- torchtitan's chunks ----------------------------------------------------------------------------
 
 
-def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
+def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss, parts: int = 1) -> Tensor:
     """``ChunkedLossWrapper``: head, loss and their backward chunk by chunk, all in forward; the gradient of the hidden
-    states is gathered in fp32 and kept for backward in the model's dtype."""
+    states is gathered in fp32 and kept for backward in the model's dtype. ``parts`` of the vocabulary are on as many
+    ranks."""
     b, s, h = hidden.shape
     dtype = shape.dtype
-    weight = head_weight(r, shape)
+    weight = head_weight(r, shape, parts)
     total, grad, weight_grad = chunks(r, hidden, weight, loss)
     if grad is None:
         return total
@@ -418,7 +423,7 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
         if loss.sharded:
             x = watched(r, x, partial(sent, w_leaf, loss, number))
         logits = ops.linear(r, x, w, name="logits_chunk", category=LOGITS)
-        chunk_loss = summed_loss(r, logits, rows)
+        chunk_loss = summed_loss(r, logits, rows, loss)
         summed = r.empty((), "fp32", "total_loss")
         total = summed
         del summed
@@ -473,10 +478,10 @@ def sent(leaf: Leaf, loss: HeadLoss, number: int, r: Recorder) -> None:
         chunk_seam(r, loss, Hook.AFTER_BACKWARD)
 
 
-def summed_loss(r: Recorder, logits: Tensor, rows: int) -> Tensor:
+def summed_loss(r: Recorder, logits: Tensor, rows: int, loss: HeadLoss) -> Tensor:
     """``cross_entropy_loss`` in fp32, divided by the number of tokens of all ranks."""
     upcast = ops.cast(r, logits, "fp32", "logits_chunk_fp32", LOGITS)
     labels = r.outside((rows,), "int64", Category.INPUTS)
-    computed = ends.cross_entropy(r, upcast, labels)
+    computed = (vocab_parallel if loss.parallel else ends.cross_entropy)(r, upcast, labels)
     del upcast
     return ops.elementwise(r, "loss_scaled", (computed,))

@@ -72,7 +72,14 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+    ids=list(CASES),
+)
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards, case.chunks)
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]

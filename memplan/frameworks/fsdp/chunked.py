@@ -34,7 +34,10 @@ def loss_of(plan: ResolvedPlan) -> HeadLoss | None:
     if plan.loss.kind != "chunked":
         return None
     casts = plan.fsdp.reduce != plan.precision.dtype
-    return HeadLoss("chunked", chunks=plan.loss.chunks, accumulates=plan.microbatches > 1, sharded=True, casts=casts)
+    several, parallel = plan.microbatches > 1, plan.layout.tp > 1
+    return HeadLoss(
+        "chunked", chunks=plan.loss.chunks, accumulates=several, sharded=True, casts=casts, parallel=parallel
+    )
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -55,9 +58,6 @@ def check(plan: ResolvedPlan) -> None:
             raise PlanError(name, value, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
     if plan.loss.chunks == 1:
         raise PlanError("loss.chunks", 1, "must be 2 or more under fsdp: one chunk holds what loss.kind plain does")
-    if layout.tp > 1:
-        problem = "must be 1 with loss.kind chunked, which is not modelled with tensor parallelism; vocab-parallel is"
-        raise PlanError("layout.tp", layout.tp, problem)
     if layout.pp > 1:
         problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
         raise PlanError("layout.pp", layout.pp, problem)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import titan_moe, torchtitan, torchtitan_tp
+from ...layers import tensor_parallel, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
@@ -156,12 +156,13 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run((of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm"))
+        normed = (of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm")
+        return Run(tensor_parallel.gathered(r, normed, t, "head_input") if t > 1 and of.chunks else normed)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         if of.chunks is not None:
-            return Run(None, loss=chunked_head(r, x, shape, of.chunks))
+            return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
         if t == 1:
             return Run(torchtitan.output(r, x, shape))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
@@ -173,7 +174,12 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     return (
         build("embedding", embed, Interface(None, shape.dtype), options),
         build("final_norm", norm, of.interface, options),
-        build("head", head, of.interface, options),
+        build(
+            "head",
+            head,
+            replace(of.interface, shape=(shape.b, shape.s, shape.spec.hidden)) if of.chunks else of.interface,
+            options,
+        ),
         build("loss", loss, Interface(of.logits, shape.dtype), options),
     )
 
