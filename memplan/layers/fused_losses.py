@@ -8,21 +8,26 @@ transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from ..families import family
-from ..tape.events import Category
+from ..tape.events import Category, Hook
 from ..values import dataclass
 from . import ends, ops, scores
-from .autograd import ITEMSIZE, Gradients, Recorder, Tensor, Unsummed, size_of
+from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
 from .log_probabilities import averaged, clipped, of_labels, summed
-from .work import Kernel, Operator, Stream, linear
+from .titan_loss import vocab_parallel
+from .work import NOTHING, Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
+
+CHUNKS = "chunks"
+"""Where hooks run around chunks of the loss."""
 
 Version = tuple[int, ...]
 
@@ -62,6 +67,14 @@ class HeadLoss:
     accumulates: bool = False
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
+
+    sharded: bool = False
+    """Chunked: hooks of ``fully_shard`` gather the weight before the chunks and reduce its gradient behind the last,
+    until when they keep it"""
+    casts: bool = False
+    """in another dtype."""
+    parallel: bool = False
+    """Chunked: every tensor-parallel rank has a part of the vocabulary."""
 
     @property
     def reads_weight(self) -> bool:
@@ -117,10 +130,11 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     return computed, [logits]
 
 
-def head_weight(r: Recorder, shape: LayerShape) -> Tensor:
-    """(v, h)."""
+def head_weight(r: Recorder, shape: LayerShape, parts: int = 1) -> Tensor:
+    """(v, h), or one of so many ``parts`` of it."""
     spec = shape.spec
-    return r.parameter("word.weight" if spec.tied_embeddings else "head.weight", (spec.vocab, spec.hidden), shape.dtype)
+    name = "word.weight" if spec.tied_embeddings else "head.weight"
+    return r.parameter(name, (spec.vocab // parts, spec.hidden), shape.dtype)
 
 
 # -- transformers: logits_to_keep -------------------------------------------------------------------
@@ -368,12 +382,13 @@ def cut_valids(r: Recorder, b: int, s: int) -> Tensor:
 # -- torchtitan's chunks ----------------------------------------------------------------------------
 
 
-def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
+def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss, parts: int = 1) -> Tensor:
     """``ChunkedLossWrapper``: head, loss and their backward chunk by chunk, all in forward; the gradient of the hidden
-    states is gathered in fp32 and kept for backward in the model's dtype."""
+    states is gathered in fp32 and kept for backward in the model's dtype. ``parts`` of the vocabulary are on as many
+    ranks."""
     b, s, h = hidden.shape
     dtype = shape.dtype
-    weight = head_weight(r, shape)
+    weight = head_weight(r, shape, parts)
     total, grad, weight_grad = chunks(r, hidden, weight, loss)
     if grad is None:
         return total
@@ -381,13 +396,11 @@ def chunked_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss)
     del grad
     born = [weight_grad] if weight_grad is not None else []
     del weight_grad
-    first = r.first_microbatch
+    first = r.first_microbatch and not loss.sharded
     like = (weight.shape, dtype)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        grad_shape = held[0].shape
-        held.clear()
-        grad_hidden = r.empty(grad_shape, dtype, "grad_head_input")
+        grad_hidden = held.pop()
         born.clear()
         return [grad_hidden, r.empty(*like, "grad_head_weight") if first else None]
 
@@ -403,11 +416,14 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
     gathered = r.empty((b * s, h), "fp32", "grad_hidden_accumulator") if r.grad_enabled else None
     total = r.empty((), "fp32", "total_loss")
     gradient = logits = chunk_loss = None
-    for _ in range(loss.chunks):
+    chunk_seam(r, loss, Hook.BEFORE_FORWARD)
+    for number in range(loss.chunks):
         x, x_leaf = r.leaf(Tensor(hidden.storage, (rows, h), hidden.dtype), "chunk")
         w, w_leaf = r.leaf(Tensor(weight.storage, (v, h), weight.dtype), "weight")
+        if loss.sharded:
+            x = watched(r, x, partial(sent, w_leaf, loss, number))
         logits = ops.linear(r, x, w, name="logits_chunk", category=LOGITS)
-        chunk_loss = summed_loss(r, logits, rows)
+        chunk_loss = summed_loss(r, logits, rows, loss)
         summed = r.empty((), "fp32", "total_loss")
         total = summed
         del summed
@@ -416,14 +432,14 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
             r.backward([chunk_loss.view()], [one])
             del one
             arrived = w_leaf.take()
-            if gradient is None and not loss.accumulates:
+            if gradient is None and arrived is not None and not loss.accumulates:
                 gradient = arrived
-                assert gradient is not None
                 r.recategorise(gradient.storage, GRADIENTS)
             del arrived
             in_fp32 = r.empty((rows, h), "fp32", "grad_chunk_fp32") if hidden.dtype != "fp32" else None
             del in_fp32
             x_leaf.take()
+    chunk_seam(r, loss, Hook.AFTER_FORWARD)
     if gathered is not None and hidden.dtype != "fp32":
         cast = r.empty((b * s, h), hidden.dtype, "grad_hidden_accumulated")
         gathered = cast
@@ -432,10 +448,40 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
     return total, gathered, gradient
 
 
-def summed_loss(r: Recorder, logits: Tensor, rows: int) -> Tensor:
+def chunk_seam(r: Recorder, loss: HeadLoss, hook: Hook) -> None:
+    """Where hooks of ``fully_shard`` run: before and behind all chunks, and behind the backward of the first and of the
+    last."""
+    if loss.sharded and r.seams:
+        r.seam(CHUNKS, hook)
+
+
+def watched(r: Recorder, x: Tensor, then: Callable[[Recorder], None]) -> Tensor:
+    """``x`` itself; ``then`` runs when its gradient comes, and those of parameters are there."""
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        then(r)
+        return gradients
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
+
+
+def sent(leaf: Leaf, loss: HeadLoss, number: int, r: Recorder) -> None:
+    """``FSDPParamGroup.post_backward`` of chunk ``number``: the first one's gradient of the weight is kept, cast or as
+    it is, others are added to it, and the last one reduces the sum."""
+    gradient = leaf.take()
+    if number or not loss.casts:
+        gradient = None
+    if not number:
+        chunk_seam(r, loss, Hook.BEFORE_BACKWARD)
+    del gradient
+    if number == loss.chunks - 1:
+        chunk_seam(r, loss, Hook.AFTER_BACKWARD)
+
+
+def summed_loss(r: Recorder, logits: Tensor, rows: int, loss: HeadLoss) -> Tensor:
     """``cross_entropy_loss`` in fp32, divided by the number of tokens of all ranks."""
     upcast = ops.cast(r, logits, "fp32", "logits_chunk_fp32", LOGITS)
     labels = r.outside((rows,), "int64", Category.INPUTS)
-    computed = ends.cross_entropy(r, upcast, labels)
+    computed = (vocab_parallel if loss.parallel else ends.cross_entropy)(r, upcast, labels)
     del upcast
     return ops.elementwise(r, "loss_scaled", (computed,))

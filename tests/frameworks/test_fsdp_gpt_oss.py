@@ -37,6 +37,8 @@ class Case:
     recompute: str
     sizes: Sizes
     shards: int = 4
+    chunks: int = 0
+    """Of the loss, if it has some."""
 
 
 CASES = {
@@ -44,12 +46,14 @@ CASES = {
     "op": Case("op", SMALL),
     "full": Case("full", SMALL),
     "multi-head-op": Case("op", MULTI_HEAD, 3),
+    "chunked": Case("op", SMALL, chunks=4),
+    "chunked-across-full": Case("full", SMALL, 16, chunks=2),
     "across": Case("none", SMALL, 16),
     "wide-full": Case("full", WIDE, 8),
 }
 
 
-def plan_of(given: Sizes, shards: int) -> ResolvedPlan:
+def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     base = {"model": "gpt-oss-20b", "framework": "single", "dtype": "bf16", "mbs": str(given.b), "seq": str(given.s)}
     base |= {"layers": str(given.layers), "attention": "eager", "optimizer": "adamw", "gpu": "h100-80gb"}
     plan = resolve(read_plan(None, base).plan)
@@ -63,18 +67,28 @@ def plan_of(given: Sizes, shards: int) -> ResolvedPlan:
         "batch": plan.batch.model_copy(update={"gbs": given.b * shards}),
         "layout": plan.layout.model_copy(update={"dp": shards}),
     }
+    if chunks:
+        parts["loss"] = plan.loss.model_copy(update={"kind": "chunked", "chunks": chunks})
     return plan.model_copy(update=parts)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+    ids=list(CASES),
+)
 def test_every_event(case: Case) -> None:
-    plan = plan_of(case.sizes, case.shards)
+    plan = plan_of(case.sizes, case.shards, case.chunks)
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None
     program = fsdp.program(plan, model, Sharding(case.shards, experts=cut))
     sharding = oracle.Sharding(case.shards)
-    steps = oracle.traced(builder(case.sizes, sharding, [case.recompute] * case.sizes.layers), sharding)
+    build = builder(case.sizes, sharding, [case.recompute] * case.sizes.layers, case.chunks)
+    steps = oracle.traced(build, sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]

@@ -45,6 +45,8 @@ class Case:
     sizes: Sizes = SIZES
     every: int = 1
     """With full recompute: which layers."""
+    chunks: int = 0
+    """Of the loss, if it has some."""
 
     def modes(self) -> list[str]:
         """Of each layer."""
@@ -68,6 +70,8 @@ CASES = {
     "tp4-none-fp32-one-shard": Case(4, "none", True, ALONE_IN_FP32, sizes=TWO_LAYERS),
     "tp8-none-one-sequence": Case(8, "none", True, Sharding(2), sizes=ONE_SEQUENCE),
     "tp4-full-one-sequence": Case(4, "full", False, Sharding(2), sizes=ONE_SEQUENCE),
+    "tp2-chunked": Case(2, "none", True, ends_apart=True, sizes=TWO_LAYERS, chunks=4),
+    "tp4-full-chunked": Case(4, "full", True, ends_apart=True, sizes=ONE_SEQUENCE, chunks=2),
     "tp8-op-one-sequence": Case(8, "op", False, Sharding(2), sizes=ONE_SEQUENCE),
 }
 
@@ -93,6 +97,7 @@ def flags_of(case: Case) -> dict[str, str]:
         "fsdp-parameters": sharding.original,
         "fsdp-reduce": sharding.reduce_dtype or compute,
         "ends-apart": str(case.ends_apart).lower(),
+        **({"loss": "chunked", "loss-chunks": str(case.chunks)} if case.chunks else {}),
     }
 
 
@@ -115,7 +120,13 @@ class Compared:
     steps: Steps
 
 
-@pytest.fixture(params=CASES.values(), ids=list(CASES), scope="module")
+@pytest.fixture(
+    params=[
+        pytest.param(case, marks=[pytest.mark.slow] * (name == "tp4-full-chunked")) for name, case in CASES.items()
+    ],
+    ids=list(CASES),
+    scope="module",
+)
 def compared(request: pytest.FixtureRequest) -> Compared:
     case = request.param
     assert isinstance(case, Case)
@@ -137,6 +148,7 @@ def traced(case: Case, *, evaluates: bool = False) -> Steps:
         parallel_loss=case.parallel_loss,
         ends_apart=case.ends_apart,
         evaluates=evaluates,
+        chunks=case.chunks,
     )
 
 
@@ -152,6 +164,33 @@ def test_every_event(compared: Compared) -> None:
             forward = [event for event in forward if event.name != "loss"]
         assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
         assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
+
+
+@pytest.mark.slow
+def test_chunks_without_a_cast() -> None:
+    """The first chunk's gradient of the head is that to which the others are added."""
+    case = Case(2, "none", True, SIXTEEN_BIT, ends_apart=True, sizes=ONE_SEQUENCE, chunks=4)
+    folded, steps = fold_program(made(case)), traced(case)
+    assert folded.static == steps.before == steps.end
+    assert folded.after_forward == steps.levels()[0]
+    assert 0 <= max(steps.peaks()[:-1]) - folded.backward_peak <= 2 * ROUND
+
+
+@pytest.mark.slow
+def test_chunks_of_two_microbatches() -> None:
+    """The gradient of the head's weight is there from the first backward pass on, and nothing else differs."""
+    case = Case(4, "full", True, TWICE, ends_apart=True, sizes=ONE_SEQUENCE, chunks=2)
+    program, steps = made(case), traced(case)
+    modules = [span.module for span in program.spans]
+    forward = [event for module in modules for event in named(module, module.steady.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.steady.backward)]
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(steps.stretches[2]))
+    traced_backward = without_grad_loss(steps.stretches[3])
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(traced_backward))
+    folded = fold_program(program)
+    assert folded.static == steps.before == steps.end
+    assert 0 <= max(steps.peaks()[:4]) - folded.backward_peak <= 3 * ROUND  # scalars of both losses
+    assert folded.step_peak == steps.peaks()[4]
 
 
 def test_readings(compared: Compared) -> None:

@@ -261,7 +261,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
 
 def without_scalars(events: Iterable[Event]) -> list[Event]:
     """The plan's events without the ends of the loss and of its gradient."""
-    return [event for event in events if event.sign > 0 or event.name not in ("loss", "grad_loss")]
+    return [event for event in events if event.sign > 0 or event.name not in ("loss", "grad_loss", "total_loss")]
 
 
 def without_grad_loss(changes: Iterable[Change]) -> list[Change]:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from memplan.trace.torchtitan import cross_entropy
 
+from . import titan_loss
 from .fsdp import Sharding, undivided
 from .titan_models import Norm
 
@@ -362,12 +363,15 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(sizes, layer) for layer in range(sizes.layers)})
         self.norm = Norm(sizes.hidden)
         self.lm_head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.skips_head = False
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, masks: Metadata) -> torch.Tensor:
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, masks, positions)
         h = self.norm(h)
+        if self.skips_head:
+            return h  # type: ignore[no-any-return]
         output = self.lm_head(h)
         return output  # type: ignore[no-any-return]  # noqa: RET504 (a variable, as there)
 
@@ -416,12 +420,13 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str]
+    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block."""
+    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = Decoder(sizes)
+        model.skips_head = chunks > 0
         given = sharding.policy
         policy = MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -445,6 +450,8 @@ def builder(
 
         def loss() -> torch.Tensor:
             logits = model(tokens, positions, Metadata(places, sizes.s))
+            if chunks:
+                return titan_loss.chunked(logits, labels, model.lm_head, chunks)
             result = cross_entropy(logits.unsqueeze(0), labels.unsqueeze(0))
             del logits
             return result

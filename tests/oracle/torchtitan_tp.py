@@ -16,13 +16,14 @@ from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.trace.torchtitan import Transformer, apply_tp, cross_entropy
 
+from . import titan_loss
 from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing, undivided
 from .torchtitan import Sizes, llama, recomputed
 from .tracer import Trace, cuda_behaviour
@@ -128,8 +129,10 @@ def traced(
     parallel_loss: bool,
     ends_apart: bool = False,
     evaluates: bool = False,
+    chunks: int = 0,
 ) -> Steps:
-    """An iteration with AdamW (foreach), whose states exist; or ``evaluates``: forward without a graph."""
+    """An iteration with AdamW (foreach), whose states exist; or ``evaluates``: forward without a graph. ``chunks``: of
+    the loss, whose logits are in parts then."""
     steps = Steps()
     with fake_ranks(tp * sharding.shards * sharding.replicas):
         mesh = init_device_mesh("cpu", (sharding.replicas, sharding.shards, tp), mesh_dim_names=("r", "dp", "tp"))
@@ -138,6 +141,8 @@ def traced(
         def body(trace: Trace, follow: ResizedFollow) -> None:
             model = _model(sizes, sharding.original)
             apply_tp(model, parts, parallel_loss=parallel_loss)
+            if chunks:
+                without_head(model)
             _shard(model, sizes, data, sharding, modes, ends_apart)
             for tensor in (*model.parameters(), *model.buffers()):
                 follow.adopt(tensor, "state")
@@ -147,9 +152,21 @@ def traced(
             update(optimizer, trace)
             tokens, labels = (torch.randint(0, sizes.vocab, (sizes.b, sizes.s)) for _ in range(2))
             gc.collect()
+            if chunks:
+                head: Any = model.output
+                head.set_reshard_after_forward(True)  # as the iteration before has left it
+            losses: list[torch.Tensor] = []
             steps.before, trace.changes = trace.live, []
             for sync in sharding.synced:
                 model.set_requires_gradient_sync(sync)
+                if chunks:
+                    loss = titan_loss.chunked(model(tokens), labels.view(-1), head, chunks, parts.get_group())
+                    _cut(trace, steps)
+                    loss.backward()
+                    _cut(trace, steps)
+                    losses.append(loss)
+                    del loss
+                    continue
                 with loss_parallel() if parallel_loss else nullcontext(), torch.set_grad_enabled(not evaluates):
                     logits = model(tokens)
                     loss = cross_entropy(logits, labels)
@@ -159,12 +176,36 @@ def traced(
                         loss.backward()
                     _cut(trace, steps)
                 del loss
+            losses.clear()
             update(optimizer, trace)
             _cut(trace, steps)
             steps.end = trace.live
 
         run_local(body)
     return steps
+
+
+class Headless(Transformer):
+    """Hidden states (n, h) leave the model, on every rank all (``Decoder.forward`` with ``_skip_lm_head``)."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)  # type: ignore[misc]
+        for layer in self.layers.values():
+            h = layer(h, self.freqs_cis)
+        h = self.everywhere(self.norm(h))  # type: ignore[misc]
+        return h.view(-1, h.shape[-1])
+
+    @staticmethod
+    def everywhere(h: Any) -> torch.Tensor:
+        return h.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
+
+
+def without_head(model: Transformer) -> None:
+    """``model`` whose loss runs its head."""
+    given: Any = model.output
+    head = titan_loss.Head(given.in_features, given.out_features, bias=False)
+    head.weight = given.weight
+    model.__class__, model.output = Headless, head
 
 
 def _model(sizes: Sizes, dtype: str) -> Transformer:

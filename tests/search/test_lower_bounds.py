@@ -65,6 +65,10 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "torchtitan": ({**TITAN, "gpus": "8", "gbs": "96"}, 0.7),
     "torchtitan, every second": ({**TITAN, "gpus": "8", "gbs": "96", "recompute-every": "2"}, 0.7),
     "torchtitan, ends apart": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true"}, 0.7),
+    "torchtitan, chunks": (
+        {**TITAN, "gpus": "8", "gbs": "96", "seq": "256", "ends-apart": "true", "loss": "chunked"},
+        0.5,
+    ),
     "torchtitan, experts": ({**EXPERTS, "gpus": "8", "gbs": "96"}, 0.5),
     "torchtitan, GPipe": ({**TITAN, "gpus": "8", "gbs": "96", "schedule": "gpipe"}, 0.6),
 }  # fmt: skip
@@ -75,7 +79,12 @@ def space(name: str) -> Space:
     return space_of(base, filled(base), {})
 
 
-@pytest.mark.parametrize("name", SPACES)
+SLOW = ("torchtitan, chunks",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SPACES], ids=list(SPACES)
+)
 def test_no_layout_needs_less(name: str) -> None:
     """And bounds are near what layouts need, or they would leave none out."""
     whole = space(name)

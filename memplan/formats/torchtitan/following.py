@@ -388,7 +388,8 @@ class Following:
         taken = definition.args
         named = [one.arg for one in (*taken.posonlyargs, *taken.args)]
         every = [*named, *(one.arg for one in taken.kwonlyargs)]
-        if taken.vararg or taken.kwarg or len(arguments) > len(named) or not {*keywords} <= {*every}:
+        more = {name: item_of(one, where) for name, one in keywords.items() if name not in every}
+        if taken.vararg or len(arguments) > len(named) or (more and taken.kwarg is None):
             raise self._refused(f"{definition.name}(…) takes arguments that are not followed", definition, module)
         inner: Names = {}
         for name, default in zip(reversed(named), reversed(taken.defaults), strict=False):
@@ -397,7 +398,9 @@ class Following:
             if own is not None:
                 inner[one.arg] = self.value(own, module, module.names)
         inner.update(zip(named, arguments, strict=False))
-        inner.update(keywords)
+        inner.update({name: one for name, one in keywords.items() if name in every})
+        if taken.kwarg is not None:
+            inner[taken.kwarg.arg] = Node(more, where)
         missing = next((name for name in every if name not in inner), None)
         if missing is not None:
             raise self._refused(f"{definition.name}(…) needs {missing}, which nobody gives", definition, module)

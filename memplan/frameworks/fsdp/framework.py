@@ -53,7 +53,7 @@ class Fsdp(Framework):
         implementations=("foreach", "for-loop", "fused"),
         implementations_refused={("sgd", "fused"): "PyTorch's fused SGD takes no DTensor"},
         optimizer_fields=frozenset({"momentum", "weight_decay"}),
-        losses=("plain", "vocab-parallel", *OF_TRANSFORMERS),
+        losses=("plain", "vocab-parallel", "chunked", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
     )
@@ -126,6 +126,10 @@ class Fsdp(Framework):
                 raise PlanError(f"trainer.{field}", value, problem)
         if plan.fsdp.version == "2":
             _check_version_2(plan)
+        elif plan.loss.kind == "chunked":
+            raise PlanError(
+                "loss.kind", "chunked", "must be another under FSDP1: torchtitan alone has chunks, and FSDP2"
+            )
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
             problem = "must be plain with tp 1: the vocabulary is not sharded"
             raise PlanError("loss.kind", plan.loss.kind, problem)
@@ -233,6 +237,9 @@ def _check_loss_of_trl(plan: ResolvedPlan) -> None:
 
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone, or of transformers' models."""
+    from .chunked import check
+
+    check(plan)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
         field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
         problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
@@ -241,7 +248,7 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         for field, value in plan.kernels.changed():
             raise PlanError(f"kernels.{field}", value, "must be left out: torchtitan has its own layers")
         if plan.loss.kind in OF_TRANSFORMERS:
-            problem = "must be plain or vocab-parallel: of torchtitan's jobs no other loss is modelled"
+            problem = "must be plain, vocab-parallel or chunked: of torchtitan's jobs no other loss is modelled"
             raise PlanError("loss.kind", plan.loss.kind, problem)
     problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
     if plan.precision.autocast:

@@ -25,6 +25,7 @@ from functools import cached_property
 from itertools import compress
 from typing import Literal, NamedTuple, Protocol
 
+from ...layers.fused_losses import CHUNKS
 from ...layers.recompute import RERUN
 from ...layers.titan_moe import AGAIN, EXPERTS
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape
@@ -89,7 +90,7 @@ class Around(NamedTuple):
     before_backward: Tape
     after_backward: Tape
     before_inner: Tape = ()
-    """Of a unit in the middle of the module,"""
+    """Of a unit in the middle of the module, or of one that the loss gathers for its chunks,"""
     after_inner: Tape = ()
     again_inner: Tape = ()
     """of its forward when it is recomputed, behind which nothing is resharded (``is_bw``), but what was gathered ends:
@@ -105,7 +106,7 @@ class Around(NamedTuple):
             return self.over_inner
         if seam.name == AGAIN:
             return self.again_inner if seam.hook is Hook.BEFORE_FORWARD else self.over_inner
-        if seam.name == EXPERTS:
+        if seam.name in (EXPERTS, CHUNKS):
             return self._inner(seam)
         match seam.hook:
             case Hook.BEFORE_FORWARD:
@@ -151,7 +152,7 @@ class Hooks:
     ) -> None:
         self.units = units
         self.sharding = sharding
-        self.gradients = gradients
+        self.gradients = [*gradients]
         """Of each unit, what autograd leaves at its parameters, in their order."""
         self.role = role
         self.states = [_State() for _ in units]
@@ -454,6 +455,32 @@ class Hooks:
         for one in (*self.reduced, *([self.reducing] if self.reducing is not None else [])):
             self.drop(one)
         self.reduced, self.reducing = [], None
+
+
+class Explicit(Hooks):
+    """Units may also be gathered, waited for and resharded by calls."""
+
+    def gather(self, at: int) -> None:
+        """``unshard``, whose output waits on the default stream."""
+        state = self.states[at]
+        begun = len(self.events)
+        self.unshard(at)
+        if state.gathered is None:
+            return
+        known = {state.gathered.tensor: self.id("gathered", at)}
+        for place in range(begun, len(self.events)):
+            event = self.events[place]
+            if isinstance(event, Hold):
+                self.events[place] = event._replace(stream=0, tensor=known.get(event.tensor, event.tensor))
+        state.gathered = state.gathered._replace(stream=0, tensor=self.id("gathered", at))
+
+    def wait(self, at: int) -> None:
+        """``UnshardHandle.wait``."""
+        self.wait_for_unshard(at, forward=False)
+
+    def free(self, at: int) -> None:
+        """``FSDPModule.reshard``."""
+        Hooks.reshard(self, at, forward=False)
 
 
 def reruns(backward: Tape) -> bool:

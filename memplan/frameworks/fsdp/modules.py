@@ -14,7 +14,8 @@ from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, inser
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain.tuned import packed
-from .hooks import WITHIN, Around, Gradient, Hooks, Role, pass_through, recomputes, reruns
+from .chunked import hooks_of
+from .hooks import WITHIN, Around, Gradient, Role, pass_through, recomputes, reruns
 from .units import Sharding, Unit
 
 EXPERT_DIMENSIONS = 3
@@ -170,7 +171,7 @@ def _with_hooks(
     again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
     rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
     passes = [
-        pass_through(Hooks(units, sharding, gradients, role), len(modules), last, lowest, again, rerun)
+        pass_through(hooks_of(units, sharding, gradients, role), len(modules), last, lowest, again, rerun)
         for role in roles
     ]
     cast = sharding.reduce != sharding.compute
@@ -191,10 +192,10 @@ def _gradient(hold: Hold, ids: GradientIds, sharding: Sharding) -> Gradient:
 
 def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
     """A unit's gradients in the order of its parameters; among equal sizes any, but the embedding's, which comes
-    first, before the head's: tensor parallelism leaves it in another placement."""
+    first, before the head's: tensor parallelism leaves it in another placement. A unit's may all be made elsewhere."""
     left = list(gradients)
     result = []
-    for parameter in (one for one in parameters if one.trained):
+    for parameter in (one for one in parameters if one.trained and left):
         equal = [gradient for gradient in left if gradient.elements == parameter.elements]
         one = min(equal, key=lambda gradient: gradient.placed is None)
         left.remove(one)

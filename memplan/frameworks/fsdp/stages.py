@@ -29,7 +29,7 @@ from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Ta
 from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
 from ...values import dataclass
 from ..plain import programs as plain
-from .hooks import Gradient, Hooks, Role, pass_through
+from .hooks import Explicit, Gradient, Role, pass_through
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, places, recipes, with_experts
 from .units import Cut as CutOfExperts
@@ -247,7 +247,7 @@ def _steps(tensors: Sequence[Sequence[Parameter]], plan: ResolvedPlan, sharding:
 # -- hooks ------------------------------------------------------------------------------------------
 
 
-class _Stage(Hooks):
+class _Stage(Explicit):
     """One stage's hooks from the first micro-batch to the reduction."""
 
     def reshard(self, at: int, *, forward: bool) -> None:
@@ -258,28 +258,6 @@ class _Stage(Hooks):
         self.role = Role.KEPT
         for state in self.states:
             state.ran = False
-
-    def gather(self, at: int) -> None:
-        """``unshard(async_op=True)``, whose output waits on the default stream."""
-        state = self.states[at]
-        begun = len(self.events)
-        self.unshard(at)
-        if state.gathered is None:
-            return
-        known = {state.gathered.tensor: self.id("gathered", at)}
-        for place in range(begun, len(self.events)):
-            event = self.events[place]
-            if isinstance(event, Hold):
-                self.events[place] = event._replace(stream=0, tensor=known.get(event.tensor, event.tensor))
-        state.gathered = state.gathered._replace(stream=0, tensor=self.id("gathered", at))
-
-    def wait(self, at: int) -> None:
-        """``UnshardHandle.wait``."""
-        self.wait_for_unshard(at, forward=False)
-
-    def free(self, at: int) -> None:
-        """``FSDPModule.reshard``."""
-        super().reshard(at, forward=False)
 
     def reduce(self, at: int) -> None:
         """``post_backward`` of the gradients that were kept."""

@@ -16,8 +16,9 @@ from functools import lru_cache
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import titan_moe, torchtitan, torchtitan_tp
+from ...layers import tensor_parallel, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
+from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
 from ...plan.errors import PlanError
@@ -28,6 +29,7 @@ from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain import programs as plain
+from . import chunked
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, titan_of
 from .units import Cut, Unit
@@ -57,13 +59,15 @@ class Recipes:
     tensor: int = 1
     parallel_loss: bool = False
     """Logits stay in parts."""
+    chunks: HeadLoss | None = None
+    """Head and loss run chunk by chunk, outside of the model."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
         return _block(replace(self, shape=self.shape.of_layer(layer)), mode, options)
 
     def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
-        """Embedding, final norm, head, and the loss outside of the model."""
+        """Embedding, final norm, head, and the loss outside of the model; with chunks the head has it."""
         return _ends(self, options)
 
     def behind(self, embedding: Module, blocks: Sequence[Module]) -> list[Module]:
@@ -98,6 +102,7 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep, in_flight=plan.layout.pp > 1),
         plan.layout.tp,
         plan.loss.kind == "vocab-parallel",
+        chunked.loss_of(plan),
     )
 
 
@@ -151,10 +156,13 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run((of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm"))
+        normed = (of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm")
+        return Run(tensor_parallel.gathered(r, normed, t, "head_input") if t > 1 and of.chunks else normed)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
+        if of.chunks is not None:
+            return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
         if t == 1:
             return Run(torchtitan.output(r, x, shape))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
@@ -166,7 +174,12 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     return (
         build("embedding", embed, Interface(None, shape.dtype), options),
         build("final_norm", norm, of.interface, options),
-        build("head", head, of.interface, options),
+        build(
+            "head",
+            head,
+            replace(of.interface, shape=(shape.b, shape.s, shape.spec.hidden)) if of.chunks else of.interface,
+            options,
+        ),
         build("loss", loss, Interface(of.logits, shape.dtype), options),
     )
 
@@ -380,7 +393,9 @@ def torchtitan_model(
     blocks = [made.block(recompute.of(at), options, at) for at in range(len(names))]
     embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
-    after = [Span(norm, ("final_norm",)), Span(head, ("head",)), Span(loss, ("loss",))]
+    after = [Span(norm, ("final_norm",)), Span(head, ("head",))]
+    if made.chunks is None:
+        after.append(Span(loss, ("loss",)))
     spans = (Span(embedding, ("embedding",)), *layers, *after)
     last, every = len(names), range(len(names))
     kept = 0 if ends_apart else last
@@ -398,4 +413,8 @@ def torchtitan_model(
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     titan = made.titan
     buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
-    return Model(spans, with_parameters(spans, units, titan.registered), "head", buffers)
+    own = with_parameters(spans, units, titan.registered)
+    if made.chunks is None:
+        return Model(spans, own, "head", buffers)
+    own = chunked.apart(own, accumulates=made.chunks.accumulates)
+    return Model(spans, own, "final_norm", buffers)

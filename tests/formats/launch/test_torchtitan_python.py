@@ -90,6 +90,18 @@ def mine() -> Trainer.Config:
     config.override.imports += ["another"]
     return config
 """
+OPTIMIZER = """
+def default_adamw(lr: float = 8e-4, **kwargs: Any) -> OptimizersContainer.Config:
+    return OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(
+                pattern=r".*",
+                optimizer_name="AdamW",
+                optimizer_kwargs={"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, **kwargs},
+            )
+        ]
+    )
+"""
 GRAPHS = "training.disable_cuda_graphs=true"
 
 Read = Callable[..., ReadPlan]
@@ -101,9 +113,12 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "torchtitan" / "models" / "llama3"
     model.mkdir(parents=True)
-    for folder in (model, model.parent, model.parent.parent, tmp_path / "recipes"):
+    optimizer = model.parent.parent / "components" / "optimizer"
+    for folder in (model, model.parent, model.parent.parent, tmp_path / "recipes", optimizer.parent, optimizer):
         folder.mkdir(exist_ok=True)
         (folder / "__init__.py").touch()
+    (optimizer / "__init__.py").write_text("from .optimizer import default_adamw")
+    (optimizer / "optimizer.py").write_text(OPTIMIZER)
     (model / "config_registry.py").write_text(REGISTRY)
     (tmp_path / "recipes" / "mine.py").write_text(MINE)
     common = "def shared(config):\n    config.training.disable_cuda_graphs = True\n"

@@ -1,0 +1,140 @@
+"""torchtitan's loss in chunks under ``fully_shard``: head, loss and their backward run outside of the model.
+
+``torchtitan/components/loss.py`` (``ChunkedLossWrapper.__call__``) of 21 August 2026 (commit b5bcd76), and torch 2.13,
+``_fully_shard/_fsdp_state.py`` (``_force_complete_incomplete_states``) and ``_fsdp_param_group.py``
+(``post_backward``, ``unshard``). Norm and head are one unit, which the model's forward leaves incomplete. Its own end
+completes it, and reshards it, for the loss has left ``set_reshard_after_forward(True)`` the iteration before; the loss
+gathers it again, on the default stream, and reshards it behind the last chunk. The head's gradient is kept whole from
+chunk to chunk, in the reduction's dtype, and reduced with the last one; that of the norm is in the model's backward,
+for which the unit is gathered once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...layers.fused_losses import CHUNKS, HeadLoss
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...tape.events import Drop, Hold, Scope, Tape
+from .hooks import GRADIENTS, Explicit, Gradient, Role
+from .units import Sharding, Unit, size
+
+KEPT = (1 << 16) - 1
+"""Number of the head's gradient among what hooks hold within a module."""
+
+OF_SEVERAL = f"{CHUNKS} of several micro-batches"
+"""The unit of chunks whose gradient is added to that of another micro-batch, which is there from the first backward on:
+one more in the forward pass of the first micro-batch would never be the most."""
+
+
+def loss_of(plan: ResolvedPlan) -> HeadLoss | None:
+    """The loss that runs in chunks, if it does."""
+    if plan.loss.kind != "chunked":
+        return None
+    casts = plan.fsdp.reduce != plan.precision.dtype
+    several, parallel = plan.microbatches > 1, plan.layout.tp > 1
+    return HeadLoss(
+        "chunked", chunks=plan.loss.chunks, accumulates=several, sharded=True, casts=casts, parallel=parallel
+    )
+
+
+def check(plan: ResolvedPlan) -> None:
+    """Refuses what chunks are not modelled with."""
+    given, layout = plan.fsdp, plan.layout
+    if plan.loss.kind != "chunked":
+        return
+    if given.code != "torchtitan":
+        problem = "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself"
+        raise PlanError("loss.kind", "chunked", problem)
+    for name, value, kept in (
+        ("fsdp.ends_apart", given.ends_apart, True),
+        ("fsdp.offload", given.offload, False),
+        ("fsdp.gradient_sync", given.gradient_sync, True),
+        ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
+    ):
+        if value is not kept:
+            raise PlanError(name, value, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
+    if plan.loss.chunks == 1:
+        raise PlanError("loss.chunks", 1, "must be 2 or more under fsdp: one chunk holds what loss.kind plain does")
+    if layout.pp > 1:
+        problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
+        raise PlanError("layout.pp", layout.pp, problem)
+
+
+def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:
+    """``units``, the last of norm and head, where the head's gradient is a matter of its own."""
+    *others, ends = units
+    name = OF_SEVERAL if accumulates else CHUNKS
+    norm, head = ends.parameters
+    both = (norm, replace(head, trained=False))
+    ends = replace(ends, parameters=both, last=ends.first, reshard=True)
+    return (*others, ends, Unit(name, (head,), ends.first + 1, ends.first + 1, True, inner=True))
+
+
+class ChunkedHooks(Explicit):
+    """The last two units are those of ``apart``."""
+
+    opening: Tape = ()
+    """What hooks do behind the first chunk's backward,"""
+    closing: Tape = ()
+    """and behind the last one's."""
+
+    @property
+    def chunks(self) -> int:
+        return len(self.units) - 1
+
+    def pre_forward(self, at: int) -> None:
+        if at < self.chunks:
+            super().pre_forward(at)
+            return
+        self.gather(at - 1)
+        self.wait(at - 1)
+
+    def post_forward(self, at: int) -> None:
+        if at < self.chunks:
+            super().post_forward(at)
+            return
+        (head,) = self.units[at].parameters
+        kept = self._gradient(head.elements, self.sharding.reduce)
+        self.opening = (kept,)
+        end = Drop(kept.tensor, kept.bytes, kept.category)
+        self.gradients[at] = [Gradient(end, head.elements, head.elements, kept.tensor)]
+        role, self.role = self.role, Role.STEADY if self.adds else Role.FIRST
+        super().post_backward(at)
+        self.role = role
+        self.closing = self.take()
+        self.free(at - 1)
+
+    def pre_backward(self, at: int) -> None:
+        if at == self.chunks:
+            self.events += self.opening
+            return
+        super().pre_backward(at)
+        if at == self.chunks - 1 and self.adds and self.role is Role.FIRST:
+            self.events.append(self._gradient(self.units[-1].reduced(self.sharding.shards), self.sharding.trained))
+
+    def post_backward(self, at: int) -> None:
+        if at < self.chunks:
+            super().post_backward(at)
+            return
+        self.states[at].ran = True
+        self.events += self.closing
+
+    @property
+    def adds(self) -> bool:
+        return self.units[-1].name == OF_SEVERAL
+
+    def _gradient(self, elements: int, dtype: str) -> Hold:
+        """Of the head's weight."""
+        number = Scope.MODULE.id(KEPT)
+        return Hold(number, size(elements, dtype), GRADIENTS, "gradient_of_head", (elements,), dtype)
+
+
+def hooks_of(
+    units: Sequence[Unit], sharding: Sharding, gradients: Sequence[Sequence[Gradient]], role: Role
+) -> Explicit:
+    """The hooks of one micro-batch."""
+    made = ChunkedHooks if units[-1].name.startswith(CHUNKS) else Explicit
+    return made(units, sharding, gradients, role)
