@@ -1,11 +1,12 @@
 """The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
 
-python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check]
+python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check] [--zero-3]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
 those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
-anew where they are what it says, with what operators do; else it learns it. ``--check`` learns nothing: it counts
+anew where they are what it says, with what operators do; else it learns it. ``--zero-3`` learns what DeepSpeed's
+stage 3 needs, too, which few models ship with. ``--check`` learns nothing: it counts
 the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
 tests/trace/test_built_in.py`` traces each beside its fit.
 """
@@ -36,6 +37,8 @@ VARIANTS: tuple[dict[str, str], ...] = ({"recompute": "full"}, {})
 """Flags of the plans that are learnt of every model: bf16 and the flash kernel, without recompute and with it."""
 SHARDED = {"framework": "fsdp", "dp": "2"}
 """And besides, where ``fully_shard`` casts what layers are handed."""
+GATHERED = {"framework": "deepspeed", "zero": "3", "dp": "2"}
+"""And where ZeRO-3's hooks run, of models that it was asked for, or is there already."""
 LONGEST = 131072
 """Tokens of a sequence up to which a fit goes."""
 
@@ -45,25 +48,27 @@ def main() -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="all that are listed if left out")
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--renew", action="store_true", help="what another tracer made, checked beside traces")
+    parser.add_argument("--zero-3", action="store_true", help="DeepSpeed's stage 3, too")
     parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
     asked = parser.parse_args()
     models = [learned_models()[name] for name in asked.models or learned_models()]
-    work = checked if asked.check else partial(learnt, again=asked.again, renew=asked.renew)
+    work = checked if asked.check else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3)
     wrong = [line for one in models for line in work(one)]
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def learnt(model: LearnedModel, *, again: bool, renew: bool) -> Iterator[str]:
+def learnt(model: LearnedModel, *, again: bool, renew: bool, gathers: bool) -> Iterator[str]:
     """Writes the fits of ``model``; what could not be learnt, in words."""
     wanted = set()
     recomputed: Fit | None = None
-    for flags in chain(VARIANTS, ({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))):
+    cast = ({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))
+    gathered = ({**GATHERED, **one} for one in VARIANTS)
+    for flags in chain(VARIANTS, cast, (one for one in gathered if gathers or paths_of(model, plan_of(model, one)))):
         words = " ".join([model.name, *flags.values()])
         plan = plan_of(model, flags)
         job = job_of(plan)
-        asked = [cache.built_in_path(model.name, settings_of(job, layers)) for layers in (None, plan.model.layers)]
-        there = [path for path in dict.fromkeys(asked) if path.is_file()]
+        there = paths_of(model, plan)
         if there and renew:
             known = None if job.recompute else recomputed
             there = [path for path in there if not cache.is_stale(path) or renewed(path, job, words, known)]
@@ -87,6 +92,13 @@ def learnt(model: LearnedModel, *, again: bool, renew: bool) -> Iterator[str]:
     for path in (LEARNED / model.name).glob(f"*{cache.SUFFIX}"):
         if path not in wanted:
             path.unlink()
+
+
+def paths_of(model: LearnedModel, plan: ResolvedPlan) -> list[Path]:
+    """Files that are there of ``plan``'s fit."""
+    job = job_of(plan)
+    asked = [cache.built_in_path(model.name, settings_of(job, layers)) for layers in (None, plan.model.layers)]
+    return [path for path in dict.fromkeys(asked) if path.is_file()]
 
 
 def fit_in(path: Path) -> Fit | None:

@@ -12,9 +12,9 @@ from memplan.trace.job import Job
 from memplan.trace.learning import Learner
 from memplan.trace.recording import Traced
 from memplan.trace.rows import laid_out, piece_of
-from memplan.trace.step import traced_step
 from memplan.trace.structure import UnfitError, as_traced
 from memplan.trace.work import PASSES, NoWorkError, check_work, work_of
+from memplan.trace.worker import evaluated_step
 
 STEP = 72
 """Tokens between lengths: most fits were made at multiples of 128 and 32."""
@@ -51,7 +51,7 @@ def fewest_layers(piece: Piece) -> int:
 def _traced(job: Job) -> Traced:
     gc.collect()
     gc.freeze()
-    return traced_step(job, evaluates=True)
+    return evaluated_step(job)
 
 
 def _renewed(learner: Learner, piece: Piece, recomputed: Fit | None) -> Piece:

@@ -73,7 +73,7 @@ class FrameworkSearch:
     def zero(self, plan: ResolvedPlan) -> tuple[int, ...]:
         """ZeRO stages that are tried, in their order."""
         own = framework(plan.framework)
-        return own.supports.zero if plan.model.has_sizes else own.running.learnt_zero(own.supports.zero)
+        return own.supports.zero if plan.model.has_sizes else own.running.learnt_zero(plan, own.supports.zero)
 
     def parallel_sizes(self, plan: ResolvedPlan, gpus: int) -> dict[str, tuple[int, ...]]:
         """Values of every size of the layout on so many GPUs."""

@@ -68,13 +68,17 @@ class FrameworkRunning:
         named = listed([one.name for one in frameworks() if one.running.learns])
         raise PlanError("framework", plan.framework, f"must be {named}: under others this architecture has no recipe")
 
-    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the ZeRO stages that it has, those that it has of such an architecture."""
+    def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the ZeRO stages that it has, those that it has of the plan's architecture."""
         return zero
 
     def learnt_casts(self, plan: ResolvedPlan) -> bool:
         """``casts``, of a plan of such an architecture."""
         return self.casts
+
+    def learnt_gathers(self, plan: ResolvedPlan) -> bool:
+        """Hooks of modules gather parameters: a plan of such an architecture needs to know where they run."""
+        return False
 
     def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
         """``plan`` with dtypes as its passes meet them, which are what one device is traced with."""

@@ -324,6 +324,8 @@ class Job:
     """Micro-batches whose inputs are on the device at once where transformers' Trainer runs the model."""
     casts: bool = False
     """Every layer casts what it is handed to ``dtype``, as ``fully_shard`` does, though nothing is sharded."""
+    gathers: bool = False
+    """Modules have ZeRO-3's hooks and its linear function (``gathering``), though nothing is sharded."""
 
     @property
     def packages(self) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weig
 """Fields of a job that change nothing of forward and backward."""
 NAMES = frozenset({"_name_or_path", "transformers_version"})
 """Keys of a configuration that change no model."""
+DEVIATIONS = ("casts", "gathers")
+"""Fields that the settings of a job have where they are true: what a framework does to modules."""
 SECTIONS = ("precision", "recompute", "lora", "quantisation", "frozen")
 """Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
 ALWAYS_TOLD = ("--dtype", "--attention")
@@ -59,14 +61,15 @@ def job_of(plan: ResolvedPlan) -> Job:
     }
     config = {name: value for name, value in spec.config.items() if name not in NAMES}
     job = job_of_plan(plan.model_copy(update=update), config)
-    return replace(job, casts=running.learnt_casts(plan))
+    return replace(job, casts=running.learnt_casts(plan), gathers=running.learnt_gathers(plan))
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:
     """What tells one fit from another; ``layers`` where it is of so many alone."""
     data = {name: value for name, value in job.to_json().items() if name not in OPTIONAL}
-    if not job.casts:
-        del data["casts"]
+    for deviation in DEVIATIONS:
+        if not data[deviation]:
+            del data[deviation]
     name = layers_name(job.config)
     data["config"] = {key: value for key, value in job.config.items() if key != name}
     return {**data, "layers": layers if name is not None else None}
@@ -83,8 +86,9 @@ def fit_of(plan: ResolvedPlan) -> Fit:
     assert isinstance(spec, TracedSpec)
     sections = (plan.precision, plan.recompute, plan.loss, plan.lora, plan.quantisation, plan.frozen, plan.trainer)
     versions = {name: version for name, version in plan.versions.items() if name not in TRACED}
-    casts = framework(plan.framework).running.learnt_casts(plan)
-    key = (spec.digest, plan.attention, plan.code, plan.framework, casts, *versions.items(), *sections)
+    running = framework(plan.framework).running
+    deviates = running.learnt_casts(plan), running.learnt_gathers(plan)
+    key = (spec.digest, plan.attention, plan.code, plan.framework, *deviates, *versions.items(), *sections)
     found = _FOUND.get(key)
     if found is None:
         found = _FOUND[key] = _read(plan.model_copy(update={"versions": versions}), spec)
@@ -174,7 +178,9 @@ def _jobs(job: Job) -> tuple[Job, ...]:
 def _told(plan: ResolvedPlan) -> str:
     """The settings that a fit is looked for under: dtype and attention, and whatever is not the default."""
     others = [word.removeprefix("--") for word in _differing(plan) if word.partition("=")[0] not in ALWAYS_TOLD]
-    return ", ".join([plan.precision.dtype, f"{plan.attention} attention", *(one.replace("=", " ") for one in others)])
+    told = [plan.precision.dtype, f"{plan.attention} attention", *(one.replace("=", " ") for one in others)]
+    gathers = framework(plan.framework).running.learnt_gathers(plan)
+    return ", ".join([*told, f"zero {plan.layout.zero}"] if gathers else told)
 
 
 def advised(plan: ResolvedPlan) -> tuple[str, ...]:
@@ -184,6 +190,8 @@ def advised(plan: ResolvedPlan) -> tuple[str, ...]:
     words = [word for flag in _differing(plan) for word in flag.split("=", 1)]
     words += ["--layers", str(spec.layers)] if spec.changed else []
     words += ["--seq", str(plan.batch.seq)] if spec.positions_max == NO_LENGTH else []
+    if framework(plan.framework).running.learnt_gathers(plan):
+        words += ["--framework", plan.framework, "--zero", str(plan.layout.zero)]
     return tuple(words)
 
 
@@ -191,7 +199,7 @@ def _differing(plan: ResolvedPlan) -> tuple[str, ...]:
     """Flags, as ``--dtype=fp32`` or ``--autocast``, of the fields that tell the plan's fit from the default's: of all
     that are not the default those without which it would be another."""
     plan = framework(plan.framework).running.learnt_alone(plan)
-    asked = settings_of(replace(job_of(plan), casts=False), None)
+    asked = settings_of(replace(job_of(plan), casts=False, gathers=False), None)
     fields = [field for field in plan_fields().values() if field.section in SECTIONS or field.path == "attention"]
     given = [field for field in fields if field.flag and _value(plan, field) not in (None, field.default)]
     needed = list(given)

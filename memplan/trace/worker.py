@@ -99,10 +99,12 @@ def training_of(job: Job, within: Surroundings) -> AbstractContextManager[AnyTra
 def evaluated_step(job: Job) -> Traced:
     """A step of transformers' with an evaluation behind it. 4-bit weights stay as they are in it: that ``Linear4bit``
     packs them anew is for CPUs with AVX-512 alone (bitsandbytes 0.50, ``nn/modules.py``)."""
+    from .gathering import gathering
     from .step import traced_step
 
     is_quantised = job.tuned is not None and job.tuned.four_bit is not None
-    with patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext():
+    packs = patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext()
+    with packs, gathering() if job.gathers else nullcontext():
         return traced_step(job, evaluates=True)
 
 

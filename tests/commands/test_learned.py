@@ -182,7 +182,7 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
         ),
         (
             ["estimate", *ADAPTED, "--framework", "deepspeed", "--gpus", "2", "--zero", "3"],
-            "layout.zero = 3: must be at most 2: what stage 3 gathers in each layer is not modelled",
+            "--lora-dtype bf16 --framework deepspeed --zero 3` traces it once",
         ),
         (
             [
@@ -309,7 +309,10 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
             ["--framework", "fsdp", "--dp", "8", "--no-gradient-sync", "--gbs", "64"],
             "fsdp.gradient_sync = false: must be true: gradients reduced once are not modelled",
         ),
-        (["--framework", "deepspeed", "--dp", "8", "--zero", "3"], "layout.zero = 3: must be at most 2: what stage 3"),
+        (
+            ["--framework", "deepspeed", "--dp", "8", "--zero", "3", "--trainer", "sft"],
+            "trainer.loop = sft: must be none",
+        ),
         (
             ["--framework", "ddp", "--dp", "2", "--zero", "1"],
             "layout.zero = 1: must be 0: not modelled for an architecture without a recipe\n",

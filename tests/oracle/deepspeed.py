@@ -118,6 +118,8 @@ SIZES |= {
         "attention_chunk_size": 64,
     },
     "olmoe": {**OF_LLAMA, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {**OF_LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
     "granitemoe": {**OF_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Architectures, all with 1000 tokens."""
@@ -249,6 +251,13 @@ CASES: dict[str, Case] = {
     "z3-grpo": Case(3, zero=SMALL_3, recompute=True, trainer="grpo"),
 }
 
+# Families without a recipe, whose layers traces say: ``tests/trace/deepspeed_0_19_8.json``.
+LEARNED: dict[str, Case] = {
+    "z3-smollm3": Case(3, family="smollm3", zero=SMALL_3),
+    "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
+    "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
+}
+
 
 def configuration(case: Case) -> dict[str, Any]:
     """``ds_config.json``."""
@@ -290,7 +299,7 @@ def free_port() -> int:
 def measure(case: str) -> list[dict[str, Any]]:
     """One record per rank."""
     port = free_port()
-    ranks = CASES[case].ranks
+    ranks = (CASES | LEARNED)[case].ranks
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(ranks):
@@ -460,8 +469,9 @@ def trl_loss(case: Case, model: Any, own: Any, ids: Any) -> tuple[Any, list[Any]
 
 
 def main(arguments: Sequence[str]) -> None:
-    if len(arguments) == 2 and arguments[0] in CASES:
-        Path(arguments[1]).write_text(json.dumps(run_rank(CASES[arguments[0]])))
+    every = CASES | LEARNED
+    if len(arguments) == 2 and arguments[0] in every:
+        Path(arguments[1]).write_text(json.dumps(run_rank(every[arguments[0]])))
         return
     records = {name: measure(name) for name in (arguments[1:] or CASES)}
     found = {"deepspeed": importlib.metadata.version("deepspeed"), "cases": records}

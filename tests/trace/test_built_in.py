@@ -136,8 +136,8 @@ def test_what_ships_is_what_is_listed() -> None:
         cache.built_in_path(name, settings)
         for name in learned_models()
         for recompute in ("none", "full")
-        for framework in ("single", "fsdp")
-        for plan in (plan_of(name, recompute=recompute, framework=framework),)
+        for flags in ({}, {"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"})
+        for plan in (plan_of(name, recompute=recompute, **flags),)
         for settings in (lookup.settings_of(job_of(plan), None), lookup.settings_of(job_of(plan), plan.model.layers))
     }
     there = set(LEARNED.glob(f"*/*{cache.SUFFIX}"))

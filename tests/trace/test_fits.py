@@ -21,6 +21,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Hold
 from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace.comparison import compared
@@ -56,7 +57,7 @@ def traced(job: Job) -> Traced:
     return evaluated_step(job)
 
 
-def plan_of(family: str, b: int, s: int, **flags: str) -> Plan:
+def plan_of(family: str, b: int, s: int, **flags: str) -> ResolvedPlan:
     sizes = {"framework": "single", "layers": "7", "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
     return resolve(read_plan(None, {**model_flags(family), **CASES[family], **sizes, **flags}).plan)
 

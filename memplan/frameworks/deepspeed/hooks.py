@@ -255,7 +255,8 @@ class _Hooks:
     def _gradient(self, at: int, seam: Seam, taken: set[int]) -> Tape:
         id = self.model.id_of(self.model.instances[at], seam.name)
         size = self.model.bytes(id)
-        self.gradients[at].add(seam.tensor)
+        for place in {at, self.model.makers.get(seam.tensor, at)}:
+            self.gradients[place].add(seam.tensor)
         if self.model.tied and seam.name == TIED:
             return self._tied(at, seam, id, size, taken)
         before, stays = self.reducer.arrived(id, self.model.parameters[id].elements, size)
@@ -264,7 +265,7 @@ class _Hooks:
         return before
 
     def _outlives(self, at: int, tensor: int, id: int, taken: set[int]) -> None:
-        self.names[at][tensor] = Scope.GRADIENTS.id(id)
+        self.names[self.model.makers.get(tensor, at)][tensor] = Scope.GRADIENTS.id(id)
         taken.add(tensor)
 
     def _tied(self, at: int, seam: Seam, id: int, size: int, taken: set[int]) -> Tape:

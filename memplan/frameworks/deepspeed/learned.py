@@ -1,12 +1,13 @@
-"""DeepSpeed's engine with ZeRO 0 to 2 around an architecture that was learnt from traces of one device.
+"""DeepSpeed's engine around an architecture that was learnt from traces of one device.
 
 Until stage 2 hooks run where a gradient is ready and nowhere else: the traced events stay as they are, and each
-gradient goes where the engine puts it. Stage 3 gathers around every submodule, of which a fit knows nothing.
+gradient goes where the engine puts it. Stage 3 gathers around every submodule: its traces have marks where hooks of
+submodules run (``trace.marks``), which are seams here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,17 +16,18 @@ from ...layers.module import Module, Options, Parameter, Tapes
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Category, Drop, Event, Hook, Seam, Tape
+from ...tape.events import Category, Drop, Event, Hold, Hook, Seam, Tape
 from ...tape.program import Chunk, Program, Span, fold_program
 from ...trace.fit import Born, Fit, Piece, Places
 from ...trace.framework import in_compute
+from ...trace.marks import Mark, mark_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
-from ..plain.hooked import HookedModule, Instance, Model
+from ..plain.hooked import NO_PARAMETERS, HookedModule, Instance, Model
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import packed
 from .config import check_model, check_settings, fields_of_a_plan, zero_of
 from .engine import Rank, Setting, beside_packed, candidates, groups_of, placed_of, program_of, rank_of
-from .states import initialisation_peak
+from .states import initialisation_peak, shard
 
 
 def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
@@ -51,11 +53,14 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     found = programs[0] if len(programs) == 1 else max(programs, key=lambda one: fold_program(one).peak)
     besides = sum(hold.bytes for hold in buffers)
     building = initialisation_peak(model, parts, besides, plan.hardware.capacity)
+    tensors = [one.elements for each in model.instances for one in each.hooked.module.parameters]
+    placed = placed_of(setting, model, parts)
     return replace(
         found,
         initialisation=building if setting.builds_as_measured else None,
-        elements=sum(one.elements for each in model.instances for one in each.hooked.module.parameters),
-        host=placed_of(setting, model, parts).on("host"),
+        elements=sum(shard(one, setting.dp) for one in tensors) if zero.stage == 3 else sum(tensors),
+        host=placed.on("host"),
+        nvme=placed.on("nvme"),
     )
 
 
@@ -74,23 +79,77 @@ def _unrolled(rank: Rank, setting: Setting) -> tuple[Rank, OneChunk]:
 
 @lru_cache(maxsize=16)
 def _model(piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bool, dtype: str) -> Model:
-    """The row with a seam where each gradient is ready."""
+    """The row with a seam where each gradient is ready, and where it has marks."""
     made = Row(piece, row, b, s, workspaces)
     names = [(name, span.module) for span in spans(piece, row, b, s) for name in span.names]
+    owners = {name: made.kinds[at].parameters for at, (name, _) in enumerate(names)}
     instances = []
     parameters: list[Parameter] = []
     ids: dict[str, int] = {}
     for at, (name, module) in enumerate(names):
-        kind = made.kinds[at]
-        tapes = Tapes(tuple(made.of(at, FORWARD)), tuple(_with_seams(made, at, dtype)), 0, 0)
-        hooked = Module(module.name, tapes, tapes, module.evaluation, kind.parameters)
+        kind, marked = made.kinds[at], _Marked(owners, name)
+        forward, backward = marked.seams(made.of(at, FORWARD)), marked.seams(_with_seams(made, at, dtype))
+        tapes = Tapes(tuple(forward), tuple(backward), 0, 0)
+        evaluation = tuple(marked.seams(module.evaluation))
+        hooked = Module(module.name, tapes, tapes, evaluation, kind.parameters)
         read = tuple(packed(one, dtype) for one in kind.parameters)
-        one = Instance(name, HookedModule(hooked, {}, frozenset(), read))
-        instances.append(one)
+        instances.append(Instance(name, HookedModule(hooked, marked.reads, marked.unhooked, read)))
         for parameter in read:
-            ids[one.qualified(parameter.name, False)] = len(parameters)
+            ids[one_of(name, parameter.name)] = len(parameters)
             parameters.append(parameter)
-    return Model(tuple(instances), tuple(parameters), ids, False, dtype)
+    for instance in instances:  # what a module reads of another one, as a tied head does
+        found = (one for names in instance.hooked.reads.values() for one in names if "/" in one)
+        ids |= {one_of(instance.name, one): ids[one] for one in found}
+    makers = {tensor: at for tensor, (_, at) in gradients_of(made).items()}
+    return Model(tuple(instances), tuple(parameters), ids, False, dtype, makers=makers)
+
+
+def one_of(instance: str, parameter: str) -> str:
+    """``Instance.qualified``, of a model whose tied weight is its first owner's."""
+    return f"{instance}/{parameter}"
+
+
+class _Marked:
+    """Marks in the tapes of the module ``name``; ``owners`` are parameters by module."""
+
+    def __init__(self, owners: Mapping[str, Sequence[Parameter]], name: str) -> None:
+        self.owners, self.name = owners, name
+        self.reads: dict[str, tuple[str, ...]] = {}
+        """Parameters of each submodule, by the first."""
+        self.ended: set[str] = set()
+        """Submodules whose backward's end is noticed."""
+
+    @property
+    def unhooked(self) -> frozenset[str]:
+        return frozenset(self.reads) - self.ended
+
+    def seams(self, tape: Iterable[Event]) -> Iterator[Event]:
+        """``tape`` with seams for marks."""
+        marks: set[int] = set()
+        read: tuple[str, ...] = ()
+        for event in tape:
+            mark = mark_of(event) if isinstance(event, Hold) else None
+            if mark is not None:
+                marks.add(event.tensor)
+                read = (*read, *self._read(mark))
+                if not mark.more:
+                    yield self._seam(mark.hook, read)
+                    read = ()
+            elif not (isinstance(event, Drop) and event.tensor in marks):
+                yield event
+
+    def _read(self, mark: Mark) -> Sequence[str]:
+        own = self.owners[mark.entry or self.name][mark.first : mark.first + mark.size]
+        foreign = mark.entry not in ("", self.name)
+        return tuple(one_of(mark.entry, one.name) if foreign else one.name for one in own)
+
+    def _seam(self, hook: Hook, read: tuple[str, ...]) -> Seam:
+        if not read:
+            return Seam(NO_PARAMETERS, hook)
+        self.reads[read[0]] = read
+        if hook is Hook.AFTER_BACKWARD:
+            self.ended.add(read[0])
+        return Seam(read[0], hook)
 
 
 def _with_seams(row: Row, at: int, dtype: str) -> Iterator[Event]:
@@ -112,40 +171,56 @@ def _with_seams(row: Row, at: int, dtype: str) -> Iterator[Event]:
 
 def _ends(row: Row, at: int, dtype: str, tape: Tape) -> dict[int, Drop]:
     """By number of a parameter, in the order in which they are ready: where its gradient, which a first micro-batch
-    leaves behind, ends in a further one."""
-    kind, start = row.kinds[at], row.starts[FURTHER][at]
-    made = (one for one in kind.passes[FIRST] if isinstance(one, Born))
-    gradients = {
-        start + number: row.sizes.exact[one.size]
-        for number, one in enumerate(made)
-        if one.category == Category.GRADIENTS
-    }
-    ended = [event for event in tape if isinstance(event, Drop) and event.tensor in gradients]
+    leaves behind, ends in a further one. ``LookupError`` where it does not."""
+    kind, made = row.kinds[at], gradients_of(row)
+    ended = [event for event in tape if isinstance(event, Drop) and event.tensor in made]
     found = {}
     for number in kind.ready:
         size = kind.parameters[number].elements * ITEMSIZE[dtype]
-        end = next(one for one in ended if gradients[one.tensor] == size)
+        end = next((one for one in ended if made[one.tensor][0] == size), None)
+        if end is None:
+            raise LookupError(kind.parameters[number].name)
         ended.remove(end)
         found[number] = end
     return found
 
 
+@lru_cache(maxsize=4)
+def gradients_of(row: Row) -> dict[int, tuple[int, int]]:
+    """Bytes, not rounded, of what a first backward leaves behind, and the place of the module that makes it, by its
+    number in a further one. A tied weight's is the head's, to which the embedding's is added."""
+    return {
+        start + number: (row.sizes.exact[one.size], at)
+        for at, (kind, start) in enumerate(zip(row.kinds, row.starts[FURTHER], strict=False))
+        for number, one in enumerate(change for change in kind.passes[FIRST] if isinstance(change, Born))
+        if one.category == Category.GRADIENTS
+    }
+
+
 def lacks(plan: ResolvedPlan, fit: Fit) -> str:
     """Why the engine's part is not known of ``fit``; nothing where it is."""
     piece = fit.pieces[0]
-    gradients = [
-        sorted(
-            piece.polynomials[one.size](*least_of(piece))
-            for one in kind.passes[FIRST]
-            if isinstance(one, Born) and one.category == Category.GRADIENTS
-        )
-        for kind in piece.kinds
-    ]
-    size = ITEMSIZE[plan.precision.dtype]
-    ready = [sorted(kind.parameters[one].elements * size for one in kind.ready) for kind in piece.kinds]
-    if fit.buckets and gradients == ready:
-        return ""
-    return "gradients of this architecture are not ready layer by layer, so where hooks run is unknown"
+    if plan.layout.zero == 3:
+        stacked = next((one.name for kind in piece.kinds for one in kind.parameters if len(one.shape) > MATRIX), "")
+        if stacked:
+            return f"{stacked} is a stack of matrices, views of which outlive what stage 3 gathers"
+    return _unready(piece, plan.precision.dtype) if fit.buckets else UNREADY
+
+
+MATRIX = 2
+"""Dimensions of weights whose products keep no view of them."""
+UNREADY = "gradients of this architecture are not ready layer by layer, so where hooks run is unknown"
+
+
+@lru_cache(maxsize=64)
+def _unready(piece: Piece, dtype: str) -> str:
+    row = Row(piece, piece.row, *least_of(piece), False)
+    try:
+        for at in range(len(row.kinds)):
+            _ends(row, at, dtype, tuple(row.of(at, FURTHER)))
+    except LookupError:
+        return UNREADY
+    return ""
 
 
 def least_of(piece: Piece) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from ...tape.program import Program
 from ...trace.fit import Fit
 from ...trace.framework import OtherRunning, in_compute, job_of_plan
 from ...trace.job import Job
-from ...trace.learned import assumptions, learnt_programs
+from ...trace.learned import assumptions, fit_of, learnt_programs
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
@@ -234,8 +234,6 @@ class DeepspeedRunning(OtherRunning):
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         problem = "not modelled for an architecture without a recipe"
-        if plan.layout.zero == 3:
-            raise PlanError("layout.zero", 3, f"must be at most 2: what stage 3 gathers in each layer is {problem}")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
         if is_tuned(plan) and plan.lora.rank is None:
@@ -247,8 +245,17 @@ class DeepspeedRunning(OtherRunning):
         """The engine casts adapters to the dtype of training (``engine.cast_tuning``)."""
         return in_compute(plan)
 
-    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(stage for stage in zero if stage < 3)
+    def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
+        """Stage 3 where traces say when its hooks run, which few have."""
+        there = plan.model_copy(update={"layout": plan.layout.model_copy(update={"zero": 3})})
+        try:
+            found = not learned.lacks(there, fit_of(there))
+        except PlanError:
+            found = False
+        return tuple(stage for stage in zero if stage < 3 or found)
+
+    def learnt_gathers(self, plan: ResolvedPlan) -> bool:
+        return plan.layout.zero == 3
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         from ..plain.learned_time import has_work

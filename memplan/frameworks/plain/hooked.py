@@ -59,6 +59,9 @@ MATRIX = 2
 SAVED = "/saved"
 """What the name of a gathered weight ends with that a node has saved, from its parameter's release on."""
 
+MOST_SUBMODULES = 4096
+"""Of one instance of a module."""
+
 NO_PARAMETERS = ""
 """Name of every submodule without parameters at a seam."""
 
@@ -387,6 +390,9 @@ class Model:
     dtype: str
     outside: str = ""
     """The head's weight, where the model's own forward reads it and no submodule's."""
+    makers: Mapping[int, int] = field(default_factory=dict)
+    """Places of the instances that make gradients, by tensor, where every tensor has a number of its own: that of a
+    tied weight is the head's."""
 
     def id_of(self, instance: Instance, name: str) -> int:
         return self.ids[instance.qualified(name, self.tied)]
@@ -414,7 +420,7 @@ class Model:
             instance = self.instances[at]
             names = instance.hooked.reads
             ids = tuple(self.id_of(instance, name) for name in names[submodule])
-            found = self._reads[at, submodule] = at * 64 + list(names).index(submodule), ids
+            found = self._reads[at, submodule] = at * MOST_SUBMODULES + list(names).index(submodule), ids
         return found
 
 

@@ -26,7 +26,7 @@ class PlainRunning(FrameworkRunning):
             problem = "must be 0: not modelled for an architecture without a recipe"
             raise PlanError("layout.zero", plan.layout.zero, problem)
 
-    def learnt_zero(self, zero: tuple[int, ...]) -> tuple[int, ...]:
+    def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
         return (0,)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
