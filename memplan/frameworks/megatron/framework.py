@@ -99,6 +99,12 @@ class Megatron(Framework):
         (first, *_) = stages(plan.model.layers, layout.pp, None, layout=text)
         return layout.model_copy(update={"vpp": len(first)})
 
+    def described(self, plan: Plan) -> list[str]:
+        megatron = plan.megatron
+        parts = [f"Megatron-FSDP {megatron.fsdp}"] if megatron.fsdp != "none" else []
+        parts += ["FSDP2"] if megatron.torch_fsdp != "none" else []
+        return [*parts, f"CUDA graphs {megatron.cuda_graphs}"] if megatron.cuda_graphs != "none" else parts
+
     def default_gradients(self, plan: Plan) -> Dtype:
         """bf16 gradients are accumulated in fp32 (``validate_args``), but for Megatron-FSDP's and FSDP2's."""
         megatron = plan.megatron
