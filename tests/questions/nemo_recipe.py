@@ -1,10 +1,8 @@
-import nemo_run as run
 from nemo.collections import llm
 
 
 def configure_recipe(nodes: int = 1, gpus_per_node: int = 8):
     recipe = llm.llama3_8b.pretrain_recipe(
-        dir="/checkpoints/llama3",
         name="llama3_pretraining",
         num_nodes=nodes,
         num_gpus_per_node=gpus_per_node,
