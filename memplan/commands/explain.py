@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -166,8 +167,11 @@ USAGE = (
 
 
 def _begun(pieces: Iterator[bytes], name: str, *, given: bool) -> tuple[bytes, Iterator[bytes]]:
-    """The first piece, and all. ``PlanError`` where there is none."""
+    """The first piece, and all, in UTF-8 where PowerShell's ``>`` wrote UTF-16. ``PlanError`` where there is none."""
     first = next(pieces, b"")
+    if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        pieces = (text.encode() for text in codecs.iterdecode(chain([first], pieces), "utf-16", "replace"))
+        first = next(pieces, b"")
     if not first:
         raise PlanError("", ABSENT, "is empty" if given else f"is empty; {USAGE}", origin=Origin(name))
     return first, chain([first], pieces)

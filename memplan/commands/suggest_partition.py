@@ -341,6 +341,8 @@ def _no_layout(found: Found) -> PlanError:
         return PlanError("", ABSENT, f"no layout runs: {worst}")
     section, _, name = field.rpartition(".")
     value = getattr(getattr(found.base, section) if section else found.base, name, ABSENT)
+    if problem.startswith(f"must be {value} "):  # a layout's, which the plan does not say
+        return PlanError("hardware.gpus", found.base.hardware.gpus, f"{field} {problem}; no layout runs")
     return PlanError(field, value, f"{problem}; no layout runs")
 
 

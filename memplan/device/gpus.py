@@ -211,6 +211,15 @@ _GPUS = (
         note="the chip and the memory of l40s, which nvidia-smi counts alike",
     ),
     _gpu(
+        "l20",
+        "NVIDIA L20",
+        46_068,
+        (8, 9),
+        "lipku/LiveTalking/issues/545",
+        usable=44.40,
+        note="48 GB with ECC, counted as on an l40, whose usable memory is taken; no reading of nvidia-smi was found",
+    ),
+    _gpu(
         "a40",
         "NVIDIA A40",
         46_068,
@@ -351,11 +360,16 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
         "t4": 40, "mi300x": 304, "rtx-5090": 170, "rtx-4090": 128, "rtx-3090": 82, "rtx-pro-6000": 188, "rtx-a6000": 84,
         "gh200-144gb": 132, "a30": 56, "rtx-3090-ti": 84, "rtx-3060": 28, "rtx-2080-ti": 68,
         "h800": 132, "h20": 78, "a800-80gb": 108, "rtx-6000-ada": 142, "mi325x": 304, "mi355x": 256,
-        "l40": 142, "a40": 84, "rtx-4080": 76, "mi250x": 110, "h100-pcie": 114,
+        "l40": 142, "l20": 92, "a40": 84, "rtx-4080": 76, "mi250x": 110, "h100-pcie": 114,
     }
 )  # fmt: skip
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
 compute units, from the data sheet."""
+
+SHARED = MappingProxyType(
+    dict.fromkeys(("gb10", "dgx-spark", "thor", "agx-thor", "jetson-agx-orin"), "its memory is the host's, too")
+)
+"""GPUs without memory of their own, of which a job gets what the system leaves."""
 
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -374,7 +388,8 @@ ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "h800": ("h800-80gb", "h800-sxm"), "h20": ("h20-96gb",), "a800-80gb": ("a800", "a800-sxm4-80gb"),
         "mi325x": ("mi325x-256gb",), "mi355x": ("mi355x-288gb",), "rtx-6000-ada": ("rtx6000-ada", "6000-ada"),
         "rtx-5090": ("5090", "rtx-5090-32gb"), "rtx-4090": ("4090", "rtx-4090-24gb"),
-        "rtx-3090": ("3090", "rtx-3090-24gb"), "l40": ("l40-48gb",), "a40": ("a40-48gb",), "mi250x": ("mi250",),
+        "rtx-3090": ("3090", "rtx-3090-24gb"), "l40": ("l40-48gb",), "l20": ("l20-48gb",), "a40": ("a40-48gb",),
+        "mi250x": ("mi250",),
         "rtx-4080": ("4080", "4080-super", "rtx-4080-super", "rtx-4080-16gb"),
         "rtx-pro-6000": ("rtx-6000-pro",), "rtx-a6000": ("a6000", "a6000-48gb"),
     }

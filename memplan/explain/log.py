@@ -84,7 +84,7 @@ def windows(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
                 held = held[-BEFORE:]
                 break
             end = first + BEHIND
-            while end < len(held) and (more := _next_mark(held, end - BEHIND + 1, end)) >= 0 and more + BEHIND > end:
+            while end < len(held) and (more := _a_mark(held, end - BEHIND + 1, end)) >= 0 and more + BEHIND > end:
                 end = more + BEHIND
                 if end - first > 4 * BEFORE:
                     break
@@ -101,6 +101,12 @@ def _next_mark(data: bytes, start: int, end: int | None = None) -> int:
     find = _finder()
     found = [at for at in (find(data, mark, start, end) for mark in _MARKS) if at >= 0]
     return min([*found, *_codes(data, start, min(found, default=end))], default=-1)
+
+
+def _a_mark(data: bytes, start: int, end: int) -> int:
+    """The last one, so that a log of nothing else is passed over in few steps; of exit codes the first."""
+    last = max(data.rfind(mark, start, end) for mark in _MARKS)
+    return last if last >= 0 else _next_mark(data, start, end)
 
 
 def _codes(data: bytes, start: int, end: int) -> Iterator[int]:

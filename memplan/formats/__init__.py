@@ -103,6 +103,10 @@ class Elsewhere(NamedTuple):
     """Flags that every file of it comes to."""
     shortened: str = ""
     """What is cut off the front of a value, as a regular expression."""
+    implied: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and flags that this means."""
+    recipe: str = ""
+    """A regular expression of what Python files of it call, and of the model's name in that."""
     instead: str = ""
     """What to give in its place, where that is no flags."""
 
@@ -123,6 +127,29 @@ ELSEWHERE = (
             ("enable_activation_checkpointing", "--recompute full"),
         ),
         shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
+        implied=(("model._component_", r".*\.qlora_", "--quantisation nf4"),),
+    ),
+    Elsewhere(
+        "NeMo 2",
+        ("_factory_",),
+        (
+            ("_factory_", "--model"),
+            ("trainer.num_nodes", "--nodes"),
+            ("num_nodes", "--nodes"),
+            ("trainer.devices", "--gpus-per-node"),
+            ("num_gpus_per_node", "--gpus-per-node"),
+            ("trainer.strategy.tensor_model_parallel_size", "--tp"),
+            ("trainer.strategy.pipeline_model_parallel_size", "--pp"),
+            ("trainer.strategy.virtual_pipeline_model_parallel_size", "--vpp"),
+            ("trainer.strategy.context_parallel_size", "--cp"),
+            ("trainer.strategy.expert_model_parallel_size", "--ep"),
+            ("data.seq_length", "--seq"),
+            ("data.micro_batch_size", "--mbs"),
+            ("data.global_batch_size", "--gbs"),
+        ),
+        before="--framework megatron",
+        implied=(("peft_scheme", "lora", "--lora-rank 32"),),
+        recipe=r"\bllm\.(\w+)\.(?:pretrain|finetune)_recipe\b",
     ),
     Elsewhere(
         "NeMo",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
+from ..plan.hub import twin
 from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_events import parse_yaml
@@ -46,7 +47,8 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
             return "torchtitan"
         if stand_in(text):
             return "trainer"
-        raise PlanError("", ABSENT, f"is Python, which is not run; {INSTEAD}", origin=Origin(name))
+        instead = f"is Python, which is not run; {INSTEAD}"
+        raise _recipe(text, name) or PlanError("", ABSENT, instead, origin=Origin(name))
     if is_script(text, name):
         from .launch import Asked
         from .trainer.python import python_in
@@ -79,18 +81,45 @@ def format_of(written: Node) -> str | None:
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
 
 
-def _elsewhere(tool: Elsewhere, written: Node) -> str:
+def _elsewhere(tool: Elsewhere, written: Node, what: str = "a configuration") -> str:
     """What to give in place of a file of ``tool``."""
     if tool.instead:
         return f"is {tool.name}, and no configuration: {tool.instead}"
     given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
     said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
-    same = f", such as {' '.join([tool.before, *said]).strip()}" if said else " (memplan estimate --help)"
-    return f"is a configuration of {tool.name}, which is not read: say the job in flags{same}"
+    means = [
+        flags
+        for key, begins, flags in tool.implied
+        if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
+    ]
+    same = (
+        f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
+    )
+    return f"is {what} of {tool.name}, which is not read: say the job in flags{same}"
+
+
+def _recipe(text: str, name: str) -> PlanError | None:
+    """What to give in place of a Python file that calls a recipe of another tool."""
+    for tool in ELSEWHERE:
+        called = re.search(tool.recipe, text) if tool.recipe else None
+        if called is None:
+            continue
+        origin = Origin(name)
+        keys = [key for key, _ in tool.flags] + [key for key, _, _ in tool.implied]
+        values = {tool.marks[0]: Node(called[1], origin)}
+        for key in keys:
+            found = re.search(rf"\b{key.rpartition('.')[2]}\s*=\s*(?:(\d+)|[\"'](\w+))", text)
+            if found is not None:
+                values[key] = Node(found[1] or found[2], origin)
+        problem = _elsewhere(tool, Node(values, origin), "a recipe")
+        return PlanError("", ABSENT, problem, origin=origin)
+    return None
 
 
 def _at(written: Node, path: str) -> Node | None:
     node: Node | None = written
+    if path in written.mapping:
+        return written.mapping[path]
     for key in path.split("."):
         node = node.mapping.get(key) if node is not None else None
     return node
@@ -105,6 +134,9 @@ def _said(flag: str, node: Node, shortened: str) -> str:
     items = node.value if isinstance(node.value, list) else [node]
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
         return ""
+    if flag == "--model":
+        model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
+        return f"{flag} {twin(model, node) or one_line(model)}"
     text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
     return f"{flag} {one_line(text)}"
 

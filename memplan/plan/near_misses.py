@@ -66,7 +66,7 @@ _SAME = {
     "--dtype": ("torch-dtype", "params-dtype", "precision"),
     "--attention": ("attn-implementation", "attention-implementation"),
     "--lora-rank": ("lora-r", "lora"),
-    "--lora-targets": ("lora-target-modules", "target-modules"),
+    "--lora-targets": ("lora-target-modules", "target-modules", "lora-target"),
     "--lora-alpha": ("alpha",),
     "--trainer=sft": ("sft",),
     "--trainer=dpo": ("dpo",),
@@ -127,7 +127,10 @@ _MEANT = {
     "--dtype fp16": ("fp16", "half"),
     "--dtype fp32": ("fp32", "float32"),
     "--autocast": ("amp", "use-amp"),
-    "--recompute full": ("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
+    "--recompute full": (
+        *("gradient-checkpointing", "activation-checkpointing", "checkpoint-activations"),
+        *("grad-ckpt", "grad-checkpoint", "grad-checkpointing", "gradient-checkpoint", "ckpt", "checkpointing"),
+    ),
     "--recompute selective": ("recompute-activations", "selective-recompute"),
     "--recompute none": ("no-recompute", "no-gradient-checkpointing", "no-activation-checkpointing"),
     "--framework megatron --zero 1": ("use-distributed-optimizer", "distributed-optimizer"),
@@ -135,6 +138,9 @@ _MEANT = {
     "--attention sdpa": ("sdpa", "use-sdpa"),
     "--attention flash": ("flash", "flash-attention", "flash-attn", "use-flash-attn", "use-flash-attention"),
     "--lora-rank": ("rank", "peft", "use-lora"),
+    "--lora-rank 16, or nothing to train all parameters": (
+        *("method", "tuning", "finetuning-type", "train-type", "tuner-type", "peft-type", "adapter"),
+    ),
     "--quantisation nf4": ("4bit", "nf4"),
     "--quantisation nf4 --lora-rank 16": ("qlora", "q-lora"),
     "--fsdp-offload (fsdp) or --offload-optimizer cpu (deepspeed)": ("cpu-offload", "offload", "offload-to-cpu"),
@@ -214,7 +220,7 @@ CHANGES_NOTHING = frozenset(
         *("learning-rate", "lr", "min-lr", "warmup-steps", "warmup-ratio", "logging-steps"),
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
         *("completion-only-loss", "assistant-only-loss", "train-on-inputs", "train-on-prompt", "mask-prompt"),
-        *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning"),
+        *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning", "full", "full-ft"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
 )

@@ -169,9 +169,12 @@ def _dividing(layout: Layout, gpus: int) -> str:
 def _capacity(hardware: Hardware) -> int | None:
     if hardware.gpu is None:
         return hardware.capacity
-    from ..device.gpus import GPUS, alike, of_series
+    from ..device.gpus import GPUS, SHARED, alike, of_series
 
     gpu = GPUS.get(hardware.gpu)
+    if gpu is None and hardware.gpu in SHARED:
+        problem = f"is not listed, for {SHARED[hardware.gpu]}: say what a job may have in its place: --capacity 110GiB"
+        raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None:
         series = ", ".join(of_series(hardware.gpu))
         known = f": of its series are {series}" if series else f" (`memplan gpus` lists {len(GPUS)})"

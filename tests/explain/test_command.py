@@ -33,6 +33,14 @@ def test_the_story_that_the_project_began_with(capsys: pytest.CaptureFixture[str
     assert explained(capsys, str(log), "bigscience-104b-250k", "--mbs", "8", "-q")[1].count("\n") == 1
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
+def test_a_log_that_powershell_wrote(encoding: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_bytes(f"\ufeffstep 1\n{MESSAGE}\n".encode(encoding))
+    code, out, _ = explained(capsys, str(log), "-q")
+    assert (code, out) == (0, "Out of memory: a request asked for 3.82 GiB, 1.65 GiB free of 15.78 GiB\n")
+
+
 def test_a_pasted_line_and_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = explained(capsys, MESSAGE)
     assert code == 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.explain import log
 from memplan.explain.clues import clues
 from memplan.explain.log import BEFORE, Frame, Reported, reports
 
@@ -100,6 +103,20 @@ def test_a_long_log_is_read_as_fast_as_it_comes() -> None:
     assert found.rank == 7
     assert len(noise) * 128 > 1 << 26
     assert time.process_time() - began < 6
+
+
+def test_a_log_of_nothing_but_messages_is_passed_over_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of half a MB grows by what is behind its last mark, not by one message."""
+    find, calls = log._next_mark, []
+
+    def counted(*words: Any) -> int:
+        calls.append(words)
+        return find(*words)
+
+    monkeypatch.setattr(log, "_next_mark", counted)
+    line = b"CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 8.00 GiB total capacity\n"
+    assert sum(len(text) for text, _ in log.windows([line * 20_000])) > len(line) * 20_000
+    assert len(calls) < 20
 
 
 def test_what_is_held_is_bounded() -> None:
