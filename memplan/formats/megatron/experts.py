@@ -66,10 +66,7 @@ def _frequency(reader: Reader) -> None:
         return
     layers = reader.building.size("model.layers")
     text = str(node.value)
-    try:
-        pattern = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        pattern = None
+    pattern = evaluated(text)
     if isinstance(pattern, int) and pattern >= 1:
         pattern = [int(i % pattern == 0) for i in range(layers)]
     if not isinstance(pattern, list) or len(pattern) != layers or not set(pattern) <= {0, 1}:
@@ -77,6 +74,14 @@ def _frequency(reader: Reader) -> None:
         raise PlanError(FREQUENCY, text, problem, origin=node.origin)
     dense = [Node(layer, node.origin) for layer, experts in enumerate(pattern) if not experts]
     reader.building.put("model.dense_layers", Node(dense, node.origin), FREQUENCY)
+
+
+def evaluated(text: str) -> int | list[int] | None:
+    """A number, or a list in Python (``moe_freq_type``); ``None`` where ``text`` is neither."""
+    try:
+        return _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _evaluated(part: ast.expr) -> int | list[int]:

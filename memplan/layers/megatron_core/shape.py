@@ -195,6 +195,8 @@ class CoreShape(HashedOnce):
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
     replaced: tuple[str, str] = ("", "")
     """What stands in place of this layer's attention and of its MLP (``plan.layer_blocks.OTHERS``), if anything."""
+    linear: bool = False
+    """This layer has a gated delta net in place of attention, as one of kind G has."""
     turns: bool = True
     """Rotary positions, where the model has them, are applied in this layer (``no_rope_freq``)."""
     keys: int = 0
@@ -231,6 +233,10 @@ class CoreShape(HashedOnce):
         """Of one layer among others that differ (``HeterogeneousTransformerConfig.get_config_for_layer``)."""
         sizes = {"kv_heads": block.kv_heads or self.spec.kv_heads, "ffn": block.ffn or self.spec.ffn}
         return replace(self, spec=self.spec.model_copy(update={**sizes, "layer_blocks": ()}), replaced=block.replaced)
+
+    @property
+    def has_delta(self) -> bool:
+        return self.linear or self.kind == "G"
 
     @property
     def ranks(self) -> Ranks:
