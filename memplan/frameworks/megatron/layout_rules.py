@@ -165,33 +165,6 @@ def check_hybrid(plan: ResolvedPlan) -> None:
         _check_mamba(plan)
 
 
-def check_delta(plan: ResolvedPlan) -> None:
-    """How ranks share heads (``TransformerConfig.__post_init__``, which asks it of hybrids, too, but for ``gdn2``), and
-    what products in 8 bits ask of the projection (``_GDNBase.__init__``)."""
-    model, layout = plan.model, plan.layout
-    has_delta = model.linear_interval > 0 or "G" in model.layer_pattern + model.mtp_pattern
-    if "gdn_norm_out" in (plan.recompute.modules or ()) and not has_delta:
-        raise PlanError("recompute.modules", "gdn_norm_out", "must be left out: the model has no gated delta nets")
-    if not has_delta:
-        return
-    ranks = layout.tp * layout.cp
-    for heads, what in ((model.linear_key_heads, "keys"), (model.linear_value_heads, "values")):
-        if heads % ranks:
-            size, value = ("tp", layout.tp) if heads % layout.tp else ("cp", layout.cp)
-            problem = f"must divide, tp and cp together, the {heads} heads of {what} of gated delta nets"
-            raise PlanError(f"layout.{size}", value, problem)
-    q = model.linear_key_heads * model.linear_key_head_dim
-    features = 2 * (q + model.linear_value_heads * (model.linear_value_head_dim + 1))
-    multiple = 32 if plan.precision.fp8 == "mxfp8" or plan.precision.fp4 else 16
-    if (plan.precision.fp8 or plan.precision.fp4) and features // layout.tp % multiple:
-        problem = f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are "
-        raise PlanError("precision.fp8", plan.precision.fp8, f"{problem}no multiple of {multiple}")
-    if plan.megatron.fsdp != "none" or plan.megatron.torch_fsdp != "none":
-        name = "fsdp" if plan.megatron.fsdp != "none" else "torch_fsdp"
-        problem = "must be none with gated delta nets, whose units are not modelled yet"
-        raise PlanError(f"megatron.{name}", getattr(plan.megatron, name), problem)
-
-
 def _check_mamba(plan: ResolvedPlan) -> None:
     """How ranks share heads and groups (``MambaMixer`` and ``MambaContextParallel``, ``__init__``)."""
     tp, cp, heads, groups = plan.layout.tp, plan.layout.cp, plan.model.mamba_heads, plan.model.mamba_groups

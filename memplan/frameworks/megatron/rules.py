@@ -14,7 +14,6 @@ from .layout_rules import (
     check_blocks,
     check_context_parallel,
     check_decoder,
-    check_delta,
     check_distributed,
     check_experts,
     check_further_layers,
@@ -34,6 +33,7 @@ from .memory_rules import (
     check_saved,
     check_step_graph,
 )
+from .part_rules import check_delta, check_grouped_tensor
 
 RULES = (
     check_low_precision,
@@ -54,6 +54,7 @@ RULES = (
     check_decoder,
     check_hybrid,
     check_delta,
+    check_grouped_tensor,
     check_distributed,
     check_sharding,
     check_torch_sharding,

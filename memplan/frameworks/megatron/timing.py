@@ -157,7 +157,7 @@ class MegatronTime(FrameworkTime):
             return True
         layout, given = plan.layout, plan.experts
         rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
-        balanced = given.imbalance == "balanced" and given.capacity_factor is None
+        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not given.grouped_tensor
         return balanced and rows % plan.model.experts == 0
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:

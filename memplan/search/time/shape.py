@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from ...values import dataclass
 from .host import Host
 from .kernels import Ranks
 
-KINDS = "M*-EG"
+KINDS = "M*-GE"
 """Kinds of a hybrid's layers, as its pattern calls them."""
 
 WITH_DELTA = ("*E", "GE", "*-", "G-")
@@ -222,18 +222,23 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
         for parameter in entry.parameters * present
     }
     dense = sum(chunk.dense for chunk in work)
-    parts = [(entries.layer.parameters, sum(chunk.layers for chunk in work) - dense)]
-    parts += [(entries.dense.parameters, dense), (tuple(ends.values()), 1)]
+    parts = [(_of_passes(entries.layer), sum(chunk.layers for chunk in work) - dense)]
+    parts += [(_of_passes(entries.dense), dense), (_counted(ends.values()), 1)]
     for chunk in work:
-        parts += [(own.parameters, n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False)]
-    return Elements(*(sum(times * one for (_, times), one in zip(parts, of, strict=True)) for of in _sums(parts)))
+        parts += [(_of_passes(own), n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False) if n]
+    return Elements(*(sum(times * own[at] for own, times in parts) for at in range(3)))
 
 
-def _sums(parts: Sequence[tuple[Sequence[Parameter], int]]) -> Iterator[list[int]]:
-    """Of each part once: all parameters, those that are trained, and those of experts among them."""
-    yield [sum(one.elements for one in own) for own, _ in parts]
-    yield [sum(one.elements for one in own if one.trained) for own, _ in parts]
-    yield [sum(one.elements for one in own if one.trained and one.expert) for own, _ in parts]
+@lru_cache(maxsize=1 << 14)
+def _of_passes(own: Passes) -> Elements:
+    """Of one module, of hundreds of parameters where a rank has as many experts."""
+    return _counted(own.parameters)
+
+
+def _counted(parameters: Collection[Parameter]) -> Elements:
+    trained = [one for one in parameters if one.trained]
+    experts = sum(one.elements for one in trained if one.expert)
+    return Elements(sum(one.elements for one in parameters), sum(one.elements for one in trained), experts)
 
 
 def needed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
