@@ -27,6 +27,7 @@ ROOMS = {
     "falcon": ".falcon",
     "mixtral": ".mixtral",
     "qwen3_moe": ".qwen3_moe",
+    "qwen3_next": ".qwen3_next",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
     "gpt_oss": ".gpt_oss",
     "glm4_moe": ".glm4_moe",

@@ -31,6 +31,7 @@ PLAIN: Allowed = MappingProxyType(
         "attention_gate": (False,),
         "attention_chunk": (None,),
         "nope_interval": (0,),
+        "linear_interval": (0,),
         "activation_clamp": (None,),
         "residual_scale": (False,),
         "logit_scale": (False,),
@@ -140,6 +141,7 @@ CORE_GPT: Allowed = MappingProxyType(
             "qk_norm_over",
             "attention_chunk",
             "nope_interval",
+            "linear_interval",
             "router_weighs_inputs",
             "layer_blocks",
         ),
@@ -158,6 +160,7 @@ CORE_HYBRID: Allowed = MappingProxyType(
     {
         **reads(CORE_GPT, "layer_pattern"),
         "layer_blocks": ((),),
+        "linear_interval": (0,),
         "latent_kv_rank": (0,),
         "alternating_windows": (False,),
         "attention_sinks": (False,),

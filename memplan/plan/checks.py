@@ -38,6 +38,7 @@ MIXTURES = {
     "latent_kv_rank": "latent attention",
     "mtp_layers": "multi-token prediction",
     "layer_pattern": "hybrids of Mamba-2, attention, MLP and experts",
+    "linear_interval": "gated delta nets",
     "layer_blocks": "layers that differ in size",
 }
 """Parts of a model that not every framework has (``Supports.mixtures``), in words."""
@@ -114,9 +115,15 @@ def check_model(model: ModelSpec) -> None:
         raise PlanError("model.router_groups", model.router_groups, problem)
     check_pattern(model)
     check_blocks(model)
+    check_delta(model)
     if model.positions == "rotary" and model.head_dim % 2:
         raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
 
+
+DELTA = (
+    "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel"
+)  # fmt: skip
+"""Sizes that gated delta nets need."""
 
 MAMBA = ("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim")
 """Sizes that Mamba-2 layers need."""
@@ -130,8 +137,9 @@ def check_pattern(model: ModelSpec) -> None:
             raise PlanError("model.mtp_pattern", model.mtp_pattern, "must be left out without model.layer_pattern")
         return
     for field in ("layer_pattern", "mtp_pattern"):
-        if other := set(getattr(model, field)) - set("M*-E"):
-            problem = f"has {min(other)!r}: kinds of layers are M Mamba-2, * attention, - MLP and E experts"
+        if other := set(getattr(model, field)) - set("M*-EG"):
+            problem = f"has {min(other)!r}: kinds of layers are M Mamba-2, * attention, - MLP, E experts and "
+            problem += "G gated delta nets"
             raise PlanError(f"model.{field}", getattr(model, field), problem)
     if len(pattern) != model.layers:
         problem = f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
@@ -152,6 +160,28 @@ def check_pattern(model: ModelSpec) -> None:
         raise PlanError("model.experts", model.experts, f"{problem} in model.layer_pattern ({pattern})")
     if model.dense_layers:
         raise PlanError("model.dense_layers", list(model.dense_layers), "must be left out with model.layer_pattern")
+
+
+def check_delta(model: ModelSpec) -> None:
+    """Gated delta nets, in a hybrid's pattern or between layers with attention, and the sizes that they need."""
+    interval = model.linear_interval
+    if interval and model.layer_pattern:
+        raise PlanError("model.linear_interval", interval, "must be left out with model.layer_pattern, which has G")
+    if interval == 1:
+        raise PlanError("model.linear_interval", 1, "must be 2 or more, or left out: with 1 all layers have attention")
+    if not interval and "G" not in model.layer_pattern + model.mtp_pattern:
+        return
+    for field in DELTA:
+        if not getattr(model, field):
+            raise PlanError(f"model.{field}", 0, "must be given with gated delta nets")
+    keys, values = model.linear_key_heads, model.linear_value_heads
+    if values % keys:
+        raise PlanError("model.linear_value_heads", values, f"must be a multiple of the {keys} heads of keys")
+    if model.layer_blocks:
+        raise PlanError("model.linear_interval", interval, "must be left out with model.layer_blocks")
+    if model.mtp_layers and model.is_linear(model.layers - 1):
+        problem = f"must divide the {model.layers} layers: predicting further tokens takes a layer like the last one, "
+        raise PlanError("model.linear_interval", interval, f"{problem}and one with a gated delta net is not modelled")
 
 
 def check_blocks(model: ModelSpec) -> None:

@@ -19,8 +19,9 @@ def parameters(spec: ModelSpec) -> int:
         return embedding(spec) + blocks(spec, spec.layer_pattern) + final_norm + head(spec) + furthers(spec)
     if spec.layer_blocks:
         return embedding(spec) + sum(map(partial(block_of_sizes, spec), spec.layer_blocks)) + final_norm + head(spec)
-    experts = sum(map(spec.has_experts, range(spec.layers)))
+    experts, linear = (sum(map(of, range(spec.layers))) for of in (spec.has_experts, spec.is_linear))
     layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
+    layers += linear * (delta(spec) - attention(spec)) if linear else 0
     return embedding(spec) + layers + final_norm + head(spec) + furthers(spec)
 
 
@@ -73,7 +74,7 @@ def furthers(spec: ModelSpec) -> int:
 
 def block(spec: ModelSpec, kind: str) -> int:
     """The one block of a hybrid's layer."""
-    return {"M": mamba, "*": attention, "-": mlp, "E": mixture}[kind](spec)
+    return {"M": mamba, "*": attention, "-": mlp, "E": mixture, "G": delta}[kind](spec)
 
 
 def mamba(spec: ModelSpec) -> int:
@@ -81,6 +82,16 @@ def mamba(spec: ModelSpec) -> int:
     of 4 tokens with a bias over ``d + 2 g n`` channels, three numbers of each head, and the weight of a norm."""
     d, channels, a = spec.mamba_inner, spec.mamba_inner + 2 * spec.mamba_groups * spec.mamba_state_dim, spec.mamba_heads
     return spec.hidden * (d + channels + a + d) + 5 * channels + 3 * a + d
+
+
+def delta(spec: ModelSpec) -> int:
+    """A gated delta net: with q features of all queries and v of all values, a projection to two of each and two
+    numbers of each value head, one back, a convolution over ``2 q + v`` channels without a bias, two numbers of each
+    value head, and a norm of one head's values."""
+    heads, e = spec.linear_value_heads, spec.linear_value_head_dim
+    q, v = spec.linear_key_heads * spec.linear_key_head_dim, heads * e
+    norms = e * norm(spec) // spec.hidden
+    return spec.hidden * (2 * q + 3 * v + 2 * heads) + spec.linear_conv_kernel * (2 * q + v) + 2 * heads + norms
 
 
 def attention(spec: ModelSpec) -> int:

@@ -88,6 +88,19 @@ class Experts(FrameworkSection, Terse):
         description="experts of a rank in one grouped product, not one after the other",
         json_schema_extra={"flag": "--moe-grouped-gemm"},
     )
+    grouped_tensor: bool = Field(
+        False,
+        description="that product takes counts of rows on the GPU, each expert's a multiple of 256 (GroupedTensor)",
+        json_schema_extra={"flag": "--moe-use-grouped-tensor"},
+    )
+    rank_capacity: float | None = Field(
+        None,
+        gt=0.0,
+        le=1e6,
+        description="with grouped_tensor and HybridEP: rows of a rank's experts, whatever is routed, as a factor of "
+        "the mean; more are dropped; default: as many as are routed",
+        json_schema_extra={"flag": "--moe-expert-rank-capacity-factor"},
+    )
     permute_fusion: bool = Field(
         True,
         description="tokens are sorted by fused kernels",

@@ -57,6 +57,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     if "mamba_heads" in items:
         items |= _pattern(items)
+    if "linear_interval" in items:
+        items["linear_interval"] = _linear_interval(config, items["linear_interval"])
     if family.layers_differ:
         items |= _blocks(items, config)
     items = _with_derived_sizes(items, config)
@@ -169,6 +171,8 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
 def _refuse_other_layer_types(config: Node, family: Config) -> None:
     """Layers are all alike, or have a sliding window in turn, from the first, or positions but for every n-th."""
     layer_types = config.mapping.get("layer_types")
+    if "linear_interval" in family.keys:
+        return
     if "nope_interval" in family.keys:
         _refuse_other_positions(config, family)
         return
@@ -182,6 +186,20 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
     elif len(set(types)) > 1:
         problem = f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
         raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+
+
+def _linear_interval(config: Node, given: Node) -> Node:
+    """Every how many layers one has attention, the others linear attention: as ``layer_types`` says, if it does."""
+    node = config.mapping.get("layer_types")
+    if node is None or not isinstance(node.value, list):
+        return given
+    full = [str(one.value) == "full_attention" for one in node.value]
+    interval = full.index(True) + 1 if True in full else len(full) + 1
+    linear = all(str(one.value) in ("full_attention", "linear_attention") for one in node.value)
+    if not linear or full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
+        problem = "is not modelled; only full_attention in every n-th layer, and linear_attention in the others, is"
+        raise PlanError("layer_types", ABSENT, problem, origin=node.origin)
+    return Node(interval, node.origin)
 
 
 def _refuse_other_positions(config: Node, family: Config) -> None:
@@ -397,7 +415,7 @@ _RULES: Mapping[str, _Rule] = {
         "a list of layers, numbered from 0",
         lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),
     ),
-    "nope_interval": _whole(1, MOST_LAYERS),
+    **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
         _is_pattern,

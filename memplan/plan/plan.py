@@ -27,7 +27,9 @@ OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
 Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+RecomputeModule = Literal[
+    "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"
+]
 RecomputeMode = Literal["none", "selective", "full"]
 AttentionImplementation = Literal["eager", "flash", "flash_attention_2", "flash_attention_3", "flex_attention"]
 LossKind = Literal[
@@ -242,7 +244,8 @@ class Recompute(Section):
         None,
         max_length=8,
         description="megatron, selective recompute: modules to recompute (core_attn, layernorm, mlp; of experts moe, "
-        "moe_act, shared_experts; of latent attention mla_up_proj); default: core_attn",
+        "moe_act, shared_experts; of latent attention mla_up_proj; of gated delta nets gdn_norm_out); "
+        "default: core_attn",
         json_schema_extra={"flag": "--recompute-modules"},
     )
 

@@ -48,6 +48,8 @@ class ModelSpec(Terse):
             "mtp_layers", "attention_sinks", "attention_chunk", "nope_interval", "qk_norm_over", "activation_clamp",
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
+            "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_conv_kernel",
         )
     )  # fmt: skip
 
@@ -181,7 +183,8 @@ class ModelSpec(Terse):
     layer_pattern: str = Field(
         "",
         max_length=MOST_LAYERS,
-        description="kind of each layer of a hybrid, which has one block: M Mamba-2, * attention, - MLP, E experts",
+        description="kind of each layer of a hybrid, which has one block: M Mamba-2, * attention, - MLP, E experts, "
+        "G gated delta net",
     )
     mtp_pattern: str = Field(
         "",
@@ -193,6 +196,15 @@ class ModelSpec(Terse):
     mamba_head_dim: Rows = Field(0, description="features of one Mamba-2 head")
     mamba_groups: Rows = Field(0, description="groups of Mamba-2 heads that share their B and C")
     mamba_state_dim: Rows = Field(0, description="size of a Mamba-2 head's state, for each of its features")
+    linear_interval: Rows = Field(
+        0,
+        description="every how many layers one has attention, and the others gated delta nets (Qwen3-Next: 4); 0: all",
+    )
+    linear_key_heads: Rows = Field(0, description="heads of queries and keys of a gated delta net")
+    linear_value_heads: Rows = Field(0, description="heads of values of a gated delta net, and of its gate")
+    linear_key_head_dim: Rows = Field(0, description="features of a query's or key's head of a gated delta net")
+    linear_value_head_dim: Rows = Field(0, description="features of a value's head of a gated delta net")
+    linear_conv_kernel: Rows = Field(4, description="tokens under the convolution of a gated delta net")
     layer_blocks: tuple[BlockText, ...] = Field(
         (),
         max_length=MOST_LAYERS,
@@ -246,6 +258,10 @@ class ModelSpec(Terse):
     def has_positions(self, layer: int) -> bool:
         """Whether attention in ``layer``, numbered from 0, turns queries and keys, where some layers' does not."""
         return not self.nope_interval or (layer + 1) % self.nope_interval != 0
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether ``layer``, numbered from 0, has a gated delta net in place of attention."""
+        return self.linear_interval > 0 and (layer + 1) % self.linear_interval != 0
 
     def kind_of(self, layer: int) -> str:
         """Its letter in ``layer_pattern``; empty where every layer has attention and an MLP or experts."""

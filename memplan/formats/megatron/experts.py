@@ -66,10 +66,7 @@ def _frequency(reader: Reader) -> None:
         return
     layers = reader.building.size("model.layers")
     text = str(node.value)
-    try:
-        pattern = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        pattern = None
+    pattern = evaluated(text)
     if isinstance(pattern, int) and pattern >= 1:
         pattern = [int(i % pattern == 0) for i in range(layers)]
     if not isinstance(pattern, list) or len(pattern) != layers or not set(pattern) <= {0, 1}:
@@ -77,6 +74,14 @@ def _frequency(reader: Reader) -> None:
         raise PlanError(FREQUENCY, text, problem, origin=node.origin)
     dense = [Node(layer, node.origin) for layer, experts in enumerate(pattern) if not experts]
     reader.building.put("model.dense_layers", Node(dense, node.origin), FREQUENCY)
+
+
+def evaluated(text: str) -> int | list[int] | None:
+    """A number, or a list in Python (``moe_freq_type``); ``None`` where ``text`` is neither."""
+    try:
+        return _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _evaluated(part: ast.expr) -> int | list[int]:
@@ -217,6 +222,30 @@ def _predicts(plan: Plan) -> bool:
     return plan.model.mtp_layers > 0
 
 
+def _alone(reader: Reader, name: str, others: Sequence[str]) -> bool:
+    """Whether ``name`` is given, without ``others``, which do nothing without it and are not modelled with it."""
+    if not reader.settings.has(name):
+        return False
+    for other in others:
+        if reader.settings.has(other):
+            problem = f"must be left out: it is not modelled yet with {name}"
+            raise PlanError(other, ABSENT, problem, origin=reader.settings.where(other))
+    return True
+
+
+def _grouped_tensor(reader: Reader) -> None:
+    name = "--moe-use-grouped-tensor"
+    if _alone(reader, name, ("--moe-single-grouped-weight", "--moe-single-grouped-bias")):
+        reader.building.put("experts.grouped_tensor", Node(True, reader.settings.where(name)), name)
+
+
+def _rank_capacity(reader: Reader) -> None:
+    name = "--moe-expert-rank-capacity-factor"
+    given = reader.settings.number(name)
+    if given is not None and _alone(reader, name, ("--moe-paged-stash",)):
+        reader.building.put("experts.rank_capacity", given, name)
+
+
 ROWS: Sequence[Row] = (
     Row(NUMBER, "model.experts", "EXPERTS", default=0, when=mixed),
     of_experts("--moe-router-topk", "model.expert_top_k", default=2, least=1),
@@ -258,6 +287,11 @@ ROWS: Sequence[Row] = (
     of_experts("--moe-token-dispatcher-type", "experts.dispatcher", "word", "allgather"),
     of_experts("--moe-flex-dispatcher-backend", "experts.flex_backend", "word", read=_flex_backend, when=_flex),
     switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
+    switch_of_experts("--moe-use-grouped-tensor", "experts.grouped_tensor", read=_grouped_tensor),
+    of_experts(
+        "--moe-expert-rank-capacity-factor", "experts.rank_capacity", "number", LEFT, read=_rank_capacity,
+        when=lambda plan: mixed(plan) and plan.experts.rank_capacity is not None,
+    ),
     switch_of_experts("--moe-permute-fusion", "experts.permute_fusion"),
     of_experts(
         "--moe-expert-capacity-factor", "experts.capacity_factor", "number", LEFT,

@@ -19,8 +19,8 @@ SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 STACKS = (SPEC[1], "mamba_stack_spec")
 """Specifications of layers that are modelled, the second as it was called until 2026."""
 
-KINDS = "M*-E"
-OTHERS = {"G": "gated delta nets", "D": "sparse attention", "+": "latent attention"}
+KINDS = "M*-EG"
+OTHERS = {"D": "sparse attention", "+": "latent attention"}
 """Kinds of layers that are not modelled, by their letters."""
 
 
@@ -54,7 +54,8 @@ def _pattern(reader: Reader) -> None:
         if letter not in KINDS + "|":
             known = OTHERS.get(letter)
             why = f"{known} are not modelled yet" if known else "it is no kind of layer"
-            problem = f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP and E experts are, and | between stages"
+            problem = f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP, E experts and G gated delta nets are, "
+            problem += "and | between stages"
             raise PlanError(name, text[:100], problem, origin=node.origin)
     segments = main.split("|")
     pattern = "".join(segments)

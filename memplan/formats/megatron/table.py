@@ -10,7 +10,7 @@ from __future__ import annotations
 from ...plan.errors import PlanError
 from ..rows import Building, Reader, read_rows
 from ..settings import Settings
-from . import experts, graphs, hybrid, low_precision, sharding
+from . import experts, graphs, hybrid, linear_attention, low_precision, sharding
 from .context import Context, start
 from .layers import LAYERS
 from .layout import BATCH, LAYOUT
@@ -35,6 +35,7 @@ def plan_of(settings: Settings, context: Context) -> Building:
 ROWS = (
     *MODEL,
     *hybrid.ROWS,
+    *linear_attention.ROWS,
     *experts.ROWS,
     *LAYOUT,
     *BATCH,

@@ -11,7 +11,7 @@ from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, switch
 from . import sharding
 
-_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out")
 
 
 def _precision(reader: Reader) -> None:

@@ -51,7 +51,7 @@ class Megatron(Framework):
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
-        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks"),
+        mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks", "linear_interval"),
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
@@ -80,7 +80,16 @@ class Megatron(Framework):
         reentrant=False,
         gradients_in_fp32=True,
         code_2020=False,
-        recompute_modules=("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"),
+        recompute_modules=(
+            "core_attn",
+            "layernorm",
+            "mlp",
+            "moe",
+            "moe_act",
+            "shared_experts",
+            "mla_up_proj",
+            "gdn_norm_out",
+        ),
     )
 
     def default_layout(self, plan: Plan) -> Layout:

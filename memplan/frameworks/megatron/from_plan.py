@@ -190,6 +190,8 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         imbalances=tuple(factors) if len(factors) > 1 else (),
         apart=layout.ep > 1 or etp != layout.tp,
         router_pads=given.router_padding,
+        grouped_tensor=given.grouped_tensor,
+        rank_capacity=given.rank_capacity,
         jitters=given.input_jitter,
         router_fusion=given.router_fusion,
         wgrad_beside=given.wgrad_beside_dispatch,

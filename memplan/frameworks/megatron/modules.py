@@ -226,7 +226,8 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
     wide, routed = bool(shape.layers) and wide, experts is not None
     own = replace(shape, wide=_wide(shape, layer), precision_of=(), starts=()) if shape.precision_of else shape
-    return _alike(own, wide, spec.kind_of(layer), turns, routed, imbalance, spec.block_of(layer))
+    linear = spec.is_linear(layer)
+    return _alike(own, wide, spec.kind_of(layer), turns, linear, routed, imbalance, spec.block_of(layer))
 
 
 def _wide(shape: CoreShape, layer: int) -> frozenset[str]:
@@ -241,6 +242,7 @@ def _alike(
     wide: bool,
     kind: str,
     turns: bool,
+    linear: bool,
     has_experts: bool,
     imbalance: float | None,
     block: LayerBlock | None,
@@ -252,7 +254,8 @@ def _alike(
         experts = replace(experts, imbalance=imbalance, imbalances=())
     low = None if wide else shape.low
     shape = replace(shape, wide=shape.wide if low is not None else frozenset())
-    return replace(shape, sixteen_bit=(0, 0), layers=0, low=low, kind=kind or shape.kind, turns=turns, experts=experts)
+    shape = replace(shape, sixteen_bit=(0, 0), layers=0, low=low, kind=kind or shape.kind)
+    return replace(shape, turns=turns, linear=linear, experts=experts)
 
 
 def makes_masks(shape: CoreShape, role: Role) -> bool:

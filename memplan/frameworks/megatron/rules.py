@@ -33,6 +33,7 @@ from .memory_rules import (
     check_saved,
     check_step_graph,
 )
+from .part_rules import check_delta, check_grouped_tensor
 
 RULES = (
     check_low_precision,
@@ -52,6 +53,8 @@ RULES = (
     check_user_buffers,
     check_decoder,
     check_hybrid,
+    check_delta,
+    check_grouped_tensor,
     check_distributed,
     check_sharding,
     check_torch_sharding,

@@ -52,11 +52,12 @@ def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     """Modules whose recompute is worth trying with experts or latent attention: activations of experts, which
     are large and cheap; norms and what leads up from lower ranks; and experts as a whole."""
     cheap = ("layernorm", *(("mla_up_proj",) if spec.latent_kv_rank else ()))
+    cheap += ("gdn_norm_out",) if spec.linear_interval else ()
     if spec.experts:
         yield ("moe_act",)
         yield ("moe_act", *cheap)
         yield ("moe", *cheap)
-    elif spec.latent_kv_rank:
+    elif spec.latent_kv_rank or spec.linear_interval:
         yield cheap
 
 
@@ -70,7 +71,7 @@ def first_layers(spec: ModelSpec) -> int | None:
 
 def _by_kinds(spec: ModelSpec) -> bool:
     """Layers are of kinds or sizes that take turns."""
-    return bool(spec.layer_pattern or spec.layer_blocks)
+    return bool(spec.layer_pattern or spec.layer_blocks or spec.linear_interval)
 
 
 UNBOUNDED = 1 << 62

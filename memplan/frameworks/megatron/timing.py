@@ -15,6 +15,7 @@ from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of
 from ...plan.module_precision import names_layers, wide_modules
 from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import before
@@ -111,11 +112,24 @@ def _entries(
             for kind in KINDS
         )
         return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
+    if spec.linear_interval:
+        kinds = tuple(
+            layer(replace(shape, linear=kind[0] == "G", experts=shape.experts if kind[1] == "E" else None))
+            if _needed(spec, kind[1])
+            else (NO_PASSES, NO_PASSES)
+            for kind in kinds_of(spec)
+        )
+        return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, further=further, kinds=kinds)
     if spec.layer_blocks:
         kinds = tuple(layer(shape.with_block(block_of(text))) for text in kinds_of(spec))
         return Entries(embedding, NO_PASSES, NO_PASSES, norm, head, kinds=kinds)
     dense = layer(replace(shape, experts=None)) if spec.experts and spec.dense_layers else ()
     return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
+
+
+def _needed(spec: ModelSpec, kind: str) -> bool:
+    """Whether the model has layers with experts (E), or with an MLP."""
+    return spec.experts > 0 if kind == "E" else not spec.experts or bool(spec.dense_layers)
 
 
 class MegatronTime(FrameworkTime):
@@ -143,7 +157,7 @@ class MegatronTime(FrameworkTime):
             return True
         layout, given = plan.layout, plan.experts
         rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
-        balanced = given.imbalance == "balanced" and given.capacity_factor is None
+        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not given.grouped_tensor
         return balanced and rows % plan.model.experts == 0
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:

@@ -18,7 +18,21 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import fused_mlp, graphs, latent, local, mamba, moe, offload, replaced, t5, te, te_attention, te_facts
+from . import (
+    fused_mlp,
+    gated_delta,
+    graphs,
+    latent,
+    local,
+    mamba,
+    moe,
+    offload,
+    replaced,
+    t5,
+    te,
+    te_attention,
+    te_facts,
+)
 from .ends import keep_mask
 from .grouped import Discard, without_output
 from .shape import CoreShape
@@ -61,6 +75,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         yield "a clamp of another activation than quick_geglu"
     if spec.layer_pattern:
         yield from _uncovered_hybrid(shape)
+    if spec.linear_interval or "G" in spec.layer_pattern + spec.mtp_pattern:
+        yield from gated_delta.uncovered(shape)
     if shape.implementation == "local" and (spec.qk_norm_over != "head" or spec.nope_interval):
         yield "norms of queries and keys but of each head's, or layers without positions, in local layers"
     if spec.nope_interval and (spec.positions != "rotary" or spec.latent_kv_rank):
@@ -139,6 +155,8 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     if shape.kind == "M":
         return mamba.weights(shape) if shape.gradient_fusion else frozenset()
     attention = latent.dummy_gradients(shape) if shape.spec.latent_kv_rank else frozenset()
+    if shape.has_delta and shape.gradient_fusion:
+        attention = gated_delta.weights(shape)
     return local.dummy_gradients(shape) | attention | moe.dummy_gradients(shape)
 
 
@@ -178,7 +196,7 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
             hidden = attention_block(r, hidden, shape)
     if mlp:
         return replaced.block(r, hidden, replaced.MLP, mlp, shape)
-    if shape.kind == "*":
+    if shape.kind in ("*", "G"):
         return hidden
     with graphs.captured(r, shape, "mlp" if shape.experts is None else "moe"):
         return mlp_block(r, hidden, shape)
@@ -189,7 +207,9 @@ def attention_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     with offload.group(r, hidden, "attn_norm", shape) as (hidden, commit):
         apart = bool(shape.spec.latent_kv_rank) and not shape.joint_latent_down
         normed, residual, discard = _norm(r, hidden, INPUT_NORM, shape, apart=apart)
-    if shape.spec.latent_kv_rank:
+    if shape.has_delta:
+        attended, bias = gated_delta.attention(r, normed, shape), None
+    elif shape.spec.latent_kv_rank:
         attended, bias = latent.attention(r, normed, shape)
     else:
         attended, bias = attention(r, normed, shape, "" if shape.implementation == "local" else f"{QKV}.layer_norm")

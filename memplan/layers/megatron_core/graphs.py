@@ -73,7 +73,7 @@ def runs(shape: CoreShape, part: str) -> bool:
     return shape.graphs is not None and (not shape.graphs or part in shape.graphs)
 
 
-_OF_KIND = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe", "moe_router")}
+_OF_KIND = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe", "moe_router"), "G": ("attn",)}
 
 
 def blocks(shape: CoreShape) -> tuple[str, ...]:

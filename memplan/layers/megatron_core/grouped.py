@@ -22,7 +22,7 @@ from ..work import NOTHING, Operator, Product, Stream
 from . import local, offload, te, te_facts
 from .operands import members
 from .precision import up
-from .shape import CoreShape
+from .shape import GROUPED_ROWS, CoreShape
 
 Discard = Callable[[Recorder, Tensor], None]
 
@@ -152,14 +152,16 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
 
 
 def padded_rows(rows: int, shape: CoreShape) -> int | None:
-    """Rows of this rank's experts, each padded to what quantised products want (``Fp8Padding``); ``None`` where
-    nothing is copied for it: in 16 bits, behind a router that pads, and where a capacity is such a multiple."""
+    """Rows of this rank's experts, each padded to what quantised products or grouped tensors want (``Fp8Padding``);
+    ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads, and
+    where a capacity is such a multiple."""
     experts, low, count = shape.experts, shape.low, shape.local_experts
     assert experts is not None
-    if low is None or experts.router_pads:
+    multiple = GROUPED_ROWS if experts.grouped_tensor else low.multiple if low is not None else 0
+    if not multiple or experts.router_pads or (experts.grouped_tensor and experts.flex):
         return None
-    total = up(-(-rows // count), low.multiple) * count
-    return None if experts.padded and total == rows else total
+    total = up(-(-rows // count), multiple) * count
+    return None if (experts.padded or experts.grouped_tensor) and total == rows else total
 
 
 def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
@@ -223,6 +225,8 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     fed = members(shape, f"experts_{name}", like, (like[0], n), original=original)
 
     waiting = r.delayed_experts
+    grouped_tensor = shape.experts is not None and shape.experts.grouped_tensor
+    counts = r.empty((3, count + 1), "int64", f"experts_{name}_offsets") if grouped_tensor else None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         fed.gradient(r)
@@ -230,8 +234,12 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
         fed.scratch(r, weight, columns=True)
         fresh = te_facts.dummy_weight_gradient(shape.te) == "each backward"
         made: Gradients = []
+        packed = not shape.gradient_fusion and counts is not None
+        whole = r.empty((count, *weight), dtype, f"grad_experts_{name}_weights") if packed else None
         for _ in range(count):
-            if not shape.gradient_fusion:
+            if whole is not None:
+                made.append(whole.alias(*weight))
+            elif not shape.gradient_fusion:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight"))
             else:
                 made.append(r.empty(weight, dtype, f"grad_experts_{name}_weight_dummy") if fresh else None)
@@ -259,7 +267,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
         queue.append(products)
         return made
 
-    saved = fed.fed(r, x)
+    saved = (*fed.fed(r, x), *((counts,) if counts is not None else ()))
     done = fed.work(r, _products(like[0], n, k, dtype, shape, r))
     node = r.node((x, *taken), (*saved, *taken), backward, work=done)
     out = r.empty((like[0], n), dtype, f"experts_{name}")
@@ -271,6 +279,9 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
 def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Recorder) -> Operator:
     """Of as many ``rows`` for every expert, (N / e, k) and (k, n)."""
     count, written = shape.local_experts, shape.added(r.summed)
+    if shape.experts is not None and shape.experts.rank_capacity is not None:
+        mean = -(-shape.routed.sent // count)
+        rows = min(rows, up(mean, GROUPED_ROWS) * count)  # the counts say how many rows of the budget there are
     each, size, out = -(-rows // count), float(ITEMSIZE[dtype]), 0
     if shape.low is not None:
         size, out = shape.low.element, ITEMSIZE[dtype]

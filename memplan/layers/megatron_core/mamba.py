@@ -125,7 +125,7 @@ def _together(r: Recorder, x: Tensor, of_rank: OfRank, shape: CoreShape) -> Tens
     del weights, bias, decay
     y = _by_sequence(r, y, (at.s, at.b, at.d), "scan_contiguous")
     if shape.cp > 1:
-        y = _to_tokens(r, y, shape.cp)
+        y = to_tokens(r, y, shape.cp)
     return _norm(r, y, None, own_sizes(shape))
 
 
@@ -214,10 +214,10 @@ def _apart(r: Recorder, x: Tensor, of_rank: OfRank, shape: CoreShape) -> Tensor:
     y = _scan_alone(r, (y, dt, first, second, bias, decay, skip), at)
     y = _by_sequence(r, y, size, "scan_contiguous")
     if shape.cp > 1:
-        y = _to_tokens(r, y, shape.cp)
+        y = to_tokens(r, y, shape.cp)
     z = _by_sequence(r, z, size, "gate_contiguous")
     if shape.cp > 1:
-        z = _to_tokens(r, z, shape.cp)
+        z = to_tokens(r, z, shape.cp)
     return _norm(r, y, z, own_sizes(shape))
 
 
@@ -299,31 +299,31 @@ def _to_heads(r: Recorder, x: Tensor, own: Sizes, at: Sizes, cp: int) -> Tensor:
     likes = [part.shape for part in parts]
     out = r.empty(whole, x.dtype, "zxbcdt_together")
     out = out.by(r.node(parts, (), lambda r, gradients: [incoming(gradients).view(*like) for like in likes]))
-    return _reordered(r, out, whole, "zxbcdt")
+    return reordered(r, out, whole, "zxbcdt")
 
 
-def _to_tokens(r: Recorder, y: Tensor, cp: int) -> Tensor:
+def to_tokens(r: Recorder, y: Tensor, cp: int) -> Tensor:
     """``post_conv_ssm`` and ``_all_to_all_hp2cp``: (s, b, d / cp) back to (s / cp, b, d), put side by side behind the
     exchange."""
     s, b, d = y.shape
-    y = _reordered(r, y, y.shape, "scan")
-    received = _exchanged(r, y, slices=False)
-    return _reordered(r, received, (s // cp, b, d * cp), "exchanged")
+    y = reordered(r, y, y.shape, "scan")
+    received = exchanged_by(r, y, slices=False)
+    return reordered(r, received, (s // cp, b, d * cp), "exchanged")
 
 
 def _cp2hp(r: Recorder, x: Tensor, size: Shape) -> Tensor:
     """``_all_to_all_cp2hp``: parts of a slice are put one behind the other first; the gradient comes as a slice."""
-    return _exchanged(r, _reordered(r, x, x.shape, "exchanged"), slices=True).view(*size)
+    return exchanged_by(r, reordered(r, x, x.shape, "exchanged"), slices=True).view(*size)
 
 
-def _reordered(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
+def reordered(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
     """``cat`` of parts of ``x``, whose gradients are views that ``split``'s backward puts together, as in
     ``_undo_attention_load_balancing`` and ``_redo_…``."""
     like, dtype, name = x.shape, x.dtype, f"{name}_reordered"
     return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], size, dtype, name)
 
 
-def _exchanged(r: Recorder, x: Tensor, *, slices: bool) -> Tensor:
+def exchanged_by(r: Recorder, x: Tensor, *, slices: bool) -> Tensor:
     """``_AllToAll``; of a gradient that is a slice it makes a contiguous copy."""
     like, dtype = x.shape, x.dtype
 

@@ -21,6 +21,9 @@ ContextCommunication = Literal["p2p", "a2a", "all_gather"]
 Version = tuple[int, int]
 
 
+GROUPED_ROWS = 256
+"""Rows of which every expert has a multiple in a grouped tensor (``get_align_size_for_quantization``)."""
+
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 
 
@@ -60,6 +63,11 @@ class ExpertShape:
     wgrad_beside: bool = False
     """Gradients of experts' weights are computed beside the exchange of tokens in backward
     (``overlap_dispatch_backward_with_experts_wgrad``)."""
+    grouped_tensor: bool = False
+    """Counts of the grouped product's rows stay on the GPU, and each is a multiple of 256
+    (``moe_use_grouped_tensor``)."""
+    rank_capacity: float | None = None
+    """Rows that HybridEP gives a rank's experts, as a factor of the mean (``moe_expert_rank_capacity_factor``)."""
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
@@ -195,6 +203,8 @@ class CoreShape(HashedOnce):
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
     replaced: tuple[str, str] = ("", "")
     """What stands in place of this layer's attention and of its MLP (``plan.layer_blocks.OTHERS``), if anything."""
+    linear: bool = False
+    """This layer has a gated delta net in place of attention, as one of kind G has."""
     turns: bool = True
     """Rotary positions, where the model has them, are applied in this layer (``no_rope_freq``)."""
     keys: int = 0
@@ -231,6 +241,10 @@ class CoreShape(HashedOnce):
         """Of one layer among others that differ (``HeterogeneousTransformerConfig.get_config_for_layer``)."""
         sizes = {"kv_heads": block.kv_heads or self.spec.kv_heads, "ffn": block.ffn or self.spec.ffn}
         return replace(self, spec=self.spec.model_copy(update={**sizes, "layer_blocks": ()}), replaced=block.replaced)
+
+    @property
+    def has_delta(self) -> bool:
+        return self.linear or self.kind == "G"
 
     @property
     def ranks(self) -> Ranks:
@@ -293,6 +307,10 @@ class CoreShape(HashedOnce):
             sent = min(sent, min(self.capacity, own) * spec.experts)
             most = min(most, self.capacity * experts.ep * self.local_experts)
         received = min(ceil(sent * experts.imbalance), most)
+        if experts.grouped_tensor and experts.dispatcher == "hybridep":
+            used = up(ceil(received / self.local_experts), GROUPED_ROWS) * self.local_experts
+            budget = experts.rank_capacity
+            received = used if budget is None else up(int(sent * budget), GROUPED_ROWS)
         return Routed(own, sent, received, received * experts.etp)
 
     @property
@@ -302,7 +320,7 @@ class CoreShape(HashedOnce):
         experts, local = self.experts, self.local_experts
         if experts is None or experts.ep == 1 or local < 4 or local % 2 or self.spec.mlp_bias or self.low is not None:
             return self, 1
-        same = experts.grouped and experts.dispatcher == "alltoall"
+        same = experts.grouped and not experts.grouped_tensor and experts.dispatcher == "alltoall"
         if not same or (experts.imbalance != 1.0 and not experts.padded):
             return self, 1
         return replace(self, experts=replace(experts, ep=self.spec.experts // 2)), local // 2

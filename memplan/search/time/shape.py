@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,13 +21,24 @@ from ...values import dataclass
 from .host import Host
 from .kernels import Ranks
 
-KINDS = "M*-E"
+KINDS = "M*-GE"
 """Kinds of a hybrid's layers, as its pattern calls them."""
+
+WITH_DELTA = ("*E", "GE", "*-", "G-")
+"""Kinds of layers where some have a gated delta net (G) in place of attention, and experts or an MLP behind it."""
 
 
 def kinds_of(spec: ModelSpec) -> Sequence[str]:
     """Kinds of layers that ``Entries.kinds`` counts apart: a hybrid's, or those of different sizes; else none."""
-    return KINDS if spec.layer_pattern else blocks_of(spec.layer_blocks)
+    return KINDS if spec.layer_pattern else WITH_DELTA if spec.linear_interval else blocks_of(spec.layer_blocks)
+
+
+def held_kinds(spec: ModelSpec, layers: Sequence[int]) -> list[str]:
+    """The kind of each of ``layers``, where there are any."""
+    if spec.linear_interval:
+        return ["*G"[spec.is_linear(layer)] + "-E"[spec.has_experts(layer)] for layer in layers]
+    of_kind = spec.layer_pattern or spec.layer_blocks
+    return [of_kind[layer] for layer in layers] if of_kind else []
 
 
 class Entries(NamedTuple):
@@ -172,8 +183,7 @@ def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
     dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    of_kind = plan.model.layer_pattern or plan.model.layer_blocks
-    held = [of_kind[layer] for layer in layers] if of_kind else []
+    held = held_kinds(plan.model, layers)
     kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(plan.model))
     return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
 
@@ -212,18 +222,23 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
         for parameter in entry.parameters * present
     }
     dense = sum(chunk.dense for chunk in work)
-    parts = [(entries.layer.parameters, sum(chunk.layers for chunk in work) - dense)]
-    parts += [(entries.dense.parameters, dense), (tuple(ends.values()), 1)]
+    parts = [(_of_passes(entries.layer), sum(chunk.layers for chunk in work) - dense)]
+    parts += [(_of_passes(entries.dense), dense), (_counted(ends.values()), 1)]
     for chunk in work:
-        parts += [(own.parameters, n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False)]
-    return Elements(*(sum(times * one for (_, times), one in zip(parts, of, strict=True)) for of in _sums(parts)))
+        parts += [(_of_passes(own), n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False) if n]
+    return Elements(*(sum(times * own[at] for own, times in parts) for at in range(3)))
 
 
-def _sums(parts: Sequence[tuple[Sequence[Parameter], int]]) -> Iterator[list[int]]:
-    """Of each part once: all parameters, those that are trained, and those of experts among them."""
-    yield [sum(one.elements for one in own) for own, _ in parts]
-    yield [sum(one.elements for one in own if one.trained) for own, _ in parts]
-    yield [sum(one.elements for one in own if one.trained and one.expert) for own, _ in parts]
+@lru_cache(maxsize=1 << 14)
+def _of_passes(own: Passes) -> Elements:
+    """Of one module, of hundreds of parameters where a rank has as many experts."""
+    return _counted(own.parameters)
+
+
+def _counted(parameters: Collection[Parameter]) -> Elements:
+    trained = [one for one in parameters if one.trained]
+    experts = sum(one.elements for one in trained if one.expert)
+    return Elements(sum(one.elements for one in parameters), sum(one.elements for one in trained), experts)
 
 
 def needed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
@@ -263,19 +278,28 @@ def model_flops(plan: ResolvedPlan) -> float:
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
     mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
+    linear = sum(map(spec.is_linear, range(spec.layers)))
+    layers -= linear
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
     frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
-    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq)
+    rules = linear * _block_flops(spec, "G", seq) if linear else 0.0
+    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
     """The same of a token in a hybrid's layer; of a scan 7 forward for each inner feature and state, as Megatron-LM
-    counts them (``training.py``, ``mamba_layer_flops``)."""
+    counts them (``training.py``, ``mamba_layer_flops``), and so of a gated delta net a convolution and four products of
+    a value head's features with each other."""
     h, d, up = spec.hidden, spec.mamba_inner, 3 if spec.gated else 2
     if kind == "M":
         projected = 2 * d + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
         return 6.0 * h * (projected + d) + 21.0 * d * spec.mamba_state_dim
+    if kind == "G":
+        heads, e = spec.linear_value_heads, spec.linear_value_head_dim
+        q, v = spec.linear_key_heads * spec.linear_key_head_dim, heads * e
+        convolved = spec.linear_conv_kernel * (2 * q + v)
+        return 6.0 * (h * (2 * q + 3 * v + 2 * heads) + convolved + 4 * heads * e**2)
     if kind == "*":
         return 6.0 * (_attention_weights(spec) + 2 * spec.attention_features * seq)
     return 6.0 * (up * h * spec.ffn if kind == "-" else _mixture_weights(spec))

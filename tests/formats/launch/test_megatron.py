@@ -170,7 +170,7 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--fp16 --bf16", "--fp16: must be left out with --bf16"),
         ("--num-experts 8 --moe-layer-freq [1,2]", "--moe-layer-freq = [1,2]: must be a whole number, or a list of 2 zeros and ones"),
         ("--num-experts 8 --moe-router-load-balancing-type aux_loss seq_aux_loss", "is not modelled yet with several kinds of losses"),
-        ("--num-experts 8 --moe-expert-rank-capacity-factor 2", "-factor: must be left out: this part of mixtures of experts"),
+        ("--num-experts 8 --moe-use-grouped-tensor --moe-single-grouped-weight", "it is not modelled yet with --moe-use-grouped"),
         ("--optimizer soap", "--optimizer = soap: is not modelled yet; adam, sgd and muon are"),
         ("--position-embedding-type mrope", "--position-embedding-type = mrope: is not modelled yet; learned_absolute, rope"),
         ("--recompute-granularity full", "--recompute-method: is missing"),
@@ -289,11 +289,11 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
 
 
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
-    read = launch(small("--log-intervall 8 --my-fork x y --moe-use-grouped-tensor"))
+    read = launch(small("--log-intervall 8 --my-fork x y --use-grouped-gemm-for-shared-expert"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
         ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
-        ("argument-not-modelled", "--moe-use-grouped-tensor"),
+        ("argument-not-modelled", "--use-grouped-gemm-for-shared-expert"),
     ]
     assert "did you mean --log-interval?" in read.notes[0].message
     assert "may push memory either way" in read.notes[2].message
@@ -301,7 +301,7 @@ def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--my-fork 8", "--moe-use-grouped-tensor"):
+    for wrong in ("--my-fork 8", "--use-grouped-gemm-for-shared-expert"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
@@ -403,7 +403,7 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--moe-use-grouped-tensor": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--use-grouped-gemm-for-shared-expert": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))

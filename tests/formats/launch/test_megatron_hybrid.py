@@ -81,11 +81,13 @@ def test_ratios_of_older_releases(layers: int, attention: float, mlp: float, pat
 @pytest.mark.parametrize(
     ("pattern", "more", "problem"),
     [
-        ("MG*", {}, "has 'G': gated delta nets are not modelled yet"),
+        ("MD*", {}, "has 'D': sparse attention are not modelled yet"),
+        ("GE*", {"num_experts": 4, "moe_ffn_hidden_size": 64, "linear_num_key_heads": 6}, "multiple of the 6 heads"),
+        ("G*", {"experimental_attention_variant": "gdn2"}, "must be gdn or left out: gated delta nets with decays"),
         ("M+", {}, "has '+': latent attention are not modelled yet"),
         ("MX", {}, "has 'X': it is no kind of layer"),
         ("M*/M*/M", {}, "has different layers behind each /"),
-        ("M*/MG", {}, "has 'G': gated delta nets are not modelled yet"),
+        ("M*/MD", {}, "has 'D': sparse attention are not modelled yet"),
         ("M|*|M", {"pipeline_model_parallel_size": 2}, "has 3 segments, which the 2 ranks of the pipeline must divide"),
         ("M*", {"num_virtual_stages_per_pipeline_rank": 2}, "must be left out with --hybrid-layer-pattern"),
         ("M*", {"spec": "[my.module spec]"}, "hybrids need a specification of layers"),

@@ -49,6 +49,6 @@ def test_time_is_that_of_each_kind() -> None:
 def test_stages_hold_what_the_pattern_says() -> None:
     made = plan("nemotron-h-8b", "M-M*-M", pp="2", gpus="2", recompute="full", **{"recompute-method": "block"})
     assert [chunk.kinds for stage in work_of(made) for chunk in stage] == [
-        ((2, 2), (0, 0), (1, 1), (0, 0)),
-        ((1, 1), (1, 1), (1, 1), (0, 0)),
+        ((2, 2), (0, 0), (1, 1), (0, 0), (0, 0)),
+        ((1, 1), (1, 1), (1, 1), (0, 0), (0, 0)),
     ]

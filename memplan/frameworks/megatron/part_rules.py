@@ -1,0 +1,83 @@
+"""Rules of parts that few models have: gated delta nets, and experts in one grouped tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...device.gpus import GPUS
+from ...plan.errors import PlanError
+
+if TYPE_CHECKING:
+    from ...plan.resolved import ResolvedPlan
+
+
+def check_delta(plan: ResolvedPlan) -> None:
+    """How ranks share heads (``TransformerConfig.__post_init__``, which asks it of hybrids, too, but for ``gdn2``), and
+    what products in 8 bits ask of the projection (``_GDNBase.__init__``)."""
+    model, layout = plan.model, plan.layout
+    has_delta = model.linear_interval > 0 or "G" in model.layer_pattern + model.mtp_pattern
+    if "gdn_norm_out" in (plan.recompute.modules or ()) and not has_delta:
+        raise PlanError("recompute.modules", "gdn_norm_out", "must be left out: the model has no gated delta nets")
+    if not has_delta:
+        return
+    ranks = layout.tp * layout.cp
+    for heads, what in ((model.linear_key_heads, "keys"), (model.linear_value_heads, "values")):
+        if heads % ranks:
+            size, value = ("tp", layout.tp) if heads % layout.tp else ("cp", layout.cp)
+            problem = f"must divide, tp and cp together, the {heads} heads of {what} of gated delta nets"
+            raise PlanError(f"layout.{size}", value, problem)
+    q = model.linear_key_heads * model.linear_key_head_dim
+    features = 2 * (q + model.linear_value_heads * (model.linear_value_head_dim + 1))
+    multiple = 32 if plan.precision.fp8 == "mxfp8" or plan.precision.fp4 else 16
+    if (plan.precision.fp8 or plan.precision.fp4) and features // layout.tp % multiple:
+        problem = f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are "
+        raise PlanError("precision.fp8", plan.precision.fp8, f"{problem}no multiple of {multiple}")
+    if plan.megatron.fsdp != "none" or plan.megatron.torch_fsdp != "none":
+        name = "fsdp" if plan.megatron.fsdp != "none" else "torch_fsdp"
+        problem = "must be none with gated delta nets, whose units are not modelled yet"
+        raise PlanError(f"megatron.{name}", getattr(plan.megatron, name), problem)
+
+
+def check_grouped_tensor(plan: ResolvedPlan) -> None:
+    """Experts in one grouped tensor, and a budget of rows (``transformer_config.py``; Transformer Engine's
+    ``module/grouped_linear.py``, ``is_module_grouped_tensor_path_supported``), as far as they are modelled."""
+    given, megatron = plan.experts, plan.megatron
+    gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
+    if given.rank_capacity is not None:
+        beside = {
+            "with experts.grouped_tensor alone; the fuser of operations, which has it, too, is not with experts": (
+                not given.grouped_tensor
+            ),
+            "with the flex dispatcher over HybridEP alone": given.dispatcher != "flex"
+            or given.flex_backend != "hybridep",
+            "without a capacity of each expert": given.capacity_factor is not None,
+            "without ranks that divide experts (etp 1)": (plan.layout.etp or plan.layout.tp) > 1,
+        }
+        for how, applies in beside.items():
+            if applies:
+                problem = f"must be left out: it is modelled {how}"
+                raise PlanError("experts.rank_capacity", given.rank_capacity, problem)
+    if not given.grouped_tensor:
+        return
+    reasons = {
+        "must be false without experts.grouped_gemm": not given.grouped_gemm,
+        "must be false with local layers: Transformer Engine's have it": megatron.transformer_impl == "local",
+        "must be false before Transformer Engine 2.19, whose grouped layers cannot be told": (
+            tuple(map(int, megatron.transformer_engine.split(".")[:2])) < (2, 19)
+        ),
+        "must be false with fp8 or fp4, with which it is not modelled yet": plan.precision.low is not None,
+        "must be false with fp32, which it does not take": plan.precision.dtype == "fp32",
+        "must be false below compute capability 9.0, which it does not run on": gpu is not None and gpu < (9, 0),
+        "must be false with DeepEP, whose permutation pads rows then: it is not modelled yet": (
+            given.dispatcher == "flex" and given.flex_backend != "hybridep"
+        ),
+        "must be false with products for gradients of weights that run later, with which it is not modelled yet": (
+            given.delay_wgrad or given.wgrad_beside_dispatch
+        ),
+        "must be false with activations on the host, with which it is not modelled yet": (
+            megatron.offload_modules is not None
+        ),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("experts.grouped_tensor", True, problem)
