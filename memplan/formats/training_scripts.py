@@ -6,7 +6,7 @@ A shell script, a list of arguments or a mapping of them; each argument is expla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,11 +18,12 @@ from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one
 from ..plan.notes import Note
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
-from .rows import Argument, Building, Table, arguments_of, nearest_argument
+from .rows import Argument, Building, Row, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
@@ -124,7 +125,8 @@ def launched(
         *(Note(*note) for note in building.notes),
     )
     gbs = building.items.get("batch.gbs")
-    launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)))
+    spoken = _spoken(words, building, table.ROWS)
+    launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)), spoken=spoken)
     if gbs is None or settings.has("--global-batch-size"):
         return launch
     return replace(launch, finish=partial(_one_microbatch, derived=gbs.origin))
@@ -299,6 +301,20 @@ def _unset(words: Words) -> list[str]:
 
 def _shown(given: Given, words: Words) -> str:
     return " ".join([given.name, *(words.ledger.shown(value) for value in given.values[:4])])
+
+
+def _spoken(words: Words, building: Building, rows: Iterable[Row]) -> Spoken:
+    """The arguments as the fields that they have become are called."""
+    last = {given.canonical: given for given in words.given}
+
+    def written(path: str, names: Iterable[str]) -> tuple[Written, ...]:
+        given = [last[name] for name in names if name in last]
+        values = [" ".join(words.ledger.shown(value) for value in one.values) or ABSENT for one in given]
+        origin = building.items[path].origin
+        return tuple(Written(one.name, value, origin) for one, value in zip(given, values, strict=True))
+
+    names = {row.path: row.name for row in reversed([*rows]) if row.path}
+    return Spoken({path: written(path, said) for path, said in building.said.items()}, names)
 
 
 def _explained(words: Words, building: Building) -> Iterator[Explained]:

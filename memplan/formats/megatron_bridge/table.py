@@ -32,6 +32,14 @@ RENAMED: Mapping[str, str] = {
 }
 """The argument that says the same."""
 
+FIELDS: Mapping[str, str] = {argument: field for field, argument in RENAMED.items()}
+
+
+def field_of(argument: str) -> str:
+    """What Megatron-Bridge calls an argument of Megatron-LM."""
+    return FIELDS.get(argument, argument.removeprefix("--").replace("-", "_"))
+
+
 TURNED_OFF: Mapping[str, tuple[str, ...]] = {
     "share_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights",),
     "add_bias_linear": ("--disable-bias-linear",),
