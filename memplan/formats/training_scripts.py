@@ -30,6 +30,11 @@ _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
 _OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder")
 
+_NO_TRAINING = re.compile(
+    r"(?!.*train).*(?:generat|text_gen|inference).*|convert_model|export|mmlu|prune|quantize|validate|offline_feature_\w+"
+)
+"""Names of scripts that take a training's arguments and run the model alone, or change its weights."""
+
 _IMAGES = ("--img-h", "--patch-dim", "--vision-pretraining")
 """Arguments that mean such a model where no script is named: pretrain_gpt.py takes them and does nothing with them."""
 
@@ -95,7 +100,7 @@ def launched(
 
         words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
+    refused = _of_no_training(words) or _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
     if refused is not None:
         raise refused
     training = words.training
@@ -178,6 +183,15 @@ def _environment(words: Words) -> dict[str, Node]:
         for name, value in words.environment.items()
         if is_known(value)
     }
+
+
+def _of_no_training(words: Words) -> PlanError | None:
+    """An error for a script that generates text."""
+    script = words.training.script if words.training is not None else ""
+    if not _NO_TRAINING.fullmatch(script):
+        return None
+    problem = f"starts {script}.py, which trains nothing: there are neither gradients nor optimizer states"
+    return PlanError("", ABSENT, problem, origin=words.origin)
 
 
 def _refusal(words: Words) -> PlanError | None:

@@ -55,6 +55,9 @@ TURNED_OFF: Mapping[str, tuple[str, ...]] = {
 }
 """Arguments that are given where the field is false."""
 
+SAYS_NOTHING: Mapping[str, str] = {"moe_router_dtype": "bf16"}
+"""Values of fields for which Megatron-Core does as if there were none (``router.py``: fp32 and fp64 are looked for)."""
+
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
     make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16 hybrid_stack_spec

@@ -307,6 +307,19 @@ def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
 
 
+def test_models_that_see_are_refused_before_anything_is_asked() -> None:
+    content = f"if [ $DEBUG = true ]; then\n  {small('--model-provider llava_vlm')}\nfi\n"
+    assert "--model-provider: belongs to models that see or hear" in error_of(lambda: launch(content))
+    assert "give --set DEBUG=value" in error_of(lambda: launch(f"if [ $DEBUG = true ]; then\n  {small('')}\nfi\n"))
+
+
+def test_scripts_that_train_nothing() -> None:
+    for name in ("tools/run_text_generation_server", "examples/inference/gpt_dynamic_inference", "export"):
+        wrong = small("").replace("pretrain_gpt.py", f"{name}.py")
+        assert "trains nothing" in error_of(lambda wrong=wrong: launch(wrong))  # type: ignore[misc]
+    assert launch(small("").replace("pretrain_gpt.py", "pretrain_generative.py"))
+
+
 @pytest.mark.parametrize(
     ("given", "flags", "said"),
     [
