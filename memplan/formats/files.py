@@ -16,7 +16,7 @@ from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input,
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
 from .launchers import Training, beside, training_in, unread
-from .rows import Argument, arguments_of
+from .rows import Argument, Table, arguments_of
 from .settings import Given, taken_apart
 
 _MAGIC = {"%PDF": "a PDF", "\x7fELF": "a program", "PK\x03\x04": "an archive", "{\\rtf": "a document"}
@@ -27,6 +27,9 @@ _PART_OF_WORD = re.compile(
     r"""(?P<plain>[^\s\\'"]+)|(?P<single>'[^']*')|(?P<double>"[^"\\]*(?:\\.[^"\\]*)*")|(?P<escape>\\(?:[^\n]|\Z))""",
     re.DOTALL,
 )
+_NAME = re.compile(r"(?<![\w-])--[\w-]+")
+_OF_OTHERS = "belongs to models"
+"""How the reason begins why an argument is refused that models of another kind have."""
 _BETWEEN_WORDS = re.compile(r"(?:\s+|\\\n|#[^\n]*)*")
 _WORD = 100
 """Steps of an argument: what becomes of it later is among them."""
@@ -98,7 +101,10 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
     if first.startswith("-"):
         return _list(_listed(content, source, ledger.budget), arguments, given, ledger, origin, folder)
     reading = read_script(content, source, given, beside(folder))
-    training = training_in(reading, source)
+    try:
+        training = training_in(reading, source)
+    except PlanError as error:
+        raise _other_model(content, source, arguments) or error from None
     reading.ledger.budget.spend(_WORD * len(training.words), training.origin)
     taken, loose = taken_apart(training.words, arguments, training.origin)
     return Words(
@@ -112,6 +118,17 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
         reading.files,
         unread=unread(reading),
     )
+
+
+def _other_model(content: str, source: str, arguments: Mapping[str, Argument]) -> PlanError | None:
+    """An error for an argument of a model that is refused, wherever it stands: what decides whether the script starts a
+    training need not be known then."""
+    for number, line in enumerate(content.splitlines(), 1):
+        for name in () if _COMMENT.fullmatch(line) else _NAME.findall(line):
+            argument = arguments.get(name)
+            if argument is not None and argument.table is Table.REFUSED and argument.why.startswith(_OF_OTHERS):
+                return PlanError(name, ABSENT, argument.why, origin=Origin(source, number))
+    return None
 
 
 def _list(

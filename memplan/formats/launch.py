@@ -8,6 +8,7 @@ from dataclasses import field
 from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
 from ..plan.notes import Note, limited
 from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..plan.spoken import Spoken
 from ..values import dataclass
 from .rows import Table
 
@@ -41,6 +42,8 @@ class Launch:
     finish: Callable[[ReadPlan], ReadPlan] = as_it_is
     """Fills in fields that depend on others which flags may have changed: batch sizes, stages."""
     assumptions: tuple[str, ...] = ()
+    spoken: Spoken | None = None
+    """What the file calls a plan's fields."""
     read: frozenset[str] = frozenset()
     """Flags that its plan has taken in already, and that would replace more of it than they say."""
 
@@ -102,13 +105,17 @@ class Asked:
 
 def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
     """The plan of ``launch`` with ``flags`` over it."""
-    return completed(launch, build_plan(launch.source, launch.flags_over(flags)))
+    try:
+        return completed(launch, build_plan(launch.source, launch.flags_over(flags)))
+    except PlanError as error:
+        raise (launch.spoken.of(error) if launch.spoken is not None else error) from None
 
 
 def completed(launch: Launch, read: ReadPlan) -> ReadPlan:
     """``read``, with what follows from flags, and what there is to say about the file that it was made from."""
     read = launch.finish(read)
-    return ReadPlan(read.plan, read.origins, (*limited(launch.notes), *read.warnings), launch.assumptions)
+    warnings = (*limited(launch.notes), *read.warnings)
+    return ReadPlan(read.plan, read.origins, warnings, launch.assumptions, launch.spoken)
 
 
 def with_sizes(read: ReadPlan, **sizes: int) -> ReadPlan:

@@ -187,11 +187,14 @@ class Building:
     origin: Origin
     items: dict[str, Node] = field(default_factory=dict)
     became: dict[str, list[str]] = field(default_factory=dict)
+    said: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the settings that each path is made of."""
     notes: list[tuple[str, str]] = field(default_factory=list)
     """Code and message of what the reader should be told."""
 
     def put(self, path: str, node: Node | Scalar, *names: str) -> None:
         """Sets ``path`` of the plan; the settings ``names`` became it."""
+        self.said[path] = names
         self.items[path] = node = node if isinstance(node, Node) else Node(node, self.origin)
         for name in names:
             self.because(name, f"{path} = {shown(node.plain())}")

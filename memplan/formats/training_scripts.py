@@ -6,7 +6,7 @@ A shell script, a list of arguments or a mapping of them; each argument is expla
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -18,16 +18,22 @@ from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one
 from ..plan.notes import Note
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
-from .rows import Argument, Building, Table, arguments_of, nearest_argument
+from .rows import Argument, Building, Row, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
 _OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+
+_NO_TRAINING = re.compile(
+    r"(?!.*train).*(?:generat|text_gen|inference).*|convert_model|export|mmlu|prune|quantize|validate|offline_feature_\w+"
+)
+"""Names of scripts that take a training's arguments and run the model alone, or change its weights."""
 
 _IMAGES = ("--img-h", "--patch-dim", "--vision-pretraining")
 """Arguments that mean such a model where no script is named: pretrain_gpt.py takes them and does nothing with them."""
@@ -94,7 +100,7 @@ def launched(
 
         words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
+    refused = _of_no_training(words) or _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
     if refused is not None:
         raise refused
     training = words.training
@@ -124,7 +130,8 @@ def launched(
         *(Note(*note) for note in building.notes),
     )
     gbs = building.items.get("batch.gbs")
-    launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)))
+    spoken = _spoken(words, building, table.ROWS)
+    launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)), spoken=spoken)
     if gbs is None or settings.has("--global-batch-size"):
         return launch
     return replace(launch, finish=partial(_one_microbatch, derived=gbs.origin))
@@ -176,6 +183,15 @@ def _environment(words: Words) -> dict[str, Node]:
         for name, value in words.environment.items()
         if is_known(value)
     }
+
+
+def _of_no_training(words: Words) -> PlanError | None:
+    """An error for a script that generates text."""
+    script = words.training.script if words.training is not None else ""
+    if not _NO_TRAINING.fullmatch(script):
+        return None
+    problem = f"starts {script}.py, which trains nothing: there are neither gradients nor optimizer states"
+    return PlanError("", ABSENT, problem, origin=words.origin)
 
 
 def _refusal(words: Words) -> PlanError | None:
@@ -299,6 +315,20 @@ def _unset(words: Words) -> list[str]:
 
 def _shown(given: Given, words: Words) -> str:
     return " ".join([given.name, *(words.ledger.shown(value) for value in given.values[:4])])
+
+
+def _spoken(words: Words, building: Building, rows: Iterable[Row]) -> Spoken:
+    """The arguments as the fields that they have become are called."""
+    last = {given.canonical: given for given in words.given}
+
+    def written(path: str, names: Iterable[str]) -> tuple[Written, ...]:
+        given = [last[name] for name in names if name in last]
+        values = [" ".join(words.ledger.shown(value) for value in one.values) or ABSENT for one in given]
+        origin = building.items[path].origin
+        return tuple(Written(one.name, value, origin) for one, value in zip(given, values, strict=True))
+
+    names = {row.path: row.name for row in reversed([*rows]) if row.path}
+    return Spoken({path: written(path, said) for path, said in building.said.items()}, names)
 
 
 def _explained(words: Words, building: Building) -> Iterator[Explained]:

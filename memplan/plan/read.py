@@ -23,6 +23,7 @@ from .notes import Note, notes_of, says_choice, text_part
 from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
+from .spoken import Spoken
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
 from .validation import validated_plan
@@ -57,6 +58,8 @@ class ReadPlan:
     warnings: tuple[Note, ...] = ()
     assumptions: tuple[str, ...] = ()
     """Of how it was read, beside those of the estimate."""
+    spoken: Spoken | None = None
+    """What the file that it was read from calls its fields."""
 
     @property
     def chosen_framework(self) -> str | None:
@@ -72,6 +75,7 @@ class ReadPlan:
         """``error``, raised for the plan, with where its field came from, and why the plan has its framework where
         nobody named one."""
         error = error.located(self.origins)
+        error = self.spoken.of(error) if self.spoken is not None else error
         if self.chosen_framework is None or error.field == "model.family":  # which says where there is a recipe
             return error
         if error.field != "framework" and _is_possible(self.plan):  # and lacks something else, as a speed of its GPU

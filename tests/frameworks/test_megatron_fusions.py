@@ -178,3 +178,12 @@ def test_a_chain_of_operations_gathers_and_scatters() -> None:
 )
 def test_chains_that_are_not_covered(flags: dict[str, object], said: str) -> None:
     assert said in refusal(use_transformer_engine_op_fuser="true", gpu="h100-80gb", **flags)
+
+
+def test_learned_positions_beside_latent_attention() -> None:
+    """The embedding has a table of places; layers turn parts of heads as before (``rope_type``)."""
+    turned, learned = (programs(plan(positions=one, **LATENT), Options())[0] for one in ("rotary", "learned"))
+    layers = [next(span for span in one.spans if span.names[0] == "layer.0").module for one in (turned, learned)]
+    assert layers[0].steady.forward == layers[1].steady.forward
+    table = next(one for span in learned.spans for one in span.module.parameters if one.name == "position.weight")
+    assert learned.parameters() - turned.parameters() == table.elements

@@ -48,10 +48,30 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     if peft is not None and peft.value:
         problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"
         raise PlanError("peft", ABSENT, problem, origin=peft.origin)
+    if LAYOUT in given:
+        given[LAYOUT] = _layout(given[LAYOUT], _section(root, "model")["pipeline_model_parallel_layout"])
+        given.pop("--num-virtual-stages-per-pipeline-rank", None)  # follows from the layout, and both may be said
     if given.keys() & {"--fp8-format", "--fp4-format"}:
         _check_low_precision({**sections.get("model", {}), **precision})
     given.update(_model(root, {**sections.get("model", {})}, precision))
     return given, tuple(notes)
+
+
+LAYOUT = "--pipeline-model-parallel-layout"
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _layout(given: Node, written: Node) -> Node:
+    """Stages as lists of layers' names, as the letters of an argument (``PipelineParallelLayerLayout``)."""
+    stages = _value(written).value
+    if not isinstance(stages, list):
+        return given
+    names = [[str(one.value) for one in stage.value] if isinstance(stage.value, list) else [] for stage in stages]
+    for one in (one for stage in names for one in stage):
+        if one not in LETTERS:
+            problem = f"must be {', '.join(LETTERS)}"
+            raise PlanError("model.pipeline_model_parallel_layout", one, problem, origin=written.origin)
+    return Node("|".join("".join(LETTERS[one] for one in stage) for stage in names), written.origin)
 
 
 def of_data(root: Node) -> dict[str, Node]:
@@ -95,7 +115,7 @@ def _put(given: dict[str, Node], field: str, value: Node, known: Mapping[str, Ar
         return "has no argument of Megatron-LM, and is not read" if value.value else None
     if isinstance(value.value, dict):
         return "is an object, and is not read"
-    if value.value in ("", []):
+    if value.value in ("", []) or value.value == table.SAYS_NOTHING.get(field):
         return None
     given[name] = (
         Node(str(value.plain()), value.origin) if isinstance(value.value, list) and not argument.count else value

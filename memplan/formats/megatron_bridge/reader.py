@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError
+from ...plan.spoken import Spoken
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from ..files import words_of_node
@@ -42,7 +43,11 @@ def read(place: str, asked: Asked) -> Launch:
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = launched(words, replace(asked, format=FRAMEWORK), family, name=provider)
-    return replace(launch, notes=(*notes, *launch.notes))
+    return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
+
+
+def _spoken(launch: Launch) -> Spoken | None:
+    return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
 
 def _of_overrides(root: Node, asked: Asked) -> Launch:
@@ -56,9 +61,8 @@ def _of_overrides(root: Node, asked: Asked) -> Launch:
     words = words_of_node(Node({"arguments": Node(every, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
     words = replace(words, unused=tuple(asked.variables()))
     launch = launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"]))
-    return replace(
-        launch, notes=(*([note] if note is not None else []), *notes, *launch.notes), read=frozenset(("model",))
-    )
+    notes = (*([note] if note is not None else []), *notes, *launch.notes)
+    return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 
 
 def _is_turned_off(name: str, root: Node) -> bool:

@@ -32,6 +32,14 @@ RENAMED: Mapping[str, str] = {
 }
 """The argument that says the same."""
 
+FIELDS: Mapping[str, str] = {argument: field for field, argument in RENAMED.items()}
+
+
+def field_of(argument: str) -> str:
+    """What Megatron-Bridge calls an argument of Megatron-LM."""
+    return FIELDS.get(argument, argument.removeprefix("--").replace("-", "_"))
+
+
 TURNED_OFF: Mapping[str, tuple[str, ...]] = {
     "share_embeddings_and_output_weights": ("--untie-embeddings-and-output-weights",),
     "add_bias_linear": ("--disable-bias-linear",),
@@ -46,6 +54,9 @@ TURNED_OFF: Mapping[str, tuple[str, ...]] = {
     "check_for_nan_in_grad": ("--no-check-for-nan-in-loss-and-grad",),
 }
 """Arguments that are given where the field is false."""
+
+SAYS_NOTHING: Mapping[str, str] = {"moe_router_dtype": "bf16"}
+"""Values of fields for which Megatron-Core does as if there were none (``router.py``: fp32 and fp64 are looked for)."""
 
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab

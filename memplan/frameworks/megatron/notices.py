@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ...layers.megatron_core import offload
 from ...layers.module import Options
 from ...notices import tied_head
 from ...plan.resolved import ResolvedPlan
@@ -113,8 +114,21 @@ def _code(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    for source in (_recomputed_for_nothing, tied_head, _zero_alone, _imbalance, _low_precision):
+    for source in (_recomputed_for_nothing, _offloaded_for_nothing, tied_head, _zero_alone, _imbalance, _low_precision):
         yield from source(plan, programs)
+
+
+def _offloaded_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Modules that no layer has send nothing to the host, and Megatron-Core does not say so."""
+    asked = plan.megatron.offload_modules or ()
+    shape, experts = core_shape(plan), any(map(plan.model.has_experts, range(plan.model.layers)))
+    had = offload.groups_of(replace(shape, recompute_modules=()), experts=experts)
+    if none := [one for one in asked if one not in had]:
+        which = "latent attention's norm" if none == ["attn_norm"] else "experts"
+        yield Notice(
+            "offload-without-gain",
+            f"nothing goes to the host of {', '.join(none)} (offload_modules): no layer has it; {which} would",
+        )
 
 
 def _recomputed_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

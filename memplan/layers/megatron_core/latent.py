@@ -39,6 +39,10 @@ NORMED_QUERIES_SINCE = (0, 20)
 layer's norm (``mla_qk_norm_config.py``, ``_resolve_mla_qk_layernorm``, since commit 4464d1c1)."""
 
 
+TURNED = ("rotary", "learned", "none")
+"""Positions of embeddings, beside which latent attention turns parts of heads of its own accord (``rope_type``)."""
+
+
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What this recipe does not cover of ``shape``."""
     if not shape.spec.latent_kv_rank:
@@ -47,7 +51,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         return
     if shape.implementation == "local":
         yield "latent attention in local layers; that of Transformer Engine is covered"
-    if shape.spec.positions != "rotary" or shape.rotary_interleaved:
+    if shape.spec.positions not in TURNED or shape.rotary_interleaved:
         yield "latent attention with other positions than rotary ones"
     if shape.spec.attention_bias:
         yield "biases of latent attention's queries, keys and values"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import LaunchFlags, read_given
+from memplan.formats.launch import launched_plan
 from memplan.formats.training_scripts import plan_of_arguments
+from memplan.plan.errors import PlanError
 from memplan.plan.notes import notes_of
 from memplan.plan.read import build_plan
 from memplan.plan.resolve import resolve
@@ -303,6 +305,47 @@ def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
     for wrong in ("--my-fork 8", "--use-grouped-gemm-for-shared-expert"):
         assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
+
+
+def test_models_that_see_are_refused_before_anything_is_asked() -> None:
+    content = f"if [ $DEBUG = true ]; then\n  {small('--model-provider llava_vlm')}\nfi\n"
+    assert "--model-provider: belongs to models that see or hear" in error_of(lambda: launch(content))
+    assert "give --set DEBUG=value" in error_of(lambda: launch(f"if [ $DEBUG = true ]; then\n  {small('')}\nfi\n"))
+
+
+def test_scripts_that_train_nothing() -> None:
+    for name in ("tools/run_text_generation_server", "examples/inference/gpt_dynamic_inference", "export"):
+        wrong = small("").replace("pretrain_gpt.py", f"{name}.py")
+        assert "trains nothing" in error_of(lambda wrong=wrong: launch(wrong))  # type: ignore[misc]
+    assert launch(small("").replace("pretrain_gpt.py", "pretrain_generative.py"))
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "said"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", {}, "--fp8-recipe = mxfp8: must be left out on h100"),
+        ("--fp8-format hybrid", {"gpu": "a100-80gb"}, "--fp8-format = hybrid: must be left out on a100"),
+        ("--expert-model-parallel-size 2", {}, "--expert-model-parallel-size = 2: must be 1"),
+        ("--expert-model-parallel-size 2", {"ep": "4"}, "--ep: layout.ep = 4: must be 1"),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
+            {},
+            "--optimizer-offload-fraction = 1.5: must be at",
+        ),
+        ("--num-experts 8 --delay-wgrad-compute", {}, "must be false without --overlap-moe-expert-parallel-comm"),
+    ],
+)
+def test_errors_name_what_the_script_says(given: str, flags: dict[str, str], said: str) -> None:
+    every = {"gpu": "h100-80gb", **flags}
+
+    def answer() -> None:
+        read = launched_plan(launch(small(given), gpus=8), every)
+        try:
+            resolve(read.plan)
+        except PlanError as error:
+            raise read.located(error) from None
+
+    assert said in error_of(answer)
 
 
 def test_words_that_belong_to_no_argument_are_told_together() -> None:

@@ -17,6 +17,7 @@ from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan
+from memplan.plan.resolve import resolve
 
 
 def named(path: str) -> dict[str, Any]:
@@ -305,6 +306,24 @@ def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
     offload = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
     given = read(tmp_path, changed(**offload, min_offloaded_tensor_size=1000), gpus="8").plan.megatron
     assert (given.offload_modules, given.offload_least) == (("core_attn",), 1000)
+
+
+def test_a_layout_of_lists_beside_virtual_stages(tmp_path: Path) -> None:
+    """Recipes name layers in words, and say both; the model has 8 layers, on 2 ranks with 2 chunks each."""
+    stages = [["embedding", *["decoder"] * 2], ["decoder"] * 2, ["decoder"] * 2, [*["decoder"] * 2, "loss"]]
+    layout = read(tmp_path, changed(pipeline_model_parallel_layout=stages)).plan.layout
+    written = read(tmp_path, changed(pipeline_model_parallel_layout="Ett|tt|tt|ttL")).plan.layout
+    assert layout == written
+    assert layout.vpp == 2
+    with pytest.raises(PlanError, match="layout = encoder: must be embedding, decoder"):
+        read(tmp_path, changed(pipeline_model_parallel_layout=[["embedding", "encoder"], ["loss"]]))
+
+
+def test_errors_name_the_configurations_fields(tmp_path: Path) -> None:
+    found = read(tmp_path, changed(expert_model_parallel_size=2))
+    with pytest.raises(PlanError) as raised:
+        resolve(found.plan)
+    assert ": expert_model_parallel_size = 2: must be 1" in str(found.located(raised.value))
 
 
 OVERRIDES: dict[str, dict[str, object]] = {

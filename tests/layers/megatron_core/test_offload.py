@@ -8,6 +8,7 @@ import pytest
 from memplan.frameworks.megatron import programs
 from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layers_module, module_shapes
+from memplan.frameworks.megatron.notices import notices
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Module, Options
 from memplan.plan.read import read_plan
@@ -85,3 +86,11 @@ def test_first_microbatch() -> None:
     assert at_first[0] == steady[0]
     assert saved(last, "steady") == saved(last, "first")
     assert saved(last, "steady")[1] - steady[1] == taken
+
+
+@pytest.mark.parametrize(("modules", "codes"), [("core_attn", []), ("expert_fc1,core_attn", ["offload-without-gain"])])
+def test_modules_that_no_layer_has(modules: str, codes: list[str]) -> None:
+    """Megatron-Core says nothing of them, and nothing goes to the host."""
+    given = {name: str(value) for name, value in FLAGS.items()} | {"offload-modules": modules}
+    plan = resolve(read_plan(None, given).plan)
+    assert [one.code for one in notices(plan, programs.programs(plan, Options())) if "offload" in one.code] == codes
