@@ -164,11 +164,10 @@ def held(hooks: Hooks) -> list[int]:
 
 
 def test_layers_are_gathered_ahead_until_the_limit() -> None:
-    """Six layers of 100 elements, half of 400 ahead: the first module gathers two, every layer its next two. The final
-    norm, in the embedding's bucket, gathers the first two again. Backward's first gather ends those."""
+    """Six layers of 100 elements, half of 400 ahead: every layer gathers its next two, and nothing else does."""
     hooks = Hooks(buckets(6, 100), replace(FULL, capacity=400), "bf16")
     hooks.before_forward(0)
-    assert held(hooks) == [1, 2]
+    assert held(hooks) == []
     hooks.before_forward(1)
     assert held(hooks) == [1, 2, 3]
     for place in range(1, 7):
@@ -176,22 +175,13 @@ def test_layers_are_gathered_ahead_until_the_limit() -> None:
         hooks.after_forward(place)
     assert held(hooks) == []
     hooks.before_forward(7)
-    assert held(hooks) == [1, 2]
+    assert held(hooks) == []
     hooks.begin_backward()
     hooks.before_backward(6)
     assert held(hooks) == [4, 5, 6]
     hooks.after_backward(6)
     hooks.before_backward(5)
     assert held(hooks) == [3, 4, 5]
-
-
-def test_what_forward_has_gathered_stays_where_backward_gathers_nothing() -> None:
-    """Small models are gathered whole by the final norm."""
-    hooks = Hooks(buckets(3, 100), FULL, "bf16")
-    hooks.before_forward(4)
-    hooks.begin_backward()
-    hooks.before_backward(3)
-    assert held(hooks) == [1, 2, 3]
 
 
 def test_reduced_gradients_wait_until_more_than_the_capacity_do() -> None:
