@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, keep
-from memplan.frameworks.megatron.fsdp_hooks import persistent, with_hooks
+from memplan.frameworks.megatron.fsdp_hooks import with_hooks
 from memplan.frameworks.megatron.states import Rules
 from memplan.layers.megatron_core.precision import Low
 from memplan.layers.module import Module, Parameter, Tapes
-from memplan.tape.events import Category, Drop, Event, Hold, Hook, Seam
+from memplan.tape.events import Drop, Event, Hold, Hook, Seam
 from memplan.tape.program import Span
 
 PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 RANKS, LAYERS, H, V = 4, 5, 64, 128
 SHARDING = Sharding("optim_grads_params", RANKS, RANKS, 1, "bf16", 40_000_000, 20_000, False, False, False, False)
 RULES = Rules(
-    dtype="bf16", gradients="bf16", distributed=True, shards=RANKS, bucket=None, optimizer="adam", precision_aware=False,
-    main_parameters="fp32", exp_avg="fp32", exp_avg_sq="fp32", counts_zeros=False, sharded=True,
+    dtype="bf16", gradients="bf16", distributed=True, shards=RANKS, bucket=None, optimizer="adam",
+    precision_aware=False, main_parameters="fp32", exp_avg="fp32", exp_avg_sq="fp32", counts_zeros=False, sharded=True,
 )  # fmt: skip
 LOW = {recipe: Low(recipe, True, (2, 18), parameters=True) for recipe in ("delayed", "mxfp8")}
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "uint8"}

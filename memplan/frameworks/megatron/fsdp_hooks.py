@@ -4,8 +4,8 @@
 (``AllGatherPipeline``, ``GradReducePipeline``: what it does).
 
 * *pre-forward* of units: their buckets are gathered, and those behind them until so many elements are ahead (500
-  million, unless a layer is larger). Modules outside of units gather nothing ahead, but in the first micro-batch of all,
-  beside which there are no optimizer states yet (their ``_training_state`` is that of backward since then).
+  million, unless a layer is larger). Modules outside of units gather nothing ahead, but in the first micro-batch of
+  all, beside which there are no optimizer states yet (their ``_training_state`` is that of backward since then).
 * *post-forward* of a unit: its buckets end. Those of no unit stay for good.
 * *pre-backward* of a unit: its buckets are gathered, and those before them. When the first of backward is gathered,
   all ends that forward had gathered ahead (``bucket_can_be_released``).
