@@ -143,6 +143,16 @@ def test_shards_of_what_is_kept(strategy: str, shares: tuple[int, int, int]) -> 
     assert -slack <= bytes_of(made, Category.GRADIENTS) - 2 * n // gradients - 4 * n // main <= 2 * slack
 
 
+def test_precision_aware_states() -> None:
+    """Moments in 2 bytes, no fp32 copies of gradients; the buffers' main parameters stay, and FusedAdam has none."""
+    aware = program(precision_aware_optimizer="true", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", gpu="h100-80gb")
+    plain = program()
+    n = sum(parameter.elements for parameter in aware.parameter_tensors())
+    assert bytes_of(aware, Category.MAIN_PARAMETERS) == bytes_of(plain, Category.MAIN_PARAMETERS)
+    assert abs(bytes_of(aware, Category.OPTIMIZER_STATES) - 4 * n // 4) <= 80 * KIB
+    assert abs(bytes_of(aware, Category.GRADIENTS) - 2 * n // 4) <= 80 * KIB
+
+
 def test_optimizer_states_of_instances_are_shared_out_where_the_plan_says_so() -> None:
     """Two groups of two ranks: states are halves, or, shared out to both groups, quarters."""
     halves = program(distributed_optimizer_instances=2)
@@ -383,7 +393,10 @@ def test_a_stage_s_output_is_a_view_that_schedules_refuse() -> None:
         ({"fp4": "nvfp4", "fp8_parameters": "true", "gpu": "b200"}, "must be false with Megatron-FSDP and fp4"),
         (BYTES | {"fp8": "blockwise", "use_nccl_ub": "true"}, "with blockwise scaling and double buffers"),
         ({"optimizer": "muon"}, "optimizer.name = muon"),
-        ({"precision_aware_optimizer": "true"}, "optimizer.precision_aware"),
+        (
+            {"precision_aware_optimizer": "true", "main_params_dtype": "fp16"},
+            "optimizer.main_parameters = fp16: must be fp32",
+        ),
         ({"megatron_fsdp": "none", "megatron_fsdp_double_buffer": "true"}, "must be left out without Megatron-FSDP"),
         ({"megatron_fsdp": "optim", "megatron_fsdp_communication": "fp32"}, "must be bf16, as precision.gradients"),
         ({"megatron_fsdp_outer": "optim"}, "distributed_optimizer_instances above 1"),

@@ -419,6 +419,7 @@ def megatron() -> Iterator[str]:
     for more in ("--megatron-fsdp-double-buffer", "--megatron-fsdp-unit-size 500000000", "--recompute full"):
         yield f"{job} optim_grads_params {more}"
     yield f"{job} optim_grads_params --use-nccl-ub --megatron-fsdp-meta-device"
+    yield f"{job} optim_grads_params --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
     yield f"{job} optim_grads --use-nccl-ub --dp 8 --distributed-optimizer-instances 2"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"
     for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1"):
