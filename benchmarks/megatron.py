@@ -148,7 +148,7 @@ def ci(rows: Sequence[Row]) -> Table:
             "its one row was seen (with blocks free as soon as they are sent it is 11 % low), and so were what a CUDA "
             "graph keeps of gradients and workspaces of streams with the rows of graphs. A graph of attention alone is "
             "captured before the first iteration, which is its row's peak.",
-            "Within the limit and not explained: 5 MiB more at the peak of Megatron-FSDP's dense rows. BERT's four "
+            "Within the limit and not explained: BERT's four "
             "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's layers and losses are "
             "exact.",
         ),

@@ -259,6 +259,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.fsdp_double_buffer": [{**SHARDED, "megatron_fsdp_double_buffer": "true"}],
     "megatron.fsdp_unit_size": [{**SHARDED, "megatron_fsdp_unit_size": 1000}],
     "megatron.fsdp_meta_device": [{**SHARDED, "megatron_fsdp_meta_device": "true"}],
+    "megatron.fsdp_keep_transposes": [
+        {**SHARDED, "megatron_fsdp_keep_transposes": "true", "fp8": "delayed", "fp8_parameters": "true", "seq": 512}
+    ],
     "megatron.torch_fsdp": [{"torch_fsdp": "reshard", "dp": 4}, {"torch_fsdp": "keep", "dp": 4}],
     "megatron.torch_fsdp_host_init": [{"torch_fsdp_host_init": "true", "torch_fsdp": "reshard", "dp": 4}],
     "megatron.offload_layers": [{"offload_layers": 2}],

@@ -15,16 +15,18 @@ from torch import nn
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.formats.training_scripts import plan_of_arguments
-from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out
+from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out, sites_of
 from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead, persistent
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options, Parameter, Tapes
+from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.events import OWN_POOL, Category, Drop, Hold
 from memplan.tape.program import Program, Span, fold_program
 
 from .test_megatron import plan, refusal
+from .test_megatron_experts import plan as expert_plan
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -141,6 +143,16 @@ def test_shards_of_what_is_kept(strategy: str, shares: tuple[int, int, int]) -> 
     assert -slack <= bytes_of(made, Category.GRADIENTS) - 2 * n // gradients - 4 * n // main <= 2 * slack
 
 
+def test_precision_aware_states() -> None:
+    """Moments in 2 bytes, no fp32 copies of gradients; the buffers' main parameters stay, and FusedAdam has none."""
+    aware = program(precision_aware_optimizer="true", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", gpu="h100-80gb")
+    plain = program()
+    n = sum(parameter.elements for parameter in aware.parameter_tensors())
+    assert bytes_of(aware, Category.MAIN_PARAMETERS) == bytes_of(plain, Category.MAIN_PARAMETERS)
+    assert abs(bytes_of(aware, Category.OPTIMIZER_STATES) - 4 * n // 4) <= 80 * KIB
+    assert abs(bytes_of(aware, Category.GRADIENTS) - 2 * n // 4) <= 80 * KIB
+
+
 def test_optimizer_states_of_instances_are_shared_out_where_the_plan_says_so() -> None:
     """Two groups of two ranks: states are halves, or, shared out to both groups, quarters."""
     halves = program(distributed_optimizer_instances=2)
@@ -164,11 +176,10 @@ def held(hooks: Hooks) -> list[int]:
 
 
 def test_layers_are_gathered_ahead_until_the_limit() -> None:
-    """Six layers of 100 elements, half of 400 ahead: the first module gathers two, every layer its next two. The final
-    norm, in the embedding's bucket, gathers the first two again. Backward's first gather ends those."""
+    """Six layers of 100 elements, half of 400 ahead: every layer gathers its next two, and nothing else does."""
     hooks = Hooks(buckets(6, 100), replace(FULL, capacity=400), "bf16")
     hooks.before_forward(0)
-    assert held(hooks) == [1, 2]
+    assert held(hooks) == []
     hooks.before_forward(1)
     assert held(hooks) == [1, 2, 3]
     for place in range(1, 7):
@@ -176,22 +187,13 @@ def test_layers_are_gathered_ahead_until_the_limit() -> None:
         hooks.after_forward(place)
     assert held(hooks) == []
     hooks.before_forward(7)
-    assert held(hooks) == [1, 2]
+    assert held(hooks) == []
     hooks.begin_backward()
     hooks.before_backward(6)
     assert held(hooks) == [4, 5, 6]
     hooks.after_backward(6)
     hooks.before_backward(5)
     assert held(hooks) == [3, 4, 5]
-
-
-def test_what_forward_has_gathered_stays_where_backward_gathers_nothing() -> None:
-    """Small models are gathered whole by the final norm."""
-    hooks = Hooks(buckets(3, 100), FULL, "bf16")
-    hooks.before_forward(4)
-    hooks.begin_backward()
-    hooks.before_backward(3)
-    assert held(hooks) == [1, 2, 3]
 
 
 def test_reduced_gradients_wait_until_more_than_the_capacity_do() -> None:
@@ -264,12 +266,137 @@ def test_the_norm_of_parameters_ends_what_the_step_has_gathered() -> None:
     assert gathered == 4 * 2 * (7 * 256 * 256 + 2 * 256 + 512)
 
 
+# -- weights in 8 bits --------------------------------------------------------------------------------
+
+BYTES: dict[str, object] = {"fp8": "delayed", "fp8_parameters": "true", "gpu": "h100-80gb", "seq": 512}
+N = 4 * 7 * 256 * 256
+"""Weights of linear layers: of four attentions, (3 + 1) x 256 x 256 each, and MLPs, 3 x 256 x 256 (``plan``)."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "copies", "shares"),
+    [
+        ({}, 1, 4), ({"megatron_fsdp_keep_transposes": "true"}, 1 + 4, 4), ({"megatron_fsdp": "optim_grads"}, 2, 1),
+        ({"megatron_fsdp": "optim"}, 2, 1), ({"fp8": "blockwise"}, 1, 4), ({"fp8": "mxfp8", "gpu": "b200"}, 2, 4),
+        ({"fp8": "tensorwise", "gpu": "b200", "megatron_fsdp": "optim"}, 1, 1),
+    ],
+)  # fmt: skip
+def test_bytes_of_weights_that_are_kept(flags: dict[str, object], copies: int, shares: int) -> None:
+    """Rows, and columns where they are no copy of rows or stay; the rest is in 2 bytes."""
+    made = program(**BYTES | flags)
+    rest = sum(one.elements for one in made.parameter_tensors()) - N
+    divided = 1 if flags.get("megatron_fsdp") else 4
+    expected = copies * N // shares + 2 * rest // divided
+    assert 0 <= bytes_of(made, Category.PARAMETERS) - expected <= 40 * KIB
+
+
+def test_scales_are_whole_on_every_rank() -> None:
+    """MXFP8: a byte for 32 elements, of rows and of columns; blocks: 4 bytes for 128 x 128 elements, of rows."""
+    for flags, size in (({"fp8": "mxfp8", "gpu": "b200"}, 2 * N // 32), ({"fp8": "blockwise"}, 4 * N // 128**2)):
+        kept = program(**BYTES | flags).kept
+        assert kept is not None
+        scales = [one for one in kept.construction if isinstance(one, Hold) and one.name.endswith("_scales")]
+        assert size <= sum(one.bytes for one in scales) <= size + 512 * len(scales)
+
+
+def columns(made: Program, *, backward: bool) -> list[int]:
+    """Bytes of columns that come and go in a layer's pass."""
+    chunk = made.order.chunks[0]
+    span = next(one for one in chunk.spans if one.names[0] == "layer.2")
+    tape = span.module.steady.backward if backward else span.module.steady.forward
+    found = [one for one in tape if isinstance(one, Hold) and one.category is Category.GATHERED_PARAMETERS]
+    ended = {one.tensor for one in tape if isinstance(one, Drop)}
+    own = [one for one in found if one.name != "parameter_bucket"]
+    assert all(one.tensor in ended for one in own)
+    return [one.bytes for one in own]
+
+
+def test_columns_live_as_long_as_a_pass() -> None:
+    """Of delayed scaling on Hopper a byte for each element; a layer that runs again has them twice in backward. On
+    Blackwell products take rows as they are."""
+    assert sum(columns(program(**BYTES), backward=False)) == N // 4
+    assert sum(columns(program(**BYTES), backward=True)) == N // 4
+    assert sum(columns(program(**BYTES | {"recompute": "full"}), backward=True)) == 2 * N // 4
+    assert not columns(program(**BYTES | {"gpu": "b200"}), backward=True)
+    assert not columns(program(**BYTES | {"megatron_fsdp_keep_transposes": "true"}), backward=True)
+    assert sum(columns(program(**BYTES | {"fp8": "blockwise"}), backward=True)) > N // 4
+
+
+def test_the_step_casts_all_shards() -> None:
+    """In 2 bytes, a quarter of the weights; with block scaling all buckets, of a byte, are gathered beside."""
+    for recipe, gathered in (("delayed", 0), ("blockwise", N)):
+        kept = program(**BYTES | {"fp8": recipe}).kept
+        assert kept is not None
+        held = [one for one in kept.step if isinstance(one, Hold)]
+        cast = sum(one.bytes for one in held if one.name.endswith("_cast"))
+        assert abs(cast - 2 * N // 4) <= 40 * KIB
+        buckets = sum(one.bytes for one in held if one.name == "bucket")
+        assert 0 <= buckets - gathered <= 40 * KIB
+
+
+# -- buffers from NCCL, further layers ------------------------------------------------------------------
+
+
+def test_buffers_from_nccl_lie_in_its_pool() -> None:
+    """Parameters, gradients and double buffers do, which they need; main parameters and what no layer has do not."""
+    kept = program(use_nccl_ub="true").kept
+    assert kept is not None
+    holds = [one for one in (*kept.construction, *kept.workspaces) if isinstance(one, Hold)]
+    pooled = {one.name for one in holds if one.stream >= OWN_POOL}
+    assert pooled == {"model_weight_buffer", "bucket", "main_grad_buffer", "parameter_bucket", "gradient_buffer"}
+    doubles = [one for one in holds if one.name in ("parameter_bucket", "gradient_buffer") and one.stream >= OWN_POOL]
+    assert len(doubles) == 4
+    assert {one.stream for one in holds if one.name == "main_weight_buffer"} == {0}
+
+
+def test_the_layer_within_multi_token_prediction_is_a_unit() -> None:
+    """Beside it the block's norms and projection lie with what no layer has; each pass of it gathers its bucket."""
+    flags = {"dp": 4, "ep": 4, "layers": 3, "mtp_layers": 2, "megatron_fsdp": "optim_grads_params"}
+    (made,) = programs(expert_plan("deepseek-v2", **flags, megatron_fsdp_unit_size=1), Options())
+    spans = tuple(made.order.chunks[0].spans)
+    inner = [site for site in sites_of(spans) if site.name.startswith("mtp.")]
+    assert [site.name for site in inner] == ["mtp.0.", "mtp.1."]
+    assert not any(one.name.split(".")[2] in ("enorm", "hnorm", "eh_proj") for site in inner for one in site.parameters)
+    found = buckets_of(spans, FULL)
+    outside = {member.parameter.name for one in found if one.unit is None for member in one.members}
+    assert {"mtp.0.eh_proj.weight", "mtp.1.hnorm.weight", "head.weight"} <= outside
+    (span,) = (one for one in spans if one.names == ("mtp",))
+    for tape in (span.module.steady.forward, span.module.steady.backward):
+        names = [one.name for one in tape if isinstance(one, Hold) and one.name == "parameter_bucket"]
+        assert len(names) == 4  # of experts and of the rest, each twice
+    passes = made.order.chunks[0].passes
+    assert passes.forward.net + passes.backward.net == 0
+    (replayed,) = replay((made,), AllocatorSettings(), ())
+    assert abs(replayed.static - fold_program(made).static) < 16 * 2**20
+
+
+def test_columns_of_mxfp8_outside_of_layers_are_not_gathered() -> None:
+    flags = {"dp": 4, "ep": 4, "mtp_layers": 1, "gpu": "b200", "fp8": "mxfp8", "fp8_parameters": True}
+    with pytest.raises(PlanError, match="must be false with mxfp8, sharded parameters"):
+        expert_plan("deepseek-v2", **flags, megatron_fsdp="optim_grads_params")
+
+
+def test_a_stage_s_output_is_a_view_that_schedules_refuse() -> None:
+    """What hooks return is ``view_as`` of the output (``create_custom_backward_hook``)."""
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    output = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(AssertionError, match="view of another tensor"):
+        deallocate_output_tensor(output.view_as(output), True)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP"),
+        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP: its hooks return views of a stage's output"),
+        ({"megatron_fsdp": "no_shard"} | BYTES, "must be false with megatron.fsdp no_shard"),
+        ({"fp4": "nvfp4", "fp8_parameters": "true", "gpu": "b200"}, "must be false with Megatron-FSDP and fp4"),
+        (BYTES | {"fp8": "blockwise", "use_nccl_ub": "true"}, "with blockwise scaling and double buffers"),
         ({"optimizer": "muon"}, "optimizer.name = muon"),
-        ({"precision_aware_optimizer": "true"}, "optimizer.precision_aware"),
+        (
+            {"precision_aware_optimizer": "true", "main_params_dtype": "fp16"},
+            "optimizer.main_parameters = fp16: must be fp32",
+        ),
         ({"megatron_fsdp": "none", "megatron_fsdp_double_buffer": "true"}, "must be left out without Megatron-FSDP"),
         ({"megatron_fsdp": "optim", "megatron_fsdp_communication": "fp32"}, "must be bf16, as precision.gradients"),
         ({"megatron_fsdp_outer": "optim"}, "distributed_optimizer_instances above 1"),
@@ -291,12 +418,15 @@ def test_megatron_s_own_arguments_are_read() -> None:
         "--vocab-size": 999, "--tokenizer-type": "NullTokenizer", "--use-megatron-fsdp": True,
         "--outer-dp-sharding-strategy": "optim", "--num-distributed-optimizer-instances": 2,
         "--suggested-communication-unit-size": 1000, "--init-model-with-meta-device": True,
-        "--megatron-fsdp-grad-comm-dtype": "auto",
+        "--megatron-fsdp-grad-comm-dtype": "auto", "--use-nccl-ub": True, "--fsdp-manual-registration": True,
+        "--fp8-format": "hybrid", "--fp8-param-gather": True, "--keep-fp8-transpose-cache": True,
     }  # fmt: skip
     found = resolve(plan_of_arguments(arguments, {}, gpus=8).plan)
     megatron = found.megatron
     assert (megatron.fsdp, megatron.fsdp_outer, megatron.fsdp_unit_size) == ("optim_grads_params", "optim", 1000)
     assert (found.layout.zero, found.precision.gradients, megatron.fsdp_communication) == (1, "bf16", None)
+    assert (found.precision.fp8, found.precision.fp8_parameters) == ("delayed", True)
+    assert (megatron.doubles_buffers, megatron.registers_buffers, megatron.fsdp_keep_transposes) == (True,) * 3
     fp32 = {**arguments, "--megatron-fsdp-main-grads-dtype": "fp32", "--data-parallel-sharding-strategy": "optim"}
     del fp32["--outer-dp-sharding-strategy"]
     found = resolve(plan_of_arguments(fp32, {}, gpus=8).plan)

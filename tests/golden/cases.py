@@ -419,6 +419,9 @@ def megatron() -> Iterator[str]:
         yield f"{job} {strategy}"
     for more in ("--megatron-fsdp-double-buffer", "--megatron-fsdp-unit-size 500000000", "--recompute full"):
         yield f"{job} optim_grads_params {more}"
+    yield f"{job} optim_grads_params --use-nccl-ub --megatron-fsdp-meta-device"
+    yield f"{job} optim_grads_params --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+    yield f"{job} optim_grads --use-nccl-ub --dp 8 --distributed-optimizer-instances 2"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"
     for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1"):
         yield f"{job.removesuffix(' --torch-fsdp')} {more}"
@@ -442,7 +445,8 @@ def megatron() -> Iterator[str]:
     job = "--model deepseek-v2 --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 8 --ep 8 --zero 1"
     for flags in (
         "--fused-residual-rmsnorm", "--mla-down-proj-fusion", "--mtp-layers 2 --mtp-detach-heads",
-        "--mtp-layers 2 --mtp-hsm",
+        "--mtp-layers 2 --mtp-hsm", "--mtp-layers 1 --megatron-fsdp optim_grads_params --use-nccl-ub",
+        "--mtp-layers 2 --megatron-fsdp optim_grads_params --fp8 tensorwise --fp8-parameters",
     ):  # fmt: skip
         yield f"{job} {flags}"
     job = "--model gpt2-large --layers 4 --seq 1024 --dtype fp16 --framework megatron --tp 2 --transformer-impl local"
@@ -463,6 +467,16 @@ def low_precision() -> Iterator[str]:
         yield f"{job} --gpu b200 {recipe} --fp8-parameters --recompute full"
     yield f"{job} --gpu h100-80gb --fp8 tensorwise --first-16bit-layers 1 --last-16bit-layers 1 --pp 2 --gbs 32"
     yield f"{job} --gpu b200 --fp8 tensorwise --fp8-parameters --megatron-fsdp optim_grads_params"
+    sharded = f"{job} --fp8-parameters --megatron-fsdp"
+    for more in (
+        "optim_grads_params --gpu h100-80gb --fp8 delayed --use-nccl-ub --megatron-fsdp-meta-device",
+        "optim_grads_params --gpu h100-80gb --fp8 delayed --recompute full --megatron-fsdp-keep-transposes",
+        "optim_grads_params --gpu h100-80gb --fp8 blockwise --recompute full",
+        "optim_grads_params --gpu b200 --fp8 mxfp8 --recompute full --distributed-optimizer-instances 2 "
+        "--megatron-fsdp-outer optim",
+        "optim_grads --gpu h100-80gb --fp8 tensorwise", "optim --gpu b200 --fp8 mxfp8",
+    ):  # fmt: skip
+        yield f"{sharded} {more}"
     job = "--model mixtral-8x7b --layers 2 --seq 1024 --framework megatron --gpus 8 --ep 4"
     for more in (
         "--gpu h100-80gb --fp8 blockwise",

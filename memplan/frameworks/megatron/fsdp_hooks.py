@@ -3,9 +3,9 @@
 ``megatron_fsdp.py`` (``_register_fsdp_hooks``: which hook runs when) and ``param_and_grad_buffer.py``
 (``AllGatherPipeline``, ``GradReducePipeline``: what it does).
 
-* *pre-forward*, of units and of modules outside of units: their buckets are gathered, and those behind them until so
-  many elements are ahead (500 million, unless a layer is larger). Buckets of no unit come first, so the final norm's
-  gathers the first layers again, which then wait for backward.
+* *pre-forward* of units: their buckets are gathered, and those behind them until so many elements are ahead (500
+  million, unless a layer is larger). Modules outside of units gather nothing ahead, but in the first micro-batch of
+  all, beside which there are no optimizer states yet (their ``_training_state`` is that of backward since then).
 * *post-forward* of a unit: its buckets end. Those of no unit stay for good.
 * *pre-backward* of a unit: its buckets are gathered, and those before them. When the first of backward is gathered,
   all ends that forward had gathered ahead (``bucket_can_be_released``).
@@ -178,10 +178,14 @@ class Hooks:
         if hold is not None:
             self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
 
+    def _is_unit(self, place: int) -> bool:
+        return any(self.buckets[at].unit is not None for at in self.ids(place))
+
     # -- passes -------------------------------------------------------------------------------------
 
     def before_forward(self, place: int) -> None:
-        self.gather(self.ids(place), 1)
+        """Modules outside of units are told for good that backward has begun, so that they gather nothing ahead."""
+        self.gather(self.ids(place), 1 if self._is_unit(place) else 0)
         self.turn(place)
 
     def after_forward(self, place: int) -> None:
@@ -204,7 +208,7 @@ class Hooks:
         self.turn_back(place)
 
     def before_backward(self, place: int) -> None:
-        if any(self.buckets[at].unit is not None for at in self.ids(place)):
+        if self._is_unit(place):
             self.gather(self.ids(place), -1)
             self.turn(place)
 
@@ -220,18 +224,20 @@ class Hooks:
 
     def after_backward(self, place: int) -> None:
         if self.sharding.shards_gradients:
-            for at in self.ids(place):
-                if self.buckets[at].first == place:
-                    self._reduce(at)
+            ready = [at for at in self.ids(place) if self.buckets[at].first == place]
+            while ready:
+                together = [at for at in ready if at in self._together(ready[0])]
+                self._reduce(together)
+                ready = [at for at in ready if at not in together]
         for at in self.ids(place):
             self.end(self._key(at, -1))
             self.end(at)
         self.turn_back(place)
 
-    def _reduce(self, at: int) -> None:
+    def _reduce(self, together: Sequence[int]) -> None:
         while sum(self.buckets[one].elements for one in self.queue) > self.capacity:
             self._drop(self.gradients.pop(self.queue.pop(0), None))
-        self.queue.append(at)
+        self.queue += together
 
     def finalise(self) -> None:
         """``_root_post_backward``, and the reset of the pipeline of gathers."""

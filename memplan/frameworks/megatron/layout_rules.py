@@ -42,10 +42,14 @@ def check_sharding(plan: ResolvedPlan) -> None:
                 "schedules refuse to let go (deallocate_output_tensor)"
             )
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
-    if plan.optimizer.name == "muon" or plan.optimizer.precision_aware:
-        name = "precision_aware" if plan.optimizer.precision_aware else "name"
-        problem = "must be adam or sgd with main parameters of Megatron-FSDP's own; others are not modelled with it yet"
-        raise PlanError(f"optimizer.{name}", getattr(plan.optimizer, name), problem)
+    own = {
+        "name": ("adam or sgd", plan.optimizer.name == "muon"),
+        "main_parameters": ("fp32", plan.optimizer.main_parameters != "fp32"),
+    }
+    for name, (wanted, applies) in own.items():
+        if applies:
+            problem = f"must be {wanted} with Megatron-FSDP, which has main parameters of its own"
+            raise PlanError(f"optimizer.{name}", getattr(plan.optimizer, name), problem)
     if plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1:
         problem = "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet"
         raise PlanError("recompute.layers", plan.recompute.layers, problem)

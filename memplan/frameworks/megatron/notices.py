@@ -38,7 +38,18 @@ BACK_ENDS = {
 
 
 SHARDED = (
-    "Megatron-FSDP 1 as of August 2026: whole layers are its units; what no layer has stays gathered (from 30 May 2026)"
+    "Megatron-FSDP 1 as of August 2026: whole layers are its units; what no layer has stays gathered (from 30 May "
+    "2026), and gathers layers ahead in the first micro-batch of all alone, which is not part of the steady state"
+)
+
+SHARDED_BYTES = (
+    "Megatron-FSDP with weights in 8 bits: what is made of their rows for a layer's pass, is there as soon as the pass "
+    "begins; before, while the model is built, Transformer Engine's casts take single tensors that are not counted"
+)
+
+REGISTERED = (
+    "buffers that come from NCCL (ncclMemAlloc) are segments of PyTorch's sizes in a memory pool of their own, as NCCL "
+    "of August 2026 has them: older NCCL rounds each up to what multicast wants"
 )
 
 
@@ -94,6 +105,8 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     first = not own and given.cuda_graph_warmup == 0 and captures.separable(core_shape(plan))
     further = {
         SHARDED: given.fsdp != "none",
+        SHARDED_BYTES: given.fsdp == "optim_grads_params" and plan.precision.fp8_parameters,
+        REGISTERED: given.fsdp != "none" and given.registers_buffers,
         TORCH_SHARDED: given.torch_fsdp != "none",
         OFFLOADED: given.offload_modules is not None,
         LAYERS_OFFLOADED: given.offload_layers > 0,

@@ -92,9 +92,9 @@ class Rules:
     @property
     def main_inside(self) -> bool:
         """FusedAdam keeps the main parameters: not those in fp32 beside products in 8 bits, but with delayed scaling
-        (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``)."""
+        (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``), and never Megatron-FSDP's (``get_megatron_optimizer``)."""
         outside = self.fp8_recipe not in (None, "delayed") and self.main_parameters == "fp32"
-        return self.precision_aware and not outside
+        return self.precision_aware and not (outside or self.sharded)
 
     @property
     def mixed(self) -> bool:
@@ -147,8 +147,10 @@ class Rules:
 
     @property
     def copies_gradients(self) -> bool:
-        """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins."""
-        return self.mixed and self.gradients != "fp32" and not self.main_inside
+        """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins. A precision-aware
+        FusedAdam beside Megatron-FSDP takes them as they are (``use_decoupled_grad``)."""
+        decoupled = self.main_inside or (self.sharded and self.precision_aware)
+        return self.mixed and self.gradients != "fp32" and not decoupled
 
 
 MOMENTUM = (("momentum_buffer", "fp32"),)
