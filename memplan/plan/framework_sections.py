@@ -194,6 +194,11 @@ class Fsdp(FrameworkSection):
         False,
         description="torchtitan before October 2025: the last pipeline stage keeps the logits of all micro-batches",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="torchtitan since August 2026: a CUDA graph replays forward and backward",
+        json_schema_extra={"flag": "--fsdp-cuda-graphs"},
+    )
 
 
 class Deepspeed(FrameworkSection):
