@@ -199,6 +199,7 @@ class Fsdp(FrameworkSection):
         description="torchtitan since August 2026: a CUDA graph replays forward and backward",
         json_schema_extra={"flag": "--fsdp-cuda-graphs"},
     )
+    compiled_loss: bool = Field(False, description="torchtitan: torch.compile of the loss alone (compile.components)")
 
 
 class Deepspeed(FrameworkSection):

@@ -39,6 +39,8 @@ class Case:
     shards: int = 4
     chunks: int = 0
     """Of the loss, if it has some."""
+    compiled: bool = False
+    """The loss is."""
 
 
 CASES = {
@@ -47,6 +49,7 @@ CASES = {
     "full": Case("full", SMALL),
     "multi-head-op": Case("op", MULTI_HEAD, 3),
     "chunked": Case("op", SMALL, chunks=4),
+    "chunked-compiled": Case("none", SMALL, chunks=2, compiled=True),
     "chunked-across-full": Case("full", SMALL, 16, chunks=2),
     "across": Case("none", SMALL, 16),
     "wide-full": Case("full", WIDE, 8),
@@ -72,9 +75,11 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
+COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
 
 
+@COMPILED
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
@@ -82,12 +87,14 @@ SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
 )
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards, case.chunks)
+    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"compiled_loss": case.compiled})})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None
     program = fsdp.program(plan, model, Sharding(case.shards, experts=cut))
     sharding = oracle.Sharding(case.shards)
-    build = builder(case.sizes, sharding, [case.recompute] * case.sizes.layers, case.chunks)
+    modes = [case.recompute] * case.sizes.layers
+    build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled)
     steps = oracle.traced(build, sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]

@@ -15,7 +15,7 @@ from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
-from .settings import Settings
+from .settings import COMPILED, COMPONENTS, Settings
 from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
@@ -377,6 +377,8 @@ def _loss(reader: Reader) -> None:
         chunks = reader.settings.integer(name, default=8)
         reader.building.put("loss.kind", Node("chunked", chunks.origin), name)
         reader.building.put("loss.chunks", chunks, name)
+    if reader.settings.compiles_loss_alone:
+        reader.building.put("fsdp.compiled_loss", Node(True, reader.settings.where(COMPILED)), COMPILED, COMPONENTS)
 
 
 def _recompute_mode(plan: Plan) -> str:

@@ -156,6 +156,13 @@ def test_a_function_as_torchtitan_ships_it(read: Read) -> None:
     assert not resolve(read(LLAMA, "CONFIG=llama3_8b", GRAPHS).plan).fsdp.cuda_graphs
 
 
+def test_the_loss_alone_is_compiled(read: Read) -> None:
+    text = one(compile='CompileConfig(enable=True, components=["loss"])', loss="ChunkedLossWrapper.Config()")
+    assert resolve(read("job.py", text=text).plan).fsdp.compiled_loss
+    with pytest.raises(PlanError, match=r"loss\.kind = plain: must be chunked with fsdp\.compiled_loss"):
+        resolve(read("job.py", text=one(compile='CompileConfig(enable=True, components=["loss"])')).plan)
+
+
 def test_a_function_that_changes_another(read: Read) -> None:
     plan = resolve(read(LLAMA, "CONFIG=llama3_70b", GRAPHS, loss="plain").plan)
     assert (plan.model.name, plan.layout.tp, plan.layout.dp, plan.recompute.mode) == ("llama-3-70b", 8, 2, "full")
