@@ -16,12 +16,11 @@ from typing import Literal
 from ..families import family
 from ..tape.events import Category, Hook
 from ..values import dataclass
-from . import ends, ops, scores
+from . import ends, ops, scores, titan_loss
 from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
 from .log_probabilities import averaged, clipped, of_labels, summed
-from .titan_loss import vocab_parallel
 from .work import NOTHING, Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -75,6 +74,8 @@ class HeadLoss:
     """in another dtype."""
     parallel: bool = False
     """Chunked: every tensor-parallel rank has a part of the vocabulary."""
+    compiled: bool = False
+    """Chunked: the loss of a chunk's logits is compiled."""
 
     @property
     def reads_weight(self) -> bool:
@@ -480,8 +481,11 @@ def sent(leaf: Leaf, loss: HeadLoss, number: int, r: Recorder) -> None:
 
 def summed_loss(r: Recorder, logits: Tensor, rows: int, loss: HeadLoss) -> Tensor:
     """``cross_entropy_loss`` in fp32, divided by the number of tokens of all ranks."""
-    upcast = ops.cast(r, logits, "fp32", "logits_chunk_fp32", LOGITS)
     labels = r.outside((rows,), "int64", Category.INPUTS)
-    computed = (vocab_parallel if loss.parallel else ends.cross_entropy)(r, upcast, labels)
-    del upcast
+    if loss.compiled:
+        computed = titan_loss.compiled(r, logits, labels)
+    else:
+        upcast = ops.cast(r, logits, "fp32", "logits_chunk_fp32", LOGITS)
+        computed = (titan_loss.vocab_parallel if loss.parallel else ends.cross_entropy)(r, upcast, labels)
+        del upcast
     return ops.elementwise(r, "loss_scaled", (computed,))

@@ -1,4 +1,5 @@
-"""torchtitan's cross entropy of logits of which every tensor-parallel rank has a part of the vocabulary.
+"""torchtitan's cross entropy as one kernel in either direction, and of logits of which every tensor-parallel rank has a
+part of the vocabulary.
 
 ``torchtitan/components/loss.py`` (``cross_entropy_loss``, ``_LossParallelCrossEntropy``) of 21 August 2026 (commit
 b5bcd76): a Python function on local tensors, in fp32. Shapes: n tokens, v entries of the vocabulary here.
@@ -14,6 +15,24 @@ from .tensor_parallel import reduced
 from .work import Exchange, Operator, Stream
 
 LOGITS = Category.LOGITS
+
+
+def compiled(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
+    """``torch.compile`` of ``cross_entropy_loss`` (``BaseLoss._maybe_compile``), as Inductor partitions it: saves
+    (n, v) ``logits`` in 16 bits, labels, and of each token the maximum and the logarithm of the sum, in fp32; their
+    gradient is in 16 bits at once."""
+    shape, dtype, column = logits.shape, logits.dtype, (logits.shape[0], 1)
+    top = r.empty(column, "fp32", "logits_max")
+    logarithm = r.empty(column, "fp32", "exponentials_log")
+    loss = r.empty((), "fp32", "loss")
+    size = size_of(shape, dtype)
+    work = Operator((Stream(2 * size, 2, True),), (Stream(2 * size, 1, True),))
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, "grad_logits", LOGITS)]
+
+    loss.node = r.node((logits,), (logits, labels, top, logarithm), backward, work=work)
+    return loss
 
 
 def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:

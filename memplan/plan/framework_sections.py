@@ -207,6 +207,12 @@ class Fsdp(FrameworkSection):
         False,
         description="torchtitan before October 2025: the last pipeline stage keeps the logits of all micro-batches",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="torchtitan since August 2026: a CUDA graph replays forward and backward",
+        json_schema_extra={"flag": "--fsdp-cuda-graphs"},
+    )
+    compiled_loss: bool = Field(False, description="torchtitan: torch.compile of the loss alone (compile.components)")
 
 
 class Deepspeed(FrameworkSection):

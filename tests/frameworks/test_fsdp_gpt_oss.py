@@ -39,6 +39,8 @@ class Case:
     shards: int = 4
     chunks: int = 0
     """Of the loss, if it has some."""
+    compiled: bool = False
+    """The loss is."""
 
 
 CASES = {
@@ -47,6 +49,7 @@ CASES = {
     "full": Case("full", SMALL),
     "multi-head-op": Case("op", MULTI_HEAD, 3),
     "chunked": Case("op", SMALL, chunks=4),
+    "chunked-compiled": Case("none", SMALL, chunks=2, compiled=True),
     "chunked-across-full": Case("full", SMALL, 16, chunks=2),
     "across": Case("none", SMALL, 16),
     "wide-full": Case("full", WIDE, 8),
@@ -72,9 +75,11 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
+COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
 
 
+@COMPILED
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
@@ -82,12 +87,14 @@ SLOW = ("multi-head-op", "chunked-across-full", "wide-full")
 )
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards, case.chunks)
+    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"compiled_loss": case.compiled})})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None
     program = fsdp.program(plan, model, Sharding(case.shards, experts=cut))
     sharding = oracle.Sharding(case.shards)
-    build = builder(case.sizes, sharding, [case.recompute] * case.sizes.layers, case.chunks)
+    modes = [case.recompute] * case.sizes.layers
+    build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled)
     steps = oracle.traced(build, sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
@@ -102,6 +109,30 @@ def test_every_event(case: Case) -> None:
     assert folded.after_forward == steps.levels()[0]
     assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
     assert folded.step_peak == steps.peaks()[2]
+
+
+@pytest.mark.parametrize("chunks", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_what_a_cuda_graph_captures(chunks: int) -> None:
+    """Every backward adds to gradients that are there, and what passes hold lies in pools of their own."""
+    plan = plan_of(SMALL, 4, chunks)
+    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"cuda_graphs": True})})
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), ActivationCheckpointing(), ends_apart=True)
+    program = fsdp.program(plan, model, Sharding(4))
+    sharding = oracle.Sharding(4)
+    steps = oracle.traced(builder(SMALL, sharding, ["op"] * 2, chunks), sharding, keeps_gradients=True)
+
+    modules = [span.module for span in program.spans for _ in span.names]
+    forward = [event for module in modules for event in named(module, module.first.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(steps.stretches[0]))
+    traced_backward = without_grad_loss(steps.stretches[1])
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(traced_backward))
+    held = {event.stream for module in modules for event in module.first.backward if isinstance(event, Hold)}
+    assert held <= {8, 9, 10}
+    captured = sum(one.bytes for one in program.extra if one.category is Category.INPUTS) // 2
+    folded = fold_program(program)
+    assert folded.static - captured == steps.before == steps.end
+    assert 0 <= max(steps.peaks()[:2]) + captured - folded.backward_peak <= 2 * ROUND
 
 
 JOB = {"model": "gpt-oss-20b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "16"}
@@ -141,6 +172,12 @@ def test_parameters_are_those_that_are_published() -> None:
         ({"sliding-window": "256"}, "model.sliding_window = 256: must be 128 in torchtitan's gpt_oss"),
         ({"tied-embeddings": "true"}, "model.tied_embeddings = true: must be false in torchtitan's gpt_oss"),
         ({"lora-rank": "8"}, "lora.rank = 8: must be left out"),
+        ({"fsdp-cuda-graphs": "true"}, ""),
+        ({"fsdp-cuda-graphs": "true", "fsdp-offload": "true"}, "fsdp.offload = true: must be false with CUDA graphs"),
+        ({"fsdp-cuda-graphs": "true", "pp": "2"}, "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself"),
+        ({"loss": "chunked", "loss-chunks": "1"}, "loss.chunks = 1: must be 2 or more under fsdp"),
+        ({"loss": "chunked", "fsdp-offload": "true"}, "fsdp.offload = true: must be false with loss.kind chunked"),
+        ({"loss": "chunked", "fsdp-code": "transformers"}, "loss.kind = chunked: must be another with transformers"),
     ],
 )
 def test_what_is_refused(flags: dict[str, str], says: str) -> None:

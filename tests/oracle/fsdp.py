@@ -216,8 +216,9 @@ def traced_steps(
         return traced(build, sharding)
 
 
-def traced(build: Build, sharding: Sharding, *, iterations: int = 2) -> Steps:
-    """The last of ``iterations`` with AdamW (foreach), whose states exist by then."""
+def traced(build: Build, sharding: Sharding, *, iterations: int = 2, keeps_gradients: bool = False) -> Steps:
+    """The last of ``iterations`` with AdamW (foreach), whose states exist by then; and so do gradients, where a step
+    keeps them (``zero_grad(set_to_none=False)``)."""
     steps = Steps()
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
@@ -236,7 +237,7 @@ def traced(build: Build, sharding: Sharding, *, iterations: int = 2) -> Steps:
                 loss.backward()  # type: ignore[no-untyped-call]
                 _cut(trace, steps)
                 del loss
-            update(optimizer, trace)
+            update(optimizer, trace, keeps_gradients=keeps_gradients)
             _cut(trace, steps)
             steps.end = trace.live
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from memplan.trace.torchtitan import cross_entropy
 
 from . import titan_loss
+from .compiled import compiled
 from .fsdp import Sharding, undivided
 from .titan_models import Norm
 
@@ -420,13 +421,14 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0
+    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0, *, compiles_loss: bool = False
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = Decoder(sizes)
         model.skips_head = chunks > 0
+        loss_of = compiled(titan_loss.cross_entropy) if compiles_loss else titan_loss.cross_entropy
         given = sharding.policy
         policy = MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
@@ -451,7 +453,7 @@ def builder(
         def loss() -> torch.Tensor:
             logits = model(tokens, positions, Metadata(places, sizes.s))
             if chunks:
-                return titan_loss.chunked(logits, labels, model.lm_head, chunks)
+                return titan_loss.chunked(logits, labels, model.lm_head, chunks, loss_of=loss_of)
             result = cross_entropy(logits.unsqueeze(0), labels.unsqueeze(0))
             del logits
             return result

@@ -85,8 +85,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, group: Any = None)
     return nn.functional.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
 
 
-def of_chunk(logits: torch.Tensor, labels: torch.Tensor, tokens: int, group: Any) -> torch.Tensor:
-    loss = cross_entropy(logits, labels, group)
+def of_chunk(logits: torch.Tensor, labels: torch.Tensor, tokens: int, group: Any, loss_of: Any) -> torch.Tensor:
+    loss = loss_of(logits, labels) if group is None else loss_of(logits, labels, group)
     loss = loss / tokens
     return loss  # noqa: RET504 (a variable, as there)
 
@@ -99,9 +99,11 @@ class Head(nn.Linear):
         return nn.functional.linear(x, self.weight.to_local())
 
 
-def chunked(hidden: torch.Tensor, labels: torch.Tensor, head: Any, chunks: int, group: Any = None) -> torch.Tensor:
+def chunked(
+    hidden: torch.Tensor, labels: torch.Tensor, head: Any, chunks: int, group: Any = None, loss_of: Any = cross_entropy
+) -> torch.Tensor:
     """``ChunkedLossWrapper.__call__`` of ``hidden`` (n, h) and ``labels`` (n,); ``head`` is a module of a group that
-    ``fully_shard`` has. ``group``: of ranks with a part of the vocabulary each."""
+    ``fully_shard`` has. ``group``: of ranks with a part of the vocabulary each. ``loss_of``: a chunk's logits."""
     trains, rows = hidden.requires_grad, hidden.shape[0] // chunks
 
     def cut(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -119,7 +121,7 @@ def chunked(hidden: torch.Tensor, labels: torch.Tensor, head: Any, chunks: int, 
         if number == chunks - 1:
             head.set_requires_gradient_sync(True, recurse=False)
         logits = head(part)
-        loss = of_chunk(logits, label_part, len(labels), group)
+        loss = of_chunk(logits, label_part, len(labels), group, loss_of)
         total = total + loss.detach()
         if gathered is not None:
             loss.backward()  # type: ignore[no-untyped-call]

@@ -102,12 +102,12 @@ def traced_step(
     return steps[0]
 
 
-def update(optimizer: torch.optim.Optimizer, trace: Trace) -> None:
+def update(optimizer: torch.optim.Optimizer, trace: Trace, *, keeps_gradients: bool = False) -> None:
     """``step()`` and ``zero_grad()``; the counters of steps are on the host."""
     trace.host = True
     optimizer.step()
     trace.host = False
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
 
 
 @contextmanager

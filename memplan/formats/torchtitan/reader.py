@@ -166,8 +166,7 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
         raise PlanError("", ABSENT, problem, origin=origin)
     over, gpus, version = assigned(asked.assignments)
     era = era_of({**given, **over}, is_json=is_json, version=version, is_python=is_python)
-    unsaid = _unsaid(era.day, written.origin) if is_python else {}
-    settings = Settings({**unsaid, **given, **over}, origin, era)
+    settings = Settings({**given, **over}, origin, era)
     _check_keys(settings)
     wrong = list(_misspelt(settings))
     if wrong:
@@ -187,13 +186,6 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
         finish=_Finish(settings),
         assumptions=tuple(assumptions),
     )
-
-
-def _unsaid(day: str, origin: Origin) -> dict[str, Node]:
-    """Keys that a function need not name, and whose default is not modelled."""
-    name = "training.disable_cuda_graphs"
-    key = key_of(name)
-    return {name: Node(False, origin)} if key is not None and key.was(day) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
-from .keys import NO_FSDP2, NO_TOML
-from .settings import Settings
+from .keys import NO_FSDP2, NO_TOML, key_of
+from .settings import COMPILED, COMPONENTS, Settings
 from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
@@ -25,6 +25,7 @@ PER_OPERATOR = "2026-03-23"
 (``_get_custom_policy``)."""
 OUTPUTS_DROPPED = "2025-10-22"
 """The day from which the last stage keeps no logits (``train.py``, ``pp_schedule.step(return_outputs=False)``)."""
+GRAPHS = "training.disable_cuda_graphs"
 FUSED = "2025-02-24"
 """The day from which the optimizer is fused by default."""
 
@@ -194,6 +195,14 @@ def _reshard(reader: Reader) -> None:
         building.put("fsdp.reshard_after_forward", Node(False, policy.origin), *RESHARD)
     for name in RESHARD:
         building.because(name, "fsdp.reshard_after_forward: false with pipeline stages")
+
+
+def _graphs(reader: Reader) -> None:
+    """On unless a configuration turns them off, since they are there."""
+    key = key_of(GRAPHS)
+    if key is not None and key.was(reader.settings.era.day):
+        off = reader.settings.switch(GRAPHS)
+        reader.building.put("fsdp.cuda_graphs", Node(not off.value, off.origin), GRAPHS)
 
 
 def _local_batch(plan: Plan) -> int:
@@ -368,6 +377,8 @@ def _loss(reader: Reader) -> None:
         chunks = reader.settings.integer(name, default=8)
         reader.building.put("loss.kind", Node("chunked", chunks.origin), name)
         reader.building.put("loss.chunks", chunks, name)
+    if reader.settings.compiles_loss_alone:
+        reader.building.put("fsdp.compiled_loss", Node(True, reader.settings.where(COMPILED)), COMPILED, COMPONENTS)
 
 
 def _recompute_mode(plan: Plan) -> str:
@@ -412,6 +423,7 @@ ROWS = (
     Row("training.mixed_precision_param", "precision.dtype", "training", "word", "bf16", DTYPES),
     Row("training.mixed_precision_reduce", "fsdp.reduce", "training", "word", "fp32", DTYPES),
     switch("training.enable_cpu_offload", "fsdp.offload", "training"),
+    Row(GRAPHS, "fsdp.cuda_graphs", read=_graphs),
     Row(REPLICATE[0], "fsdp.replicas", "parallelism", default=1, older=REPLICATE[1:]),
     Row(
         SHARD[0],

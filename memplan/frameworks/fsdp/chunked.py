@@ -33,16 +33,22 @@ def loss_of(plan: ResolvedPlan) -> HeadLoss | None:
     """The loss that runs in chunks, if it does."""
     if plan.loss.kind != "chunked":
         return None
-    casts = plan.fsdp.reduce != plan.precision.dtype
-    several, parallel = plan.microbatches > 1, plan.layout.tp > 1
     return HeadLoss(
-        "chunked", chunks=plan.loss.chunks, accumulates=several, sharded=True, casts=casts, parallel=parallel
+        "chunked",
+        chunks=plan.loss.chunks,
+        accumulates=plan.microbatches > 1,
+        sharded=True,
+        casts=plan.fsdp.reduce != plan.precision.dtype,
+        parallel=plan.layout.tp > 1,
+        compiled=plan.fsdp.compiled_loss,
     )
 
 
 def check(plan: ResolvedPlan) -> None:
     """Refuses what chunks are not modelled with."""
     given, layout = plan.fsdp, plan.layout
+    if given.compiled_loss:
+        _check_compiled(plan)
     if plan.loss.kind != "chunked":
         return
     if given.code != "torchtitan":
@@ -61,6 +67,17 @@ def check(plan: ResolvedPlan) -> None:
     if layout.pp > 1:
         problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
         raise PlanError("layout.pp", layout.pp, problem)
+
+
+def _check_compiled(plan: ResolvedPlan) -> None:
+    for path, value, wrong, must in (
+        ("loss.kind", plan.loss.kind, plan.loss.kind != "chunked", "chunked"),
+        ("layout.tp", plan.layout.tp, plan.layout.tp > 1, "1"),
+        ("precision.dtype", plan.precision.dtype, plan.precision.dtype != "bf16", "bf16"),
+    ):
+        if wrong:
+            problem = f"must be {must} with fsdp.compiled_loss: what else Inductor makes of a loss is not modelled; "
+            raise PlanError(path, value, problem + "--no-compiled-loss takes the loss as it is")
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:

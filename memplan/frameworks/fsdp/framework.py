@@ -237,9 +237,10 @@ def _check_loss_of_trl(plan: ResolvedPlan) -> None:
 
 def _check_version_2(plan: ResolvedPlan) -> None:
     """What is modelled under FSDP1 alone, or of transformers' models."""
-    from .chunked import check
+    from . import chunked, graphs
 
-    check(plan)
+    chunked.check(plan)
+    graphs.check(plan)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
         field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
         problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"

@@ -88,10 +88,12 @@ def compact_ids(module: Module, ids: Ids, arounds: tuple[Around, Around], beside
     return tuple((id, module.largest_id + 1 + at) for at, id in enumerate(in_order))
 
 
-def sharded(spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding) -> tuple[Span, ...]:
+def sharded(
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, *, adds: bool = False
+) -> tuple[Span, ...]:
     """``spans`` with the hooks of ``units``, every micro-batch reducing its gradients; the model's own
-    modules end with the one called ``end``."""
-    return _with_hooks(spans, units, end, sharding, (Role.FIRST, Role.STEADY))
+    modules end with the one called ``end``. The first one ``adds`` to gradients, too, where they stay behind a step."""
+    return _with_hooks(spans, units, end, sharding, (Role.STEADY if adds else Role.FIRST, Role.STEADY))
 
 
 def unsynced(

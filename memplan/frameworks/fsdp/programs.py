@@ -17,12 +17,13 @@ from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
-from ...tape.events import Stretch
+from ...tape.events import Category, Stretch
 from ...tape.program import Program, Span
 from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
+from . import graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
@@ -206,7 +207,9 @@ def recompute_of(plan: ResolvedPlan, given: Fsdp) -> ActivationCheckpointing:
 
 def program(plan: ResolvedPlan, model: Model, sharding: Sharding) -> Program:
     """What every rank runs, each micro-batch reducing its gradients."""
-    return _program(plan, model, sharded(model.spans, model.units, model.end, sharding), sharding)
+    graphed = plan.fsdp.cuda_graphs
+    spans = sharded(model.spans, model.units, model.end, sharding, adds=graphed)
+    return _program(plan, model, graphs.pooled(spans) if graphed else spans, sharding)
 
 
 def unsynced_program(plan: ResolvedPlan, model: Model, sharding: Sharding) -> Program:
@@ -223,7 +226,10 @@ def _program(
     shape = plain.layer_shape(plan)
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     given = inputs(shape, 0, plan.trainer.kind.inputs)
+    graphed = plan.fsdp.cuda_graphs
     extra = [*given, *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
+    if graphed:  # the batch that was captured
+        extra += [*given, *(one for one in model.buffers if one.category is Category.INPUTS)]
     extra += [*preferences.beside(plan, (shape.b, shape.s)), *sharded_reference(plan, model.units, sharding)]
     if model.reference:
         keeps = plain.keeps_embedded(shape)
@@ -237,6 +243,7 @@ def _program(
         extra=tuple(extra),
         step=Stretch() if sharding.offload else sharded_step(tensors, plan.optimizer, sharding),
         late_states=True,
+        late_extra=graphs.gradients(model.units, sharding) if graphed else (),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from ...layers.autograd import GRAPHS
 from ...layers.module import Options, Passes, joined
 from ...plan.resolved import ResolvedPlan
 from ...search.time.rates import before
@@ -32,7 +33,8 @@ class FsdpTime(PlainTime):
     def entries(self, plan: ResolvedPlan) -> Entries:
         if plan.fsdp.code == "transformers":
             return super().entries(plan)
-        made, options = recipes(plan), Options(counts="later" if plan.microbatches > 1 else "first")
+        several, pool = plan.microbatches > 1, GRAPHS if plan.fsdp.cuda_graphs else 0
+        made, options = recipes(plan), Options(counts="later" if several else "first", pool=pool)
         modes: dict[str, Checkpointing] = {"none": "none", "full": "full"}
         mode = modes.get(plan.recompute.mode, "op")
         embedding, norm, head, loss = made.ends(options)

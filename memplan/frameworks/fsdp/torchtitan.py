@@ -416,5 +416,5 @@ def torchtitan_model(
     own = with_parameters(spans, units, titan.registered)
     if made.chunks is None:
         return Model(spans, own, "head", buffers)
-    own = chunked.apart(own, accumulates=made.chunks.accumulates)
+    own = chunked.apart(own, accumulates=made.chunks.accumulates or plan.fsdp.cuda_graphs)
     return Model(spans, own, "final_norm", buffers)

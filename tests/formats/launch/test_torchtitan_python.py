@@ -148,6 +148,21 @@ def test_a_function_that_torchtitan_ships(read: Read) -> None:
     assert [note.code for note in found.warnings] == ["attention-other", "recipes-older"]
 
 
+def test_a_function_as_torchtitan_ships_it(read: Read) -> None:
+    """Neither flags nor ``--set``: loss in chunks, and CUDA graphs, which are on unless they are turned off."""
+    plan = resolve(read(LLAMA, "CONFIG=llama3_8b").plan)
+    assert (plan.loss.kind, plan.loss.chunks, plan.fsdp.cuda_graphs) == ("chunked", 8, True)
+    assert not resolve(read(LLAMA, "CONFIG=in_the_old_way").plan).fsdp.cuda_graphs
+    assert not resolve(read(LLAMA, "CONFIG=llama3_8b", GRAPHS).plan).fsdp.cuda_graphs
+
+
+def test_the_loss_alone_is_compiled(read: Read) -> None:
+    text = one(compile='CompileConfig(enable=True, components=["loss"])', loss="ChunkedLossWrapper.Config()")
+    assert resolve(read("job.py", text=text).plan).fsdp.compiled_loss
+    with pytest.raises(PlanError, match=r"loss\.kind = plain: must be chunked with fsdp\.compiled_loss"):
+        resolve(read("job.py", text=one(compile='CompileConfig(enable=True, components=["loss"])')).plan)
+
+
 def test_a_function_that_changes_another(read: Read) -> None:
     plan = resolve(read(LLAMA, "CONFIG=llama3_70b", GRAPHS, loss="plain").plan)
     assert (plan.model.name, plan.layout.tp, plan.layout.dp, plan.recompute.mode) == ("llama-3-70b", 8, 2, "full")
@@ -224,8 +239,8 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
         (one(compile="CompileConfig(enable=True)"), (), "job.py:12: compile.enable = true: is not modelled: Inductor's partitioner"),
-        (one(training="TrainingConfig()", compile="CompileConfig(enable=True)"), (), "2 errors: (1) job.py:12: training.disable_cuda_graphs = false: is not modelled"),
-        (one(training="TrainingConfig()"), (), "job.py:12: training.disable_cuda_graphs = false: is not modelled: torchtitan's graphs"),
+        (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
+        (one(training="TrainingConfig()", compile="CompileConfig(enable=True)", model_spec='model_registry("9B")'), (), "compile.enable = true"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (8B, 70B, 405B)"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = LoRAConverter: has LoRA adapters, which are not modelled"),

@@ -63,7 +63,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         ({"model": "gpt2", "framework": "fsdp"}, (), {}, "job.json: is a plan, not a configuration of torchtitan; leave out --from"),
         (SUMMER_2024, ("torchtitan=2024-03-01",), {}, "job.toml:7: optimizer.fused = true: is no key of torchtitan of 2024-03-01: it came on 2024-06-06; --set torchtitan="),
         ("[training]\nsequence_parallel_degree = 1\n", (), {}, "job.toml: is read as torchtitan of 2024-03-24, which had FSDP1"),
-        (saved(training={"disable_cuda_graphs": False}), (), {}, "training.disable_cuda_graphs = false: is not modelled: torchtitan's graphs"),
+        (saved(training={"disable_cuda_graphs": False}, parallelism={"pipeline_parallel_degree": 2}), (), {}, "layout.pp = 2: must be 1 with CUDA graphs"),
         (saved(model_spec={"model": {"dim": 2048}}), (), {}, "model_spec.model.dim = 2048: is not the 4096 of the flavour"),
         (saved(model_spec={"model": {"layers": [{"wq": {"rank": 8, "alpha": 16.0}}] * 32}}), (), {}, "model_spec.model.layers: have LoRA adapters"),
         (saved(optimizer={"param_groups": [{"optimizer_name": "DistMuon"}]}), (), {}, "optimizer.param_groups: must be one group of Adam or AdamW"),
