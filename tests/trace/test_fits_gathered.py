@@ -26,8 +26,12 @@ from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan
+from memplan.trace.gathering import gathering
+from memplan.trace.job import Job
 from memplan.trace.learned import job_of
 from memplan.trace.learning import learn
+from memplan.trace.recording import Traced
+from memplan.trace.step import traced_step
 
 from ..oracle.deepspeed import LEARNED, SIZES, Case
 from .test_fits import plan_of, program_of, traced
@@ -63,11 +67,17 @@ def learnt(name: str) -> Fit:
     if name in OF_RECIPES:
         family, flags = OF_RECIPES[name]
         job = replace(job_of_plan(plan_of(family, 1, 64, **{"layers": "3", **flags})), gathers=True)
+        fit, _, _ = learn(job, traced, LONGEST)
     else:
         with plan_of_case(LEARNED[name]) as plan:
-            job = job_of(plan)
-    fit, _, _ = learn(job, traced, LONGEST if name in OF_RECIPES else SHORT)
+            fit, _, _ = learn(job_of(plan), as_followed, SHORT)
     return Fit.from_json(json.loads(json.dumps(fit.to_json())))
+
+
+def as_followed(job: Job) -> Traced:
+    """Whoever follows the engine's storages keeps gradients from being summed in place."""
+    with gathering():
+        return traced_step(job, sums_in_place=False, evaluates=True)
 
 
 SHORT = 128
