@@ -33,7 +33,8 @@ from memplan.trace.learning import learn
 from memplan.trace.recording import Traced
 from memplan.trace.step import traced_step
 
-from ..oracle.deepspeed import LEARNED, SIZES, Case
+from ..frameworks.test_deepspeed import changes
+from ..oracle.deepspeed import LEARNED, SIZES, Case, summary
 from .test_fits import plan_of, program_of, traced
 from .test_step import SCALARS
 
@@ -133,6 +134,27 @@ def test_same_as_the_recipe_in_the_allocator() -> None:
     (expected,), (found,) = (replay([one], AllocatorSettings(), ()) for one in (programs_of(plan, Options())[0], made))
     assert abs(found.allocated - expected.allocated) <= SCALARS
     assert found.static == expected.static
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_same_as_the_engine(name: str) -> None:
+    """Event by event on the rank that needs most; with adapters a few of what is gathered ahead come in other groups,
+    as many bytes in all, as in recipes. An iteration's peak is so, too, but for the engine's scalars."""
+    case = LEARNED[name]
+    with plan_of_case(case) as plan:
+        made = program_of(plan, fit_of(name), Options(accumulates_in_place=False))
+    measured = max(json.loads(MEASURED.read_text())["cases"][name], key=lambda record: record["peak"])
+    tapes = [span.module.first for span in made.spans]
+    passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
+    compared = ("net", "peak") if case.lora else ("net", "peak", "sizes")
+    for phase, parts in passes.items():
+        found, expected = summary(changes(*parts)), measured["phases"][f"0/{phase}"]
+        assert [found[key] for key in compared] == [expected[key] for key in compared], phase
+    assert 0 <= measured["peak"] - fold_program(made).peak <= FEW_SCALARS
+
+
+FEW_SCALARS = 3072
+"""Bytes of losses, norms and PyTorch's step counters, which are on the CPU."""
 
 
 def test_stacked_experts_are_refused() -> None:
