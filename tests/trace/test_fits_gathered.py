@@ -17,6 +17,7 @@ import transformers
 
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
+from memplan.cli import main
 from memplan.estimate import programs_of
 from memplan.frameworks.deepspeed import learned
 from memplan.layers.module import Options
@@ -24,6 +25,8 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.program import Program, fold_evaluation, fold_program
+from memplan.trace import cache
+from memplan.trace import learned as lookup
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan
 from memplan.trace.gathering import gathering
@@ -155,6 +158,27 @@ def test_same_as_the_engine(name: str) -> None:
 
 FEW_SCALARS = 3072
 """Bytes of losses, norms and PyTorch's step counters, which are on the CPU."""
+
+
+def test_estimated_and_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a user has it who had it learnt: the report says what is gathered, and a search tries stage 3."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    lookup.forget()
+    with plan_of_case(LEARNED["z3-smollm3"]) as plan:
+        fit = fit_of("z3-smollm3")
+        cache.store(lookup.kept_as(job_of(plan), fit), fit)
+        model = str(plan.model.source)
+        flags = ["--model", model, "--framework", "deepspeed", "--zero", "3", "--gpus", "2", "--seq", "32", "--json"]
+        flags += ["--attention", "eager", "--gbs", "8", "--gpu", "h100", "--stage3-param-persistence-threshold", "100"]
+        assert main(["estimate", *flags]) == 0
+        (said,) = [one for one in json.loads(capsys.readouterr().out)["warnings"] if one["code"] == "zero3-gathering"]
+        whole = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
+        assert f"every pass gathers {whole:,}, and 256 are never sharded" in said["message"]
+        assert main(["suggest-partition", *flags, "--fix", "zero"]) == 0
+        found = json.loads(capsys.readouterr().out)["recommended"]
+        assert found["seconds"] > 0
 
 
 def test_stacked_experts_are_refused() -> None:
