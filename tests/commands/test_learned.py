@@ -160,7 +160,7 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
         ),
         (
             ["estimate", *ADAPTED, "--framework", "fsdp", "--gpus", "2", "--fsdp-version", "1"],
-            "lora.rank = 8: must be left out: adapters under FSDP1 are not modelled for an architecture without",
+            "lora-rank 8, lora-targets q_proj: `memplan trace --learn --model",
         ),
         (
             ["estimate", *ADAPTED, "--framework", "fsdp", "--gpus=2", "--quantisation=nf4", "--kbit-preparation"],

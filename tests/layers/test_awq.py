@@ -20,8 +20,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import rounded
 
-from .test_against_transformers import sizes
-from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+from .tuned_comparison import Witness, assert_equal, config_of, program_of, recorded, write_steps
 
 VERSIONS = "autoawq 0.2.9, peft 0.21.2, transformers 5.23.0, torch 2.13.0"
 RECORDED = Path(__file__).with_name("awq_steps.json")
@@ -141,8 +140,6 @@ def test_refused(flags: dict[str, str], message: str) -> None:
 
 def record() -> None:
     """Writes ``RECORDED``."""
-    import tempfile
-
     import peft
 
     from ..oracle.awq_step import traced_awq_step
@@ -153,17 +150,8 @@ def record() -> None:
         adapters = peft.LoraConfig(r=RANK, target_modules=case.targets.split(","), lora_dropout=case.dropout)
         config, recompute = config_of(case.model), case.recompute == "full"
         step = traced_awq_step(config, case.b, S, adapters, group=GROUP, recompute=recompute)
-        with tempfile.TemporaryDirectory() as folder:
-            word = word_shape(program_of(case.model, Path(folder), case.flags()))
-        steps[str(case)] = {
-            "parameters": step.parameters,
-            "before": step.before,
-            "forward": sizes(step.forward),
-            "backward": traced_backward(step.backward, word),
-            "optimizer": sizes(step.optimizer),
-        }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
-    RECORDED.write_text(f'{{"versions": {json.dumps(VERSIONS)}, "steps": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        steps[str(case)] = recorded(step, case.model, case.flags())
+    write_steps(RECORDED, VERSIONS, steps)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import pytest
 from memplan.layers.tuning import FourBit
 from memplan.tape.events import rounded
 
-from .test_against_transformers import sizes
-from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+from .tuned_comparison import Witness, assert_equal, config_of, program_of, recorded, write_steps
 
 VERSIONS = "bitsandbytes 0.50.2, peft 0.21.2, accelerate 1.15.0, transformers 5.23.0, torch 2.13.0"
 RECORDED = Path(__file__).with_name("four_bit_steps.json")
@@ -90,8 +89,6 @@ def test_scales_are_counted_in_blocks_of_64() -> None:
 
 def record() -> None:
     """Writes ``RECORDED``."""
-    import tempfile
-
     import peft
 
     from ..oracle.four_bit_step import traced_four_bit_step
@@ -111,17 +108,8 @@ def record() -> None:
             recompute=case.recompute == "full",
             kind=case.kind,
         )
-        with tempfile.TemporaryDirectory() as folder:
-            word = word_shape(program_of(case.model, Path(folder), case.flags()))
-        steps[str(case)] = {
-            "parameters": step.parameters,
-            "before": step.before,
-            "forward": sizes(step.forward),
-            "backward": traced_backward(step.backward, word),
-            "optimizer": sizes(step.optimizer),
-        }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
-    RECORDED.write_text(f'{{"versions": {json.dumps(VERSIONS)}, "steps": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        steps[str(case)] = recorded(step, case.model, case.flags())
+    write_steps(RECORDED, VERSIONS, steps)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import pytest
 from memplan.layers.int8 import Int8
 from memplan.tape.events import rounded
 
-from .test_against_transformers import sizes
-from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+from .tuned_comparison import Witness, assert_equal, config_of, program_of, recorded, write_steps
 
 VERSIONS = "bitsandbytes 0.50.0, peft 0.21.2, accelerate 1.15.0, transformers 5.23.0, torch 2.13.0"
 RECORDED = Path(__file__).with_name("int8_steps.json")
@@ -74,8 +73,6 @@ def test_a_byte_for_each_weight_and_a_scale_for_each_row() -> None:
 
 def record() -> None:
     """Writes ``RECORDED``."""
-    import tempfile
-
     import peft
 
     from ..oracle.int8_step import traced_int8_step
@@ -92,17 +89,8 @@ def record() -> None:
             prepared=case.prepared,
             recompute=case.recompute == "full",
         )
-        with tempfile.TemporaryDirectory() as folder:
-            word = word_shape(program_of(case.model, Path(folder), case.flags()))
-        steps[str(case)] = {
-            "parameters": step.parameters,
-            "before": step.before,
-            "forward": sizes(step.forward),
-            "backward": traced_backward(step.backward, word),
-            "optimizer": sizes(step.optimizer),
-        }
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
-    RECORDED.write_text(f'{{"versions": {json.dumps(VERSIONS)}, "steps": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        steps[str(case)] = recorded(step, case.model, case.flags())
+    write_steps(RECORDED, VERSIONS, steps)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from memplan.tape.events import rounded
 
 from ..oracle.tuned_step import frozen, lora, traced_tuned_step
 from .test_against_transformers import drops_sorted, named, sizes, without_scalars
-from .tuned_comparison import Witness, assert_equal, config_of, program_of, traced_backward, word_shape
+from .tuned_comparison import assert_equal, config_of, program_of, traced_backward, witness_of, word_shape
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -166,6 +166,4 @@ def compare(case: Case, shape: Shape, flags: dict[str, str], tune: object, folde
         flash=case.attention == "flash",
         recompute=case.recompute == "full",
     )
-    backward = traced_backward(step.backward, word_shape(program))
-    witness = Witness(step.parameters, step.before, sizes(step.forward), backward, sizes(step.optimizer))
-    assert_equal(program, witness, rounded(8 * b * s))
+    assert_equal(program, witness_of(step, program), rounded(8 * b * s))

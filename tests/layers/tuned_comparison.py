@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import transformers
 
@@ -16,6 +18,7 @@ from memplan.tape.events import rounded
 from memplan.tape.program import Program, fold_program
 
 from ..oracle.tracer import Change
+from ..oracle.training_step import Step
 from .test_against_transformers import (
     MODELS,
     Event,
@@ -76,6 +79,24 @@ def traced_backward(changes: Sequence[Change], word: tuple[int, ...]) -> list[in
     return sizes(change for change in kept if change is not losses[-1])
 
 
+def witness_of(step: Step, program: Program) -> Witness:
+    """A traced ``step`` of what ``program`` is of."""
+    backward = traced_backward(step.backward, word_shape(program))
+    return Witness(step.parameters, step.before, sizes(step.forward), backward, sizes(step.optimizer))
+
+
+def recorded(step: Step, model: str, flags: Mapping[str, str]) -> dict[str, object]:
+    """A traced ``step`` as a ``Witness`` in JSON."""
+    with TemporaryDirectory() as folder:
+        return asdict(witness_of(step, program_of(model, Path(folder), flags)))
+
+
+def write_steps(path: Path, versions: str, steps: Mapping[str, object]) -> None:
+    """One line each, with the releases that they are of."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(step, separators=(',', ':'))}" for name, step in steps.items())
+    path.write_text(f'{{"versions": {json.dumps(versions)}, "steps": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
 def assert_equal(program: Program, witness: Witness, ids: int) -> None:
     """Parameters, what is held and when, every event of forward and backward, and the optimizer's peak. ``ids``: bytes
     of the labels, which the trace does not hold."""
@@ -92,4 +113,7 @@ def assert_equal(program: Program, witness: Witness, ids: int) -> None:
     assert after + sum(witness.optimizer) == witness.before
 
 
-__all__ = ["Witness", "assert_equal", "config_of", "program_of", "traced_backward", "word_shape"]
+__all__ = [
+    *("Witness", "assert_equal", "config_of", "program_of", "recorded", "traced_backward"),
+    *("witness_of", "word_shape", "write_steps"),
+]

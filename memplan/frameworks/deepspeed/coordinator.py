@@ -218,10 +218,10 @@ class Coordinator:
         buffer = self.buffers
         if len(ids) == 1:
             self.whole[ids[0]] = (buffer, padded)
-            self._in_flight(Handle(tuple(ids), 0, 0, set(ids)))
-            return [Change(buffer, padded, "gather"), *self._staged(ids)]
-        self._in_flight(Handle(tuple(ids), buffer, padded, set(ids)))
-        return [Change(buffer, padded, "gather_flat"), *self._staged(ids)]
+            ended = self._in_flight(Handle(tuple(ids), 0, 0, set(ids)))
+            return [Change(buffer, padded, "gather"), *self._staged(ids), *ended]
+        ended = self._in_flight(Handle(tuple(ids), buffer, padded, set(ids)))
+        return [Change(buffer, padded, "gather_flat"), *self._staged(ids), *ended]
 
     def _copied(self, id: int) -> list[Change]:
         """From the host, where there is nobody to gather from (``NoGatherHandle``)."""
@@ -240,9 +240,17 @@ class Coordinator:
         coming = [Change(first + i, size, "shard_from_host") for i, size in enumerate(sizes)]
         return [*coming, *(change._replace(elements=-change.elements) for change in coming)]
 
-    def _in_flight(self, handle: Handle) -> None:
+    def _in_flight(self, handle: Handle) -> list[Change]:
+        """A parameter that was released before its own turn, and is gathered again, leaves its first gather: that ends
+        with the last one (``__inflight_param_registry``)."""
+        ended = []
         for id in handle.parameters:
+            before = self.in_flight.get(id)
+            if before is not None:
+                before.waiting.discard(id)
+                ended += [before] if before.flat and not before.waiting else []
             self.in_flight[id] = handle
+        return [Change(one.flat, -one.elements, "gather_flat") for one in ended]
 
     def _wait(self, id: int) -> list[Change]:
         handle = self.in_flight.pop(id, None)

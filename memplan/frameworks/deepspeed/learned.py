@@ -20,6 +20,7 @@ from ...tape.events import Category, Drop, Event, Hold, Hook, Seam, Tape
 from ...tape.program import Chunk, Program, Span, fold_program
 from ...trace.fit import Born, Fit, Piece, Places
 from ...trace.framework import in_compute
+from ...trace.learned import fit_of
 from ...trace.marks import Mark, mark_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
 from ..plain.hooked import NO_PARAMETERS, HookedModule, Instance, Model
@@ -75,6 +76,14 @@ def _unrolled(rank: Rank, setting: Setting) -> tuple[Rank, OneChunk]:
     first, steady = (joined([getattr(one, role) for one in rank.modules]) for role in ("first", "steady"))
     whole = Span(Module("model", first, steady, (), ()), ("model",))
     return rank, OneChunk((Chunk(own, unrolled=(whole,)),), setting.microbatches)
+
+
+def learnt_model(plan: ResolvedPlan) -> Model:
+    """That of ``plan``'s architecture, with hooks."""
+    b, s, fit = plan.batch.mbs, plan.batch.seq, fit_of(plan)
+    assert s is not None
+    piece = piece_of(plan, fit, b, s)
+    return _model(piece, row_of(plan, fit, piece), b, s, False, plan.precision.dtype)
 
 
 @lru_cache(maxsize=16)

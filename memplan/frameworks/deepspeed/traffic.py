@@ -16,6 +16,7 @@ from .config import Zero, zero_of
 from .coordinator import Sharded
 from .engine import parameters_of
 from .hooks import Inserted, sharded
+from .learned import learnt_model
 from .states import shard
 
 
@@ -108,8 +109,9 @@ class Traffic:
 
 def traffic(plan: ResolvedPlan, program: Program) -> Traffic:
     """What ``program``, of ZeRO-3, gathers and reduces in each micro-batch."""
-    model, dp = parameters_of(plan), plan.layout.dp
+    model = parameters_of(plan) if plan.model.has_sizes else learnt_model(plan)
+    first, dp = next(one.name for one in model.instances if "." in one.name), plan.layout.dp
     assert dp is not None
     tapes = [span.module.first for span in program.spans]
     inserted = Inserted(tuple(one.forward for one in tapes), tuple(one.backward for one in tapes))
-    return Traffic(layer_shards(model, zero_of(plan), dp, "layer.0"), gathering(model, inserted))
+    return Traffic(layer_shards(model, zero_of(plan), dp, first), gathering(model, inserted))

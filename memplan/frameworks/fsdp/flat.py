@@ -20,10 +20,10 @@ tensor, cut into as many equal pieces as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
@@ -399,12 +399,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     ranks = 1 if ignored else plan.layout.dp
     flats = tuple(sorted({unit.holder: unit for unit in units if not is_adapter(unit.holder)}.items()))
     states = flat_states(plan.optimizer, plan.layout.dp, ranks, flats, trained)
-    pieces = tuple(
-        piece(one, ranks, trained) if is_adapter(one.name) else flat_piece(dict(flats)[one.name], ranks, trained)
-        for one in tensors
-        if one.trained and (is_adapter(one.name) or one.name in dict(flats))
-    )
-    how = partial(wrapped, units, plan.layout.dp, ahead, mixed=plan.precision.autocast)
+    pieces = pieces_of(tensors, dict(flats), ranks, trained)
     shape = plain.layer_shape(plan)
     ids = inputs(shape, 0, plan.trainer.kind.inputs)
     extra = [*ids, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
@@ -425,8 +420,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
             saving=saving_of(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
-            before=how(copying=SLOWEST if on_meta(plan) else None),
-            before_elsewhere=(how(), how(copying=FASTEST)) if on_meta(plan) else (),
+            **wrapping_of(plan, units, ahead),
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
     )
@@ -449,6 +443,14 @@ def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool, copy
     wraps = [len(unit.parts) if unit.name.endswith("/adapters") else 1 for unit in in_order]
     made = [Unit(unit.parts, cast, unit.sent, n) for unit, cast, n in zip(in_order, casts, wraps, strict=True)]
     return wrapping(made, ranks, _at_once(units, ahead), copying)
+
+
+def wrapping_of(plan: ResolvedPlan, units: Sequence[Flat], ahead: bool) -> dict[str, Any]:
+    """What a program says of the time before its first iteration."""
+    how = partial(wrapped, units, plan.layout.dp, ahead, mixed=plan.precision.autocast)
+    if not on_meta(plan):
+        return {"before": how()}
+    return {"before": how(copying=SLOWEST), "before_elsewhere": (how(), how(copying=FASTEST))}
 
 
 def on_meta(plan: ResolvedPlan) -> bool:
@@ -480,8 +482,18 @@ def flat_piece(unit: Flat, ranks: int, dtype: str) -> Parameter:
     return Parameter(unit.holder, (-(-unit.trained // ranks),), dtype)
 
 
+def pieces_of(tensors: Sequence[Parameter], flats: Mapping[str, Flat], ranks: int, dtype: str) -> tuple[Parameter, ...]:
+    """What the optimizer updates here: of each adapter's weight, and of each trained unit."""
+    return tuple(
+        piece(one, ranks, dtype) if is_adapter(one.name) else flat_piece(flats[one.name], ranks, dtype)
+        for one in tensors
+        if one.trained and (is_adapter(one.name) or one.name in flats)
+    )
+
+
 def is_adapter(name: str) -> bool:
-    return name.endswith(ADAPTERS)
+    """Whatever peft calls the adapter, which it registers as ``default``."""
+    return name.replace(".default", "").endswith(ADAPTERS)
 
 
 @lru_cache(maxsize=64)

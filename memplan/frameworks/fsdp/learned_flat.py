@@ -1,5 +1,5 @@
-"""FSDP1 around an architecture that was learnt from traces of one device, in one dtype: every layer is a unit with a
-flat parameter, and the root has what is left (``flat``)."""
+"""FSDP1 around an architecture that was learnt from traces of one device, in one dtype but for adapters': every layer
+is a unit with a flat parameter, and so is each adapter's weight; the root has what is left (``flat``)."""
 
 from __future__ import annotations
 
@@ -14,44 +14,42 @@ from ...tape.program import Chunk, Program, Span, drop_all
 from ...trace.fit import Fit, Piece, Places
 from ...trace.tapes import Row
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from ..plain.tuned import shared_table
 from . import flat
 from .flat import Flat
 from .learned import joined_row, seamed
 
 
 def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
-    """What ``fit`` comes to on every rank of ``plan``, whose shards and gradients are in the dtype of compute."""
+    """What ``fit`` comes to on every rank of ``plan``, whose shards and gradients are in the dtype of compute, those
+    of adapters in their own."""
     given, ranks = plan.fsdp, plan.layout.dp
     flat.check(plan, given)
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
-    compute = plan.precision.dtype
+    compute, trained = plan.precision.dtype, plan.lora.dtype or plan.precision.dtype
     check_dtype(plan, piece, compute)
     made = seamed(piece, row, b, s)
     ahead = given.backward_prefetch == "pre" and not plan.recompute.reentrant
     units = flat.units_of(made, compute, given.reshard_after_forward, False, False)
     how = (units, made[-1].names[0], ranks, compute, False, ahead)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, *how)
-    flats = tuple(sorted({unit.holder: unit for unit in units}.items()))
+    flats = tuple(sorted({unit.holder: unit for unit in units if not flat.is_adapter(unit.holder)}.items()))
     tensors = [one for span in made for one in span.module.parameters]
-    pieces = tuple(
-        flat.flat_piece(dict(flats)[one.name], ranks, compute)
-        for one in tensors
-        if one.trained and one.name in dict(flats)
-    )
+    pieces = flat.pieces_of(tensors, dict(flats), ranks, trained)
     return Program(
         stage=0,
         ranks=tuple(range(ranks)),
         entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
         order=OneChunk((Chunk(flat.with_hooks(made, *how), unrolled=unrolled),), plan.microbatches),
-        states=flat.flat_states(plan.optimizer, ranks, ranks, flats, compute),
-        extra=(*inputs_of(piece, b, s), *buffers_of(piece, row)),
-        step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, compute), 1)),
-        saving=flat.saving_of(units, compute, ranks),
+        states=flat.flat_states(plan.optimizer, ranks, ranks, flats, trained),
+        extra=(*inputs_of(piece, b, s), *buffers_of(piece, row), *shared_table(plan)),
+        step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
+        saving=flat.saving_of(units, trained, ranks),
         late_states=True,
-        before=flat.wrapped(units, ranks, ahead, mixed=False),
+        **flat.wrapping_of(plan, units, ahead),
         elements=sum(-(-one.elements // ranks) for one in tensors),
     )
 

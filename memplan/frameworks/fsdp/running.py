@@ -51,10 +51,9 @@ class FsdpRunning(FrameworkRunning):
             raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
-        if is_tuned(plan) and (plan.lora.rank is None or given.version == "1"):
+        if is_tuned(plan) and plan.lora.rank is None:
             field, value = first_frozen(plan)
-            frozen = "frozen parts" if plan.lora.rank is None else "adapters under FSDP1"
-            raise PlanError(field, value, f"must be left out: {frozen} are {problem} under fsdp")
+            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
         if given.version == "2":
             check_settings(plan, given)
         check_no_pipeline(plan, given)
@@ -64,8 +63,8 @@ class FsdpRunning(FrameworkRunning):
         return plan.fsdp.version != "1"
 
     def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
-        """Adapters are in the dtype of compute once they are gathered (``MixedPrecisionPolicy.param_dtype``)."""
-        return in_compute(plan)
+        """Adapters are in the dtype of compute once FSDP2 has gathered them (``MixedPrecisionPolicy.param_dtype``)."""
+        return plan if plan.fsdp.version == "1" else in_compute(plan)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
         from ..plain.learned_time import has_work
