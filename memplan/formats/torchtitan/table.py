@@ -25,6 +25,8 @@ PER_OPERATOR = "2026-03-23"
 (``_get_custom_policy``)."""
 OUTPUTS_DROPPED = "2025-10-22"
 """The day from which the last stage keeps no logits (``train.py``, ``pp_schedule.step(return_outputs=False)``)."""
+LOSS_COMPILED = "2025-04-02"
+"""The day from which a compiled job's loss is, too."""
 FUSED = "2025-02-24"
 """The day from which the optimizer is fused by default."""
 
@@ -45,6 +47,9 @@ LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("paralleli
 
 EP = "parallelism.expert_parallel_degree"
 EXCHANGE = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
+
+COMPILE = ("compile.enable", "training.compile")
+COMPONENTS = "compile.components"
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -370,6 +375,21 @@ def _loss(reader: Reader) -> None:
         reader.building.put("loss.chunks", chunks, name)
 
 
+def _compile(reader: Reader) -> None:
+    """Layers, and since April 2025 the loss (``build_cross_entropy_loss``)."""
+    settings, building = reader.settings, reader.building
+    on, parts = settings.switch(*COMPILE), ("model", "loss")
+    components = settings.words(COMPONENTS) if settings.has(COMPONENTS) else parts
+    building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
+    whole = bool(on.value) and "loss" in components and settings.era.day >= LOSS_COMPILED
+    building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
+
+
+def _components(plan: Plan) -> list[str] | None:
+    parts = {"model": plan.fsdp.compile, "loss": plan.fsdp.compile_loss}
+    return [name for name, on in parts.items() if on] if any(parts.values()) else None
+
+
 def _recompute_mode(plan: Plan) -> str:
     every = plan.recompute.mode != "none" and plan.fsdp.recompute_every > 1
     return "selective" if plan.fsdp.per_operator or every else "none" if plan.recompute.mode == "none" else "full"
@@ -462,5 +482,15 @@ ROWS = (
         read=elsewhere,
         value=_recompute_option,
     ),
+    Row(
+        COMPILE[0],
+        "fsdp.compile",
+        "compile",
+        older=COMPILE[1:],
+        read=_compile,
+        value=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
+        when=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
+    ),
+    Row(COMPONENTS, "fsdp.compile_loss", "compile", read=elsewhere, value=_components),
     Row("loss.num_chunks", "loss.chunks", read=_loss),
 )

@@ -208,8 +208,6 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="OptimizersInBackwardContainer.Config(lr=1e-4)"), (), "optimizer: is OptimizersInBackwardContainer.Config, which is not modelled; --optimizer adamw"),
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
-        (one(compile="CompileConfig(enable=True)"), (), "job.py:12: compile.enable = true: is not modelled: Inductor's partitioner"),
-        (one(training="TrainingConfig()", compile="CompileConfig(enable=True)"), (), "2 errors: (1) job.py:12: training.disable_cuda_graphs = false: is not modelled"),
         (one(training="TrainingConfig()"), (), "job.py:12: training.disable_cuda_graphs = false: is not modelled: torchtitan's graphs"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (8B, 70B, 405B)"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
