@@ -319,18 +319,13 @@ def _device_cause(beside: int) -> str:
 
 def torchtitan(rows: Sequence[Row]) -> Table:
     """Peak reserved of a rank."""
-    eager = [row for row in rows if not row["compile"]]
     return Table(
         "torchtitan_h100.jsonl",
         "peak reserved, Llama 3.1 8B under FSDP2 on 8 H100 with 96 GB",
         "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; recipes: its Llama of that commit (9dec370)",
         "4 %",
-        tuple(_torchtitan(row) for row in eager),
-        tuple(
-            f"{row['id']} (torch.compile: Inductor's partitioner chooses what is saved)"
-            for row in rows
-            if row["compile"]
-        ),
+        tuple(map(_torchtitan, rows)),
+        (),
         ("Gathers and reductions run on streams with pools of their own; with one pool for all it would be 7 % low.",),
     )
 
@@ -342,6 +337,7 @@ def _torchtitan(row: Row) -> Comparison:
         framework="fsdp",
         fsdp_code="torchtitan",
         recompute_per_operator="true",
+        compile=str(row["compile"]).lower(),
         gpus=row["gpus"],
         gpu="h100-96gb",
         dtype="bf16",

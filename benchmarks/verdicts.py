@@ -80,9 +80,9 @@ def torchtitan(rows: Sequence[Row]) -> Iterator[Case]:
         batch = row["local_batch_size"]
         flags = {"model": "llama-3-8b", "framework": "fsdp", "fsdp_code": "torchtitan", "gpu": "h100-96gb"}
         sizes = {"gpus": row["gpus"], "mbs": batch, "gbs": batch * row["gpus"], "seq": row["sequence_length"]}
-        own = {"dtype": "bf16", "recompute_per_operator": "true"}
-        plan = None if row["compile"] else (lambda a=flags, b=sizes, c=own: plan_of(None, **a, **b, **c))  # type: ignore[misc]
-        yield Case("torchtitan_h100.jsonl", row["id"], RAN, plan, "torch.compile" if row["compile"] else "")
+        own = {"dtype": "bf16", "recompute_per_operator": "true", "compile": str(row["compile"]).lower()}
+        plan = lambda a=flags, b=sizes, c=own: plan_of(None, **a, **b, **c)  # type: ignore[misc]  # noqa: E731
+        yield Case("torchtitan_h100.jsonl", row["id"], RAN, plan)
 
 
 def fms(rows: Sequence[Row]) -> Iterator[Case]:

@@ -151,8 +151,10 @@ class Ddp(FrameworkSection):
     )
 
 
-class Fsdp(FrameworkSection):
+class Fsdp(FrameworkSection, Terse):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
+
+    unsaid: ClassVar[frozenset[str]] = frozenset({"compile", "compile_loss"})
 
     code: Literal["transformers", "torchtitan"] = Field(
         "transformers", description="library whose model is sharded", json_schema_extra={"flag": "--fsdp-code"}
@@ -200,6 +202,14 @@ class Fsdp(FrameworkSection):
         json_schema_extra={"flag": "--recompute-per-operator"},
     )
     recompute_every: Count = Field(1, description="torchtitan: full recompute of every n-th layer only")
+    compile: bool = Field(
+        False,
+        description="torchtitan: run every layer by torch.compile (compile.enable)",
+        json_schema_extra={"flag": "--compile"},
+    )
+    compile_loss: bool = Field(
+        False, description="torchtitan since April 2025: run the loss by torch.compile (compile.components)"
+    )
     ends_apart: bool = Field(
         False, description="torchtitan after 2024: shard the embedding as one unit, and final norm with head as another"
     )
@@ -212,7 +222,6 @@ class Fsdp(FrameworkSection):
         description="torchtitan since August 2026: a CUDA graph replays forward and backward",
         json_schema_extra={"flag": "--fsdp-cuda-graphs"},
     )
-    compiled_loss: bool = Field(False, description="torchtitan: torch.compile of the loss alone (compile.components)")
 
 
 class Deepspeed(FrameworkSection):

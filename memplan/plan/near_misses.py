@@ -175,9 +175,9 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--image-size", "--num-frames", "--vision"), "vision towers are not modelled: models of text alone are"
     ),
     **dict.fromkeys(
-        ("--torch-compile", "--compile"),
-        "compiled code is not modelled: what Inductor fuses and keeps is its own choice; without this flag the code is "
-        "estimated as it stands",
+        ("--torch-compile",),
+        "compiled code is modelled of torchtitan's Llama alone (--framework fsdp --fsdp-code torchtitan --compile); "
+        "without this flag the code is estimated as it stands",
     ),
     **dict.fromkeys(
         ("--sharding-strategy", "--fsdp-sharding-strategy", "--shard-strategy", "--sharding"),

@@ -75,11 +75,9 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-COMPILED = pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
 
 
-@COMPILED
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
@@ -87,7 +85,7 @@ SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
 )
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards, case.chunks)
-    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"compiled_loss": case.compiled})})
+    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"compile_loss": case.compiled})})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None

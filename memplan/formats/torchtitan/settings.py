@@ -12,7 +12,6 @@ from .keys import RELEASES, Era, Key, key_of, keys, nearest_key, sections
 
 _OFF: tuple[object, ...] = (None, False, "", [], {})
 """Values with which a key that is not modelled does nothing, if its line has no other."""
-COMPILED, COMPONENTS = "compile.enable", "compile.components"
 LARGEST = 1 << 40
 """Whole numbers are below it."""
 GPUS = ("NGPU", "WORLD_SIZE")
@@ -88,18 +87,9 @@ class Settings(Keys):
             return items
         raise PlanError(name, items, "must be a list of names", origin=node.origin)
 
-    @property
-    def compiles_loss_alone(self) -> bool:
-        """``torch.compile`` of the loss, and of nothing else."""
-        components = self.given.get(COMPONENTS)
-        on = self.switch(COMPILED).value if self.has(COMPILED) else False
-        return bool(on) and components is not None and self.words(COMPONENTS) == ["loss"]
-
     def matters(self, name: str, key: Key) -> bool:
         """Whether ``name``, which is not modelled, is more than its default here."""
         node = self.given[name]
-        if name == COMPILED and self.compiles_loss_alone:
-            return False
         if key.conditions and not any(self.given[one].value for one in key.conditions if one in self.given):
             return False
         plain = node.plain()

@@ -15,7 +15,7 @@ from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
-from .settings import COMPILED, COMPONENTS, Settings
+from .settings import Settings
 from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
 
 ENDS_APART = "2025-07-28"
@@ -26,6 +26,8 @@ PER_OPERATOR = "2026-03-23"
 OUTPUTS_DROPPED = "2025-10-22"
 """The day from which the last stage keeps no logits (``train.py``, ``pp_schedule.step(return_outputs=False)``)."""
 GRAPHS = "training.disable_cuda_graphs"
+LOSS_COMPILED = "2025-04-02"
+"""The day from which a compiled job's loss is, too."""
 FUSED = "2025-02-24"
 """The day from which the optimizer is fused by default."""
 
@@ -46,6 +48,9 @@ LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("paralleli
 
 EP = "parallelism.expert_parallel_degree"
 EXCHANGE = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
+
+COMPILE = ("compile.enable", "training.compile")
+COMPONENTS = "compile.components"
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -377,8 +382,21 @@ def _loss(reader: Reader) -> None:
         chunks = reader.settings.integer(name, default=8)
         reader.building.put("loss.kind", Node("chunked", chunks.origin), name)
         reader.building.put("loss.chunks", chunks, name)
-    if reader.settings.compiles_loss_alone:
-        reader.building.put("fsdp.compiled_loss", Node(True, reader.settings.where(COMPILED)), COMPILED, COMPONENTS)
+
+
+def _compile(reader: Reader) -> None:
+    """Layers, and since April 2025 the loss (``build_cross_entropy_loss``)."""
+    settings, building = reader.settings, reader.building
+    on, parts = settings.switch(*COMPILE), ("model", "loss")
+    components = settings.words(COMPONENTS) if settings.has(COMPONENTS) else parts
+    building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
+    whole = bool(on.value) and "loss" in components and settings.era.day >= LOSS_COMPILED
+    building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
+
+
+def _components(plan: Plan) -> list[str] | None:
+    parts = {"model": plan.fsdp.compile, "loss": plan.fsdp.compile_loss}
+    return [name for name, on in parts.items() if on] if any(parts.values()) else None
 
 
 def _recompute_mode(plan: Plan) -> str:
@@ -474,5 +492,15 @@ ROWS = (
         read=elsewhere,
         value=_recompute_option,
     ),
+    Row(
+        COMPILE[0],
+        "fsdp.compile",
+        "compile",
+        older=COMPILE[1:],
+        read=_compile,
+        value=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
+        when=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
+    ),
+    Row(COMPONENTS, "fsdp.compile_loss", "compile", read=elsewhere, value=_components),
     Row("loss.num_chunks", "loss.chunks", read=_loss),
 )

@@ -40,15 +40,13 @@ def loss_of(plan: ResolvedPlan) -> HeadLoss | None:
         sharded=True,
         casts=plan.fsdp.reduce != plan.precision.dtype,
         parallel=plan.layout.tp > 1,
-        compiled=plan.fsdp.compiled_loss,
+        compiled=plan.fsdp.compile_loss,
     )
 
 
 def check(plan: ResolvedPlan) -> None:
     """Refuses what chunks are not modelled with."""
     given, layout = plan.fsdp, plan.layout
-    if given.compiled_loss:
-        _check_compiled(plan)
     if plan.loss.kind != "chunked":
         return
     if given.code != "torchtitan":
@@ -67,17 +65,18 @@ def check(plan: ResolvedPlan) -> None:
     if layout.pp > 1:
         problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
         raise PlanError("layout.pp", layout.pp, problem)
+    if given.compile_loss:
+        _check_compiled(plan)
 
 
 def _check_compiled(plan: ResolvedPlan) -> None:
     for path, value, wrong, must in (
-        ("loss.kind", plan.loss.kind, plan.loss.kind != "chunked", "chunked"),
         ("layout.tp", plan.layout.tp, plan.layout.tp > 1, "1"),
         ("precision.dtype", plan.precision.dtype, plan.precision.dtype != "bf16", "bf16"),
     ):
         if wrong:
-            problem = f"must be {must} with fsdp.compiled_loss: what else Inductor makes of a loss is not modelled; "
-            raise PlanError(path, value, problem + "--no-compiled-loss takes the loss as it is")
+            problem = f"must be {must} with fsdp.compile_loss and chunks: no other was learnt; "
+            raise PlanError(path, value, problem + "--set fsdp.compile_loss=false takes the loss as it is")
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:

@@ -193,6 +193,7 @@ class Fsdp(Framework):
         given = plan.fsdp
         parts = ["torchtitan"] if given.code == "torchtitan" else []
         parts += [f"{given.replicas} replicas"] if given.replicas > 1 else []
+        parts += ["compiled"] if given.compile else []
         return [*parts, "offload"] if given.offload else parts
 
     def saving(self, plan: ResolvedPlan) -> str:

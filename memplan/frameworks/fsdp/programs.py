@@ -79,8 +79,9 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         raise PlanError("lora.rank", plan.lora.rank, "must be left out: torchtitan trains all parameters")
     if given.code == "torchtitan":
         _check_recompute(plan, given)
-    if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.ends_apart):
-        problem = "must be torchtitan for fsdp.per_operator, fsdp.recompute_every and fsdp.ends_apart"
+    own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.compile or given.compile_loss
+    if given.code != "torchtitan" and own:
+        problem = "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart, compile and compile_loss"
         raise PlanError("fsdp.code", given.code, problem)
 
 

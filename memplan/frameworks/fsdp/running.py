@@ -177,6 +177,9 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
         )
     if plan.fsdp.offload:
         raise PlanError("fsdp.offload", True, NO_OFFLOAD)
+    for field in ("compile", "compile_loss"):
+        if getattr(plan.fsdp, field):
+            raise PlanError(f"fsdp.{field}", True, "must be false: a whole step runs here without torch.compile")
     if is_tuned(plan):
         field, value = first_frozen(plan)
         raise PlanError(field, value, "must be left out: torchtitan trains all parameters of its Llama")

@@ -64,6 +64,8 @@ class Titan:
     """Selective recompute keeps what an all-to-all gives."""
     parallel: bool = False
     """It has a recipe under tensor parallelism, and a search may cut it into stages."""
+    compiles: bool = False
+    """It has a recipe as ``torch.compile`` runs it."""
     pipelined: bool = True
     """It has one in pipeline stages."""
     ends_apart: bool = True
@@ -153,6 +155,7 @@ LLAMA_3 = Titan(
     buffers=_complex_table,
     early_stop=True,
     parallel=True,
+    compiles=True,
     ends_apart=False,
 )
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import tensor_parallel, titan_moe, torchtitan, torchtitan_tp
+from ...layers import compiled, tensor_parallel, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
@@ -61,6 +61,10 @@ class Recipes:
     """Logits stay in parts."""
     chunks: HeadLoss | None = None
     """Head and loss run chunk by chunk, outside of the model."""
+    compiled: bool = False
+    """Every layer runs by ``torch.compile``,"""
+    compiled_loss: bool = False
+    """and so does the loss."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
@@ -103,6 +107,8 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         plan.layout.tp,
         plan.loss.kind == "vocab-parallel",
         chunked.loss_of(plan),
+        plan.fsdp.compile,
+        plan.fsdp.compile_loss,
     )
 
 
@@ -115,6 +121,8 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
+        if of.compiled and not options.counts:
+            return Run(compiled.block(r, x, shape, mode))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
             return Run(run(r, hidden, table, torchtitan.Policy(False)))
@@ -169,6 +177,8 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def loss(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
+        if of.compiled_loss and not options.counts:
+            return Run(None, loss=compiled.loss(r, x, shape))
         return Run(None, loss=(torchtitan_tp if of.parallel_loss else torchtitan).loss(r, x, shape))
 
     return (
@@ -228,6 +238,11 @@ def check(plan: ResolvedPlan) -> None:
         if getattr(layout, name) > 1 and not has:
             problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
+        problem = "must be false unless loss.kind is plain or chunked: no other was learnt"
+        raise PlanError("fsdp.compile_loss", True, problem)
+    if plan.fsdp.compile:
+        _check_compiled(plan, titan)
     if titan.parallel:
         _check_kernel(plan)
         return
@@ -262,6 +277,28 @@ def _check_kernel(plan: ResolvedPlan) -> None:
     elif spec.head_dim % FP32_HEAD_MULTIPLE:
         problem = f"must be a multiple of {FP32_HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size"
         raise PlanError("model.head_dim", spec.head_dim, problem)
+
+
+def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
+    """What was learnt of compiled layers."""
+    spec, layout = plan.model, plan.layout
+    if not titan.compiles:
+        problem = (
+            f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled"
+        )
+        raise PlanError("fsdp.compile", True, problem)
+    if layout.tp > 1:
+        raise PlanError("fsdp.compile", True, "must be false with tensor parallelism: such layers were not learnt")
+    if plan.precision.dtype != "bf16":
+        raise PlanError("fsdp.compile", True, "must be false unless precision.dtype is bf16")
+    sizes = {"hidden": spec.hidden, "ffn": spec.ffn, "kv_heads": spec.kv_heads * spec.head_dim}
+    wrong = next((name for name, size in sizes.items() if size % compiled.ALIGNED), None)
+    if wrong is not None:
+        problem = f"must give a multiple of {compiled.ALIGNED} features with fsdp.compile: Inductor pads others"
+        raise PlanError(f"model.{wrong}", getattr(spec, wrong), problem)
+    if not 1 < spec.kv_heads < spec.heads or spec.heads * spec.head_dim != spec.hidden:
+        problem = f"must be from 2 to below the {spec.heads} heads, of hidden / heads features, with fsdp.compile"
+        raise PlanError("model.kv_heads", spec.kv_heads, f"{problem}: other layers were not learnt")
 
 
 GROUPED_MM = (9, 0)

@@ -227,9 +227,21 @@ def test_the_command(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
     explained = {row["argument"]: row for row in json.loads(capsys.readouterr().out)["arguments"]}
     assert explained["training.local_batch_size"]["became"] == "batch.mbs"
     assert explained["training.dtype"]["became"] == "fsdp.parameters = bf16"
-    assert explained["compile.enable"]["table"] == "not-modelled"
-    assert main((*command, "--set", "compile.enable=true")) == 2
-    assert capsys.readouterr().err.startswith("--set: compile.enable = true: is not modelled: Inductor's")
+    assert explained["compile.enable"]["became"] == "fsdp.compile = false"
+
+
+def test_compiled_jobs(read: Read) -> None:
+    """Layers and loss are parts (``compile.components``); before April 2025 the loss was not compiled."""
+
+    def parts(text: str, *settings: str) -> tuple[bool, bool]:
+        given = read(text, *settings).plan.fsdp
+        return given.compile, given.compile_loss
+
+    on = "compile.enable=true"
+    assert parts(RELEASE_0_2) == (False, False)
+    assert parts(RELEASE_0_2, on) == (True, True)
+    assert parts(RELEASE_0_2, on, "compile.components=loss") == (False, True)
+    assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
 
 
 # -- scripts ------------------------------------------------------------------------------------------

@@ -158,9 +158,9 @@ def test_a_function_as_torchtitan_ships_it(read: Read) -> None:
 
 def test_the_loss_alone_is_compiled(read: Read) -> None:
     text = one(compile='CompileConfig(enable=True, components=["loss"])', loss="ChunkedLossWrapper.Config()")
-    assert resolve(read("job.py", text=text).plan).fsdp.compiled_loss
-    with pytest.raises(PlanError, match=r"loss\.kind = plain: must be chunked with fsdp\.compiled_loss"):
-        resolve(read("job.py", text=one(compile='CompileConfig(enable=True, components=["loss"])')).plan)
+    assert resolve(read("job.py", text=text).plan).fsdp.compile_loss
+    whole = resolve(read("job.py", text=one(compile='CompileConfig(enable=True, components=["loss"])')).plan)
+    assert (whole.loss.kind, whole.fsdp.compile, whole.fsdp.compile_loss) == ("plain", False, True)
 
 
 def test_a_function_that_changes_another(read: Read) -> None:
@@ -238,9 +238,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="OptimizersInBackwardContainer.Config(lr=1e-4)"), (), "optimizer: is OptimizersInBackwardContainer.Config, which is not modelled; --optimizer adamw"),
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
-        (one(compile="CompileConfig(enable=True)"), (), "job.py:12: compile.enable = true: is not modelled: Inductor's partitioner"),
         (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
-        (one(training="TrainingConfig()", compile="CompileConfig(enable=True)", model_spec='model_registry("9B")'), (), "compile.enable = true"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (8B, 70B, 405B)"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = LoRAConverter: has LoRA adapters, which are not modelled"),

@@ -1,0 +1,191 @@
+"""torchtitan's Llama layers as ``torch.compile`` runs them: what Inductor's own code makes and lets go of, learnt by
+``trace.compiled`` from torch 2.13.0 and shipped as ``compiled.json``.
+
+Each direction is a list of tensors that begin (number, dtype, dimensions as products of named sizes, the kernel that
+first has it) and that end (number). Tensor 0 is the output's gradient, 1 the layer's input, 2 the table of rotary
+positions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ..plan.spec import ModelSpec
+from ..tape.events import Category
+from ..values import dataclass
+from .autograd import Gradients, Recorder, Shape, Tensor, incoming
+from .huggingface import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a layer and its micro-batch."""
+
+    b: int
+    s: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+
+    @property
+    def hidden(self) -> int:
+        return self.heads * self.head_dim
+
+
+SUMMED = 128
+"""Tokens of a part of a sum over them, at most (``choices.py``, ``reduction_split_factor``)."""
+SPLITS_OF = 132 * 8
+"""Programs that a mixed reduction is split into on an H100: 8 of each multiprocessor (``simd.py``,
+``_codegen_mix_order_reduction``)."""
+
+
+def sizes_of(sizes: Sizes) -> dict[str, int]:
+    """Names of ``compiled.json``: b, s, t = b s tokens, h hidden, a heads, g key heads, r = a / g, d features of a
+    head, p = d / 2, k = g d, f of the feed-forward network, c parts of a sum over tokens (``_pick_split_size``)."""
+    tokens, part = sizes.b * sizes.s, SUMMED
+    if regime_of(sizes) == "mixed":
+        part = min(max(1 << max(tokens // SPLITS_OF, 1).bit_length() - 1, 16), SUMMED)
+    return {
+        "2": 2,
+        "b": sizes.b,
+        "s": sizes.s,
+        "t": tokens,
+        "h": sizes.hidden,
+        "a": sizes.heads,
+        "g": sizes.kv_heads,
+        "r": sizes.heads // sizes.kv_heads,
+        "d": sizes.head_dim,
+        "p": sizes.head_dim // 2,
+        "k": sizes.kv_heads * sizes.head_dim,
+        "f": sizes.ffn,
+        "c": -(-tokens // part),
+    }
+
+
+def regime_of(sizes: Sizes) -> str:
+    """``mixed``: gradients of a norm's input and weight are one kernel (``torch/_inductor/scheduler.py``,
+    ``MixOrderReduction.can_fuse``); else ``plain``, and ``few`` where fewer tokens than features let Inductor order
+    gradients of weights otherwise (``reorder_for_peak_memory``)."""
+    tokens, hidden = sizes.b * sizes.s, sizes.hidden
+    if tokens * hidden >= 5 * 2**20 and tokens >= max(2 * hidden, 4096) and hidden <= 16384:
+        return "mixed"
+    return "plain" if tokens >= hidden else "few"
+
+
+class Begins(NamedTuple):
+    """A tensor that a kernel is given to fill."""
+
+    number: int
+    dtype: str
+    sizes: tuple[str, ...]
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Structure:
+    """A layer in one regime. A tensor that ends stands by its number."""
+
+    forward: tuple[Begins | int, ...]
+    output: int
+    saved: tuple[int, ...]
+    backward: tuple[Begins | int, ...]
+    gradients: tuple[int, ...]
+    """Of the input and of each parameter."""
+
+
+ALIGNED = 64
+"""Features that rows of every matrix are a multiple of: Inductor pads others (``config.padding_alignment_bytes``)."""
+
+TORCH = "2.13.0"
+"""The release whose code was followed."""
+
+
+@lru_cache(maxsize=1)
+def structures() -> dict[str, Structure]:
+    """By what is recomputed (``none``, ``op``, ``full``) and the regime."""
+    written = json.loads((Path(__file__).parent / "compiled.json").read_text(encoding="utf-8"))
+    return {
+        name: Structure(
+            tuple(map(_event, one["forward"])),
+            one["output"],
+            tuple(one["saved"]),
+            tuple(map(_event, one["backward"])),
+            tuple(one["gradients"]),
+        )
+        for name, one in written.items()
+    }
+
+
+def _event(text: str) -> Begins | int:
+    number, *rest = text.split()
+    return Begins(int(number), rest[0], tuple(rest[1].split("*")), rest[2]) if rest else int(number)
+
+
+def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
+    """In the order of their use."""
+    h, k, f = spec.hidden, spec.kv_heads * spec.head_dim, spec.ffn
+    return (
+        ("attention_norm.weight", (h,)),
+        ("query.weight", (h, h)),
+        ("key.weight", (k, h)),
+        ("value.weight", (k, h)),
+        ("attention_output.weight", (h, h)),
+        ("mlp_norm.weight", (h,)),
+        ("gate.weight", (f, h)),
+        ("up.weight", (f, h)),
+        ("down.weight", (h, f)),
+    )
+
+
+def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str) -> Tensor:
+    """A compiled ``TransformerBlock``, recomputed as ``mode`` says, of (b, s, h)."""
+    spec = shape.spec
+    sizes = Sizes(shape.b, shape.s, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
+    learnt, known = structures()[f"{mode} {regime_of(sizes)}"], {**sizes_of(sizes), "1": 1}
+    parameters = [r.parameter(name, size, x.dtype) for name, size in parameters_of(spec)]
+    live: dict[int, Tensor] = {1: x}
+
+    def run(r: Recorder, events: Sequence[Begins | int]) -> None:
+        for event in events:
+            if isinstance(event, int):
+                live.pop(event, None)
+            else:
+                size = tuple([known[name] for name in event.sizes])
+                live[event.number] = r.empty(size, event.dtype, event.name)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        """What was saved is let go of one by one (``maybe_clear_saved_tensors``)."""
+        live[0] = incoming(gradients)
+        gradients.clear()
+        run(r, learnt.backward)
+        returned = [live[number] for number in learnt.gradients]
+        live.clear()
+        return returned
+
+    run(r, learnt.forward)
+    output = live.pop(learnt.output)
+    node = r.node((x, *parameters), (), backward)
+    for number in live.keys() - set(learnt.saved):
+        del live[number]
+    if node is None:
+        live.clear()
+    return output.by(node)
+
+
+def loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+    """``cross_entropy_loss`` as Inductor runs it, of logits (b, s, v): a maximum and a logarithm of each token are
+    saved, in fp32, and backward makes the logits' gradient alone."""
+    tokens, full, dtype = shape.b * shape.s, logits.shape, logits.dtype
+    largest = r.empty((tokens,), "fp32", "log_softmax_largest")
+    logarithm = r.empty((tokens,), "fp32", "log_softmax_logarithm")
+    out, count = r.empty((), "fp32", "loss"), r.empty((), "fp32", "total_weight")
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(full, dtype, "grad_logits", Category.LOGITS)]
+
+    return out.by(r.node((logits,), (logits, largest, logarithm, count), backward))
