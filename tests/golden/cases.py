@@ -410,6 +410,18 @@ def megatron() -> Iterator[str]:
     yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
     yield f"{job} --dp 8 --ep 8 --zero 1 --disable-mamba-mem-eff-path"
     yield f"{job} --dp 8 --ep 8 --zero 1 --mamba-training-ssm-states-dtype fp32"
+    job = "--model qwen3-next-80b-a3b --layers 4 --framework megatron --gpu h100-80gb --seq 4096 --te-version 2.20"
+    for flags in (
+        "--dp 8 --ep 8 --zero 1", "--tp 2 --cp 2 --dp 4 --ep 4 --zero 1 --recompute selective "
+        "--recompute-modules moe_act,gdn_norm_out", "--dp 8 --ep 8 --zero 1 --recompute full", "--dp 8 --ep 8 --fp8 tensorwise",
+        "--dp 8 --ep 8 --zero 1 --moe-use-grouped-tensor --moe-dispatcher flex --moe-flex-backend hybridep "
+        "--moe-expert-rank-capacity-factor 1.5",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
+    yield f"{job} --dp 2 --ep 2 --experts 16 --deterministic".replace("--seq 4096", "--seq 512")
+    sizes = "--linear-key-heads 8 --linear-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"
+    job = f"--model gpt2 --family hybrid {sizes} --seq 1024 --framework megatron --gpu h100-80gb --layer-pattern G-G*"
+    yield f"{job} --activation swiglu --mlp-bias false --tp 2 --dp 4 --zero 1"
     blocks = "8:14336,none:7168,8:none,none:none"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4"
     yield f"{job} --layer-blocks {blocks} --sequence-parallel --zero 1"

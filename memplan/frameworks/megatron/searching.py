@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from ...layers.autograd import ITEMSIZE
@@ -37,7 +37,7 @@ from ...search.cuts import (
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import LayerNeeds, LowerBounds, States
+from ...search.lower_bounds import LayerNeeds, LowerBounds, Needs, States
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -241,6 +241,9 @@ class MegatronSearch(FrameworkSearch):
             return module_elements(module) + own * (times - 1), max(0, module.steady.forward_fold.net)
 
         experts: list[int] = []
+        if plan.model.linear_interval:
+            elements, saved = zip(*(of(replace(shape, linear=linear)) for linear in (False, True)), strict=True)
+            return LayerNeeds(min(elements), min(saved), experts[0])
         whole, dense = of(shape), of(replace(shape, experts=None)) if plan.model.dense_layers else (0, 0)
         return LayerNeeds(*whole, experts[0], *dense)
 
@@ -345,12 +348,23 @@ class HybridSearch(MegatronSearch):
         return iter(())
 
     def lower_bounds(self, space: Space) -> LowerBounds:
-        return _Unknown(space)
+        return _OfLeast(space) if space.base.model.linear_interval else _Unknown(space)
 
 
 class _Unknown(LowerBounds):
     def __call__(self, point: Point) -> int:
         return 0
+
+
+class _OfLeast(LowerBounds):
+    """As if all layers were of the kind that needs least."""
+
+    @cached_property
+    def _needs(self) -> Needs:
+        return Needs(self.space)
+
+    def __call__(self, point: Point) -> int:
+        return int(self._needs.at_best(point))
 
 
 HYBRIDS = HybridSearch()
