@@ -127,7 +127,7 @@ def test_an_output_from_the_pool_goes_back_into_it() -> None:
     ("flags", "said"),
     [
         ({"cuda_graph_impl": "transformer_engine", "transformer_impl": "local"}, "local layers"),
-        ({"cuda_graph_modules": "attn"}, "without cuda_graphs"),
+        ({"cuda_graph_modules": "attn"}, "without megatron.cuda_graphs"),
         (
             {"cuda_graph_impl": "transformer_engine", "env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"},
             "NCCL_GRAPH_REGISTER=0",
