@@ -139,6 +139,8 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
         "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
         is not None,
+        "needs megatron.check_for_nan false (--no-check-for-nan-in-loss-and-grad), as in Megatron-Core": not of_layers
+        and megatron.check_for_nan,
         "must be full_iteration or none with full recompute, as in Megatron-Core": of_layers
         and recompute.mode == "full",
         "must not run moe_router with experts that are recomputed (recompute.modules moe), as in Megatron-Core": kind
