@@ -2,8 +2,7 @@
 
 Sizes, batch and tokens a second are the row's; what its table does not say is from the performance recipes of that
 release of Megatron-Bridge, in ``nvidia_recipes.jsonl``, each with its file. What a recipe has that is not modelled is
-named there, and the row is timed without it. Exchanges of tokens ``beside`` computation, which memory refuses with the
-flex dispatcher and with CUDA graphs, are in time.
+named there, and the row is timed without it.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.measured import plan_of, read_rows  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
-from memplan.plan.resolve import resolve  # noqa: E402
-from memplan.plan.resolved import ResolvedPlan  # noqa: E402
 
 Row = Mapping[str, Any]
 
@@ -123,15 +120,9 @@ def plan_of_row(row: Row) -> Plan:
         flags |= STATES
     if not row["model"].startswith("LLAMA"):
         flags |= {"etp": 1, "moe_router_fusion": "true"}
-    return plan_of(None, **flags | recipe_of(row).flags)
-
-
-def timed_plan(row: Row) -> ResolvedPlan:
-    """The plan of a row as it is timed."""
-    plan = resolve(plan_of_row(row))
-    if not recipe_of(row).beside:
-        return plan
-    return plan.model_copy(update={"experts": plan.experts.model_copy(update={"overlap_exchange": True})})
+    recipe = recipe_of(row)
+    beside = {"moe_overlap_exchange": "true"} if recipe.beside else {}
+    return plan_of(None, **flags | recipe.flags | beside)
 
 
 SIZES = {
@@ -157,4 +148,4 @@ def short(row: Row) -> str:
     return " ".join(str(row[name]) for name in ("release", "model", "system", "#-GPUs", "Precision"))
 
 
-__all__ = ["NAME", "gpu_of", "plan_of_row", "recipe_of", "seconds_of", "short", "timed_plan"]
+__all__ = ["NAME", "gpu_of", "plan_of_row", "recipe_of", "seconds_of", "short"]

@@ -293,7 +293,7 @@ def throughput(rows: Sequence[Row]) -> list[Table]:
     for row in rows:
         gpu = nvidia.gpu_of(row)
         try:
-            predicted = step_time(nvidia.timed_plan(row)).total
+            predicted = step_time(resolve(nvidia.plan_of_row(row))).total
         except PlanError:
             refused[gpu] += 1
             continue

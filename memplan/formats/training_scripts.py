@@ -318,7 +318,8 @@ def _shown(given: Given, words: Words) -> str:
 
 
 def _spoken(words: Words, building: Building, rows: Iterable[Row]) -> Spoken:
-    """The arguments as the fields that they have become are called."""
+    """The arguments as the fields that they have become are called; a switch that turns a field off is not called as
+    the field."""
     last = {given.canonical: given for given in words.given}
 
     def written(path: str, names: Iterable[str]) -> tuple[Written, ...]:
@@ -327,7 +328,7 @@ def _spoken(words: Words, building: Building, rows: Iterable[Row]) -> Spoken:
         origin = building.items[path].origin
         return tuple(Written(one.name, value, origin) for one, value in zip(given, values, strict=True))
 
-    names = {row.path: row.name for row in reversed([*rows]) if row.path}
+    names = {row.path: row.name for row in reversed([*rows]) if row.path and row.words.get(True, True)}
     return Spoken({path: written(path, said) for path, said in building.said.items()}, names)
 
 

@@ -243,7 +243,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.offload_least": [{"min_offloaded_tensor_size": 1, "offload_modules": "qkv_linear"}],
     "megatron.cuda_graphs": [
         {"cuda_graph_impl": "transformer_engine"},
-        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "full_iteration", "check_for_nan": "false"},
         {"cuda_graph_impl": "local"},
     ],
     "megatron.cuda_graph_modules": [{"cuda_graph_modules": "mlp", "cuda_graph_impl": "transformer_engine"}],

@@ -232,7 +232,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
         ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
-        ({"transformer_impl": "local"}, "experts in local layers"),
+        ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
         ({"framework": "megatron-deepspeed", "vocab_multiple": 128}, "must be 0 with framework megatron-deepspeed"),
     ],

@@ -514,6 +514,7 @@ def experts() -> Iterator[str]:
         "--recompute selective --recompute-modules moe_act,layernorm", "--recompute full", "--router-z-loss 0.001",
         "--optimizer muon", "--optimizer muon --zero 1", "--shared-expert-ffn 4096 --shared-expert-gate",
         "--shared-expert-ffn 4096 --moe-shared-expert-overlap --zero 1 --tp 2 --sequence-parallel",
+        "--transformer-impl local --no-moe-permute-fusion --shared-expert-ffn 4096",
     ):  # fmt: skip
         yield f"{job} {more}"
     yield "--model qwen3-30b-a3b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --gpus 16 --ep 8 --pp 2 --zero 1"

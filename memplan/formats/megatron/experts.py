@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -29,6 +30,14 @@ def latent(plan: Plan) -> bool:
 def without_experts(reader: Reader) -> str:
     count = reader.building.items["model.experts"].value
     return "" if count else f"no effect without {NUMBER}"
+
+
+def _stops_without_experts(name: str, reader: Reader) -> str:
+    reason, settings = without_experts(reader), reader.settings
+    if reason and settings.has(name):
+        problem = "must be left out without experts on several ranks (--expert-model-parallel-size), as Megatron has it"
+        raise PlanError(name, ABSENT, problem, origin=settings.where(name))
+    return reason
 
 
 def without_latent(reader: Reader) -> str:
@@ -299,8 +308,13 @@ ROWS: Sequence[Row] = (
     ),
     switch_of_experts("--moe-pad-expert-input-to-capacity", "experts.pad_to_capacity"),
     switch_of_experts("--moe-shared-expert-overlap", "experts.shared_expert_overlap"),
-    switch_of_experts("--overlap-moe-expert-parallel-comm", "experts.overlap_exchange"),
-    switch_of_experts("--delay-wgrad-compute", "experts.delay_wgrad"),
+    *(
+        switch(name, path, "EXPERTS", without_effect=partial(_stops_without_experts, name), when=mixed)
+        for name, path in (
+            ("--overlap-moe-expert-parallel-comm", "experts.overlap_exchange"),
+            ("--delay-wgrad-compute", "experts.delay_wgrad"),
+        )
+    ),
     switch_of_experts("--ep-overlap-early-attn-memory-release", "experts.early_attention_release"),
     switch_of_experts("--overlap-dispatch-backward-with-experts-wgrad", "experts.wgrad_beside_dispatch"),
     switch(LATENT, "model.latent_kv_rank", "LATENT", read=elsewhere, value=latent, when=latent),

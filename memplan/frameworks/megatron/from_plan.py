@@ -181,7 +181,7 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         ep=layout.ep,
         etp=etp,
         dispatcher=given.flex_backend if given.dispatcher == "flex" else given.dispatcher,
-        grouped=given.grouped_gemm,
+        grouped=given.grouped_gemm and plan.megatron.transformer_impl != "local",
         permute_fusion=given.permute_fusion,
         shared_overlap=given.shared_expert_overlap,
         capacity_factor=given.capacity_factor,

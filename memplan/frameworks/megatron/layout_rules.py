@@ -307,7 +307,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
         "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
         "must be false with more than one layer of multi-token prediction": plan.model.mtp_layers > 1,
         "must be false before PyTorch 2.6, with which it hangs": _version(plan.torch) < (2, 6),
-        "must be false with CUDA graphs of MLPs or experts (cuda_graph_modules without mlp and moe)": (
+        "must be false with graphs of MLPs or experts (megatron.cuda_graph_modules without mlp and moe)": (
             megatron.cuda_graphs == "transformer_engine"
             and not PIECES.isdisjoint(megatron.cuda_graph_modules or PIECES)
         ),

@@ -123,7 +123,7 @@ def check_graphs(plan: ResolvedPlan) -> None:
     kind, recompute, experts = megatron.cuda_graphs, plan.recompute, plan.model.experts > 0
     of_layers = kind in ("transformer_engine", "local")
     if modules is not None and not of_layers:
-        problem = "must be left out without cuda_graphs: transformer_engine or local"
+        problem = "must be left out without megatron.cuda_graphs transformer_engine or local"
         raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
     if kind == "none":
         return
@@ -139,6 +139,8 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
         "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
         is not None,
+        "needs megatron.check_for_nan false (--no-check-for-nan-in-loss-and-grad), as in Megatron-Core": not of_layers
+        and megatron.check_for_nan,
         "must be full_iteration or none with full recompute, as in Megatron-Core": of_layers
         and recompute.mode == "full",
         "must not run moe_router with experts that are recomputed (recompute.modules moe), as in Megatron-Core": kind
@@ -148,13 +150,13 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": kind == "transformer_engine"
         and segments
         and plan.environment.get("NCCL_GRAPH_REGISTER") != "0",
-        "needs cuda_graph_modules without moe, or experts padded to a capacity (pad_to_capacity)": kind
+        "needs megatron.cuda_graph_modules without moe, or padded experts (experts.pad_to_capacity)": kind
         == "transformer_engine"
         and whole
         and experts
         and not plan.experts.pad_to_capacity,
-        "needs experts padded to a capacity (pad_to_capacity): it captures layers whole, and a graph cannot wait for "
-        "the number of their rows": kind == "local" and whole and experts and not plan.experts.pad_to_capacity,
+        "needs padded experts (experts.pad_to_capacity): it captures layers whole, and no graph waits for numbers of "
+        "rows": kind == "local" and whole and experts and not plan.experts.pad_to_capacity,
         **_dropout_again(plan, modules or (), again),
     }
     for problem, applies in reasons.items():
@@ -195,7 +197,7 @@ def _check_modules(plan: ResolvedPlan, modules: Sequence[str]) -> None:
         and model.experts > 0
         and not model.layer_pattern
         and all(map(model.has_experts, range(model.layers))),
-        "must have moe with experts padded to a capacity only (pad_to_capacity)": "moe" in modules and not padded,
+        "must have moe with padded experts only (experts.pad_to_capacity)": "moe" in modules and not padded,
         "must not have moe_preprocess with a capacity or padded rows and alltoall": "moe_preprocess" in modules
         and not padded
         and reads,

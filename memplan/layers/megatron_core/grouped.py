@@ -319,7 +319,7 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
 
 
 def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
-    """``SequentialMLP.forward``: Transformer Engine's linear layers, without collectives of their own."""
+    """``SequentialMLP.forward``: linear layers, without collectives of their own."""
     alone, count = replace(shape, t=1, sequence_parallel=False), shape.local_experts
     if count == 1:
         return _expert(r, x, weights, 0, alone)
@@ -339,7 +339,19 @@ def _expert(r: Recorder, x: Tensor, weights: Tensor, i: int, shape: CoreShape) -
     """``MLP.forward`` with a scale of each token; each variable is the next tensor."""
     name = f"mlp.experts.local_experts.{i}"
     f = shape.spec.expert_ffn // shape.expert_ranks * (2 if shape.spec.gated else 1)
-    inner, _ = te.column_linear(r, x, f"{name}.{FC1}", f, shape, bias=False, skip_bias=True)
+    inner = column_linear(r, x, f"{name}.{FC1}", f, shape)
     inner = activated(r, inner, weights.view(*weights.shape, 1), shape)
-    out, _ = te.row_linear(r, inner, f"{name}.{FC2}", shape, bias=False)
-    return out
+    return row_linear(r, inner, f"{name}.{FC2}", shape)
+
+
+def column_linear(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, original: bool = False) -> Tensor:
+    """The first projection of experts that are modules of their own (``column_parallel_linear`` of ``backends.py``)."""
+    if shape.implementation == "local":
+        return local.column_linear(r, x, name, n, shape, bias=False, skip_bias=True)[0]
+    return te.column_linear(r, x, name, n, shape, bias=False, skip_bias=True, original=original)[0]
+
+
+def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """The second (``row_parallel_linear``)."""
+    linear = local.row_linear if shape.implementation == "local" else te.row_linear
+    return linear(r, x, name, shape, bias=False)[0]

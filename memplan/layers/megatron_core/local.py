@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from ...plan.layer_blocks import LINEAR
 from ...tape.events import Category
@@ -177,7 +178,8 @@ def _linear(
     n, k = weight.shape
     parallel = shape.ranks.column if columns else shape.ranks.row
     saved, dtype, has_bias, fused = x.shape, x.dtype, bias is not None, shape.gradient_fusion
-    gathers, whole = columns and shape.sequence_parallel, (shape.s, *x.shape[1:])
+    gathers = columns and shape.sequence_parallel
+    whole = (shape.s, *x.shape[1:]) if gathers else x.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad = r.empty(whole, dtype, f"grad_{name}_input")
@@ -187,7 +189,7 @@ def _linear(
         return [shard, grad_weight, *grad_bias]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
-    work = parallel(whole[0] * whole[1], n, k, dtype, shape.added(r.summed))
+    work = parallel(prod(whole[:-1]), n, k, dtype, shape.added(r.summed))
     if has_bias and work.forward is not None and work.backward is not None:
         biased = size_of((*whole[:-1], n), dtype)  # a sum of its own, and a reduction of the gradient
         work = Operator((*work.forward, Stream(2 * biased)), (*work.backward, Stream(biased)))

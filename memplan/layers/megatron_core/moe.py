@@ -23,8 +23,8 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     experts, spec = shape.experts, shape.spec
     if experts is None:
         return
-    if shape.implementation == "local":
-        yield "experts in local layers; those of Transformer Engine are covered"
+    if shape.implementation == "local" and spec.expert_latent:
+        yield "experts of projected rows in local layers; those of Transformer Engine are covered"
     if shape.t > 1 and not shape.sequence_parallel:
         yield (
             "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training "
@@ -164,16 +164,7 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     apart = shape.experts.shared_overlap and shape.sequence_parallel
     inner_shape = replace(shape, sequence_parallel=False) if apart else shape
     x = _whole(r, hidden, shape) if apart else hidden
-    inner, _ = te.column_linear(
-        r,
-        x,
-        f"{SHARED}.linear_fc1",
-        f,
-        inner_shape,
-        bias=False,
-        skip_bias=True,
-        original=shape.saves_original,
-    )
+    inner = grouped.column_linear(r, x, f"{SHARED}.linear_fc1", f, inner_shape, original=shape.saves_original)
     x = hidden
     if shape.te_activation:
         inner = te.activation(r, inner, f"{SHARED}.linear_fc1", shape)
@@ -182,7 +173,7 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     else:
         name = f"{SHARED}.linear_fc1"
         inner = local.swiglu(r, inner, name) if shape.spec.gated else local.ungated(r, inner, name, shape)
-    out, _ = te.row_linear(r, inner, f"{SHARED}.linear_fc2", inner_shape, bias=False)
+    out = grouped.row_linear(r, inner, f"{SHARED}.linear_fc2", inner_shape)
     if apart:
         out = _part(r, out, shape)
     return _gated(r, out, hidden, shape) if shape.spec.shared_expert_gate else out

@@ -332,6 +332,11 @@ def test_scripts_that_train_nothing() -> None:
             {},
             "--optimizer-offload-fraction = 1.5: must be at",
         ),
+        (
+            "--overlap-moe-expert-parallel-comm",
+            {},
+            "--overlap-moe-expert-parallel-comm: must be left out without experts",
+        ),
         ("--num-experts 8 --delay-wgrad-compute", {}, "must be false without --overlap-moe-expert-parallel-comm"),
     ],
 )

@@ -62,7 +62,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def shape(*, deterministic: bool = False, **changes: Any) -> CoreShape:
+def shape(*, deterministic: bool = False, implementation: Any = "transformer_engine", **changes: Any) -> CoreShape:
     fields: dict[str, Any] = {
         "name": "small", "family": "gpt", "layers": 1, "hidden": H, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": F,
         "vocab": 64, "positions_max": S, "norm": "rmsnorm", "positions": "none", "activation": "swiglu",
@@ -73,7 +73,7 @@ def shape(*, deterministic: bool = False, **changes: Any) -> CoreShape:
     spec = ModelSpec(**fields | changes)
     return CoreShape(
         spec, B, S, 1, "bf16", 64, gradient_fusion=False, bias_activation_fusion=False, experts=experts,
-        deterministic=deterministic,
+        deterministic=deterministic, implementation=implementation,
     )  # fmt: skip
 
 
@@ -170,6 +170,13 @@ def saved_by_recipe(like: CoreShape) -> Counter[int]:
     kinds = {"bf16": 2, "fp32": 4, "int64": 8, "int32": 4, "bool": 1, "fp64": 8}
     sizes = (torch.Size(event.shape).numel() * kinds[event.dtype] for event in holds.values())
     return Counter(size for size in sizes if size > 8)
+
+
+ROUTED |= {
+    "local": {"implementation": "local"},
+    "local, shared experts": {"implementation": "local", "shared_expert_ffn": 96, "shared_expert_gate": True},
+}
+"""Megatron-Core's own linear layers, as they run here, in the recipe, too."""
 
 
 @pytest.mark.parametrize("case", ROUTED)

@@ -88,7 +88,7 @@ def test_layers_in_flight() -> None:
         ({}, set()),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "attn"}, {"attention"}),
         ({"cuda_graph_impl": "transformer_engine"}, {"attention", "mlp"}),
-        ({"cuda_graph_impl": "full_iteration"}, {"attention", "mlp", "ends"}),
+        ({"cuda_graph_impl": "full_iteration", "check_for_nan": "false"}, {"attention", "mlp", "ends"}),
     ],
 )
 def test_what_lies_in_the_pool(flags: dict[str, str], parts: set[str]) -> None:
@@ -108,7 +108,7 @@ def test_what_lies_in_the_pool(flags: dict[str, str], parts: set[str]) -> None:
 
 def test_the_pool_is_nobody_elses() -> None:
     """Memory of captured parts serves no other request: more is reserved for the same tensors."""
-    given = estimate(plan(gpu="h100-80gb", cuda_graph_impl="full_iteration")).stages[0]
+    given = estimate(plan(gpu="h100-80gb", cuda_graph_impl="full_iteration", check_for_nan=False)).stages[0]
     without = estimate(plan(gpu="h100-80gb")).stages[0]
     assert given.requested == without.requested
     assert given.reserved >= without.reserved
@@ -127,7 +127,7 @@ def test_an_output_from_the_pool_goes_back_into_it() -> None:
     ("flags", "said"),
     [
         ({"cuda_graph_impl": "transformer_engine", "transformer_impl": "local"}, "local layers"),
-        ({"cuda_graph_modules": "attn"}, "without cuda_graphs"),
+        ({"cuda_graph_modules": "attn"}, "without megatron.cuda_graphs"),
         (
             {"cuda_graph_impl": "transformer_engine", "env": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"},
             "NCCL_GRAPH_REGISTER=0",
@@ -214,6 +214,7 @@ def test_own_graphs_of_a_hybrid() -> None:
     ("flags", "said"),
     [
         ({"recompute": "full"}, "full_iteration or none with full recompute"),
+        ({"cuda_graph_impl": "full_iteration"}, "needs megatron.check_for_nan false"),
         ({"cuda_graph_modules": "moe"}, "experts only"),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "moe_preprocess"}, "moe_router beside"),
         ({"recompute": "selective", "recompute_modules": "mlp", "hidden_dropout": 0.1}, "hidden dropout"),
