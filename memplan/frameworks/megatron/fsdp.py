@@ -75,6 +75,10 @@ class Sharding:
     """Of weights in 8 bits, once they have been made (``keep_fp8_transpose_cache``)."""
     registers: bool = False
     """Buffers lie in a memory pool of NCCL's."""
+    max_pool: bool = False
+    """Double buffers are as large as any unit's, and all units share them."""
+    persists: bool = False
+    """Beside double buffers, every other bucket has a buffer of its own for good."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -270,14 +274,17 @@ def laid_out(sizes: Sequence[int], chunk: int) -> tuple[list[int], int]:
     return starts, end
 
 
-def doubled(buckets: Sequence[Bucket]) -> frozenset[int]:
-    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``)."""
+def doubled(buckets: Sequence[Bucket], sharding: Sharding) -> frozenset[int]:
+    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``), or all
+    (``MaxPoolAllocator``)."""
     units: dict[int, tuple[tuple[bool, bool, int], ...]] = {}
     for bucket in buckets:
         if bucket.unit is not None:
             units[bucket.unit] = (*units.get(bucket.unit, ()), bucket.kind)
-    if not units:
+    if not units or not sharding.double_buffer:
         return frozenset()
+    if sharding.max_pool:
+        return frozenset(units)
     kind, _ = Counter(units.values()).most_common(1)[0]
     return frozenset(unit for unit, own in units.items() if own == kind)
 
@@ -291,7 +298,7 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
     ids = count(1)
     construction: list[Event] = []
     parameters, whole = Category.PARAMETERS, sharding.strategy == "no_shard"
-    fixed = doubled(buckets) if sharding.double_buffer else ()
+    fixed = doubled(buckets, sharding)
 
     def hold(elements: int, dtype: str, category: Category, name: str, stream: int = 0) -> Hold:
         size = rounded(elements * ITEMSIZE[dtype])
@@ -325,7 +332,7 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
             dtype = bucket.dtype(rules.dtype)
             hold(bucket.elements // share, dtype, parameters, name, sharding.pool())
             if share > 1:
-                stream = sharding.pool() if bucket.unit in fixed else 0
+                stream = sharding.pool() if bucket.unit in fixed or sharding.persists else 0
                 temporary.append(hold(bucket.elements, dtype, Category.GATHERED_PARAMETERS, "bucket", stream))
         share = 1 if whole else ranks * sharding.outer
         hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")

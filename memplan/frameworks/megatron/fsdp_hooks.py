@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
@@ -79,7 +80,7 @@ class Hooks:
     @cached_property
     def fixed(self) -> frozenset[int]:
         """Units in double buffers."""
-        return doubled(self.buckets)
+        return doubled(self.buckets, self.sharding)
 
     @cached_property
     def capacity(self) -> int:
@@ -122,9 +123,10 @@ class Hooks:
 
     def _with_ahead(self, wanted: Sequence[int], step: int) -> list[int]:
         found, double = set(wanted), self.sharding.double_buffer
-        units = {self.buckets[at].unit for at in wanted} - {None}
-        if not step or (double and not units):
+        units: set[int | None] = {self.buckets[at].unit for at in wanted}
+        if not step or (double and units == {None}):
             return sorted(found)
+        units &= self.fixed
         limit, ahead = self.capacity // 2, 0
         while ahead < limit and (at := self._next(found, step)) is not None:
             units.add(self.buckets[at].unit)
@@ -150,7 +152,8 @@ class Hooks:
         return {one for one, other in enumerate(self.buckets) if (other.unit, other.experts) == same}
 
     def _buffered(self, at: int) -> bool:
-        return self.sharding.double_buffer and self.buckets[at].unit in self.fixed
+        persists = self.sharding.persists and self.sharding.double_buffer
+        return persists or self.buckets[at].unit in self.fixed
 
     def _hold(self, key: int) -> Hold:
         number, bucket = key if key >= 0 else len(self.buckets) + ~key, self.buckets[max(key, ~key)]
@@ -215,7 +218,10 @@ class Hooks:
     def gradient(self, place: int, name: str) -> None:
         """The first gradient of a bucket begins it."""
         at = self.of.get((place, name), self.of.get((None, name)) if self.sharding.fused else None)
-        if at is None or not self.sharding.shards_gradients or at in self.gradients or self._buffered(at):
+        if at is None or not self.sharding.shards_gradients:
+            return
+        self._limit([at])
+        if at in self.gradients or self._buffered(at):
             return
         dtype, elements = self.sharding.communication, self.buckets[at].elements
         size, id = rounded(elements * ITEMSIZE[dtype]), Scope.HOOKS.id(2 * at + 1)
@@ -236,8 +242,24 @@ class Hooks:
 
     def _reduce(self, together: Sequence[int]) -> None:
         while sum(self.buckets[one].elements for one in self.queue) > self.capacity:
-            self._drop(self.gradients.pop(self.queue.pop(0), None))
+            self._reduced()
+        self._limit(together)
         self.queue += together
+
+    def _reduced(self) -> None:
+        self._drop(self.gradients.pop(self.queue.pop(0), None))
+
+    def _limit(self, together: Sequence[int]) -> None:
+        """With double buffers, gradients of two units at most are reduced at once, those of ``together`` included; what
+        is in no unit counts as one more (``_enforce_double_buffer_limit``)."""
+        units: set[int | None] = {self.buckets[at].unit for at in together}
+        units &= self.fixed
+        kept = len(self.queue)
+        for at in reversed(self.queue if self.sharding.double_buffer else ()):
+            units.add(self.buckets[at].unit)
+            kept -= len(units) > BUFFERS
+        while len(self.queue) > kept:
+            self._reduced()
 
     def finalise(self) -> None:
         """``_root_post_backward``, and the reset of the pipeline of gathers."""
@@ -264,25 +286,48 @@ def columns_of(bucket: Bucket) -> Iterator[Hold]:
 
 
 def persistent(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hold]:
-    """Gathered buckets of no unit, with columns, and double buffers, which the first iteration makes."""
+    """Gathered buckets of no unit, with columns, and double buffers, which the first iteration makes. Units take these
+    in turn, in the order of the pass that first needs them (those of MXFP8 in orders of their own, so that both are as
+    large as any); construction uses the first one alone."""
+    fixed, persists = doubled(buckets, sharding), sharding.persists and sharding.double_buffer
+    units = sorted(fixed)
     holds: list[Hold] = []
+    apart = [bucket for bucket in buckets if bucket.unit not in fixed]
     if sharding.shards_parameters:
-        outside = [bucket for bucket in buckets if bucket.unit is None]
-        holds += [gathered(bucket, dtype) for bucket in outside]
-        holds += [one for bucket in outside for one in columns_of(bucket) if sharding.ends_columns]
-    if not sharding.double_buffer or not sharding.shards_gradients:
-        return holds
-    unit = min(doubled(buckets))
-    pools = [sharding.pool(at) for at in range(BUFFERS)]
-    for bucket in (one for one in buckets if one.unit == unit):
-        if sharding.shards_parameters:
-            own = [gathered(bucket, dtype)] * (1 + bucket.two_buffers)
-            holds += [one._replace(stream=pool) for one in own for pool in pools]
-        size = rounded(bucket.elements * ITEMSIZE[sharding.communication])
-        name = "gradient_buffer"
-        double = Hold(0, size, Category.COMMUNICATION_BUFFERS, name, (bucket.elements,), stream=sharding.pool(BUFFERS))
-        holds += [double] * BUFFERS
+        outside = [bucket for bucket in apart if bucket.unit is None or persists]
+        pool = sharding.pool(1) if persists else 0
+        holds += [gathered(one, dtype)._replace(stream=pool) for one in outside for _ in range(1 + one.two_buffers)]
+        if sharding.ends_columns:
+            holds += [one for bucket in outside if bucket.unit is None for one in columns_of(bucket)]
+        second = units if any(bucket.two_buffers for bucket in buckets) else units[1::2]
+        for at, turn in enumerate((units, second)):
+            for one in _largest(buckets, turn, dtype):
+                holds += [gathered(one, dtype)._replace(stream=sharding.pool(at))] * (1 + one.two_buffers)
+    if sharding.shards_gradients:
+        own = [one for turn in (units[::-2], units[-2::-2]) for one in _largest(buckets, turn, None)]
+        holds += [_gradients(one, sharding) for one in (*own, *(apart if persists else ()))]
     return holds
+
+
+def _largest(buckets: Sequence[Bucket], units: Sequence[int], dtype: str | None) -> Iterator[Bucket]:
+    """The bucket that each buffer is as large as: of those that are alike, with ``dtype`` for 16 bits or all, the
+    largest one of all ``units``, the second one, and so on."""
+    found: dict[tuple[str, int], Bucket] = {}
+    for unit in units:
+        seen: Counter[str] = Counter()
+        for bucket in sorted((one for one in buckets if one.unit == unit), key=lambda one: -one.elements):
+            kind = bucket.dtype(dtype) if dtype is not None else ""
+            place = kind, seen[kind]
+            seen[kind] += 1
+            if place not in found or bucket.elements > found[place].elements:
+                found[place] = bucket
+    yield from found.values()
+
+
+def _gradients(bucket: Bucket, sharding: Sharding) -> Hold:
+    dtype, name = sharding.communication, "gradient_buffer"
+    size, shape = rounded(bucket.elements * ITEMSIZE[dtype]), (bucket.elements,)
+    return Hold(0, size, Category.COMMUNICATION_BUFFERS, name, shape, dtype, sharding.pool(BUFFERS))
 
 
 def ahead(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hold]:
