@@ -35,6 +35,8 @@ class Megatron(FrameworkSection, Terse):
             "fsdp_unit_size",
             "fsdp_meta_device",
             "fsdp_keep_transposes",
+            "fsdp_max_pool",
+            "fsdp_persistent",
             "torch_fsdp",
             "torch_fsdp_host_init",
             "optimizer_offload",
@@ -231,6 +233,16 @@ class Megatron(FrameworkSection, Terse):
         description="Megatron-FSDP: build the model on the meta device",
         json_schema_extra={"flag": "--megatron-fsdp-meta-device"},
     )
+    fsdp_max_pool: bool = Field(
+        False,
+        description="Megatron-FSDP: double buffers are as large as any layer's, and layers of all kinds share them",
+        json_schema_extra={"flag": "--megatron-fsdp-max-pool"},
+    )
+    fsdp_persistent: bool = Field(
+        False,
+        description="Megatron-FSDP: with double buffers, what does not share them has buffers of its own for good",
+        json_schema_extra={"flag": "--megatron-fsdp-persistent"},
+    )
     fsdp_keep_transposes: bool = Field(
         False,
         description="Megatron-FSDP: transposed copies of weights in 8 bits stay once they have been made",
@@ -383,4 +395,4 @@ class Megatron(FrameworkSection, Terse):
     @property
     def doubles_buffers(self) -> bool:
         """Megatron-FSDP has double buffers, which buffers that come from NCCL need (``validate_args``)."""
-        return self.fsdp_double_buffer or (self.fsdp != "none" and self.registers_buffers)
+        return self.fsdp_double_buffer or self.fsdp_max_pool or (self.fsdp != "none" and self.registers_buffers)

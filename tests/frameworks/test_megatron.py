@@ -259,6 +259,10 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.fsdp_double_buffer": [{**SHARDED, "megatron_fsdp_double_buffer": "true"}],
     "megatron.fsdp_unit_size": [{**SHARDED, "megatron_fsdp_unit_size": 1000}],
     "megatron.fsdp_meta_device": [{**SHARDED, "megatron_fsdp_meta_device": "true"}],
+    "megatron.fsdp_max_pool": [{**SHARDED, "megatron_fsdp_max_pool": "true"}],
+    "megatron.fsdp_persistent": [
+        {**SHARDED, "megatron_fsdp_persistent": "true", "megatron_fsdp_double_buffer": "true"}
+    ],
     "megatron.fsdp_keep_transposes": [
         {**SHARDED, "megatron_fsdp_keep_transposes": "true", "fp8": "delayed", "fp8_parameters": "true", "seq": 512}
     ],

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, keep
+from memplan.frameworks.megatron.fsdp import Sharding, buckets_of
+from memplan.frameworks.megatron.fsdp_buffers import persistent
 from memplan.frameworks.megatron.fsdp_hooks import with_hooks
+from memplan.frameworks.megatron.fsdp_states import keep
 from memplan.frameworks.megatron.states import Rules
 from memplan.layers.megatron_core.precision import Low
 from memplan.layers.module import Module, Parameter, Tapes
@@ -28,8 +30,8 @@ pytest.importorskip(f"{PACKAGE}.param_and_grad_buffer", reason="megatron-core is
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
-RANKS, LAYERS, H, V = 4, 5, 64, 128
-SHARDING = Sharding("optim_grads_params", RANKS, RANKS, 1, "bf16", 40_000_000, 20_000, False, False, False, False)
+RANKS, LAYERS, H, V = 4, 5, 64, 160
+SHARDING = Sharding("optim_grads_params", RANKS, RANKS, 1, "bf16", 8_000, 20_000, False, False, False, False)
 RULES = Rules(
     dtype="bf16", gradients="bf16", distributed=True, shards=RANKS, bucket=None, optimizer="adam",
     precision_aware=False, main_parameters="fp32", exp_avg="fp32", exp_avg_sq="fp32", counts_zeros=False, sharded=True,
@@ -41,11 +43,11 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "uint8"}
 class Layer(nn.Module):
     log: Log
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(H, H, bias=False)
+        self.up = nn.Linear(H, width, bias=False)
         self.norm = nn.LayerNorm(H)
-        self.down = nn.Linear(H, H, bias=False)
+        self.down = nn.Linear(width, H, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for linear in (self.up, self.down):  # as Transformer Engine's ``quantize_weight`` does
@@ -58,7 +60,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.word = nn.Embedding(V, H)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(H if at else 2 * H) for at in range(LAYERS))
         self.final_norm = nn.LayerNorm(H)
         self.head = nn.Linear(H, V, bias=False)
 
@@ -94,6 +96,20 @@ class Log:
         self.ends(id(weight))
 
 
+class Memory:
+    """``GlobalMemoryBuffer``."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self, size: list[int], dtype: torch.dtype, name: str, mem_alloc_context: object = None
+    ) -> torch.Tensor:
+        if (name, dtype) not in self.buffers or self.buffers[name, dtype].numel() < size[0]:
+            self.buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return self.buffers[name, dtype][: size[0]]
+
+
 class Stream:
     """In the place of CUDA's streams and events."""
 
@@ -127,7 +143,7 @@ def real(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 def sharded(
     real: SimpleNamespace, patch: pytest.MonkeyPatch, sharding: Sharding, recipe: str | None
-) -> tuple[Any, Model, Log]:
+) -> tuple[Any, Model, Log, Memory]:
     """The model in the real class."""
     log, model = Log(LOW[recipe] if recipe and sharding.ends_columns else None), Model().to(torch.bfloat16)
     patch.setattr(Layer, "log", log, raising=False)
@@ -147,12 +163,7 @@ def sharded(
         for name, value in replaced.items():
             if hasattr(module, name):
                 patch.setattr(module, name, value)
-    buffers: dict[object, torch.Tensor] = {}
-    memory = SimpleNamespace(
-        get_tensor=lambda size, dtype, name, mem_alloc_context=None: buffers.setdefault(
-            name, torch.empty(size, dtype=dtype)
-        )
-    )
+    memory = Memory()
     patch.setattr(real.param_and_grad_buffer, "get_global_memory_buffer", lambda: memory)
     mesh = torch.distributed.init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
     index = real.utils.FSDPDistributedIndex(mesh, dp_shard_dim="dp", tp_dim="tp")
@@ -167,7 +178,7 @@ def sharded(
     )  # fmt: skip
     for allocator in ("StorageResizeBasedBucketAllocator", "TemporaryBucketAllocator"):
         _watch(patch, getattr(real.param_and_grad_buffer, allocator), log)
-    return made, model, log
+    return made, model, log, memory
 
 
 def _watch(patch: pytest.MonkeyPatch, allocator: Any, log: Log) -> None:
@@ -198,10 +209,13 @@ def spans(low: Low | None) -> tuple[Span, ...]:
         tapes = Tapes(forward, backward, 0, 0)
         return Module(name, tapes, tapes, forward, parameters)
 
-    layer = module("layer", up__weight=(H, H), norm__weight=(H,), norm__bias=(H,), down__weight=(H, H))
+    def layer(width: int) -> Module:
+        return module("layer", up__weight=(width, H), norm__weight=(H,), norm__bias=(H,), down__weight=(H, width))
+
     return (
         Span(module("embedding", word__weight=(V, H)), ("embedding",)),
-        Span(layer, tuple(f"layer.{at}" for at in range(LAYERS))),
+        Span(layer(2 * H), ("layer.0",)),
+        Span(layer(H), tuple(f"layer.{at}" for at in range(1, LAYERS))),
         Span(module("final_norm", norm__weight=(H,), norm__bias=(H,)), ("final_norm",)),
         Span(module("head", head__weight=(V, H)), ("head",)),
     )
@@ -219,6 +233,11 @@ def exact(event: Event) -> int:
     return elements * {"uint8": 1, "bf16": 2, "fp32": 4}[event.dtype]
 
 
+def outside_of_units(one: Hold) -> bool:
+    """A gathered bucket of the embedding, or of the final norm and the head."""
+    return one.name == "parameter_bucket" and V * H <= one.shape[0] <= V * H + 4 * H and one.dtype == "bf16"
+
+
 CASES: list[tuple[str | None, dict[str, Any]]] = [
     (None, {}), ("delayed", {}), ("mxfp8", {}), ("delayed", {"capacity": 60_000}), ("delayed", {"double_buffer": True}),
     ("mxfp8", {"double_buffer": True}), ("delayed", {"strategy": "optim_grads"}), ("mxfp8", {"strategy": "optim"}),
@@ -233,7 +252,7 @@ def test_what_hooks_allocate(
     units gather nothing ahead (``_root_pre_backward`` tells all modules that backward has begun), those within do
     (``_post_backward_release_module``), and columns end only where parameters are shards."""
     sharding = replace(SHARDING, **flags)
-    made, model, log = sharded(real, monkeypatch, sharding, recipe)
+    made, model, log, memory = sharded(real, monkeypatch, sharding, recipe)
     states: Any = real.megatron_fsdp.TrainingState
     for _ in range(3):
         log.changes.clear()
@@ -257,6 +276,9 @@ def test_what_hooks_allocate(
             changes.append(-live.pop(event.tensor))
     assert not live
     assert runs(changes) == runs(log.changes)
+    stays = persistent(buckets_of(own, sharding), sharding, "bf16")
+    doubles = sorted(exact(one) for one in stays if sharding.persists or not outside_of_units(one))
+    assert doubles == sorted(one.numel() * one.dtype.itemsize for one in memory.buffers.values())
 
 
 @pytest.mark.parametrize(("recipe", "flags"), CASES)
@@ -264,7 +286,7 @@ def test_what_buffers_hold(
     real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, recipe: str | None, flags: dict[str, Any]
 ) -> None:
     sharding = replace(SHARDING, **flags)
-    made, _, _ = sharded(real, monkeypatch, sharding, recipe)
+    made, *_ = sharded(real, monkeypatch, sharding, recipe)
     low, expected = LOW[recipe] if recipe else None, list[tuple[str, int, str]]()
     for group in made.param_and_grad_buffer.parameter_groups:
         for name in ("model_weight_buffer", "transpose_weight_buffer", "main_weight_buffer"):

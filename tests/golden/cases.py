@@ -408,6 +408,7 @@ def megatron() -> Iterator[str]:
     yield f"{job} --dp 8 --ep 8 --zero 1 --expert-latent 1024 {graphs}"
     yield f"{job} --dp 8 --ep 8 --zero 1 --cuda-graph-impl local --cuda-graph-modules attn,mamba,moe_router"
     yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params"
+    yield f"{job} --dp 8 --ep 8 --zero 1 --megatron-fsdp optim_grads_params --megatron-fsdp-max-pool"
     yield f"{job} --dp 8 --ep 8 --zero 1 --disable-mamba-mem-eff-path"
     yield f"{job} --dp 8 --ep 8 --zero 1 --mamba-training-ssm-states-dtype fp32"
     job = "--model qwen3-next-80b-a3b --layers 4 --framework megatron --gpu h100-80gb --seq 4096 --te-version 2.20"
@@ -434,6 +435,7 @@ def megatron() -> Iterator[str]:
     for more in ("--megatron-fsdp-double-buffer", "--megatron-fsdp-unit-size 500000000", "--recompute full"):
         yield f"{job} optim_grads_params {more}"
     yield f"{job} optim_grads_params --use-nccl-ub --megatron-fsdp-meta-device"
+    yield f"{job} optim_grads_params --use-nccl-ub --megatron-fsdp-persistent"
     yield f"{job} optim_grads_params --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
     yield f"{job} optim_grads --use-nccl-ub --dp 8 --distributed-optimizer-instances 2"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"

@@ -51,8 +51,6 @@ def _strategy(reader: Reader) -> None:
 OTHERS = {
     "--megatron-fsdp-version": "2",
     "--megatron-fsdp-enable-fine-grained-param-gather": None,
-    "--megatron-fsdp-max-pool-double-buffer": None,
-    "--fsdp-db-use-persist-buf-on-alloc-fail": None,
     "--enable-full-sharding-in-hsdp": None,
 }
 """What of Megatron-FSDP is not modelled, and the value that says so; ``None`` for switches."""
@@ -164,6 +162,8 @@ ROWS = (
     switch("--fsdp-double-buffer", "megatron.fsdp_double_buffer", "REDUCTION", without_effect=_without),
     Row("--suggested-communication-unit-size", "megatron.fsdp_unit_size", "REDUCTION", without_effect=_without),
     switch(ON_META, "megatron.fsdp_meta_device", "REDUCTION", without_effect=_without),
+    switch("--megatron-fsdp-max-pool-double-buffer", "megatron.fsdp_max_pool", "REDUCTION", without_effect=_without),
+    switch("--fsdp-db-use-persist-buf-on-alloc-fail", "megatron.fsdp_persistent", "REDUCTION", without_effect=_without),
     switch("--keep-fp8-transpose-cache", "megatron.fsdp_keep_transposes", "REDUCTION", without_effect=_without),
     Row(
         MAIN, "precision.gradients", "PRECISION", read=elsewhere, without_effect=_without, when=is_sharded, value=_main

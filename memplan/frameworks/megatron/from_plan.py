@@ -263,6 +263,8 @@ def sharding_of(plan: ResolvedPlan) -> Sharding | None:
         fused=given.gradient_accumulation_fusion,
         keeps_columns=given.fsdp_keep_transposes,
         registers=given.registers_buffers,
+        max_pool=given.fsdp_max_pool,
+        persists=given.fsdp_persistent,
     )
 
 

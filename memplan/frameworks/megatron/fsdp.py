@@ -21,24 +21,18 @@ shards. With ``--use-nccl-ub`` one memory pool of NCCL's holds buffers of parame
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import count
 from math import lcm, prod
 from typing import NamedTuple
 
-from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core import mtp
 from ...layers.megatron_core.precision import Low, Part
 from ...layers.module import Parameter
 from ...plan.megatron_section import MegatronSharding
-from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
-from ...tape.program import Kept, Span
+from ...tape.program import Span
 from ...values import dataclass
-from .states import REGISTERED, Piece, Rules, is_low, optimized
-
-BATCH = 5 * 1024**3
-"""Elements of buckets with block scaling, above which they are quantised before more are gathered."""
+from .states import REGISTERED, is_low
 
 EXPERTS = ".experts."
 """In the names of parameters that have buckets of their own."""
@@ -75,6 +69,10 @@ class Sharding:
     """Of weights in 8 bits, once they have been made (``keep_fp8_transpose_cache``)."""
     registers: bool = False
     """Buffers lie in a memory pool of NCCL's."""
+    max_pool: bool = False
+    """Double buffers are as large as any unit's, and all units share them."""
+    persists: bool = False
+    """Beside double buffers, every other bucket has a buffer of its own for good."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -270,154 +268,16 @@ def laid_out(sizes: Sequence[int], chunk: int) -> tuple[list[int], int]:
     return starts, end
 
 
-def doubled(buckets: Sequence[Bucket]) -> frozenset[int]:
-    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``)."""
+def doubled(buckets: Sequence[Bucket], sharding: Sharding) -> frozenset[int]:
+    """Units that share double buffers: those of the kind that most are of (``FixedPoolAllocator``), or all
+    (``MaxPoolAllocator``)."""
     units: dict[int, tuple[tuple[bool, bool, int], ...]] = {}
     for bucket in buckets:
         if bucket.unit is not None:
             units[bucket.unit] = (*units.get(bucket.unit, ()), bucket.kind)
-    if not units:
+    if not units or not sharding.double_buffer:
         return frozenset()
+    if sharding.max_pool:
+        return frozenset(units)
     kind, _ = Counter(units.values()).most_common(1)[0]
     return frozenset(unit for unit, own in units.items() if own == kind)
-
-
-# -- what is kept -------------------------------------------------------------------------------------
-
-
-def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Sequence[Hold]) -> Kept:
-    """All that the rank keeps whose states are largest. ``ahead``: parameters of units that the step gathers for the
-    next iteration (``start_param_sync``)."""
-    ids = count(1)
-    construction: list[Event] = []
-    parameters, whole = Category.PARAMETERS, sharding.strategy == "no_shard"
-    fixed = doubled(buckets) if sharding.double_buffer else ()
-
-    def hold(elements: int, dtype: str, category: Category, name: str, stream: int = 0) -> Hold:
-        size = rounded(elements * ITEMSIZE[dtype])
-        made = Hold(next(ids), size, category, name, (elements,), dtype, stream)
-        construction.append(made)
-        return made
-
-    def part(one: Part, category: Category, name: str = "") -> Hold:
-        return hold(prod(one.shape), one.dtype, category, name or one.name)
-
-    def originals(bucket: Bucket) -> list[Hold]:
-        """Those that end: scales stay, and so do columns, unless hooks end them."""
-        found = []
-        for member in bucket.members:
-            own, low = member.parameter, bucket.low
-            for one in low.beside_rows(own.shape) if low is not None else ():
-                part(one, Category.BUFFERS)
-            found.append(hold(own.elements, bucket.dtype(rules.dtype), parameters, own.name))
-            if bucket.two_buffers:
-                found.append(hold(own.elements, bucket.dtype(rules.dtype), parameters, f"{own.name}_columns"))
-        columns = [part(one, parameters, f"{own.name}_{one.name}") for own, one in bucket.columns()]
-        return found + columns if sharding.ends_columns else found
-
-    made = [] if sharding.meta else [originals(bucket) for bucket in buckets]
-    for at, bucket in enumerate(buckets):
-        ranks = sharding.of(bucket)
-        temporary: list[Hold] = []
-        names = () if whole else ("model_weight_buffer", "transpose_weight_buffer")[: 1 + bucket.two_buffers]
-        for name in names:
-            share = ranks if sharding.shards_parameters else 1
-            dtype = bucket.dtype(rules.dtype)
-            hold(bucket.elements // share, dtype, parameters, name, sharding.pool())
-            if share > 1:
-                stream = sharding.pool() if bucket.unit in fixed else 0
-                temporary.append(hold(bucket.elements, dtype, Category.GATHERED_PARAMETERS, "bucket", stream))
-        share = 1 if whole else ranks * sharding.outer
-        hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")
-        if not whole:
-            temporary += originals(bucket) if sharding.meta else made[at]
-        construction += _ends(temporary)
-    gradients = sum(one.elements // (sharding.of(one) if sharding.shards_gradients else 1) for one in buckets)
-    hold(gradients, rules.gradients, Category.GRADIENTS, "main_grad_buffer", sharding.pool())
-    fullest = {
-        experts: _fullest(own, sharding)
-        for experts in (False, True)
-        if (own := [bucket for bucket in buckets if bucket.experts is experts])
-    }
-    parts = [
-        optimized(_pieces([one for one in buckets if one.experts is experts], of), rules, ids)
-        for experts, of in fullest.items()
-    ]
-    construction += [event for part in parts for event in part.construction]
-    carried = [event for part in parts for event in part.carried]
-    gathered = [one._replace(tensor=next(ids)) for one in ahead]
-    quantised = _quantised(buckets, sharding, fullest, ids)
-    step = [*carried, *(event for part in parts for event in part.step), *quantised, *gathered]
-    states = Stretch([event for part in parts for event in part.states])
-    return Kept(Stretch(construction), states, Stretch(step), Stretch([*carried, *gathered]), Stretch())
-
-
-def _ends(holds: Sequence[Hold]) -> list[Drop]:
-    return [Drop(hold.tensor, hold.bytes, hold.category) for hold in holds]
-
-
-def _fullest(buckets: Sequence[Bucket], sharding: Sharding) -> tuple[int, int]:
-    """Ranks that share states of ``buckets``, and the one whose states are largest."""
-    ranks = 1 if sharding.strategy == "no_shard" else sharding.of(buckets[0]) * sharding.outer
-
-    held = [0] * ranks
-    for bucket in buckets:
-        share = bucket.elements // ranks
-        for start, end in ((one.start, one.start + one.parameter.elements) for one in bucket.members):
-            for rank in range(start // share, -(-end // share)):
-                held[rank] += rounded(4 * (min(end, (rank + 1) * share) - max(start, rank * share)))
-    return ranks, held.index(max(held))
-
-
-def _pieces(buckets: Sequence[Bucket], of: tuple[int, int]) -> list[Piece]:
-    """What that rank has of them."""
-    shares = (one for bucket in buckets for one in bucket.shares(*of))
-    return [Piece(elements, len(parameter.shape) > 1) for parameter, elements in shares]
-
-
-def _quantised(
-    buckets: Sequence[Bucket], sharding: Sharding, fullest: Mapping[bool, tuple[int, int]], ids: Iterator[int]
-) -> Iterator[Event]:
-    """Weights in 8 bits are made of main parameters (``copy_main_weights_to_model_weights``). With block scaling
-    buckets are gathered for it, until they are a batch."""
-    batch: list[Bucket] = []
-    low = [bucket for bucket in buckets if bucket.low is not None]
-    for bucket in low:
-        batch.append(bucket)
-        blockwise = bucket.low is not None and bucket.low.recipe == "blockwise"
-        if bucket is not low[-1] and not (blockwise and sum(one.elements for one in batch) > BATCH):
-            continue
-        gathered = batch if blockwise and sharding.shards_parameters else []
-        holds = [
-            Hold(next(ids), rounded(one.elements), Category.GATHERED_PARAMETERS, "bucket", (one.elements,), "uint8")
-            for one in gathered
-        ]
-        yield from holds
-        for experts, of in fullest.items():
-            cast = list(_cast([one for one in batch if one.experts is experts], of, ids))
-            yield from cast
-            yield from _ends(cast)
-        yield from _ends(holds)
-        batch.clear()
-
-
-def _cast(buckets: Sequence[Bucket], of: tuple[int, int], ids: Iterator[int]) -> Iterator[Hold]:
-    """``quantize_master_weights``: the rank's shards in 16 bits, all at once, and scales of all weights: what ranks
-    find largest, and with one scale of a tensor or of a block what is made of it."""
-
-    def hold(size: int, name: str) -> Hold:
-        return Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
-
-    for bucket in buckets:
-        yield from (hold(2 * elements, f"{own.name}_cast") for own, elements in bucket.shares(*of))
-    weights = [
-        (low, low.amaxes(member.parameter.shape))
-        for bucket in buckets
-        for member in bucket.members
-        if (low := bucket.low) is not None
-    ]
-    if weights:
-        yield hold(sum(size for _, size in weights), "amaxes")
-    made = [size for low, size in weights if low.recipe in ("tensorwise", "blockwise")]
-    delayed = sum(size for low, size in weights if low.recipe == "delayed")
-    yield from (hold(size, "scale") for size in (*made, delayed) if size)

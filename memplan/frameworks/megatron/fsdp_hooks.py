@@ -19,12 +19,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import cached_property, lru_cache
 from itertools import count
 
-from ...layers.autograd import ITEMSIZE, size_of
+from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core import mtp
 from ...layers.module import Module, Tapes
 from ...layers.recompute import RERUN
@@ -32,12 +32,10 @@ from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape,
 from ...tape.program import Span
 from ...values import dataclass
 from .fsdp import Bucket, Sharding, doubled, sites_of
+from .fsdp_buffers import BUFFERS, columns_of, gathered
 
 CAPACITY = 1_000_000_000
 """Elements that Megatron-FSDP lets wait to be reduced, at least; half as many are gathered ahead."""
-
-BUFFERS = 2
-"""Of each kind, with double buffers."""
 
 GATHERING, REDUCING = 1, 2
 """Streams besides the default one. Buckets are allocated on that of gathers, gradients on the default one."""
@@ -79,7 +77,7 @@ class Hooks:
     @cached_property
     def fixed(self) -> frozenset[int]:
         """Units in double buffers."""
-        return doubled(self.buckets)
+        return doubled(self.buckets, self.sharding)
 
     @cached_property
     def capacity(self) -> int:
@@ -122,9 +120,10 @@ class Hooks:
 
     def _with_ahead(self, wanted: Sequence[int], step: int) -> list[int]:
         found, double = set(wanted), self.sharding.double_buffer
-        units = {self.buckets[at].unit for at in wanted} - {None}
-        if not step or (double and not units):
+        units: set[int | None] = {self.buckets[at].unit for at in wanted}
+        if not step or (double and units == {None}):
             return sorted(found)
+        units &= self.fixed
         limit, ahead = self.capacity // 2, 0
         while ahead < limit and (at := self._next(found, step)) is not None:
             units.add(self.buckets[at].unit)
@@ -150,7 +149,8 @@ class Hooks:
         return {one for one, other in enumerate(self.buckets) if (other.unit, other.experts) == same}
 
     def _buffered(self, at: int) -> bool:
-        return self.sharding.double_buffer and self.buckets[at].unit in self.fixed
+        persists = self.sharding.persists and self.sharding.double_buffer
+        return persists or self.buckets[at].unit in self.fixed
 
     def _hold(self, key: int) -> Hold:
         number, bucket = key if key >= 0 else len(self.buckets) + ~key, self.buckets[max(key, ~key)]
@@ -215,7 +215,10 @@ class Hooks:
     def gradient(self, place: int, name: str) -> None:
         """The first gradient of a bucket begins it."""
         at = self.of.get((place, name), self.of.get((None, name)) if self.sharding.fused else None)
-        if at is None or not self.sharding.shards_gradients or at in self.gradients or self._buffered(at):
+        if at is None or not self.sharding.shards_gradients:
+            return
+        self._limit([at])
+        if at in self.gradients or self._buffered(at):
             return
         dtype, elements = self.sharding.communication, self.buckets[at].elements
         size, id = rounded(elements * ITEMSIZE[dtype]), Scope.HOOKS.id(2 * at + 1)
@@ -236,8 +239,24 @@ class Hooks:
 
     def _reduce(self, together: Sequence[int]) -> None:
         while sum(self.buckets[one].elements for one in self.queue) > self.capacity:
-            self._drop(self.gradients.pop(self.queue.pop(0), None))
+            self._reduced()
+        self._limit(together)
         self.queue += together
+
+    def _reduced(self) -> None:
+        self._drop(self.gradients.pop(self.queue.pop(0), None))
+
+    def _limit(self, together: Sequence[int]) -> None:
+        """With double buffers, gradients of two units at most are reduced at once, those of ``together`` included; what
+        is in no unit counts as one more (``_enforce_double_buffer_limit``)."""
+        units: set[int | None] = {self.buckets[at].unit for at in together}
+        units &= self.fixed
+        kept = len(self.queue)
+        for at in reversed(self.queue if self.sharding.double_buffer else ()):
+            units.add(self.buckets[at].unit)
+            kept -= len(units) > BUFFERS
+        while len(self.queue) > kept:
+            self._reduced()
 
     def finalise(self) -> None:
         """``_root_post_backward``, and the reset of the pipeline of gathers."""
@@ -247,42 +266,6 @@ class Hooks:
             self.end(at)
         self.gradients, self.queue = {}, []
         self.released.clear()
-
-
-def gathered(bucket: Bucket, dtype: str) -> Hold:
-    own = bucket.dtype(dtype)
-    size = rounded(bucket.elements * ITEMSIZE[own])
-    return Hold(0, size, Category.GATHERED_PARAMETERS, "parameter_bucket", (bucket.elements,), own)
-
-
-def columns_of(bucket: Bucket) -> Iterator[Hold]:
-    for own, part in bucket.columns():
-        name = f"{own.name}_{part.name}"
-        yield Hold(
-            0, rounded(size_of(part.shape, part.dtype)), Category.GATHERED_PARAMETERS, name, part.shape, part.dtype
-        )
-
-
-def persistent(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hold]:
-    """Gathered buckets of no unit, with columns, and double buffers, which the first iteration makes."""
-    holds: list[Hold] = []
-    if sharding.shards_parameters:
-        outside = [bucket for bucket in buckets if bucket.unit is None]
-        holds += [gathered(bucket, dtype) for bucket in outside]
-        holds += [one for bucket in outside for one in columns_of(bucket) if sharding.ends_columns]
-    if not sharding.double_buffer or not sharding.shards_gradients:
-        return holds
-    unit = min(doubled(buckets))
-    pools = [sharding.pool(at) for at in range(BUFFERS)]
-    for bucket in (one for one in buckets if one.unit == unit):
-        if sharding.shards_parameters:
-            own = [gathered(bucket, dtype)] * (1 + bucket.two_buffers)
-            holds += [one._replace(stream=pool) for one in own for pool in pools]
-        size = rounded(bucket.elements * ITEMSIZE[sharding.communication])
-        name = "gradient_buffer"
-        double = Hold(0, size, Category.COMMUNICATION_BUFFERS, name, (bucket.elements,), stream=sharding.pool(BUFFERS))
-        holds += [double] * BUFFERS
-    return holds
 
 
 def ahead(buckets: Sequence[Bucket], sharding: Sharding, dtype: str) -> list[Hold]:

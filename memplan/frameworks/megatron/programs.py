@@ -42,8 +42,9 @@ from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass
 from . import captures, clipping
 from .fsdp import Sharding, buckets_of
-from .fsdp import keep as keep_sharded
-from .fsdp_hooks import ahead, persistent, with_hooks
+from .fsdp_buffers import persistent
+from .fsdp_hooks import ahead, with_hooks
+from .fsdp_states import keep as keep_sharded
 from .gradients import received, with_fp32
 from .layer_offload import with_offload
 from .states import Chunk as KeptChunk
