@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from . import ops, selecting
-from .autograd import Gradients, Recorder, Tensor, incoming
+from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .experts import grouped_product
 from .fused_attention import third_inside
 from .huggingface import LayerShape, Shared, linear, rotary_one
 from .tensor_parallel import tagged
-from .titan_moe import divided, fused_rms_norm, with_zeros
+from .titan_moe import divided, fused_rms_norm, put, with_zeros
 from .torchtitan import Policy
+from .work import Exchange, Operator, Stream
 from .work import attention as attention_work
 
 BLOCK = 128
@@ -150,6 +151,8 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor
     top, chosen, _scores = router(r, x, spec, policy)
     _map = r.empty((n, spec.experts), "bool", "routing_map")
     counts = r.empty((spec.experts,), "int64", "rows_of_expert")
+    if shape.expert_ranks > 1:
+        return exchanged_experts(r, x, top, chosen, shape)
     return routed_experts(r, x, top, chosen, counts, spec)
 
 
@@ -188,6 +191,91 @@ def routed_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, counts: 
     return combined(r, x, out, tokens, scores)
 
 
+def exchanged_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape) -> Tensor:
+    """``RoutedExperts.forward`` with ``AllToAllTokenDispatcher``: as many rows come as go."""
+    rows, counts, places, tokens, scores = exchanged_rows(r, x, top, chosen, shape)
+    out = grouped(r, rows, counts, shape.spec)
+    return returned(r, x, out, places, tokens, scores, shape.expert_ranks)
+
+
+def exchanged_rows(
+    r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``dispatch``: rows by expert, how many each has, their places, and of those that were sent token and score."""
+    ranks, e = shape.expert_ranks, shape.spec.experts // shape.expert_ranks
+    routed, tokens, scores = dispatched(r, x, top, chosen)
+    every = exchanged_counts(r, ranks, e)
+    for name in ("rows_to_ranks", "rows_from_ranks"):
+        on_device = r.empty((ranks,), "int64", name)
+        del on_device
+    received = exchanged(r, routed, ranks, "rows_exchanged")
+    rows, places, counts = expert_major(r, received, ranks, e)
+    del every
+    return rows, counts, places, tokens, scores
+
+
+def exchanged_counts(r: Recorder, ranks: int, e: int) -> Tensor:
+    """``_AllToAllStack.forward``."""
+    pieces = [r.empty((e,), "int64", "counts_received") for _ in range(ranks)]
+    made = r.empty((ranks, e), "int64", "counts_of_ranks")
+    pieces.clear()
+    return made
+
+
+def exchanged(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
+    """``_AllToAllUneven`` of spmd_types 0.3.1 (``_collectives.py``): a tensor from every rank, and then all in one; in
+    backward, too."""
+    shape, dtype = x.shape, x.dtype
+
+    def moved(r: Recorder, name: str) -> Tensor:
+        pieces = [r.empty((shape[0] // ranks, *shape[1:]), dtype, f"{name}_received") for _ in range(ranks)]
+        made = r.empty(shape, dtype, name)
+        pieces.clear()
+        return made
+
+    size = size_of(shape, dtype)
+    one_way = (Exchange("all-to-all", size, "ep"), Stream(2 * size))
+    out = moved(r, name)
+    work = Operator(one_way, one_way)
+    return out.by(r.node((x,), (), lambda r, gradients: [moved(r, f"grad_{name}")], work=work))
+
+
+def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``_permute``: rows by expert, which row went where, and how many each expert here has."""
+    every, rows = (ranks * e,), x.shape[0]
+    ends = r.empty(every, "int64", "segment_ends")
+    begins = r.empty(every, "int64", "segment_begins")
+    del ends
+    lengths = r.empty((e, ranks), "int64", "segment_lengths")
+    starts = r.empty((e, ranks), "int64", "segment_starts")
+    del begins
+    numbers = r.empty(every, "int64", "segment_numbers")
+    of_row = r.empty((rows,), "int64", "row_numbers_repeated")
+    segments = r.empty((rows,), "int64", "segment_of_row")
+    del of_row, numbers
+    ends = r.empty(every, "int64", "expert_ends")
+    begins = r.empty(every, "int64", "expert_begins")
+    del ends
+    started = r.empty((rows,), "int64", "start_of_row")
+    numbered = r.empty((rows,), "int64", "row_numbers")
+    summed = r.empty((rows,), "int64", "start_and_row")
+    del started, numbered
+    less = r.empty((rows,), "int64", "begin_of_row")
+    places = r.empty((rows,), "int64", "permuted_indices")
+    del summed, less
+    counts = r.empty((e,), "int64", "rows_of_local_expert")
+    made = selecting.gathered(r, x, places, "rows_by_expert")
+    del starts, lengths, segments, begins
+    return made, places, counts
+
+
+def returned(r: Recorder, x: Tensor, out: Tensor, places: Tensor, tokens: Tensor, scores: Tensor, ranks: int) -> Tensor:
+    """``combine``: rows where they came from, sent back, weighed and added up."""
+    rows = put(r, r.empty(out.shape, out.dtype, "rows_unpermuted"), places, out, "rows_unpermuted")
+    rows = exchanged(r, rows, ranks, "experts_exchanged")
+    return combined(r, x, rows, tokens, scores)
+
+
 def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``LocalTokenDispatcher.dispatch``: rows by expert, the token of each, and its score."""
     rows = (chosen.shape[0] * chosen.shape[1],)
@@ -201,7 +289,7 @@ def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Ten
 
 def grouped(r: Recorder, x: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
     """``GptOssGroupedExperts.forward`` of (N, h): what is in its variables ends when it returns."""
-    e, f, h, dtype = spec.experts, spec.expert_ffn, spec.hidden, x.dtype
+    e, f, h, dtype = counts.shape[0], spec.expert_ffn, spec.hidden, x.dtype
     sizes = {f"{GATE_UP}.weight": (e, 2 * f, h), f"{GATE_UP}.bias": (e, 2 * f)}
     sizes |= {f"{DOWN}.weight": (e, h, f), f"{DOWN}.bias": (e, h)}
     gate_up, gate_up_bias, down, down_bias = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import pytest
 
@@ -21,7 +22,7 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
-from ..oracle.titan_gpt_oss import Sizes, builder
+from ..oracle.titan_gpt_oss import Sizes, builder, expert_meshes
 
 SMALL = Sizes(
     hidden=192, heads=6, kv_heads=2, head_dim=64, vocab=1003, layers=2, b=2, s=64, experts=8, top_k=3, expert_ffn=96
@@ -41,6 +42,8 @@ class Case:
     """Of the loss, if it has some."""
     compiled: bool = False
     """The loss is."""
+    ranks: int = 1
+    """That share experts."""
 
 
 CASES = {
@@ -49,6 +52,10 @@ CASES = {
     "full": Case("full", SMALL),
     "multi-head-op": Case("op", MULTI_HEAD, 3),
     "chunked": Case("op", SMALL, chunks=4),
+    "shared": Case("none", SMALL, 8, ranks=4),
+    "shared-op-chunked": Case("op", WIDE, 8, chunks=2, ranks=2),
+    "shared-across-full": Case("full", SMALL, 16, ranks=4),
+    "shared-whole": Case("none", MULTI_HEAD, 4, ranks=4),
     "chunked-compiled": Case("none", SMALL, chunks=2, compiled=True),
     "chunked-across-full": Case("full", SMALL, 16, chunks=2),
     "across": Case("none", SMALL, 16),
@@ -75,7 +82,15 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
+SLOW = (
+    "multi-head-op",
+    "shared-op-chunked",
+    "shared-whole",
+    "chunked-across-full",
+    "chunked-compiled",
+    "wide-full",
+    "shared-across-full",
+)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +100,19 @@ SLOW = ("multi-head-op", "chunked-across-full", "chunked-compiled", "wide-full")
 )
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes, case.shards, case.chunks)
-    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"compile_loss": case.compiled})})
+    updates = {"fsdp": {"compile_loss": case.compiled}, "layout": {"ep": case.ranks}}
+    plan = plan.model_copy(update={name: getattr(plan, name).model_copy(update=one) for name, one in updates.items()})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
-    cut = cut_of_experts(plan) if case.shards > case.sizes.experts else None
-    program = fsdp.program(plan, model, Sharding(case.shards, experts=cut))
+    shares = case.ranks > 1
+    cut = cut_of_experts(plan) if shares or case.shards > case.sizes.experts else None
+    program = fsdp.program(plan, model, Sharding(case.shards, divides=shares, experts=cut))
     sharding = oracle.Sharding(case.shards)
     modes = [case.recompute] * case.sizes.layers
-    build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled)
-    steps = oracle.traced(build, sharding)
+    build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled, ranks=case.ranks)
+    meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else oracle.mesh_of
+    with patch.object(oracle, "mesh_of", meshes):
+        steps = oracle.traced(build, sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]
@@ -156,7 +175,9 @@ def test_parameters_are_those_that_are_published() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"ep": "2"}, "layout.ep = 2: must be 1 with torchtitan's gpt_oss"),
+        ({"ep": "2"}, ""),
+        ({"ep": "3"}, "layout.ep = 3: must divide the 32 experts"),
+        ({"ep": "2", "fsdp-cuda-graphs": "true"}, "layout.ep = 2: must be 1 with CUDA graphs, as torchtitan itself"),
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"pp": "2"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"gpus": "77", "gpus-per-node": "77"}, "model.expert_ffn = 2880: must be a multiple of 77"),

@@ -335,6 +335,7 @@ def torchtitan() -> Iterator[str]:
         "--pp 2 --gpus 4 --gbs 16", "--pp 4 --gpus 8 --gbs 16 --schedule gpipe", "--pp 2 --vpp 2 --gpus 4 --gbs 16",
         "--pp 4 --gpus 4 --gbs 8 --schedule 1f1b --return-outputs", "--pp 2 --tp 2 --gpus 8 --gbs 16 --recompute full",
         "--pp 4 --vpp 2 --gpus 8 --gbs 32 --recompute selective --recompute-per-operator", "--pp 2 --gpus 2 --gbs 8 --no-reshard-after-forward",
+        "--tp 2 --gpus 8 --ends-apart --loss chunked", "--gpus 8 --ends-apart --loss chunked --fsdp-cuda-graphs",
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
@@ -346,6 +347,11 @@ def torchtitan() -> Iterator[str]:
         f"{job} --gpus 16 --recompute full --gbs 32",
         f"{job} --gpus 8 --ep 2",
         f"{job} --gpus 64",
+        f"{job} --gpus 64 --ep 4 --recompute full",
+        f"{job} --gpus 8 --ep 2 --recompute selective --recompute-per-operator --loss chunked",
+        f"{job} --gpus 8 --loss chunked --fsdp-cuda-graphs",
+        f"{job} --gpus 8 --ep 2 --fsdp-cuda-graphs",
+        f"{job} --gpus 8 --loss chunked --compiled-loss --gbs 16",
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
@@ -705,6 +711,8 @@ def launched() -> Iterator[str]:
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=selective"),
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=in_parts --loss vocab-parallel"),
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=older"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=as_shipped"),
+        ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=in_parts"),
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --gpu h200 --layers 4 --set CONFIG=gpt_oss"),
         ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --gpus 4"),

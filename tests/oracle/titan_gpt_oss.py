@@ -9,14 +9,17 @@ Shapes: n tokens of a micro-batch, k experts of a token, N = n k rows, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -310,11 +313,101 @@ class Dispatcher:
         return scatter_add(out, given.tokens.reshape(-1, 1).expand(-1, x.shape[-1]), rows)
 
 
+class _Exchange(torch.autograd.Function):
+    """``_AllToAllUneven`` of spmd_types 0.3.1 (``_collectives.py``), of as many rows to every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        ranks = dist.get_world_size(group)
+        given = [one.contiguous() for one in torch.split(x, [x.shape[0] // ranks] * ranks, dim=0)]
+        received = [torch.empty([len(one), *x.shape[1:]], dtype=x.dtype) for one in given]
+        dist.all_to_all(received, given, group=group)
+        return torch.cat(received, dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        gradient = _Exchange.apply(gradient, ctx.group)  # type: ignore[no-untyped-call]
+        return gradient, None
+
+
+def exchanged_counts(counts: torch.Tensor, group: Any) -> torch.Tensor:
+    """``_AllToAllStack``."""
+    given = list(torch.unbind(counts, dim=0))
+    received = [torch.empty_like(one) for one in given]
+    dist.all_to_all(received, given, group=group)
+    return torch.stack(received, dim=0)
+
+
+@dataclass
+class Exchanged(Dispatched):
+    shape: torch.Size
+    places: torch.Tensor
+
+
+class AllToAll(Dispatcher):
+    """``AllToAllTokenDispatcher``."""
+
+    def __init__(self, sizes: Sizes, group: Any) -> None:
+        super().__init__(sizes)
+        self.group, self.ranks = group, dist.get_world_size(group)
+
+    def dispatch(
+        self, x: torch.Tensor, top: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
+        routed, tokens, scores = self.reordered(x, top, chosen)
+        with torch.no_grad():
+            every = exchanged_counts(counts.view(self.ranks, -1), self.group)
+            every = self.split(counts, every)
+        rows = _Exchange.apply(routed, self.group)  # type: ignore[no-untyped-call]
+        shape, rows, places, here = self.permuted(rows, every)
+        return rows, here, Exchanged(tokens, scores, shape, places)
+
+    def split(self, counts: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
+        """``_sync_token_count_exchange``, whose sums go to the host one by one."""
+        every = every.reshape(-1)
+        for one in (counts, every):
+            one.view(self.ranks, -1).sum(dim=1)
+        return every
+
+    def permuted(
+        self, rows: torch.Tensor, every: torch.Tensor
+    ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor]:
+        e, total = every.shape[0] // self.ranks, rows.shape[0]
+        matrix = every.view(self.ranks, e)
+        starts = (every.cumsum(0) - every).view(self.ranks, e)
+        lengths = matrix.t().reshape(-1)
+        starts = starts.t().reshape(-1)
+        segments = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=total)
+        out_starts = lengths.cumsum(0) - lengths
+        places = starts[segments] + torch.arange(segments.shape[0]) - out_starts[segments]
+        here = matrix.sum(0)
+        return rows.shape, rows[places, :], places, here
+
+    def unpermuted(self, rows: torch.Tensor, given: Exchanged) -> torch.Tensor:
+        whole = rows.new_empty(given.shape)
+        whole[given.places, :] = rows
+        return whole
+
+    def combine(self, rows: torch.Tensor, given: Dispatched, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(given, Exchanged)
+        rows = self.unpermuted(rows, given)
+        rows = _Exchange.apply(rows, self.group)  # type: ignore[no-untyped-call]
+        return super().combine(rows, given, x)
+
+
 class RoutedExperts(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.inner_experts = GroupedExperts(sizes)
         self.dispatcher = Dispatcher(sizes)
+
+    def shared_among(self, sizes: Sizes, group: Any) -> None:
+        """Ranks of ``group`` have a part of the experts each."""
+        own = sizes.experts // dist.get_world_size(group)
+        self.inner_experts = GroupedExperts(replace(sizes, experts=own))
+        self.dispatcher = AllToAll(sizes, group)
 
     def forward(self, x: torch.Tensor, top: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         rows, counts_here, given = self.dispatcher.dispatch(x, top, chosen, counts)
@@ -420,13 +513,45 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
     return wrap(block, **common) if mode == "full" else block  # type: ignore[no-any-return]
 
 
-def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0, *, compiles_loss: bool = False
-) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some."""
+def prefetching(model: Decoder) -> None:
+    """The end of ``apply_fsdp_to_decoder``."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    blocks: list[Any] = list(model.layers.values())
+    embedding: Any = model.tok_embeddings
+    head: Any = model.lm_head
+    embedding.set_modules_to_forward_prefetch(blocks[:1])
+    for block, after in zip(blocks, [*([one] for one in blocks[1:]), [model.norm, head]], strict=True):
+        block.set_modules_to_forward_prefetch(after)
+    head.set_modules_to_backward_prefetch(blocks[-1:])
+    for block, before in zip(blocks, [embedding, *blocks[:-1]], strict=True):
+        block.set_modules_to_backward_prefetch([before])
 
-    def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
+
+def expert_meshes(shards: int, ranks: int) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Of shards, of ranks with the same experts, and of ranks that share them."""
+    sparse = init_device_mesh("cpu", (shards // ranks, ranks), mesh_dim_names=("efsdp", "ep"))
+    return init_device_mesh("cpu", (shards,), mesh_dim_names=("fsdp",)), sparse["efsdp"], sparse["ep"]
+
+
+def builder(
+    sizes: Sizes,
+    sharding: Sharding,
+    modes: Sequence[str],
+    chunks: int = 0,
+    *,
+    compiles_loss: bool = False,
+    ranks: int = 1,
+) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
+    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
+    ``ranks``: so many share experts; the mesh is then of shards, of those with the same experts, and of those."""
+
+    def build(meshes: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
+        mesh, of_experts, together = meshes if ranks > 1 else (meshes,) * 3
         model = Decoder(sizes)
+        for block in model.layers.values() if ranks > 1 else ():
+            block.moe.routed_experts.shared_among(sizes, together.get_group())  # type: ignore[operator, union-attr]
         model.skips_head = chunks > 0
         loss_of = compiled(titan_loss.cross_entropy) if compiles_loss else titan_loss.cross_entropy
         given = sharding.policy
@@ -437,15 +562,20 @@ def builder(
         fully_shard(model.tok_embeddings, **common)
         fully_shard([model.norm, model.lm_head], **common, reshard_after_forward=False)
         across = sharding.shards > sizes.experts
+        infos: list[Any] = [_get_mesh_info(one) for one in (mesh, of_experts) if ranks > 1]
         for block in model.layers.values():
             experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()}  # type: ignore[union-attr]
 
-            def placed(one: nn.Parameter, of: set[int] = experts) -> Shard | None:
-                return Shard(1) if id(one) in of else None
+            def placed(one: nn.Parameter, of: set[int] = experts) -> Any:
+                if ranks == 1:
+                    return Shard(1) if id(one) in of else None
+                return ShardPlacementResult(Shard(int(across and id(one) in of)), infos[id(one) in of])
 
-            fully_shard(block, **common, shard_placement_fn=placed if across else None)
+            fully_shard(block, **common, shard_placement_fn=placed if across or ranks > 1 else None)
         fully_shard(model, **common)
         undivided(model, sharding)
+        if ranks > 1:
+            prefetching(model)
         tokens, labels = (torch.randint(0, sizes.vocab, (sizes.n,)) for _ in range(2))
         positions = torch.arange(sizes.n)
         places = torch.zeros(2, dtype=torch.int32)

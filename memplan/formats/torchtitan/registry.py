@@ -17,6 +17,7 @@ from ..rows import Table
 from .following import INSTEAD, Following
 from .keys import key_of
 from .python_values import Kept, Made, Unknown, Value, is_job
+from .stages import FLAVOURS, without_recipe
 
 CONFIG = ("CONFIG", "config")
 """Names that ``--set`` has for the function."""
@@ -198,7 +199,11 @@ class _Written:
         fields, found = dict(made.fields), {}
         kind, _, module = made.name.partition(":")
         if module:
-            found["name"] = Node(module.rpartition(".")[2], made.origin)
+            family = module.rpartition(".")[2]
+            known = "model_spec" in self.overridden or any(one == family for one, _ in FLAVOURS)
+            if module.startswith("torchtitan.models.") and not known:
+                raise without_recipe(family, made.origin)
+            found["name"] = Node(family, made.origin)
             if made.positional:
                 fields.setdefault("flavor", made.positional[0])
         for name in ("name", "flavor", "attn_backend", "converters", "moe_comm_backend", "num_mtp_layers"):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...schedules.partition import weighted
 from .settings import Settings
 
@@ -97,6 +97,13 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
         return "llama-3-8b", debug_model(day)
     known = FLAVOURS.get((family, flavour))
     return (known, {}) if known is not None else _DEBUG_EXPERTS.get((family, flavour))
+
+
+def without_recipe(family: str, origin: Origin) -> PlanError:
+    """What is wrong with a model of torchtitan's that memplan does not know."""
+    known = ", ".join(sorted({one for one, _ in FLAVOURS}))
+    problem = f"has no recipe; torchtitan's models with one: {known} (--model names another in its place)"
+    return PlanError("model_spec.name", family, problem, origin=origin)
 
 
 VARLEN = "gpt_oss"

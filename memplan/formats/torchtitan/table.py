@@ -16,7 +16,17 @@ from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
 from .settings import Settings
-from .stages import FLAVOURS, OTHER_ATTENTION, SIZED, VARLEN, flavour_of, parts, split_points, torchtitans_own
+from .stages import (
+    FLAVOURS,
+    OTHER_ATTENTION,
+    SIZED,
+    VARLEN,
+    flavour_of,
+    parts,
+    split_points,
+    torchtitans_own,
+    without_recipe,
+)
 
 ENDS_APART = "2025-07-28"
 """The day from which embedding, and norm with head, are units of their own (``apply_fsdp``)."""
@@ -93,7 +103,9 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     family = str(name.value)
     found = flavour_of(family, plain, settings.era.day)
     if found is None:
-        known = [size for one, size in FLAVOURS if one == family] or sorted({one for one, _ in FLAVOURS})
+        known = [size for one, size in FLAVOURS if one == family]
+        if not known:
+            raise without_recipe(family, name.origin)
         problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
     if family == VARLEN and settings.era.day < NO_TOML:

@@ -150,7 +150,7 @@ class _Walk:
     @cached_property
     def alone(self) -> dict[int, Unit]:
         """Units of one module, by its place."""
-        return {unit.first: unit for unit in self.units if unit.alone and unit.parameters and not unit.inner}
+        return {unit.first: unit for unit in self.units if unit.alone and unit.parameters and not unit.of_experts}
 
     @cached_property
     def around(self) -> list[Unit]:

@@ -37,8 +37,8 @@ GATHERING, REDUCING = 1, 2
 
 OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, INNER, PIECES, UNITS = 0, 2, 4, 6, 7, 8, 10, 14, 20
 """Numbers of buffers among the hooks' (``Scope.HOOKS``). Of the first three there are two, which take turns; from the
-last one on are those that a unit of several modules has for itself. Units in the middle of a module have outputs and
-inputs of their own (``INNER``), and copies of what is cut along another dimension than the first (``PIECES``)."""
+last one on are those that a unit of several modules has for itself. Units of experts have outputs and inputs of their
+own (``INNER``), and copies of what is cut along another dimension than the first (``PIECES``)."""
 
 WHOLE, RESHARDED, GRADIENT, FROM_HOST = (kind << 16 for kind in range(4))
 WITHIN = 1 << 15
@@ -160,8 +160,8 @@ class Hooks:
         """Units as their forward ended."""
         self.previous: Hold | None = None
         """The output of the last all-gather that was copied out in forward."""
-        self.reducing: Hold | None = None
-        """The input of the last reduce-scatter."""
+        self.reducing: list[Hold] = []
+        """The inputs of the last reduce-scatters: of one, or of both groups of a unit."""
         self.reduced: list[Hold] = []
         """Outputs that all-reduces across replicas hold on to."""
         self.events: list[Event] = []
@@ -170,8 +170,8 @@ class Hooks:
         self.turns: list[int] = []
         """Of each unit, which of its kind's two buffers is its own."""
         for unit in units:
-            self.turns.append(counts[unit.inner] % 2 + (INNER if unit.inner else 0))
-            counts[unit.inner] += 1
+            self.turns.append(counts[unit.of_experts] % 2 + (INNER if unit.of_experts else 0))
+            counts[unit.of_experts] += 1
 
     # -- tensors ----------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Hooks:
         """Of a tensor that only this unit's hooks know, if one module holds the unit; else one for the whole model."""
         first = {"whole": WHOLE, "resharded": RESHARDED, "gradient": GRADIENT}.get(kind)
         if first is not None and self.units[unit].alone:
-            return Scope.MODULE.id(first + index + (WITHIN if self.units[unit].inner else 0))
+            return Scope.MODULE.id(first + index + (WITHIN if self.units[unit].of_experts else 0))
         return self.ids.setdefault((kind, unit, index), Scope.HOOKS.id(UNITS + len(self.ids)))
 
     def take(self) -> Tape:
@@ -358,19 +358,20 @@ class Hooks:
                 for one in found:
                     self.events += [self._kept(one)[0], one.end]
             return
-        if self.reducing is not None:
-            self.drop(self.reducing)
-            self.reducing = None
+        if not any(unit.beside for unit in self.units[at + 1 : at + 2]):  # the last group of its unit, which runs first
+            for sent in self.reducing:
+                self.drop(sent)
+            self.reducing = []
         if not ends:
             return
         elements = self.units[at].reduced(sharding.shards)
         whole = elements * self.shards(at)
-        turn = self.turns[at] + (2 if self.units[at].inner else INPUT)
+        turn = self.turns[at] + (2 if self.units[at].of_experts else INPUT)
         last = ends[-1:] if self.shards(at) > 1 else []  # a loop's variable keeps it
         copies: list[Hold] = []
         if any(self.units[at].crosswise):
             copies, ends, last = self._by_rank(at, ends)
-        self.reducing = self.hold(Scope.HOOKS.id(turn), whole, sharding.reduce, BUFFERS, "reduce_scatter_input")
+        self.reducing.append(self.hold(Scope.HOOKS.id(turn), whole, sharding.reduce, BUFFERS, "reduce_scatter_input"))
         for copy in copies:
             self.drop(copy)
         self.events += [one for one in ends if one not in last]
@@ -452,9 +453,9 @@ class Hooks:
             if state.gathered is not None:
                 self.drop(state.gathered)
                 state.gathered = None
-        for one in (*self.reduced, *([self.reducing] if self.reducing is not None else [])):
+        for one in (*self.reduced, *self.reducing):
             self.drop(one)
-        self.reduced, self.reducing = [], None
+        self.reduced, self.reducing = [], []
 
 
 class Explicit(Hooks):

@@ -10,16 +10,13 @@ from math import prod
 from ...families.base import place as registered_place
 from ...layers.module import Module, Options, Parameter, Tapes
 from ...layers.tensor_parallel import PARTIAL, REPLICATED, kept_of
-from ...tape.events import Category, Drop, Event, Hold, Scope, Seam, Tape, insert, renamed
+from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert, renamed
 from ...tape.program import Span
 from ...values import dataclass
 from ..plain.tuned import packed
 from .chunked import hooks_of
 from .hooks import WITHIN, Around, Gradient, Role, pass_through, recomputes, reruns
 from .units import Sharding, Unit
-
-EXPERT_DIMENSIONS = 3
-"""Of a parameter of all a rank's experts, and of its gradient: no other has as many."""
 
 MODEL = "model"
 """The root unit's name."""
@@ -49,6 +46,14 @@ def left_gradients(module: Module) -> tuple[Hold, ...]:
         for event in backward
         if isinstance(event, Hold) and event.category is Category.GRADIENTS and event.tensor not in ended
     )
+
+
+@lru_cache(maxsize=4096)
+def of_experts(module: Module) -> frozenset[int]:
+    """Which of them are of experts' parameters."""
+    experts = {one.name for one in module.parameters if one.expert}
+    arrived = (event for event in module.first.backward if isinstance(event, Seam) and event.hook is Hook.GRADIENT)
+    return frozenset(event.tensor for event in arrived if event.name in experts)
 
 
 Ids = tuple[tuple[int, int], ...]
@@ -126,13 +131,14 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
     known: list[Ids] = [() for _ in modules]
     gradients = []
     shared = 0
-    apart = {unit.first for unit in units if unit.inner}
+    apart = {unit.first for unit in units if unit.of_experts}
     for unit, places in zip(units, managed(units, len(modules)), strict=True):
         own: list[Gradient] = []
         for place in places:
             holds = left_gradients(modules[place][0])
             if place in apart:
-                holds = tuple(one for one in holds if (len(one.shape) == EXPERT_DIMENSIONS) == unit.inner)
+                experts = of_experts(modules[place][0])
+                holds = tuple(one for one in holds if (one.tensor in experts) == unit.of_experts)
             found = list(zip(holds, _ids(unit, len(holds), shared), strict=True))
             if not unit.alone:
                 shared += len(holds)
@@ -157,7 +163,7 @@ GradientIds = tuple[int, int, int]
 def _ids(unit: Unit, count: int, shared: int) -> list[GradientIds]:
     """Of ``count`` gradients, before which ``shared`` of other modules wait."""
     if unit.alone:
-        first = WITHIN if unit.inner else 0
+        first = WITHIN if unit.of_experts else 0
         numbers = range(first, first + count)
         return [(Scope.KEPT.id(at), Scope.KEPT.id(COPIES + at), Scope.KEPT.id(PLACED + at)) for at in numbers]
     return [(Scope.GRADIENTS.id(at), Scope.COPIES.id(at), Scope.PLACED.id(at)) for at in range(shared, shared + count)]
@@ -209,11 +215,11 @@ def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
     """The modules whose parameters each unit manages: those that no unit inside it does, last first."""
     result: list[list[int]] = [[] for _ in units]
     for place in reversed(range(modules)):
-        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last and not unit.inner]
+        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last and not unit.of_experts]
         if around:
             result[around[-1]].append(place)
     for at, unit in enumerate(units):
-        if unit.inner:
+        if unit.of_experts:
             result[at].append(unit.first)
     return result
 
@@ -221,13 +227,13 @@ def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
 def managed_parameters(spans: Sequence[Span], units: Sequence[Unit]) -> list[tuple[Parameter, ...]]:
     """Parameters of each unit, in the order of the model's modules."""
     modules = [span.module for span in spans for _ in span.names]
-    apart = {unit.first for unit in units if unit.inner}
+    apart = {unit.first for unit in units if unit.of_experts}
     return [
         tuple(
             one
             for place in reversed(places)
             for one in modules[place].parameters
-            if place not in apart or one.expert == unit.inner
+            if place not in apart or one.expert == unit.of_experts
         )
         for unit, places in zip(units, managed(units, len(modules)), strict=True)
     ]

@@ -63,6 +63,11 @@ EXPERT_PARALLEL = (
     "many rows to any other, by all-to-all of NCCL; the indices of the last pass stay with each layer"
 )
 
+EXPERT_GROUPS = (
+    "experts of a layer are a second group of parameters of its unit, of the ranks with the same experts; every rank "
+    "sends as many rows to any other, by spmd_types' all-to-all, which copies what comes from each rank into one tensor"
+)
+
 PLACES_IN_FLIGHT = (
     "in pipeline stages every pass in flight has indices of its own; those that stay with a layer are counted besides, "
     "though they are the last pass's"
@@ -130,7 +135,9 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     titan = titan_of(plan.model)
     yield f"layers as in torchtitan's {titan.title} of {titan.release}; logits and loss are computed outside the model"
     yield from titan.assumes
-    if plan.layout.ep > 1:
+    if plan.layout.ep > 1 and titan.groups_experts:
+        yield EXPERT_GROUPS
+    elif plan.layout.ep > 1:
         yield EXPERT_PARALLEL
         if plan.layout.pp > 1:
             yield PLACES_IN_FLIGHT

@@ -72,8 +72,8 @@ class Titan:
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
     """The first GPUs that have a fused kernel for its attention, by their compute capability."""
-    shares_experts: bool = True
-    """It has a recipe under expert parallelism."""
+    groups_experts: bool = False
+    """Experts that ranks share are a second group of their layer's unit (``ShardPlacementResult``), and no unit."""
     given: Callable[[LayerShape], tuple[Hold, ...]] = lambda _: ()
     """What a batch has beside tokens and labels."""
     assumes: tuple[str, ...] = ()
@@ -218,7 +218,7 @@ GPT_OSS = Titan(
         **{"router_groups": (0,), "shared_expert_ffn": (0,), "router_score": ("softmax",)},
     },
     buffers=_with_experts(_cosines_of_layers),
-    shares_experts=False,
+    groups_experts=True,
     pipelined=False,
     given=_places,
     assumes=(VARLEN, ROWS),

@@ -253,16 +253,13 @@ def check(plan: ResolvedPlan) -> None:
         problem = f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own"
         raise PlanError("fsdp.ends_apart", False, problem)
     _check_gpu(plan, titan)
-    if not titan.shares_experts:
-        _check_experts_here(plan, titan)
+    if titan.groups_experts and plan.layout.ep == 1:
+        _check_experts_here(plan)
 
 
-def _check_experts_here(plan: ResolvedPlan, titan: Titan) -> None:
+def _check_experts_here(plan: ResolvedPlan) -> None:
     """Experts that every shard has a part of, along the first dimension (``apply_fsdp_to_decoder``)."""
     shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
-    if plan.layout.ep > 1:
-        problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without expert parallelism"
-        raise PlanError("layout.ep", plan.layout.ep, problem)
     for name, size in (("expert_ffn", 2 * plan.model.expert_ffn), ("hidden", plan.model.hidden)):
         if shards > experts and size % shards:
             problem = f"must be a multiple of {shards}: with more shards than experts they are cut along it"
@@ -341,9 +338,7 @@ def crosswise(plan: ResolvedPlan) -> bool:
     """Whether experts that no ranks share are cut along another dimension than a layer's other parameters
     (``apply_fsdp_to_decoder``)."""
     spec = plan.model
-    return (
-        bool(spec.experts) and not titan_of(spec).shares_experts and plan.layout.dp // plan.fsdp.replicas > spec.experts
-    )
+    return bool(spec.experts) and titan_of(spec).groups_experts and plan.layout.dp // plan.fsdp.replicas > spec.experts
 
 
 def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
@@ -399,10 +394,24 @@ def with_experts(
     return result
 
 
+def with_groups(blocks: Sequence[Unit], cut: Cut) -> list[Unit]:
+    """Units of blocks, each followed by the second group of its parameters, of experts, and what they gather ahead
+    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second."""
+    names = [(one.name, f"{one.name}.experts") for one in blocks]
+    after = [*names[1:], ("ends",)]
+    before = [("embedding",), *(one[::-1] for one in names[:-1])]
+    result: list[Unit] = []
+    for block, (own, second), following, preceding in zip(blocks, names, after, before, strict=True):
+        result.append(replace(block, next_backward=(own,)))  # the second group alone gathers ahead
+        experts = Unit(second, (), block.first, block.last, block.reshard, cut=cut, beside=True)
+        result.append(replace(experts, next_forward=following, next_backward=preceding))
+    return result
+
+
 def places(shape: LayerShape, layers: range) -> tuple[Hold, ...]:
     """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
     spec, ranks = shape.spec, shape.expert_ranks
-    if ranks == 1:
+    if ranks == 1 or titan_of(spec).groups_experts:
         return ()
     rows = titan_moe.padded_length(shape.b * shape.s * spec.expert_top_k, spec.experts // ranks)
     one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
@@ -437,14 +446,18 @@ def torchtitan_model(
     last, every = len(names), range(len(names))
     kept = 0 if ends_apart else last
     units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
-    if crosswise(plan):
+    if crosswise(plan) and plan.layout.ep == 1:
         units = [replace(one, cut=cut_of_experts(plan)) for one in units]
-    if plan.layout.ep > 1:
+    opening, closing = names[:1], names[-1:]
+    if plan.layout.ep > 1 and made.titan.groups_experts:
+        units = with_groups(units, cut_of_experts(plan))
+        opening, closing = (units[0].name, units[1].name), (units[-1].name, units[-2].name)
+    elif plan.layout.ep > 1:
         units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
     if ends_apart:
         ahead_of = plan.layout.ep > 1
-        apart = Unit("ends", (), last + 1, last + 2, False, next_backward=names[-1:] if ahead_of else ())
-        first = Unit("embedding", (), 0, 0, reshard, with_gradient=False, next_forward=names[:1] if ahead_of else ())
+        apart = Unit("ends", (), last + 1, last + 2, False, next_backward=closing if ahead_of else ())
+        first = Unit("embedding", (), 0, 0, reshard, with_gradient=False, next_forward=opening if ahead_of else ())
         units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]

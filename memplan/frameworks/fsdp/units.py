@@ -96,10 +96,18 @@ class Unit:
     """How its experts are cut, where they are otherwise than other parameters."""
     inner: bool = False
     """It is in the middle of its module: of experts that ranks share."""
+    beside: bool = False
+    """It is the second group of parameters of its module's unit, of experts that ranks share
+    (``ShardPlacementResult``): gathered behind the first one, and reduced before it."""
     next_forward: tuple[str, ...] = ()
     """Units that are gathered ahead in forward (``set_modules_to_forward_prefetch``),"""
     next_backward: tuple[str, ...] = ()
     """and in backward, in the place of the one that ran before (``set_modules_to_backward_prefetch``)."""
+
+    @property
+    def of_experts(self) -> bool:
+        """Of a module that it and another unit hold together, it holds the experts' parameters."""
+        return self.inner or self.beside
 
     @property
     def alone(self) -> bool:

@@ -46,3 +46,11 @@ def gpt_oss() -> Trainer.Config:
     config.model_spec = model_registry("20b")
     config.activation_checkpoint = FullAC.Config()
     return config
+
+
+def as_shipped() -> Trainer.Config:
+    """As torchtitan's own: loss in chunks, and a CUDA graph, which is there unless it is turned off."""
+    config = selective()
+    config.loss = ChunkedLossWrapper.Config(loss_fn=config.loss)
+    config.training = TrainingConfig(num_tokens_per_microbatch_per_dp_rank=LENGTH, max_context_length=LENGTH)
+    return config
