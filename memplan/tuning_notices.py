@@ -20,7 +20,8 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
         return ()
     if not plan.model.has_sizes:
         named = ", ".join(lora.targets or ())
-        return (f"{'DoRA' if lora.dora else 'LoRA'} by peft on {named}, traced in its place, in {lora.dtype}",)
+        besides = f"; {', '.join(lora.modules_to_save)} trained whole" if lora.modules_to_save else ""
+        return (f"{'DoRA' if lora.dora else 'LoRA'} by peft on {named}, traced in its place, in {lora.dtype}{besides}",)
     count, whole = adapter_parameters(plan), lora.modules_to_save
     given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": whole}
     *others, last = [name for name, used in given.items() if not used]

@@ -45,11 +45,6 @@ def _check_without_recipe(plan: ResolvedPlan) -> None:
     if plan.quantisation.prepared and plan.attention != "eager":
         why = "hidden states are fp32, and what sdpa runs of them is not modelled"
         raise PlanError("attention", plan.attention, f"must be eager with quantisation.prepared: {why}")
-    if plan.lora.modules_to_save:
-        value = list(plan.lora.modules_to_save)
-        raise PlanError(
-            "lora.modules_to_save", value, f"must be left out: modules that are trained whole are {problem}"
-        )
 
 
 def first_frozen(plan: Plan) -> tuple[str, object]:

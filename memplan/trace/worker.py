@@ -12,8 +12,8 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -82,7 +82,24 @@ def traced_job(job: Job, within: Surroundings) -> Traced:
     from .step import traced_step
     from .substitutions import SUBSTITUTIONS as OF_TRANSFORMERS
 
-    return replace(traced_step(job, within=within), substitutions=OF_TRANSFORMERS)
+    with copied_fakes():
+        return replace(traced_step(job, within=within), substitutions=OF_TRANSFORMERS)
+
+
+@contextmanager
+def copied_fakes() -> Iterator[None]:
+    """``copy.deepcopy`` of a fake tensor, as peft's of modules that are trained whole, has a storage of which every
+    view is another one in torch 2.13; a clone has not."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def cloned(one: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        made = one.detach().clone()
+        memo[id(one)] = torch.nn.Parameter(made, one.requires_grad) if isinstance(one, torch.nn.Parameter) else made
+        return memo[id(one)]  # type: ignore[no-any-return]
+
+    with patch.object(FakeTensor, "__deepcopy__", cloned, create=True):
+        yield
 
 
 def training_of(job: Job, within: Surroundings) -> AbstractContextManager[AnyTraining]:
@@ -104,7 +121,7 @@ def evaluated_step(job: Job) -> Traced:
 
     is_quantised = job.tuned is not None and job.tuned.four_bit is not None
     packs = patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext()
-    with packs, gathering() if job.gathers else nullcontext():
+    with packs, copied_fakes(), gathering() if job.gathers else nullcontext():
         return traced_step(job, evaluates=True)
 
 

@@ -206,8 +206,27 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
             "--lora-targets q_proj --quantisation nf4 --double-quantisation` traces it once (needs torch and peft and",
         ),
         (
-            ["estimate", "--model", "{}", "--lora-rank", "8", "--lora-modules-to-save", "lm_head"],
-            "must be left out: modules that are trained whole are not modelled of an architecture without a recipe",
+            [
+                "estimate",
+                *ADAPTED,
+                "--modules-to-save",
+                "lm_head",
+                "--framework",
+                "deepspeed",
+                "--dp",
+                "2",
+                "--zero",
+                "3",
+            ],
+            "lora.modules_to_save = [lm_head]: must be left out at stage 3, whose hooks at peft's wrapper",
+        ),
+        (
+            ["estimate", *ADAPTED, "--modules-to-save", "lm_head", "--framework=fsdp", "--fsdp-version=1", "--dp", "2"],
+            "lora.modules_to_save = [lm_head]: must be left out with fsdp.version 1, where each is a unit",
+        ),
+        (
+            ["estimate", *ADAPTED, "--modules-to-save", "lm_head"],
+            "--lora-targets q_proj --modules-to-save lm_head` traces it once",
         ),
         (
             ["suggest-partition", "--model", "{}", "--gpu", "h100", "--gbs", "8"],

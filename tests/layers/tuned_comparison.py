@@ -114,6 +114,13 @@ def assert_equal(program: Program, witness: Witness, ids: int) -> None:
 
 
 __all__ = [
-    *("Witness", "assert_equal", "config_of", "program_of", "recorded", "traced_backward"),
-    *("witness_of", "word_shape", "write_steps"),
+    "Witness",
+    "assert_equal",
+    "config_of",
+    "program_of",
+    "recorded",
+    "traced_backward",
+    "witness_of",
+    "word_shape",
+    "write_steps",
 ]

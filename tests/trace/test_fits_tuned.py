@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -141,6 +142,30 @@ def test_four_bit_weights_prepared() -> None:
     assert_as_the_recipe(four_bit_fit(**PREPARED), **QUANTISED, **PREPARED, gbs="4")
 
 
+WHOLE_MODULES = Path(__file__).with_name("saved_fit.json.gz")
+"""A fit of Llama whose embedding and head are trained whole: ``python -m tests.trace.test_fits_tuned saved``."""
+SAVED = {"lora-targets": "q_proj,v_proj", "modules-to-save": "embed_tokens,lm_head", "recompute": "full"}
+
+
+def saved_fit() -> Fit:
+    data = json.loads(gzip.decompress(WHOLE_MODULES.read_bytes()))
+    assert data["versions"] == VERSIONS.partition(", ")[2]
+    return Fit.from_json(data["fit"])
+
+
+@pytest.mark.parametrize("setting", ["single", "ddp", "fsdp", "fsdp-uneven", "hsdp", "zero-0", "zero-1", "zero-2"])
+def test_modules_that_are_trained_whole(setting: str) -> None:
+    """peft's copies beside the frozen tables, in the dtype of the model; under ``fully_shard`` in that of adapters."""
+    flags = {**WHOLE, **SHARDED}[setting]
+    dtypes = {} if "zero" in setting or flags.get("framework") == "fsdp" else CAST
+    assert_as_the_recipe(saved_fit(), **{**SAVED, **dtypes, "gbs": str(4 * int(flags.get("dp", "1"))), **flags})
+
+
+@pytest.mark.slow
+def test_the_fit_on_file_of_whole_modules() -> None:
+    assert json.dumps(fit_of(*CAST.items(), *SAVED.items()).to_json()) == json.dumps(saved_fit().to_json())
+
+
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_same_as_fully_shard(recompute: str) -> None:
     """Entry by entry: frozen parameters are gathered and not reduced, adapters are cast on their way from fp32 shards,
@@ -185,5 +210,11 @@ def record() -> None:
     RECORDED.write_bytes(gzip.compress(data.encode(), 9, mtime=0))
 
 
+def record_saved() -> None:
+    """Writes ``WHOLE_MODULES``."""
+    data = {"versions": VERSIONS.partition(", ")[2], "fit": fit_of(*CAST.items(), *SAVED.items()).to_json()}
+    WHOLE_MODULES.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 9, mtime=0))
+
+
 if __name__ == "__main__":
-    record()
+    (record_saved if "saved" in sys.argv else record)()

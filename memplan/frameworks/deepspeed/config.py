@@ -59,13 +59,7 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
         raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")
     refuse_apart(plan, "under deepspeed")
-    if zero.stage == 3 and plan.lora.modules_to_save:
-        problem = "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled"
-        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)
-    if zero.stage == 3 and plan.lora.dora:
-        problem = "must be false at stage 3: peft reads weights behind their layer's forward, where they are released"
-        raise PlanError("lora.dora", True, problem)
-    check_packed(plan, zero)
+    check_adapters(plan, zero)
     if plan.recompute.mode == "full":
         check_recompute(plan.model)
     if known.no_zero3 and zero.stage == 3:
@@ -73,8 +67,14 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     check_settings(plan, zero)
 
 
-def check_packed(plan: ResolvedPlan, zero: Zero) -> None:
-    """Of quantised weights what the engine runs."""
+def check_adapters(plan: ResolvedPlan, zero: Zero) -> None:
+    """Of adapters and quantised weights what the engine runs."""
+    if zero.stage == 3 and plan.lora.modules_to_save:
+        problem = "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled"
+        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)
+    if zero.stage == 3 and plan.lora.dora:
+        problem = "must be false at stage 3: peft reads weights behind their layer's forward, where they are released"
+        raise PlanError("lora.dora", True, problem)
     if plan.quantisation.kind not in ("none", "nf4", "fp4"):
         problem = "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1"
         raise PlanError("quantisation.kind", plan.quantisation.kind, problem)

@@ -31,7 +31,7 @@ from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from ..plain import trainer
 from . import learned, notices
-from .config import check_packed, zero_of
+from .config import check_adapters, zero_of
 from .programs import fullest_rank, program_of_rank
 
 FRAMEWORK = "deepspeed"
@@ -239,7 +239,7 @@ class DeepspeedRunning(OtherRunning):
         if is_tuned(plan) and plan.lora.rank is None:
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")
-        check_packed(plan, zero_of(plan))
+        check_adapters(plan, zero_of(plan))
 
     def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:
         """The engine casts adapters to the dtype of training (``engine.cast_tuning``)."""
