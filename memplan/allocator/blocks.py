@@ -14,7 +14,8 @@ size; they rise in the order in which segments are taken, by which torch 2.13 br
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from operator import sub
 from typing import NamedTuple, TypeVar
 
 UNIT_BITS = 9
@@ -47,13 +48,80 @@ class Stretch(NamedTuple):
     steps: tuple[Step, ...]
     together: int = 0
     """Blocks that they take and hold at once, at most, if they give back all that they take; 0 if not."""
-    needs: tuple[tuple[int, int], ...] = ()
-    """Of such steps, how many of these blocks are held once a request is served, and the least code of a block that
-    serves it; without requests that are served wherever another one is;"""
+    requests: Requests | None = None
+    """Of such steps;"""
     top: int = 0
     """the most units held;"""
     given: tuple[Step, ...] = ()
     """and those that give back what was taken before."""
+
+
+class Requests:
+    """The requests of steps that give back all that they take: whether free blocks serve them for certain.
+
+    Best fit serves a request from the smallest free block that is large enough. So while one of a size from u up to r
+    is whole, a request of u makes no block of r or more smaller, unless it is put behind another one that did; and a
+    request of r is served while one of r or more is whole. What counts is how many free blocks lie between the sizes
+    of the requests: answers are remembered by these numbers.
+    """
+
+    __slots__ = ("known", "most", "order", "sizes")
+
+    def __init__(self, codes: Sequence[int], order: Sequence[tuple[int, bool]]) -> None:
+        """``codes``: of each request, the least of a block that serves it; ``order``: their places, as requests begin
+        (true) and end."""
+        self.sizes = sorted(set(codes))
+        self.order = [(at, self.sizes.index(codes[at]) if begins else -1) for at, begins in order]
+        """Place of a request, and that of its size where it begins."""
+        self.most = [0] * len(self.sizes)
+        """So many blocks from each size on suffice for all that may lie in them."""
+        live: dict[int, int] = {}
+        for at, size in self.order:
+            if size < 0:
+                del live[at]
+                continue
+            live[at] = size
+            for place in range(size, len(self.most)):
+                held = sum([own <= place for own in live.values()])
+                self.most[place] = max(self.most[place], held)
+        self.known: dict[tuple[int, ...], bool] = {}
+
+    def served(self, free: Sequence[int], changing: Iterable[int]) -> bool:
+        """From the blocks ``free``, sorted, without those ``changing``: neighbours of blocks that are given back."""
+        sizes = self.sizes
+        ends = [bisect_left(free, size) for size in sizes]
+        ends.append(len(free))
+        counts = [*map(sub, ends[1:], ends)]
+        for code in changing:
+            at = bisect_right(sizes, code) - 1
+            if at >= 0:
+                counts[at] -= 1
+        key = (*map(min, counts, self.most),)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._suffice(key)
+        return found
+
+    def _suffice(self, counts: Sequence[int]) -> bool:
+        """Whether so many free blocks from each size up to the next one do."""
+        live: dict[int, tuple[int, int]] = {}
+        """Of requests that hold blocks, the place of the size, and of one that the block was smaller than."""
+        for at, size in self.order:
+            if size < 0:
+                reach = live.pop(at)[1]
+                for other, (own, before) in live.items():
+                    if other > at and before < reach:  # it may lie behind the one that ends
+                        live[other] = own, reach
+                continue
+            whole, below = counts[size], size + 1
+            if whole <= len(live):
+                while whole <= sum([own < below and reach > size for own, reach in live.values()]):
+                    if below == len(counts):
+                        return False
+                    whole += counts[below]
+                    below += 1
+            live[at] = size, below
+        return True
 
 
 Pool = TypeVar("Pool", bound="SegmentPool")
@@ -99,24 +167,8 @@ class SegmentPool:
         return self.reuse(units) or self.grow(units, UNBOUNDED)
 
     def give(self, code: int) -> None:
-        """Take a block back: it is merged with its free neighbours (``free_block``, ``try_merge_blocks``)."""
-        free, edges = self.free, self.edges
-        address, least = code & ADDRESS, 0
-        end = address + (code >> SHIFT)
-        if address in edges:
-            before = edges.pop(address)
-            least = bisect_left(free, before)
-            del free[least]
-            address = before & ADDRESS
-            code = end - address << SHIFT | address
-        if end in edges:
-            after = edges.pop(end)
-            least = bisect_left(free, after)
-            del free[least]
-            end += after >> SHIFT
-            code = end - address << SHIFT | address
-        edges[address] = edges[end] = code
-        insort(free, code, least)
+        """Take a block back."""
+        self.run(((0, -1, 0, 0, -1),), [code], UNBOUNDED)
 
     def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """``run`` with all steps of ``stretches``.
@@ -141,31 +193,16 @@ class SegmentPool:
         return beyond, limit, highest
 
     def _serves(self, stretch: Stretch, blocks: list[int]) -> bool:
-        """Whether free blocks serve every request of a stretch that gives back what it takes.
-
-        Each block that it holds makes one free block smaller: as many as it holds with a request are enough, if all
-        serve it. Their number falls where what is given back makes one of two of them: where it fills the gap between.
-        """
-        free, together = self.free, stretch.together
-        if len(free) < together:
-            return False
-        for held, least in stretch.needs:
-            if free[-held] < least:
-                return False
-        if not stretch.given or together == 1:
-            return True
-        ends = {}
+        """Whether free blocks serve every request of a stretch that gives back what it takes, wherever what is given
+        back besides makes larger ones of some."""
+        edges, changing = self.edges, set[int]()
         for slot, *_ in stretch.given:
             address = blocks[slot] & ADDRESS
-            ends[address] = address + (blocks[slot] >> SHIFT)
-        largest = {code & ADDRESS: code >> SHIFT for code in free[-together:]}
-        for address, size in largest.items():
-            end = address + size
-            while end in ends:
-                end = ends[end]
-            if end in largest:
-                return False
-        return True
+            for edge in (address, address + (blocks[slot] >> SHIFT)):
+                if edge in edges:
+                    changing.add(edges[edge])
+        assert stretch.requests is not None
+        return stretch.requests.served(self.free, changing)
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
@@ -177,7 +214,7 @@ class SegmentPool:
         Returns the units by which blocks exceed their requests in the end more than at the beginning; the most
         units that were held at a time, beginning with 0, if above ``limit``; and the place of that, else -1.
         """
-        free, edges, give = self.free, self.edges, self.give
+        free, edges = self.free, self.edges
         least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
         beyond, highest = 0, -1
         for slot, units, least, top, place in steps:
@@ -204,9 +241,24 @@ class SegmentPool:
                     beyond += rest
                     blocks[slot] = code
             elif units:
-                code = blocks[slot]
-                beyond -= (code >> SHIFT) + units
-                give(code)
+                code, least = blocks[slot], 0
+                address, held = code & ADDRESS, code >> SHIFT
+                end = address + held
+                beyond -= held + units
+                if address in edges:
+                    before = edges.pop(address)
+                    least = bisect_left(free, before)
+                    del free[least]
+                    address = before & ADDRESS
+                    code = end - address << SHIFT | address
+                if end in edges:
+                    after = edges.pop(end)
+                    least = bisect_left(free, after)
+                    del free[least]
+                    end += after >> SHIFT
+                    code = end - address << SHIFT | address
+                edges[address] = edges[end] = code
+                insort(free, code, least)
             if top + beyond > limit:
                 limit, highest = top + beyond, place
         return beyond, limit, highest

@@ -17,7 +17,7 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, Step, Stretch
+from .blocks import LARGEST_SMALL, SHIFT, Requests, Step, Stretch
 from .caching import AllocatorSettings
 
 NEVER = -1 << SHIFT
@@ -375,6 +375,8 @@ def _part(operations: Sequence[Operation]) -> Pass:
 
 MOST_TOGETHER = 8
 """Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones that serve."""
+WORTHWHILE = 8
+"""Steps that such a stretch must save: looking whether free blocks serve it takes as long as so many."""
 LONGEST = 256
 """Steps from a request on among which the end of such a stretch is looked for."""
 
@@ -394,27 +396,36 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
         after = (at if end is None else end) + 1
         parts[-1] += steps[at:after]
         at = after
-    return tuple([_stretch(part) if own else Stretch(tuple(part)) for part, own in zip(parts, closed, strict=True)])
+    joined: list[Stretch] = []
+    for part, own in zip(parts, closed, strict=True):
+        made = _stretch(part) if own else Stretch(tuple(part))
+        if len(part) - len(made.given) < WORTHWHILE:
+            made = Stretch(made.steps)
+        if joined and not joined[-1].together and not made.together:
+            made = Stretch(joined.pop().steps + made.steps)
+        joined.append(made)
+    return tuple(joined)
 
 
 def _stretch(steps: Sequence[Step]) -> Stretch:
     """Of steps that give back what they take."""
-    live: set[int] = set()
-    least: dict[int, int] = {}
+    live: dict[int, int] = {}
+    codes: list[int] = []
+    order: list[tuple[int, bool]] = []
     given: list[Step] = []
+    together = 0
     for slot, units, code, _, _ in steps:
         if units > 0:
-            live.add(slot)
-            least[len(live)] = max(code, least.get(len(live), 0))
+            live[slot] = len(codes)
+            order.append((len(codes), True))
+            codes.append(code)
+            together = max(together, len(live))
         elif slot in live:
-            live.remove(slot)
+            order.append((live.pop(slot), False))
         else:
             given.append((slot, units, code, NEVER, -1))
-    needs: list[tuple[int, int]] = []
-    for held in sorted(least, reverse=True):
-        if not needs or least[held] > needs[-1][1]:
-            needs.append((held, least[held]))
-    return Stretch(tuple(steps), max(least), tuple(needs), max([step[3] for step in steps]), tuple(given))
+    top = max([step[3] for step in steps])
+    return Stretch(tuple(steps), together, Requests(codes, order), top, tuple(given))
 
 
 def _ends(steps: Sequence[Step]) -> dict[int, int]:

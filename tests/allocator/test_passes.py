@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator.blocks import MIB, SHIFT, Step
+from memplan.allocator.blocks import MIB, SHIFT, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.passes import Operation, Pass, parts_of, stretches
 
@@ -54,13 +55,32 @@ def test_what_is_passed_over_changes_nothing(
 
 
 def test_a_stretch_gives_back_what_it_takes() -> None:
-    """Slots 2 to 4 do; slot 1 stays, and 9 was there before."""
-    units = [(1, 8), (2, 4), (3, 4), (3, -4), (2, -4), (4, 6), (4, -6), (9, -8)]
-    found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in units])
-    assert [len(part.steps) for part in found] == [1, 7]
+    """Slots 2 to 6 do; slot 1 stays, and 9 was there before. Short ones are not looked at alone."""
+    held = [(2, 4), (3, 4), (3, -4), (2, -4), (4, 6), (4, -6), (9, -8), (5, 4), (6, 4), (6, -4), (5, -4)]
+    found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held]])
+    assert [len(part.steps) for part in found] == [1, 11]
     assert [part.together for part in found] == [0, 2]
-    assert [[(held, least >> SHIFT) for held, least in part.needs] for part in found] == [[], [(2, 4), (1, 6)]]
     assert [step[0] for step in found[1].given] == [9]
+    (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
+    assert not together.together
+
+
+@pytest.mark.parametrize(
+    ("free", "changing", "served"),
+    [
+        ((40, 40), (), True),
+        ((10, 40), (), True),  # 10 serves 8 while it is whole, so that 40 stays whole for 30
+        ((40,), (), False),  # 8 may lie in it when 30 is asked for
+        ((10, 40), (10,), False),  # what is given back may make the first one larger than the second
+        ((8, 9, 30), (), True),
+        ((7, 30), (), False),
+    ],
+)
+def test_whether_free_blocks_serve_requests(free: tuple[int, ...], changing: tuple[int, ...], served: bool) -> None:
+    """One of 8, and while it is held one of 30."""
+    requests = Requests([8 << SHIFT, 30 << SHIFT], [(0, True), (1, True), (1, False), (0, False)])
+    codes = [size << SHIFT | at for at, size in enumerate(free)]
+    assert requests.served(codes, [code for code in codes if code >> SHIFT in changing]) is served
 
 
 def test_parts_keep_small_and_large_tensors_of_a_slot_apart() -> None:
