@@ -131,7 +131,7 @@ def _content(log: str | None) -> tuple[Iterator[bytes], str]:
     if log is None or log == "-":
         nobody = log is None and sys.stdin is not None and sys.stdin.isatty()
         return (iter(()) if nobody else pieces_of("-")), STANDARD_INPUT
-    if not is_there(path_of(log)) and any(mark in log for mark in MARKS):
+    if not is_there(path_of(log)) and any(mark in log for mark in MARKS) and not _FILE.fullmatch(log):
         return iter([log.encode("utf-8", "replace")]), "the message"
     if not is_there(path_of(log)) and (size := _SIZE.fullmatch(log)) is not None:
         return iter([f"CUDA out of memory. Tried to allocate {size[1]} {size[2]}iB".encode()]), "the size"
@@ -140,6 +140,8 @@ def _content(log: str | None) -> tuple[Iterator[bytes], str]:
     return pieces_of(log), log
 
 
+_FILE = re.compile(r"[\w./~-]+\.(?:log|out|err|txt|pickle|pkl)")
+"""A name of a log or a snapshot."""
 _SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([KMG])i?B\s*", re.IGNORECASE)
 """What a message says that was asked for, alone."""
 

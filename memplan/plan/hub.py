@@ -50,6 +50,16 @@ def twin(name: str, node: Node) -> str | None:
     return found[0] if found else None
 
 
+def in_four_bits(name: str, node: Node) -> str | None:
+    """The built-in model whose weights the repository ``name`` of a mirror holds as bitsandbytes packs them: NF4,
+    doubly quantised (``quantization_config`` of unsloth's). Its dynamic ones leave some layers whole, and are none."""
+    owner, _, repository = name.partition("/")
+    whole = repository.removesuffix("-bnb-4bit")
+    if owner.lower() not in MIRRORS or whole == repository or whole.endswith("-unsloth"):
+        return None
+    return twin(whole, node)
+
+
 def namesakes(name: str) -> tuple[str, ...]:
     """Built-in models of the family that ``name`` begins with, and of its version where it says one; where there is no
     such family, those that ``name`` is a slip of."""

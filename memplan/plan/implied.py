@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..families import ROOMS as FAMILIES
 from ..families import family
 from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, framework
-from .errors import Node, Origin
+from .errors import Node, Origin, one_line
 from .fields import sections
+from .hub import in_four_bits
 from .notes import FRAMEWORK_CHOSEN, Note
 from .section import FrameworkSection
 
@@ -19,6 +20,23 @@ def with_implied(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     plan, chosen = with_framework(plan)
     plan, dtype = with_dtype(plan)
     return plan, (*chosen, *dtype)
+
+
+def with_packed_weights(plan: Node) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` of a model that a repository holds in 4 bits: that model, quantised as its weights are."""
+    model = plan.mapping.get("model")
+    base = model.mapping.get("base") if model is not None else None
+    name = base.value if base is not None else None
+    if model is None or base is None or not isinstance(name, str) or not name.endswith("-bnb-4bit"):
+        return plan, ()
+    whole = in_four_bits(name, base)
+    if whole is None:
+        return plan, ()
+    said = plan.mapping.get("quantisation", Node({}, base.origin))
+    packed = {"kind": Node("nf4", base.origin), "double": Node(True, base.origin), **said.mapping}
+    items = {"model": model.with_items({"base": Node(whole, base.origin)}), "quantisation": Node(packed, said.origin)}
+    note = f"{one_line(name)} holds {whole} in 4 bits: NF4, doubly quantised (--quantisation and --double-quantisation)"
+    return plan.with_items(items), (Note("packed-weights", note),)
 
 
 def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:

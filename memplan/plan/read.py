@@ -15,7 +15,7 @@ from .errors import ABSENT, Node, Origin, PlanError, scalar, together
 from .fields import MODEL, Kind, PlanField, by_flag
 from .flat import nested, with_counted_gpus
 from .hub import check_no_address, is_repository, twin, without_address
-from .implied import has_recipe, with_implied
+from .implied import has_recipe, with_implied, with_packed_weights
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .normalise import field_value, normalised
@@ -143,7 +143,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     wrong: list[PlanError] = []
     node = _with_flags(source.plan, flags, "--", wrong)
     node = _with_flags(node, variant or {}, "--vary ", wrong)
-    written = with_optimizer(node)
+    written, packed = with_packed_weights(with_optimizer(node))
     warnings: tuple[Note, ...] = ()
     model = written.mapping.get("model")
     named = model if model is not None and isinstance(model.value, dict) else None
@@ -171,7 +171,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         except PlanError as error:
             with suppress(PlanError):
                 return _without_recipe(written, traced_spec(named, here, error.located(origins)))
-    return ReadPlan(plan, origins, (*source.notes, *chosen, *warnings, *notes_of(plan)))
+    return ReadPlan(plan, origins, (*source.notes, *packed, *chosen, *warnings, *notes_of(plan)))
 
 
 def _wrong_in(plan: Node) -> Iterator[PlanError]:

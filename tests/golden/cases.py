@@ -717,6 +717,8 @@ def launched() -> Iterator[str]:
         ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --gpus 4"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --framework device-map --gpus 2"),
+        ("trainer", "swift.sh", "--layers 4"),
+        ("trainer", "swift.yaml", "--layers 4"),
     ):
         given = f"--from {framework} tests/golden/launch/{file} {more}".rstrip()
         yield f"estimate {given}"

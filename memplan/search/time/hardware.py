@@ -65,6 +65,9 @@ _GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 _ULTRA = "https://github.com/ai-dynamo/aiconfigurator/blob/main/aic-core/src/aiconfigurator_core/systems"
 _B300, _GB300 = (f"{_ULTRA}/{name}.yaml, after NVIDIA's Blackwell Ultra data sheet" for name in ("b300_sxm", "gb300"))
 _L40S = "https://www.nvidia.com/en-us/data-center/l40s/"
+_L40 = "https://www.nvidia.com/en-us/data-center/l40/"
+_A30 = "https://www.nvidia.com/en-us/data-center/products/a30-gpu/"
+_A40 = "https://www.nvidia.com/en-us/data-center/a40/"
 _A10 = "https://www.nvidia.com/en-us/data-center/products/a10-gpu/"
 _A10G = "https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf"
 _L4 = "https://www.nvidia.com/en-us/data-center/l4/"
@@ -136,6 +139,7 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "h800": _speed(
             _HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=200, link_gpus=8, link_source=_H800, network=_H800_NODE
         ),
+        "h100-pcie": _speed(_HOPPER, 756, 378, 51, 2000, 64, link=300, link_gpus=2),
         "h100-94gb": _speed(_H100, 835.5, 417.5, 60, 3900, 64, link=300, link_gpus=2),
         "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
         "gh200-144gb": _speed(_GH200, 989.4, 494.7, 67, 4900, 450, link=450, link_gpus=8, network=_TETON),
@@ -145,6 +149,9 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "b300": _speed(_B300, 2250, 1125, 75, 7750, 128, link=900, link_gpus=8, network=_DGX_B300),
         "gb300": _speed(_GB300, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72_300),
         "l40s": _speed(_L40S, 362.05, 183, 91.6, 864, 32),
+        "l40": _speed(_L40, 181.05, 90.5, 90.5, 864, 32),
+        "a30": _speed(_A30, 165, 82, 10.3, 933, 32, link=100, link_gpus=2),
+        "a40": _speed(_A40, 149.7, 74.8, 37.4, 696, 32, link=56.25, link_gpus=2),
         "a10": _speed(_A10, 125, 62.5, 31.2, 600, 32),
         "a10g": _speed(_A10G, 70, 35, 35, 600, 32),
         "l4": _speed(_L4, 121, 60, 30.3, 300, 32),
