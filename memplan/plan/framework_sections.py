@@ -154,7 +154,7 @@ class Ddp(FrameworkSection):
 class Fsdp(FrameworkSection, Terse):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"compile", "compile_loss"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"compile", "compile_loss", "cuda_graphs"})
 
     code: Literal["transformers", "torchtitan"] = Field(
         "transformers", description="library whose model is sharded", json_schema_extra={"flag": "--fsdp-code"}
