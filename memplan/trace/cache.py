@@ -75,7 +75,7 @@ def tracer() -> str:
 NO_TRACER = frozenset(
     {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "run", "tapes", "timed", "worker"}
     | {"gathering", "marks"}
-    | {"torchtitan", "torchtitan_step"}
+    | {"compiled", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
 from them."""

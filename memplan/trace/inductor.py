@@ -282,6 +282,12 @@ Event = int | list[Any]
 """A tensor's number as it ends, or its number, dimensions, dtype and name as it begins."""
 
 
+class _Numbered(Follow):  # type: ignore[no-untyped-call]
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of the storage of ``tensor``, as events have it."""
+        return self._followed[tensor.untyped_storage()._cdata].hold.tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Happened:
     """One direction: its events, and which tensors it returned."""
@@ -296,7 +302,7 @@ def happened(
     """What ``code`` makes and lets go of, given fake ``arguments`` under their ``numbers``; those that it makes have
     larger ones, and above ``above``. It empties ``arguments``."""
     recording = Recording()
-    follow = Follow(recording, lambda: Place(0, FORWARD, ""), sums_in_place=False)
+    follow = _Numbered(recording, lambda: Place(0, FORWARD, ""), sums_in_place=False)
     own: dict[int, int] = {}
     with follow:
         for one, number in zip(arguments, numbers, strict=True):

@@ -131,10 +131,6 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hold = self._followed[part.untyped_storage()._cdata].hold
             self.recording.marks[hold.tensor] = category
 
-    def number(self, tensor: torch.Tensor) -> int:
-        """Of the storage of ``tensor``, as events have it."""
-        return self._followed[tensor.untyped_storage()._cdata].hold.tensor
-
     def suppose(self, tensor: torch.Tensor, category: Category) -> None:
         """Says what the storage of ``tensor`` is for, unless that is known."""
         followed = self._followed.get(local(tensor).untyped_storage()._cdata)
