@@ -148,7 +148,7 @@ def test_what_is_gathered_ahead_in_backward() -> None:
         ({"gradient_accumulation_fusion": "true"}, "megatron.gradient_accumulation_fusion = true: must be false with"),
         ({"gradients": "fp32"}, "precision.gradients = fp32: must be bf16 with PyTorch's FSDP2"),
         ({"fp8": "delayed"}, "precision.fp8 = delayed: must be left out with PyTorch's FSDP2"),
-        ({"cuda_graph_impl": "full_iteration"}, "megatron.cuda_graphs = full_iteration: must be left out with"),
+        ({"cuda_graph_impl": "full_iteration", "check_for_nan": False}, "cuda_graphs = full_iteration: must be left"),
         ({"offload_modules": "core_attn"}, "megatron.offload_modules = [core_attn]: must be left out with"),
         ({"bucket_size": 1000}, "megatron.bucket_size = 1000: must be left out with PyTorch's FSDP2"),
         ({"num_buckets": 4}, "megatron.buckets = 4: must be left out with PyTorch's FSDP2"),
