@@ -119,6 +119,7 @@ def _precision(sharding: Any) -> str:
 
 def others() -> Iterator[Other]:
     """Recipes that families have in common."""
+    from tests.frameworks import test_fsdp_gpt_oss as gpt_oss
     from tests.frameworks import test_fsdp_pipeline as pipeline
     from tests.frameworks import test_fsdp_tensor_parallel as tp
     from tests.frameworks import test_fsdp_torchtitan as titan
@@ -138,6 +139,9 @@ def others() -> Iterator[Other]:
     name = "torchtitan's Llama under fully_shard"
     for mode, title in RECOMPUTE.items():
         yield Other(name, title, "frameworks.test_fsdp_torchtitan::test_every_event", sized(of(mode)))
+    name = "torchtitan's gpt-oss under fully_shard, also with shared experts and loss in chunks"
+    for mode, title in RECOMPUTE.items():
+        yield Other(name, title, "frameworks.test_fsdp_gpt_oss::test_every_event", sized(of(mode, gpt_oss.CASES)))
     name = "torchtitan's tensor and sequence parallelism (DTensor)"
     for mode, title in RECOMPUTE.items():
         cases = of(mode, tp.CASES)

@@ -351,7 +351,7 @@ def torchtitan() -> Iterator[str]:
         f"{job} --gpus 8 --ep 2 --recompute selective --recompute-per-operator --loss chunked",
         f"{job} --gpus 8 --loss chunked --fsdp-cuda-graphs",
         f"{job} --gpus 8 --ep 2 --fsdp-cuda-graphs",
-        f"{job} --gpus 8 --loss chunked --compiled-loss --gbs 16",
+        f"{job} --gpus 8 --loss chunked --fsdp-compile-loss --gbs 16",
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):

@@ -131,6 +131,13 @@ def test_offload_is_refused() -> None:
         job_of_plan(plan_of({"fsdp-offload": "true"}))
 
 
+def test_what_else_does_not_run_here_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^fsdp\.cuda_graphs = true: must be false"):
+        job_of_plan(plan_of({"fsdp-cuda-graphs": "true"}))
+    with pytest.raises(PlanError, match=r"^loss\.kind = chunked: must be plain or vocab-parallel"):
+        job_of_plan(plan_of({"loss": "chunked", "ends-apart": "true"}))
+
+
 def test_stage_without_a_pipeline() -> None:
     with pytest.raises(PlanError, match="--stage: must be 0: there is no pipeline"):
         job_of_plan(plan_of({}), stage=1)

@@ -173,13 +173,15 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
         raise PlanError(
             "loss.kind",
             plan.loss.kind,
-            "must be plain or vocab-parallel, without logits_to_keep: torchtitan has no other loss",
+            "must be plain or vocab-parallel, without logits_to_keep: no other loss of torchtitan's runs here",
         )
     if plan.fsdp.offload:
         raise PlanError("fsdp.offload", True, NO_OFFLOAD)
     for field in ("compile", "compile_loss"):
         if getattr(plan.fsdp, field):
             raise PlanError(f"fsdp.{field}", True, "must be false: a whole step runs here without torch.compile")
+    if plan.fsdp.cuda_graphs:
+        raise PlanError("fsdp.cuda_graphs", True, "must be false: torchtitan's code runs without CUDA graphs here")
     if is_tuned(plan):
         field, value = first_frozen(plan)
         raise PlanError(field, value, "must be left out: torchtitan trains all parameters of its Llama")
