@@ -1,5 +1,6 @@
 """torchtitan's layers as ``torch.compile`` runs them, learnt from torch's own Inductor: writes
-``memplan/layers/compiled.json``. Needs the torch that the tests pin, neither a GPU nor Triton; half a minute.
+``memplan/layers/compiled.json``. Needs the torch that the tests pin, neither a GPU nor Triton, and torchao (0.18.0) for
+layers in float8, which stay as they are without; some minutes.
 
 python -m benchmarks.compiled
 """
@@ -7,17 +8,20 @@ python -m benchmarks.compiled
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from importlib.util import find_spec
+from itertools import product
 
 import memplan.layers.compiled as layers
 from memplan.trace.compiled import GENERIC, MODES, learnt
 
-FILE = Path(layers.__file__).parent / "compiled.json"
-
 
 def main() -> None:
-    found = {f"{mode} {regime}": learnt(mode, sizes) for regime, sizes in GENERIC.items() for mode in MODES}
-    FILE.write_text(json.dumps(found, indent=0).replace(",\n", ", ") + "\n", encoding="utf-8")
+    found = json.loads(layers.FILE.read_text(encoding="utf-8"))
+    found |= {f"{mode} {regime}": learnt(mode, sizes) for regime, sizes in GENERIC.items() for mode in MODES}
+    if find_spec("torchao") is not None:
+        for fp8, regime, mode in product(layers.FLOAT8, layers.FLOAT8_REGIMES, MODES):
+            found[f"{mode} {regime} {fp8}"] = learnt(mode, GENERIC[regime], fp8)
+    layers.FILE.write_text(json.dumps(found, indent=0).replace(",\n", ", ") + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,14 +101,22 @@ class Structure:
 ALIGNED = 64
 """Features that rows of every matrix are a multiple of: Inductor pads others (``config.padding_alignment_bytes``)."""
 
+FLOAT8 = ("tensorwise",)
+"""torchao's recipes that were learnt,"""
+FLOAT8_REGIMES = ("mixed", "plain")
+"""and in which regimes: with few tokens, ``plain`` is an upper bound."""
+
 TORCH = "2.13.0"
 """The release whose code was followed."""
+
+
+FILE = Path(__file__).with_suffix(".json")
 
 
 @lru_cache(maxsize=1)
 def structures() -> dict[str, Structure]:
     """By what is recomputed (``none``, ``op``, ``full``) and the regime."""
-    written = json.loads((Path(__file__).parent / "compiled.json").read_text(encoding="utf-8"))
+    written = json.loads(FILE.read_text(encoding="utf-8"))
     return {
         name: Structure(
             tuple(map(_event, one["forward"])),
@@ -124,6 +132,12 @@ def structures() -> dict[str, Structure]:
 def _event(text: str) -> Begins | int:
     number, *rest = text.split()
     return Begins(int(number), rest[0], tuple(rest[1].split("*")), rest[2]) if rest else int(number)
+
+
+def _name(mode: str, regime: str, fp8: str) -> str:
+    if not fp8:
+        return f"{mode} {regime}"
+    return f"{mode} {regime if regime in FLOAT8_REGIMES else FLOAT8_REGIMES[-1]} {fp8}"
 
 
 def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
@@ -142,11 +156,11 @@ def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
     )
 
 
-def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str) -> Tensor:
-    """A compiled ``TransformerBlock``, recomputed as ``mode`` says, of (b, s, h)."""
+def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, fp8: str = "") -> Tensor:
+    """A compiled ``TransformerBlock``, recomputed as ``mode`` says, of (b, s, h); ``fp8``: torchao's recipe."""
     spec = shape.spec
     sizes = Sizes(shape.b, shape.s, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
-    learnt, known = structures()[f"{mode} {regime_of(sizes)}"], {**sizes_of(sizes), "1": 1}
+    learnt, known = structures()[_name(mode, regime_of(sizes), fp8)], {**sizes_of(sizes), "1": 1}
     parameters = [r.parameter(name, size, x.dtype) for name, size in parameters_of(spec)]
     live: dict[int, Tensor] = {1: x}
 
@@ -155,7 +169,7 @@ def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str) -> Tensor:
             if isinstance(event, int):
                 live.pop(event, None)
             else:
-                size = tuple([known[name] for name in event.sizes])
+                size = tuple([known.get(name) or int(name) for name in event.sizes])
                 live[event.number] = r.empty(size, event.dtype, event.name)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

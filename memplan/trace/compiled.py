@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..layers.compiled import Sizes, sizes_of
-from .inductor import Event, code_of, graphs_of, happened
+from .inductor import Event, Graphs, code_of, graphs_of, happened
 from .job import Checkpointing, Torchtitan
 from .models import DTYPES
 from .torchtitan import TransformerBlock, recomputed
@@ -32,11 +34,11 @@ GENERIC: Mapping[str, Sizes] = {
 MODES: tuple[Checkpointing, ...] = ("none", "op", "full")
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "complex64": "fp32", "uint64": "int64"}
+_DTYPES |= {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
-def learnt(mode: Checkpointing, sizes: Sizes, *, reuse: bool = False) -> dict[str, Any]:
-    """What a layer of ``sizes`` in bf16 does, recomputed as ``mode`` says: tensor 1 is its input, 2 the table of rotary
-    positions, from 3 on are its parameters in the order of their use, and of backward 0 is the output's gradient."""
+def traced(mode: Checkpointing, sizes: Sizes, fp8: str = "") -> tuple[Graphs, FakeTensorMode]:
+    """A layer of ``sizes`` in bf16, recomputed as ``mode`` says, of a micro-batch and the table of rotary positions."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     settings = Torchtitan(
         sizes.hidden,
@@ -55,11 +57,18 @@ def learnt(mode: Checkpointing, sizes: Sizes, *, reuse: bool = False) -> dict[st
     fake, before = FakeTensorMode(allow_non_fake_inputs=True), torch.get_default_dtype()
     with fake:
         torch.set_default_dtype(DTYPES["bf16"])
-        block = recomputed(TransformerBlock(settings), settings, 0)
+        plain = TransformerBlock(settings)
+        block = recomputed(in_float8(plain, fp8) if fp8 else plain, settings, 0)
         torch.set_default_dtype(before)
         x = torch.empty(sizes.b, sizes.s, sizes.hidden, dtype=DTYPES["bf16"], requires_grad=True)
         table = torch.empty(sizes.s, sizes.head_dim // 2, dtype=torch.complex64)
-    graphs, known = graphs_of(block, (x, table), fake), sizes_of(sizes)
+    return graphs_of(block, (x, table), fake), fake
+
+
+def learnt(mode: Checkpointing, sizes: Sizes, fp8: str = "", *, reuse: bool = False) -> dict[str, Any]:
+    """What such a layer does: tensor 1 is its input, 2 the table of rotary positions, from 3 on are its parameters in
+    the order of their use, and of backward 0 is the output's gradient."""
+    (graphs, fake), known = traced(mode, sizes, fp8), sizes_of(sizes)
     (out,) = [node for node in graphs.forward.graph.nodes if node.op == "output"]
     saved = [node.name for node in out.args[0][1:]]
     inputs = [node for node in graphs.forward.graph.nodes if node.op == "placeholder"]
@@ -82,6 +91,13 @@ def learnt(mode: Checkpointing, sizes: Sizes, *, reuse: bool = False) -> dict[st
         "backward": [_written(one) for one in backward.events if isinstance(one, list) or one < 2 or one > len(inputs)],
         "gradients": gradients,
     }
+
+
+def in_float8(block: nn.Module, recipe: str) -> nn.Module:
+    """``torchao.float8`` (``Float8Converter.convert``): every linear layer a ``Float8Linear``, which gathers bf16."""
+    float8: Any = import_module("torchao.float8")
+    float8.convert_to_float8_training(block, config=float8.Float8LinearConfig.from_recipe_name(recipe))
+    return block
 
 
 def _written(event: Event) -> str:

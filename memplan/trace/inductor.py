@@ -328,17 +328,26 @@ def happened(
     return Happened(made, [None if one is None else own[one] for one in numbered])
 
 
+FEW = 1 << 16
+"""Numbers of a tensor that may have a dimension without a name."""
+
+
 def _named(shape: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """Dimensions by their names: each one of ``sizes``, or a product of few."""
-    return [name for size in shape for name in _factors(size, sizes, 3)]
+    """Dimensions by their names: each one of ``sizes``, or a product of few. Parts of the maximum of a whole tensor are
+    as many as Inductor finds best, and stand as a number."""
+    return [name for size in shape if size != 1 for name in _factors(size, sizes, 3) or _part(size, shape)]
+
+
+def _part(size: int, shape: Sequence[int]) -> list[str]:
+    if prod(shape) > FEW:
+        raise ValueError(f"{size} of {tuple(shape)} is no product of the sizes that have names")
+    return [str(size)]
 
 
 def _factors(size: int, sizes: Mapping[str, int], most: int) -> list[str]:
-    """As few as there can be."""
-    if size == 1:
-        return []
+    """As few as there can be; none where there are more than ``most``."""
     for count in range(1, most + 1):
         for names in combinations_with_replacement(sizes, count):
             if prod(sizes[name] for name in names) == size:
                 return list(names)
-    raise ValueError(f"{size} is no product of {dict(sizes)}")
+    return []

@@ -160,9 +160,11 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,
 }
 """Operators whose outputs selective recompute keeps; of products every second (``_get_custom_policy``). cuDNN's
-attention, which PyTorch takes on Hopper and Blackwell by now, is in torchtitan's list since then, too."""
+attention, which PyTorch takes on Hopper and Blackwell by now, is in torchtitan's list since then, too; maxima are those
+of tensors that float8 scales."""
 
 
 def made(

@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compiled import FILE
+from memplan.estimate import programs_of
 from memplan.layers.autograd import ITEMSIZE
-from memplan.layers.compiled import Sizes, regime_of, sizes_of
-from memplan.trace.compiled import MODES, learnt
+from memplan.layers.compiled import FILE, Sizes, regime_of, sizes_of
+from memplan.layers.module import Options
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.trace import torchtitan
+from memplan.trace.comparison import ENDS, compared
+from memplan.trace.framework import job_of_plan
 from memplan.trace.job import Checkpointing
+from memplan.trace.recording import EMBEDDING, FINAL_NORM, HEAD
+from memplan.trace.torchtitan_step import traced_torchtitan
 
-pytestmark = pytest.mark.slow
+from .test_step import SCALARS
+from .titan_cases import TITAN
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Inductor's own, as it is imported
+MODES: tuple[Checkpointing, ...] = ("none", "op", "full")
 EIGHT = {"heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336}
 SEVENTY = {"heads": 64, "kv_heads": 8, "head_dim": 128, "ffn": 28672}
 LARGEST = {"heads": 128, "kv_heads": 8, "head_dim": 128, "ffn": 53248}
@@ -45,7 +56,7 @@ def levels(found: dict[str, Any], sizes: Sizes) -> tuple[int, ...]:
             if rest:
                 of[int(number)] = ITEMSIZE[rest[0]]
                 for name in rest[1].split("*"):
-                    of[int(number)] *= known[name]
+                    of[int(number)] *= known.get(name) or int(name)
             live += of[int(number)] if rest else -of[int(number)]
             peak = max(peak, live)
         result += [peak, live]
@@ -56,9 +67,41 @@ def levels(found: dict[str, Any], sizes: Sizes) -> tuple[int, ...]:
 @pytest.mark.parametrize("mode", MODES)
 def test_peaks_are_those_of_inductors_code(mode: Checkpointing, name: str) -> None:
     """With buffers that are taken again, and without."""
+    from memplan.trace.compiled import learnt
+
     sizes = SIZES[name]
     shipped = json.loads(FILE.read_text(encoding="utf-8"))
     ours = levels(shipped[f"{mode} {regime_of(sizes)}"], sizes)
     assert ours == levels(learnt(mode, sizes), sizes), asdict(sizes)
     again = levels(learnt(mode, sizes, reuse=True), sizes)
     assert (ours[0], ours[2]) == (again[0], again[2])
+
+
+SMALL = {"hidden": "512", "heads": "8", "kv-heads": "2", "head-dim": "64", "ffn": "1408", "vocab": "1008"}
+SMALL |= {"layers": "3", "mbs": "2", "seq": "5440", "dp": "4"}
+OWN: dict[str, dict[str, str]] = {
+    "none": {},
+    "op": {"recompute-per-operator": "true"},
+    "full": {"recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_runs_inductors_code(mode: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``fully_shard``, with buffers that are taken again: every named point and every layer, but for scalars of
+    the loss."""
+    from ..oracle.compiled import CompiledBlock
+
+    flags = {**TITAN, **SMALL, **OWN[mode]}
+    (program,) = programs_of(resolve(read_plan(None, {**flags, "compile": "true"}).plan), Options())
+    sizes = Sizes(2, 5440, 8, 2, 64, 1408)
+    monkeypatch.setattr(torchtitan, "recomputed", lambda block, *_: CompiledBlock(block, mode, sizes))
+    found = compared(traced_torchtitan(job_of_plan(resolve(read_plan(None, flags).plan))), program)
+    for point in found.points:
+        assert point.estimated is not None
+        assert 0 <= point.traced - point.estimated <= SCALARS, point
+    for row in found.rows:
+        assert row.estimated is not None
+        apart = SCALARS if row.entry in (EMBEDDING, FINAL_NORM, HEAD, *ENDS) else 0
+        assert abs(row.traced.net - row.estimated.net) <= apart, row
+        assert abs(row.traced.peak - row.estimated.peak) <= apart, row

@@ -44,6 +44,7 @@ from .table import (
     SHARD,
     TOKENS,
     expert_ranks,
+    float8_keys,
     torchtitan_plan,
 )
 
@@ -384,6 +385,9 @@ def _guesses(settings: Settings) -> Guesses:
 
 def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
     key = key_of(name)
+    float8 = float8_keys(settings)
+    if float8 is not None and name == float8[0]:
+        return None
     if key is None or (key.name.endswith("*") and not key.was(settings.era.day)):
         return guessed(f"is no key of {settings.era.label}", guesses.of(name))
     if not key.was(settings.era.day):

@@ -406,6 +406,42 @@ def _compile(reader: Reader) -> None:
     building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
 
 
+FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")
+"""Sections of torchao's converter, which bear its name in ``model.converters``."""
+FILTERED = "2025-04-07"
+"""The day from which a configuration names the layers that stay in bf16; before, the head did."""
+CONVERTERS = ("model.converters", "float8.enable_float8_linear", "training.enable_float8_linear")
+
+
+def float8_keys(settings: Settings) -> tuple[str, Node] | None:
+    """The key that puts a compiled job's layers, and not its head, in float8 (``Float8Converter``), and the recipe."""
+    if not settings.switch(*COMPILE).value or (settings.has(COMPONENTS) and "model" not in settings.words(COMPONENTS)):
+        return None
+    found = settings.first(*CONVERTERS)
+    if found is None:
+        return None
+    name, node = found
+    section = "float8"
+    if name == CONVERTERS[0]:
+        converters = settings.words(name)
+        if len(converters) != 1 or converters[0] not in FLOAT8:
+            return None
+        section = converters[0]
+    elif not node.value:
+        return None
+    if settings.era.day >= FILTERED and "output" not in settings.words(f"{section}.filter_fqns"):
+        return None
+    recipe = settings.given.get(f"{section}.recipe_name")
+    said = "tensorwise" if recipe is None or recipe.value is None else str(recipe.value)
+    return (name, Node(said, node.origin)) if said == "tensorwise" else None
+
+
+def _float8(reader: Reader) -> None:
+    found = float8_keys(reader.settings)
+    if found is not None:
+        reader.building.put("precision.fp8", found[1], found[0])
+
+
 def _components(plan: Plan) -> list[str] | None:
     parts = {"model": plan.fsdp.compile, "loss": plan.fsdp.compile_loss}
     return [name for name, on in parts.items() if on] if any(parts.values()) else None
@@ -514,5 +550,6 @@ ROWS = (
         when=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
     ),
     Row(COMPONENTS, "fsdp.compile_loss", "compile", read=elsewhere, value=_components),
+    Row(CONVERTERS[0], "precision.fp8", older=CONVERTERS[1:], read=_float8),
     Row("loss.num_chunks", "loss.chunks", read=_loss),
 )

@@ -56,6 +56,7 @@ class Fsdp(Framework):
         losses=("plain", "vocab-parallel", "chunked", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
+        low_precision=("tensorwise",),
     )
 
     def default_layout(self, plan: Plan) -> Layout:
@@ -109,6 +110,8 @@ class Fsdp(Framework):
 
     def check(self, plan: ResolvedPlan) -> None:
         refuse_apart(plan, "under fsdp")
+        if plan.precision.fp8:
+            _check_float8(plan)
         if plan.quantisation.kind in ("int8", "awq"):
             weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
             problem = (
@@ -221,6 +224,17 @@ class Fsdp(Framework):
         from .timing import FsdpTime
 
         return FsdpTime()
+
+
+def _check_float8(plan: ResolvedPlan) -> None:
+    """torchao's ``Float8Linear``, which was learnt compiled."""
+    precision = plan.precision
+    if not plan.fsdp.compile:
+        problem = "needs torchtitan's compiled layers (--fsdp-code torchtitan --compile): no other float8 is modelled"
+        raise PlanError("precision.fp8", precision.fp8, problem)
+    for field in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
+        if value := getattr(precision, field):
+            raise PlanError(f"precision.{field}", value, "must be left out with framework fsdp, whose torchao has none")
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:

@@ -58,6 +58,15 @@ COMPILED = (
 )
 """Taken for granted of compiled layers."""
 
+FLOAT8 = (
+    "a layer's products in float8 by torchao 0.18 (Float8Linear, compiled), the head's in bf16; parameters are "
+    "gathered in bf16: enable_fsdp_float8_all_gather halves gathered layers, and is not counted (an upper bound)",
+    "with fewer than twice as many tokens as features in a micro-batch, Inductor orders a layer's backward by its "
+    "sizes: its own peak may be up to a tenth lower than in the order that is followed here; what is saved is the same",
+    "predicted times are of products in bf16 (an upper bound)",
+)
+"""and of those in float8."""
+
 EXPERT_PARALLEL = (
     "experts of a layer are a unit of their own within it, of the ranks with the same experts; every rank sends as "
     "many rows to any other, by all-to-all of NCCL; the indices of the last pass stay with each layer"
@@ -148,6 +157,7 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     )
     if plan.fsdp.compile:
         yield from COMPILED
+        yield from FLOAT8 if plan.precision.fp8 else ()
     if plan.fsdp.compile_loss:
         yield f"torch.compile of the loss, as torch {compiled.TORCH}'s Inductor writes it"
 

@@ -65,6 +65,8 @@ class Recipes:
     """Every layer runs by ``torch.compile``,"""
     compiled_loss: bool = False
     """and so does the loss."""
+    fp8: str = ""
+    """torchao's recipe, where linear layers multiply in 8 bits."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
@@ -109,6 +111,7 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         chunked.loss_of(plan),
         plan.fsdp.compile,
         plan.fsdp.compile_loss,
+        plan.precision.fp8 or "",
     )
 
 
@@ -122,7 +125,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         if of.compiled and not options.counts:
-            return Run(compiled.block(r, x, shape, mode))
+            return Run(compiled.block(r, x, shape, mode, of.fp8))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
             return Run(run(r, hidden, table, torchtitan.Policy(False)))

@@ -244,6 +244,23 @@ def test_compiled_jobs(read: Read) -> None:
     assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
 
 
+def test_float8_of_compiled_jobs(read: Read) -> None:
+    """Where every layer is compiled and the head stays in bf16; else a warning says that float8 is not modelled."""
+
+    def fp8(*settings: str) -> tuple[str | None, bool]:
+        found = read(RELEASE_0_2, *settings)
+        told = any(note.message.startswith("model.converters") for note in found.warnings)
+        return found.plan.precision.fp8, told
+
+    on, converter = "compile.enable=true", "model.converters=quantize.linear.float8"
+    head = "quantize.linear.float8.filter_fqns=output"
+    assert fp8(on, converter, head) == ("tensorwise", False)
+    assert fp8(on, converter, head, "quantize.linear.float8.recipe_name=rowwise") == (None, True)
+    assert fp8(on, converter, "quantize.linear.float8.filter_fqns=none") == (None, True)
+    assert fp8(on, converter, head, "quantize.linear.float8.recipe_name=rowwise_with_gw_hp") == (None, True)
+    assert fp8(converter, head) == (None, True)
+
+
 # -- scripts ------------------------------------------------------------------------------------------
 
 
