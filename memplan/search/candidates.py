@@ -354,9 +354,9 @@ class Candidates:
 
     def _could_fit(self, points: Sequence[Point]) -> bool:
         """One of ``points``, which differ in what is kept alone, in some cut, for all that its bound says."""
-        if not self.chooses_cut:
+        if not self.space.search.bounds_layers:
             return True
-        if self.space.cut is not None:
+        if self.chooses_cut and self.space.cut is not None:
             return False
         return bool(points) and self.needs.could_keep_to(self.requestable, points)
 

@@ -165,6 +165,11 @@ class FrameworkSearch:
         """Of a resolved plan, where the search chooses cuts."""
         raise NotImplementedError
 
+    @property
+    def bounds_layers(self) -> bool:
+        """What a layer needs bounds a stage of whatever cut (``layer_needs``)."""
+        return self.chooses_cut
+
     def lower_bounds(self, space: Space) -> LowerBounds:
         """What the points of a space need at least, where nobody chooses cuts."""
         return LowerBounds(space)

@@ -21,7 +21,7 @@ BASE = {
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
-    "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b",
+    "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""
 
@@ -80,8 +80,10 @@ OF_FAMILY = {
     "llama4_text": {**EXPERTS, "expert_top_k": 1, "shared_expert_ffn": 64},
     **dict.fromkeys(("hybrid", "nemotron_h"), MIXER | {"layers": 3, "layer_pattern": "M*-"}),
     "mamba2": MIXER | {"layer_pattern": "MM"},
+    "qwen3_next": {**EXPERTS, "shared_expert_ffn": 64, "linear_interval": 2, "linear_key_heads": 2,
+                   "linear_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "nemotron-nas": {"family": "nemotron-nas"},
-}
+}  # fmt: skip
 """Sizes that a family needs."""
 
 LATENT_FAMILIES = [family for family, sizes in OF_FAMILY.items() if "latent_kv_rank" in sizes]

@@ -69,8 +69,8 @@ def transformers_count(config: dict[str, Any]) -> int:
 UNKNOWN = {"kimi_k2", "llama4", "nemotron-nas"}
 """Families whose configuration is in no release of transformers (their own code is that of another family), or has
 another's inside."""
-OF_HYBRIDS = {"nemotron_h", "mamba2"}
-"""Families with sizes of their own: ``test_hybrids_count_as_transformers_does``."""
+OF_HYBRIDS = {"nemotron_h", "mamba2", "qwen3_next"}
+"""Families with sizes of their own: ``test_hybrids_count_as_transformers_does``, ``test_linear_…``."""
 AS = {"kimi_k2": "deepseek_v3"}
 
 sizes = st.integers(1, 9)
@@ -263,6 +263,22 @@ def test_hybrids_count_as_transformers_does(name: str) -> None:
     assert parameters(cut) == transformers_count({"model_type": family, **sizes})
 
 
+def test_linear_attention_counts_as_transformers_does(tmp_path: Path) -> None:
+    """Of every n-th layer attention, by interval or by names; other orders are refused."""
+    sizes: dict[str, Any] = {
+        "model_type": "qwen3_next", "num_hidden_layers": 6, "hidden_size": 64, "vocab_size": 128, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    names = [("linear_attention", "full_attention")[(layer + 1) % 3 == 0] for layer in range(6)]
+    spec = spec_of({**sizes, "layer_types": names}, tmp_path)
+    assert spec.linear_interval == 3
+    assert parameters(spec) == transformers_count({**sizes, "layer_types": names})
+    assert spec_of({**sizes, "full_attention_interval": 2}, tmp_path).linear_interval == 2
+    assert "only full_attention in every n-th layer" in refusal({**sizes, "layer_types": names[::-1]}, tmp_path)
+
+
 def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
     """As Nemotron 3 Super's ``config.json`` has them, and as transformers writes them."""
     sizes = {
@@ -331,8 +347,8 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
-        "mixtral, qwen3_moe, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, olmoe, "
-        "granite, granitemoe, nemotron-nas, nemotron_h, mamba2"
+        "mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, "
+        "olmoe, granite, granitemoe, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

@@ -92,7 +92,9 @@ class MegatronSearch(FrameworkSearch):
         return known and base.megatron.fsdp == base.megatron.torch_fsdp == "none"
 
     def of(self, plan: Plan) -> FrameworkSearch:
-        return HYBRIDS if _by_kinds(plan.model) else self
+        if not _by_kinds(plan.model):
+            return self
+        return LINEAR if plan.model.linear_interval else HYBRIDS
 
     # -- axes and points -----------------------------------------------------------------------------------
 
@@ -348,7 +350,18 @@ class HybridSearch(MegatronSearch):
         return iter(())
 
     def lower_bounds(self, space: Space) -> LowerBounds:
-        return _OfLeast(space) if space.base.model.linear_interval else _Unknown(space)
+        return _Unknown(space)
+
+
+class LinearSearch(HybridSearch):
+    """Layers with attention and gated delta nets by turns: bounds are those of as many of the one that needs least."""
+
+    @property
+    def bounds_layers(self) -> bool:
+        return True
+
+    def lower_bounds(self, space: Space) -> LowerBounds:
+        return _OfLeast(space)
 
 
 class _Unknown(LowerBounds):
@@ -367,7 +380,7 @@ class _OfLeast(LowerBounds):
         return int(self._needs.at_best(point))
 
 
-HYBRIDS = HybridSearch()
+HYBRIDS, LINEAR = HybridSearch(), LinearSearch()
 
 
 class Peaks:
