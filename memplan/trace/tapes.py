@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 from ..layers.module import Module, Tapes
 from ..tape.events import NOTHING, Category, Drop, Event, Excursion, Hold, Tape, rounded
@@ -237,22 +238,36 @@ class Row:
     def of(self, at: int, known: int) -> Iterator[Event]:
         """Events of one module."""
         inside, number = self.starts[known][-1], self.starts[known][at]
+        total = len(self.kinds)
         workspaces = _Workspaces(self.sizes) if self.kernel_workspaces else None
-        for change in self.kinds[at].passes[known]:
+        for change, alike in self._alike(self.kinds[at], known):
             if isinstance(change, Gone):
-                yield self._drop(change, at, known)
+                starts = self.starts[FORWARD if change.forward else known]
+                yield Drop(starts[place_of(change, at, total)] + change.number, *alike)
                 continue
-            yield hold(change, number, self.sizes)
+            yield Hold(number, *alike)
             number += 1
             if workspaces is not None:
                 taken = workspaces.behind(change)
                 yield from (one._replace(tensor=inside + i) for i, one in enumerate(taken))
                 yield from (Drop(inside + i, one.bytes, one.category) for i, one in enumerate(taken))
 
-    def _drop(self, change: Gone, at: int, known: int) -> Drop:
-        place = place_of(change, at, len(self.kinds))
-        tensor = self.starts[FORWARD if change.forward else known][place] + change.number
-        return Drop(tensor, self.sizes.rounded[change.size], Category(change.category))
+    def _alike(self, kind: Kind, known: int) -> list[tuple[Born | Gone, Any]]:
+        """Changes of a kind's pass, with what their events have besides the tensor wherever the kind stands."""
+        found = self._made.get((id(kind), known))
+        if found is None:
+            rounded = self.sizes.rounded
+            found = self._made[id(kind), known] = [
+                (one, (rounded[one.size], Category(one.category)))
+                if isinstance(one, Gone)
+                else (one, hold(one, 0, self.sizes)[1:])
+                for one in kind.passes[known]
+            ]
+        return found
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, int], list[tuple[Born | Gone, Any]]]:
+        return {}
 
 
 MOST_WORKSPACES = 4

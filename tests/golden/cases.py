@@ -59,6 +59,11 @@ def learned() -> Iterator[str]:
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --gbs 32"
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --fsdp-version 1"
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
+    yield "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
+    yield (
+        "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full "
+        "--offload-optimizer cpu --offload-param cpu"
+    )
     yield "--model gemma-2b --gpu h100 --lora-rank 16"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation nf4"
     for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):

@@ -8,10 +8,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from memplan.frameworks.fsdp.framework import NO_INTEGERS
 from memplan.layers.int8 import Int8
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 from memplan.tape.events import rounded
 
 from .tuned_comparison import Witness, assert_equal, config_of, program_of, recorded, write_steps
@@ -69,6 +76,17 @@ def test_step_with_int8_weights(case: Case, tmp_path: Path) -> None:
 def test_a_byte_for_each_weight_and_a_scale_for_each_row() -> None:
     assert Int8("bf16").packed_bytes((4096, 11008)) == 4096 * 11008
     assert Int8("bf16").beside((4096, 11008)) == {"scales": 4 * 4096}
+
+
+def test_fsdp1_refuses_integers() -> None:
+    """As torch does of what it would make flat."""
+    weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    handle: Any = FlatParamHandle
+    with pytest.raises(ValueError, match=NO_INTEGERS):
+        handle._validate_tensors_to_flatten(None, [weight])
+    flags = {"model": "llama-3.2-1b", "lora-rank": "8", "quantisation": "int8", "framework": "fsdp", "gpus": "2"}
+    with pytest.raises(PlanError, match=NO_INTEGERS):
+        resolve(read_plan(None, {**flags, "fsdp-version": "1"}).plan)
 
 
 def record() -> None:

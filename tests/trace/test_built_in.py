@@ -10,6 +10,7 @@ import pytest
 
 from memplan.cli import main
 from memplan.estimate import estimate, programs_of
+from memplan.frameworks import framework as framework_of
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, learned_models
@@ -25,6 +26,7 @@ from memplan.trace.comparison import compared
 from memplan.trace.framework import job_of_plan
 from memplan.trace.learned import fit_of, job_of
 from memplan.trace.step import traced_step
+from memplan.trace.worker import evaluated_step
 
 from .test_step import SCALARS
 
@@ -40,6 +42,10 @@ TWO_LISTS = {one.name for one in learned_models().values() if one.configuration(
 """Encoders and decoders, which FSDP is not known of."""
 SHARDED_BESIDE = {"smollm3-3b", "olmo-2-1b"}
 """Models that every run traces under FSDP: of the second it casts what layers are handed."""
+
+
+GATHERED = ("smollm3-3b",)
+"""Models that ship with what DeepSpeed's stage 3 needs, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +148,7 @@ def test_what_ships_is_what_is_listed() -> None:
     }
     there = set(LEARNED.glob(f"*/*{cache.SUFFIX}"))
     assert there <= asked
-    assert len(there) == 2 * len(folders) + 2 * sum(name.startswith("olmo-") for name in folders)
+    assert len(there) == 2 * len(folders) + 2 * sum(name.startswith("olmo-") for name in folders) + 2 * len(GATHERED)
     assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
 
 
@@ -179,6 +185,24 @@ def test_searched(framework: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     best = found["recommended"]
     assert best["seconds"] > 0
     assert best["device_bytes"] == peak_of(capsys, "estimate", str(path))
+
+
+def test_zero_3(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards of everything beside those of optimizer states alone."""
+    words = ("--model", "smollm3-3b", "--framework", "deepspeed", "--gpus", "8", "--seq", "1024")
+    needs = [peak_of(capsys, "estimate", *words, "--zero", stage) for stage in ("3", "1")]
+    assert needs[0] < needs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_same_as_a_direct_trace_with_hooks(name: str, recompute: str) -> None:
+    """ZeRO-3's linear function, and marks where its hooks run, at a point that was not learnt from."""
+    sizes = {"recompute": recompute, "mbs": "2", "seq": "416"}
+    gathers = plan_of(name, framework="deepspeed", zero="3", dp="2", gbs="8", **sizes)
+    program = framework_of("single").running.learnt_program(plan_of(name, gbs="4", **sizes), fit_of(gathers), Options())
+    assert compared(evaluated_step(job_of(gathers)), program).furthest == 0
 
 
 def test_fsdp1(capsys: pytest.CaptureFixture[str]) -> None:

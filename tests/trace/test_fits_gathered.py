@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import transformers
@@ -58,11 +59,16 @@ MEASURED = Path(__file__).with_name("deepspeed_0_19_8.json")
 """What the engine ran: ``python -m tests.oracle.deepspeed FILE CASE …``."""
 
 
-def fit_of(name: str) -> Fit:
-    with gzip.open(RECORDED) as file:
-        data = json.load(file)
+@lru_cache(maxsize=1)
+def on_file() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(gzip.decompress(RECORDED.read_bytes()))
     assert data["versions"] == VERSIONS
-    return Fit.from_json(data["fits"][name])
+    return data["fits"]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=16)
+def fit_of(name: str) -> Fit:
+    return Fit.from_json(on_file()[name])
 
 
 @lru_cache(maxsize=8)

@@ -31,6 +31,11 @@ OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 NO_KERNEL = "bitsandbytes' kernels take no DTensor"
 
 
+NO_INTEGERS = "Cannot flatten integer dtype tensors"
+"""What it says of bitsandbytes' 8-bit weights (torch 2.13, ``distributed/fsdp/_flat_param.py``,
+``_validate_tensors_to_flatten``)."""
+
+
 class Fsdp(Framework):
     name = "fsdp"
     configuration = "torchtitan"
@@ -117,7 +122,9 @@ class Fsdp(Framework):
             problem = (
                 f"must be none, nf4 or fp4 (gptq with --fsdp-version 1) under fsdp: {weights} weights are modelled "
             )
-            raise PlanError("quantisation.kind", plan.quantisation.kind, f"{problem}in single and ddp")
+            no_integers = plan.quantisation.kind == "int8" and plan.fsdp.version == "1"
+            why = f"; FSDP1 refuses integers ({NO_INTEGERS})" if no_integers else ""
+            raise PlanError("quantisation.kind", plan.quantisation.kind, f"{problem}in single and ddp{why}")
         if plan.lora.dora and plan.quantisation.kind != "none":
             problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
             raise PlanError("lora.dora", True, problem)
