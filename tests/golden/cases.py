@@ -459,6 +459,8 @@ def low_precision() -> Iterator[str]:
     for recipe in ("--fp8 tensorwise", "--fp8 mxfp8", "--fp4 nvfp4"):
         yield f"{job} --gpu b200 {recipe}"
         yield f"{job} --gpu b200 {recipe} --fp8-parameters --recompute full"
+    for more in ("--gpu h100-80gb --fp8 delayed --amax-history 1024", "--gpu b200 --fp8 tensorwise --recompute full"):
+        yield f"{job} {more} --fp8-dot-product-attention"
     yield f"{job} --gpu h100-80gb --fp8 tensorwise --first-16bit-layers 1 --last-16bit-layers 1 --pp 2 --gbs 32"
     yield f"{job} --gpu b200 --fp8 tensorwise --fp8-parameters --megatron-fsdp optim_grads_params"
     job = "--model mixtral-8x7b --layers 2 --seq 1024 --framework megatron --gpus 8 --ep 4"

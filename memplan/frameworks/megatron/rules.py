@@ -6,6 +6,7 @@ from .kernel_rules import (
     check_buckets,
     check_environment,
     check_kernels,
+    check_low_attention,
     check_low_precision,
     check_modules,
     check_user_buffers,
@@ -36,6 +37,7 @@ from .memory_rules import (
 
 RULES = (
     check_low_precision,
+    check_low_attention,
     check_experts,
     check_overlap,
     check_optimizer,
