@@ -75,6 +75,7 @@ class Megatron(FrameworkSection, Terse):
             "mamba_apart",
             "mamba_states",
             "precision_of",
+            "fp8_attention",
         }
     )
 
@@ -319,6 +320,11 @@ class Megatron(FrameworkSection, Terse):
         description="PATTERN=16bit or PATTERN=low for names of linear layers, of which the first that matches counts: "
         "products in 16 bits, or as precision.fp8 or fp4 has them",
         json_schema_extra={"flag": "--precision-of-modules"},
+    )
+    fp8_attention: bool = Field(
+        False,
+        description="cuDNN's attention multiplies in 8 bits, too, with precision.fp8 delayed or tensorwise",
+        json_schema_extra={"flag": "--fp8-dot-product-attention"},
     )
     registers_buffers: bool = Field(
         False,

@@ -291,6 +291,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.fp32_gradients_of": [{"fp32_gradients_of": "*linear_fc1.weight", "gradients": "bf16"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.precision_of": [{"precision_of_modules": "*linear_fc1=16bit", "fp8": "tensorwise"}],
+    "megatron.fp8_attention": [
+        {"fp8_dot_product_attention": "true", "fp8": "delayed", "heads": 2, "kv_heads": 2, "head_dim": 128}
+    ],
     "megatron.mlp_chunks": [{"mlp_chunks": 2}],
     "megatron.clone_scattered_embedding": [
         {"clone_scattered_embedding": "false", "tp": 2, "dp": 1, "sequence_parallel": "true"}

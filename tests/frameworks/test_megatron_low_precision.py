@@ -154,3 +154,41 @@ def test_a_step_is_faster_but_not_by_as_much_as_products_are(
     ratio = times[0].total / times[1].total
     assert faster < ratio < products
     assert times[1].mfu < times[0].mfu
+
+
+LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"fp8": "blockwise"}, "no back end"),
+        ({"fp8": "tensorwise"}, "before Blackwell"),
+        ({"fp8": "mxfp8", "gpu": "b200"}, "not modelled yet"),
+        ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
+        ({"attention_backend": "flash"}, "attention_backend"),
+        ({"cp": 2}, "context parallelism"),
+        ({"head_dim": 64}, "64 features"),
+        ({"log_max_attention_logit": True}, "largest score"),
+        ({"NVTE_FP8_DPA_BWD": "0"}, "NVTE_FP8_DPA_BWD"),
+    ],
+)
+def test_attention_in_8_bits_is_refused_where_it_would_be_another(flags: dict[str, Any], why: str) -> None:
+    environment = {name: value for name, value in flags.items() if name.startswith("NVTE")}
+    given = {name: value for name, value in flags.items() if name not in environment}
+    plan = read_plan(
+        None, {name.replace("_", "-"): str(value).lower() for name, value in (LOW_ATTENTION | given).items()}
+    )
+    with pytest.raises(PlanError, match=why):
+        resolve(plan.plan.model_copy(update={"environment": environment}))
+
+
+@pytest.mark.parametrize(("recipe", "history"), [("delayed", 1024), ("tensorwise", 1)])
+def test_attention_in_8_bits_keeps_scales_and_amaxes_of_each_layer(recipe: str, history: int) -> None:
+    """Nine tensors forward and six backward (``DelayedScalingRecipeState``), in fp32; with tensorwise scaling of scores
+    alone, and without a history."""
+    flags = (
+        {"fp8": recipe, "gpu": "b200", "amax_history": 1024} if recipe == "delayed" else {"fp8": recipe, "gpu": "b200"}
+    )
+    more = static(**flags, fp8_dot_product_attention=True) - static(**flags)
+    assert more == 4 * sum(rounded(4 * count) + rounded(4 * count * history) for count in (9, 6))

@@ -356,7 +356,7 @@ def torchtitan() -> Iterator[str]:
         f"{job} --gpus 8 --ep 2 --recompute selective --recompute-per-operator --loss chunked",
         f"{job} --gpus 8 --loss chunked --fsdp-cuda-graphs",
         f"{job} --gpus 8 --ep 2 --fsdp-cuda-graphs",
-        f"{job} --gpus 8 --loss chunked --fsdp-compile-loss --gbs 16",
+        f"{job} --gpus 8 --loss chunked --compile-loss --gbs 16",
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
@@ -492,6 +492,8 @@ def low_precision() -> Iterator[str]:
     for recipe in ("--fp8 tensorwise", "--fp8 mxfp8", "--fp4 nvfp4"):
         yield f"{job} --gpu b200 {recipe}"
         yield f"{job} --gpu b200 {recipe} --fp8-parameters --recompute full"
+    for more in ("--gpu h100-80gb --fp8 delayed --amax-history 1024", "--gpu b200 --fp8 tensorwise --recompute full"):
+        yield f"{job} {more} --fp8-dot-product-attention"
     yield f"{job} --gpu h100-80gb --fp8 tensorwise --first-16bit-layers 1 --last-16bit-layers 1 --pp 2 --gbs 32"
     yield f"{job} --gpu b200 --fp8 tensorwise --fp8-parameters --megatron-fsdp optim_grads_params"
     sharded = f"{job} --fp8-parameters --megatron-fsdp"

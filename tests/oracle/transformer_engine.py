@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -170,6 +171,14 @@ def _take_fakes_for_tensors() -> None:
         return chosen(parameters)
 
     utils.get_attention_backend = with_tensors
+    utils.combine_tensors = _combined
+
+
+def _combined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """``combine_tensors``: the whole of which ``parts`` are views, without ``set_``, which fake storages outlive."""
+    like = parts[0].shape
+    whole = (*like[:dim], len(parts), *like[dim:])
+    return parts[0].as_strided(whole, [prod(whole[at + 1 :]) for at in range(len(whole))])
 
 
 def _compile_corrections() -> None:
@@ -223,6 +232,7 @@ def on_a_gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda.nvtx, **nvtx),
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
         mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: True), create=True),
+        mock.patch.object(FakeTensor, "is_cpu", property(lambda tensor: False), create=True),
         OnHost(),
     ):
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def softmax_backward(grad: Any, *rest: Any) -> Any:
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
     """``attention.cpp``: output, random state, softmax statistics (b, a, s, 1); of (s, b, a, d) or (b, s, a, d)."""
     q, _k, v, *_ = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
-    out = fresh((*q.shape[:-1], v.shape[-1]), q.dtype)
+    out = _of_attention(args, [(*q.shape[:-1], v.shape[-1])])[0]
     rng_state = fresh((2,), torch.int64)
     sequence_first = next(arg for arg in args if isinstance(arg, Value) and "Layout" in arg.enum).name.startswith(
         "NVTE_SB"
@@ -135,10 +135,18 @@ def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
     q, k, v, *_ = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
     layout = next(arg for arg in args if isinstance(arg, Value) and "Layout" in arg.enum).name
     if layout.endswith("H3D"):
-        whole = fresh((*q.shape[:-1], 3, q.shape[-1]), q.dtype)
-        return [*whole.unbind(-2), None, None]
+        return [*_of_attention(args, [(*q.shape[:-1], 3, q.shape[-1])], unbound=True), None, None]
     assert layout.count("_") == 3, layout  # NVTE_SBHD_SBHD_SBHD
-    return [fresh(x.shape, x.dtype) for x in (q, k, v)] + [None, None]
+    return [*_of_attention(args, [x.shape for x in (q, k, v)]), None, None]
+
+
+def _of_attention(args: Any, shapes: Sequence[Any], *, unbound: bool = False) -> list[Any]:
+    """What the kernel writes: in 8 bits where the last quantizer is of delayed scaling, else in 16."""
+    last = next((arg for arg in reversed(args) if type(arg).__name__.endswith("Quantizer")), None)
+    narrow = type(last).__name__ == "Float8Quantizer"
+    made = [fresh(shape, torch.uint8 if narrow else torch.bfloat16) for shape in shapes]
+    parts = [part for one in made for part in one.unbind(-2)] if unbound else made
+    return [quantizers.outer(last, part) for part in parts] if narrow else parts
 
 
 def fa_prepare_fwd(q: torch.Tensor) -> torch.Tensor:
@@ -194,7 +202,9 @@ def flash_attn_backward(grad: torch.Tensor, q: torch.Tensor, *rest: Any, **_: An
 
 
 def get_fused_attn_backend(*args: Any) -> Any:
-    return sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    kinds = sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend
+    narrow = any(getattr(arg, "name", "").startswith("kFloat8") for arg in args)
+    return kinds.NVTE_FP8 if narrow else kinds.NVTE_F16_arbitrary_seqlen
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

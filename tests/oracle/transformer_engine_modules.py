@@ -60,7 +60,10 @@ def _choose(case: Case) -> None:
     for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
         getattr(steps, name, {}).clear()
     CAPABILITY[0] = case.major
-    importlib.import_module(f"{package}.utils").is_non_tn_fp8_gemm_supported.cache_clear()
+    of_device: Any = importlib.import_module(f"{package}.utils")
+    of_device.is_non_tn_fp8_gemm_supported.cache_clear()
+    if hasattr(of_device, "_get_device_compute_capability"):
+        of_device._get_device_compute_capability.cache_clear()
     states: Any = importlib.import_module(sys.modules[f"{package}.module.base"].FP8GlobalStateManager.__module__)
     for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # which ask libraries that are not there
         setattr(states, f"check_{kind}_support", lambda: (True, ""))
@@ -132,7 +135,7 @@ def _recipe(case: Case) -> Any:
         "blockwise": recipes.Float8BlockScaling,
         "mxfp8": recipes.MXFP8BlockScaling,
     }
-    return kinds[case.recipe]()
+    return kinds[case.recipe](fp8_dpa=case.module == "attention")
 
 
 def _norm(case: Case, te: Any) -> Made:
@@ -196,7 +199,10 @@ def _attention(case: Case, te: Any) -> Made:
         q = q.reshape(case.s, case.b, -1, d)
         if case.rope:
             q, k = (FusedRoPEFunc.apply(one, angles, None, "sbhd", False, None, 1, 0) for one in (q, k))
-        return module(q, k, v, mask, attn_mask_type=mask_type)  # type: ignore[no-any-return]
+        if case.recipe is None:
+            return module(q, k, v, mask, attn_mask_type=mask_type)  # type: ignore[no-any-return]
+        with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(case)):
+            return module(q, k, v, mask, attn_mask_type=mask_type)  # type: ignore[no-any-return]
 
     return function, []
 

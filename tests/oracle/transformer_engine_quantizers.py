@@ -68,8 +68,23 @@ def create(quantizer: Any, shape: Any, dtype: Any = None) -> Any:
     return _class(module, name)(**made, **common, **swizzled)
 
 
+def outer(quantizer: Any, data: torch.Tensor) -> Any:
+    """A tensor with one scale of the class that has autograd, which attention hands about."""
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    common = {"fp8_scale_inv": _fresh((1,), torch.float32), "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    return tensors.Float8Tensor(shape=data.shape, dtype=torch.bfloat16, data=data, device="cpu", **common)
+
+
+def dequantize(x: Any, dtype: Any) -> torch.Tensor:
+    return _fresh(x._data.shape, torch.bfloat16)
+
+
 def quantize(x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    return create(quantizer, x.shape) if output is None else output
+    if output is not None:
+        return output
+    of_attention = not quantizer.internal and not quantizer.columnwise_usage
+    per_tensor = type(quantizer).__name__ in ("Float8Quantizer", "Float8CurrentScalingQuantizer")
+    return outer(quantizer, _fresh(x.shape)) if of_attention and per_tensor else create(quantizer, x.shape)
 
 
 def bgrad_quantize(x: torch.Tensor, quantizer: Any) -> Any:
@@ -126,6 +141,7 @@ def shape_of(operand: Any) -> tuple[int, ...]:
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "quantize": quantize,
     "bgrad_quantize": bgrad_quantize,
+    "dequantize": dequantize,
     "create_empty_quantized_tensor": create_empty,
     "fp8_transpose": fp8_transpose,
     "swap_first_dims": swap_first_dims,

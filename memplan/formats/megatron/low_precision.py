@@ -153,5 +153,6 @@ ROWS: Sequence[Row] = (
         when=lambda plan: plan.experts.router_padding,
     ),
     switch(PADDING_OLD, "experts.router_padding", "", read=elsewhere),
+    switch("--fp8-dot-product-attention", "megatron.fp8_attention", "PRECISION", without_effect=without_fp8),
     *module_precision.ROWS,
 )  # fmt: skip

@@ -89,6 +89,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
+        low_attention=megatron.fp8_attention,
         precision_of=megatron.precision_of or (),
         starts=_chunk_starts(plan) if megatron.precision_of else (),
         sixteen_bit=ends_16bit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...device.gpus import GPUS
+from ...layers.megatron_core import te_low_attention
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of, kinds_of
@@ -82,6 +83,61 @@ def check_modules(plan: ResolvedPlan) -> None:
     for problem, applies in reasons.items():
         if applies:
             raise PlanError("megatron.precision_of", list(given), problem)
+
+
+def check_low_attention(plan: ResolvedPlan) -> None:
+    """What Transformer Engine asks of attention in 8 bits (``get_attention_backend``, ``nvte_get_fused_attn_backend``),
+    as far as it is modelled."""
+    megatron, model, recipe = plan.megatron, plan.model, plan.precision.low
+    if not megatron.fp8_attention:
+        return
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    capability = (gpu.compute_capability if gpu is not None else None) or (10, 0)
+    version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
+    heads = {model.head_dim, model.value_head_dim or model.head_dim}
+    blackwell = capability >= (10, 0)
+    sizes = all(size % 16 == 0 and size <= 128 for size in heads) if blackwell else heads == {128}
+    own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
+    reasons = {
+        "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
+        "must be false without precision.fp8: it scales as that does": plan.precision.fp8 is None,
+        f"must be false with precision.fp8 {recipe}: Transformer Engine has no back end for it": recipe == "blockwise",
+        "must be false with precision.fp8 mxfp8, of which it is not modelled yet": recipe == "mxfp8",
+        "must be false with tensorwise scaling before Blackwell: Transformer Engine finds no back end": (
+            recipe == "tensorwise" and not blackwell
+        ),
+        f"must be false with heads of {' and '.join(map(str, sorted(heads)))} features: cuDNN takes 128 on Hopper, "
+        "multiples of 16 up to 128 on Blackwell": not sizes,
+        "must be false before Transformer Engine 2.18, whose tensors are others": version < te_low_attention.OLDEST,
+        "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
+            megatron.attention_backend not in ("auto", "fused")
+        ),
+        "must be false with context parallelism (cp > 1), with which it is not modelled yet": plan.layout.cp > 1,
+        "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
+        "must be false with a padding mask, with which it is not modelled yet": not model.causal,
+        "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,
+        "must be false with learned sinks, with which it is not modelled yet": model.attention_sinks,
+        "must be false with windows, which cuDNN's 8 bits do not have": model.sliding_window is not None,
+        "must be false where the largest score is returned, which cuDNN's 8 bits do not do": (
+            megatron.largest_logit or megatron.clips_queries
+        ),
+        "must be false with megatron.deterministic, with which it is not modelled yet": megatron.deterministic,
+        "must be false with megatron.precision_of, beside which it is not modelled yet": (
+            megatron.precision_of is not None
+        ),
+        "must be false with CUDA graphs or activations on the host, beside which it is not modelled yet": (
+            megatron.cuda_graphs != "none" or megatron.offload_modules is not None or megatron.offload_layers > 0
+        ),
+        "must be false with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        f"must be false where {', '.join(own)} is set, with which it is not modelled yet": bool(own),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.fp8_attention", True, problem)
+
+
+OF_LOW_ATTENTION = ("NVTE_DPA_FP8CS_O_in_F16", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8_RECIPE", "NVTE_FP8_DPA_BWD")
+"""Variables with which attention in 8 bits saves or keeps other tensors."""
 
 
 def check_environment(plan: ResolvedPlan) -> None:

@@ -36,6 +36,11 @@ BACK_ENDS = {
 }
 """What the back ends of Transformer Engine are."""
 
+LOW_ATTENTION = (
+    "attention in 8 bits: cuDNN's front end takes no workspace, what its engine takes is not published; a step's time "
+    "has products of attention at the speed of 16 bits"
+)
+
 
 SHARDED = (
     "Megatron-FSDP 1 as of August 2026: whole layers are its units; what no layer has stays gathered (from 30 May "
@@ -114,6 +119,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
         GRAPHED_BEHIND: own,
         GRAPHED: given.cuda_graphs != "none" and not (first or own),
         BESIDE: plan.experts.overlap_exchange,
+        LOW_ATTENTION: given.fp8_attention,
     }
     return (*_code(plan), *(said for said, applies in further.items() if applies))
 
@@ -203,11 +209,12 @@ def _low_precision(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[
         "(--fp8-parameters stores weights in it alone)"
     )
     stored = "weights of these layers are stored in it alone, in every orientation that products read"
+    attention = "" if plan.megatron.fp8_attention else "attention's saved tensors, "
     yield Notice(
         "low-precision",
         f"{given.low} is of linear layers' products and of the inputs that they save: "
         f"{stored if given.fp8_parameters else kept}; as large as without it are gradients, main parameters, optimizer "
-        "states, hidden states and outputs of products, attention's saved tensors, embedding, output layer and logits",
+        f"states, hidden states and outputs of products, {attention}embedding, output layer and logits",
     )
 
 

@@ -28,6 +28,7 @@ from ...layers.megatron_core import (
     replaced,
     t5,
     te_facts,
+    te_low_attention,
 )
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options, Parameter, hold_bytes
@@ -472,7 +473,14 @@ def _workspaces(
     """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
     holds: list[Hold] = [*copies]
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
-    kinds = {layer_shape_of(shape, layer) for layer in layers}
+    own = [layer_shape_of(shape, layer) for layer in layers]
+    kinds = set(own)
+    holds += [
+        Hold(0, hold_bytes(one.shape, one.dtype), Category.BUFFERS, f"attention_{one.name}", *one[1:])
+        for kind in own
+        if kind.low_attention and "attn" in graphs.blocks(kind)
+        for one in te_low_attention.state(kind)
+    ]
     kinds |= {t5.decoder_shape(kind) for kind in kinds if kind.decoder}
     dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
     shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))

@@ -216,6 +216,8 @@ class CoreShape(HashedOnce):
     """Layers run in parts, beside which those of another micro-batch run."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``,"""
+    low_attention: bool = False
+    """and so that of attention (``fp8_dpa``)."""
     wide: frozenset[str] = frozenset()
     """Of this layer's linear layers, by the names of recipes, those that have ``dtype`` all the same."""
     precision_of: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from . import te_context, te_facts
+from . import te_context, te_facts, te_low_attention
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
@@ -44,6 +44,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
             raise PlanError("megatron.attention_backend", shape.attention, problem)
         return unfused(r, q, k, v, shape)
     if shape.attention == "fused":
+        if shape.low_attention and shape.low is not None:
+            return te_low_attention.fused(r, (q, k, v), lengths, shape, _work(shape, q, k, v))
         return fused(r, q, k, v, lengths, shape)
     if lengths:
         problem = "attention with a padding mask (BERT): flash attention packs sequences, which is not covered"

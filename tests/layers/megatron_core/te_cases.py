@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import te, te_attention, te_facts
+from memplan.layers.megatron_core import te, te_attention, te_facts, te_low_attention
 from memplan.layers.megatron_core.precision import Low, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
@@ -89,6 +89,7 @@ class Case:
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
+            low_attention=True,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -165,6 +166,14 @@ CASES = [
     *(Case("attention", attention=attention, causal=False) for attention in ("fused", "unfused")),
     Case("attention", attention="unfused", causal=False, dropout=0.0),
     *LOW_CASES,
+    *(
+        Case(
+            "attention", attention="fused", recipe=recipe, major=major, kv_heads=groups, rope=rope, dropout=0.0, **LARGE
+        )
+        for recipe, major in LOW[:4]
+        for groups, rope in ((8, False), (8, True), (2, True))
+        if recipe == "delayed" or major > 9
+    ),
 ]
 """Every module in every setting that changes its tensors."""
 
@@ -172,6 +181,8 @@ CASES = [
 def covered(case: Case, version: Version) -> bool:
     """A recipe covers ``case`` in this release."""
     if case.recipe is not None and version < te_facts.OLDEST_LOW_PRECISION:
+        return False
+    if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
         return False
     return case.cp == 1 or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
