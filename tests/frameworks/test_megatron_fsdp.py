@@ -389,7 +389,7 @@ def test_a_stage_s_output_is_a_view_that_schedules_refuse() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP: its hooks return views of a stage's output"),
+        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP (--use-megatron-fsdp): its hooks return views of"),
         ({"megatron_fsdp": "no_shard"} | BYTES, "with megatron.fsdp no_shard (--data-parallel-sharding-strategy)"),
         (
             {"fp4": "nvfp4", "fp8_parameters": "true", "gpu": "b200"},
