@@ -373,7 +373,7 @@ def test_the_layer_within_multi_token_prediction_is_a_unit() -> None:
 
 def test_columns_of_mxfp8_outside_of_layers_are_not_gathered() -> None:
     flags = {"dp": 4, "ep": 4, "mtp_layers": 1, "gpu": "b200", "fp8": "mxfp8", "fp8_parameters": True}
-    with pytest.raises(PlanError, match="must be false with mxfp8, sharded parameters"):
+    with pytest.raises(PlanError, match="sharded parameters and multi-token prediction"):
         expert_plan("deepseek-v2", **flags, megatron_fsdp="optim_grads_params")
 
 
@@ -389,10 +389,16 @@ def test_a_stage_s_output_is_a_view_that_schedules_refuse() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP: its hooks return views of a stage's output"),
-        ({"megatron_fsdp": "no_shard"} | BYTES, "must be false with megatron.fsdp no_shard"),
-        ({"fp4": "nvfp4", "fp8_parameters": "true", "gpu": "b200"}, "must be false with Megatron-FSDP and fp4"),
-        (BYTES | {"fp8": "blockwise", "use_nccl_ub": "true"}, "with blockwise scaling and double buffers"),
+        ({"pp": 2}, "layout.pp = 2: must be 1 with Megatron-FSDP (--use-megatron-fsdp): its hooks return views of"),
+        ({"megatron_fsdp": "no_shard"} | BYTES, "with megatron.fsdp no_shard (--data-parallel-sharding-strategy)"),
+        (
+            {"fp4": "nvfp4", "fp8_parameters": "true", "gpu": "b200"},
+            "must be false (no --fp4-param-gather) with Megatron-FSDP",
+        ),
+        (
+            BYTES | {"fp8": "blockwise", "use_nccl_ub": "true"},
+            "with blockwise scaling (--fp8-recipe) and double buffers",
+        ),
         ({"optimizer": "muon"}, "optimizer.name = muon"),
         (
             {"precision_aware_optimizer": "true", "main_params_dtype": "fp16"},

@@ -9,6 +9,7 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
 from . import module_precision
+from .sharding import TORCH, runs_torch
 
 FP8, FP4 = "--fp8-format", "--fp4-format"
 RECIPE, RECIPE_FP4 = "--fp8-recipe", "--fp4-recipe"
@@ -87,6 +88,10 @@ def _parameters(reader: Reader) -> None:
     names = (PARAMETERS, PARAMETERS_FP4)
     stored = any(map(reader.settings.has, names))
     where = reader.settings.where(*names)
+    if stored and runs_torch(reader):
+        for name in names:
+            reader.building.because(name, f"Megatron-LM turns it off with {TORCH}")
+        return
     reader.building.put("precision.fp8_parameters", Node(stored, where), *names)
     if reader.settings.has(REUSED):
         reader.building.because(REUSED, "MXFP8 parameters are received in the gradients' buffer, as they have to be")

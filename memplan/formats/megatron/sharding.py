@@ -38,11 +38,24 @@ def _without(reader: Reader) -> str:
     return "" if runs(reader) else f"no effect without {RUNS}"
 
 
+def _meets(reader: Reader, name: str, formats: tuple[str, ...]) -> None:
+    """What ``validate_args`` asks of both: streams that do not wait for one another, and a checkpoint's format."""
+    connections = (reader.context.environment or {}).get(CONNECTIONS)
+    if connections is not None and str(connections.value) == "1":
+        problem = f"must be left out or above 1 with {name}: Megatron-LM stops"
+        raise PlanError(CONNECTIONS, "1", problem, origin=connections.origin)
+    written = reader.settings.word("--ckpt-format")
+    if written is not None and written.value not in formats:
+        problem = f"must be {' or '.join(formats)} with {name}"
+        raise PlanError("--ckpt-format", written.value, problem, origin=written.origin)
+
+
 def _strategy(reader: Reader) -> None:
     """What is sharded; the distributed optimizer belongs to it."""
     settings, building = reader.settings, reader.building
     if not runs(reader):
         return
+    _meets(reader, RUNS, ("fsdp_dtensor",))
     node = settings.word(STRATEGY) or Node("optim_grads_params", settings.where(RUNS))
     building.put("megatron.fsdp", node, RUNS, STRATEGY)
     building.put("layout.zero", Node(1, settings.where(RUNS)), "--use-distributed-optimizer")
@@ -51,7 +64,6 @@ def _strategy(reader: Reader) -> None:
 OTHERS = {
     "--megatron-fsdp-version": "2",
     "--megatron-fsdp-enable-fine-grained-param-gather": None,
-    "--enable-full-sharding-in-hsdp": None,
 }
 """What of Megatron-FSDP is not modelled, and the value that says so; ``None`` for switches."""
 
@@ -90,14 +102,7 @@ def _torch(reader: Reader) -> None:
     for name in NEEDS:
         if not settings.has(name):
             raise PlanError(name, ABSENT, f"is missing: {TORCH} needs it", origin=where)
-    connections = (reader.context.environment or {}).get(CONNECTIONS)
-    if connections is not None and str(connections.value) == "1":
-        problem = f"must be left out or above 1 with {TORCH}: Megatron-LM stops"
-        raise PlanError(CONNECTIONS, "1", problem, origin=connections.origin)
-    written = settings.word("--ckpt-format")
-    if written is not None and written.value not in FORMATS:
-        problem = f"must be {' or '.join(FORMATS)} with {TORCH}"
-        raise PlanError("--ckpt-format", written.value, problem, origin=written.origin)
+    _meets(reader, TORCH, FORMATS)
     building.put("megatron.torch_fsdp", Node("keep" if settings.has(KEEPS) else "reshard", where), TORCH, KEEPS)
     building.put("megatron.torch_fsdp_host_init", Node(settings.has(ON_HOST), where), ON_HOST)
 

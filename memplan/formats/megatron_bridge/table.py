@@ -84,7 +84,7 @@ _IGNORED = """
     async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill
     generation_config
     align_param_gather num_buckets average_in_collective gradient_reduce_div_fusion
-    fsdp_all_gather_in_start_param_sync preserve_fp32_weights keep_fp8_transpose_cache
+    fsdp_all_gather_in_start_param_sync preserve_fp32_weights
     store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
     adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps pin_cpu_grads pin_cpu_params
     grad_norm_skip_threshold num_epochs check_optimizer_step_success skip_sync_grad_norm_across_mp exit_signal

@@ -209,16 +209,19 @@ def _check_sharded_bytes(plan: ResolvedPlan, recipe: str) -> None:
     megatron = plan.megatron
     whole, double = megatron.fsdp == "optim_grads_params", megatron.doubles_buffers
     reasons = {
-        "must be false with Megatron-FSDP and fp4: its buffers have a byte for each element": recipe == "nvfp4",
-        "must be false with megatron.fsdp no_shard: Megatron-FSDP has no buffer of weights then, and its first "
-        "step stops": megatron.fsdp == "no_shard",
-        "must be false with blockwise scaling and double buffers (megatron.fsdp_double_buffer, registers_buffers): the "
-        "step gathers more than two layers at once, and Megatron-FSDP stops": recipe == "blockwise"
-        and whole
-        and double
-        and plan.model.layers > 2,
-        "must be false with mxfp8, sharded parameters (megatron.fsdp) and multi-token prediction: columns of eh_proj "
-        "are not gathered": recipe == "mxfp8" and whole and plan.model.mtp_layers > 0,
+        "must be false (no --fp4-param-gather) with Megatron-FSDP, whose buffers have a byte for each element": (
+            recipe == "nvfp4"
+        ),
+        "must be false (no --fp8-param-gather) with megatron.fsdp no_shard (--data-parallel-sharding-strategy): "
+        "Megatron-FSDP has no buffer of weights then, and its first step stops": megatron.fsdp == "no_shard",
+        "must be false (no --fp8-param-gather) with blockwise scaling (--fp8-recipe) and double buffers "
+        "(--fsdp-double-buffer, --use-nccl-ub): its step gathers more than two layers at once, and stops": (
+            recipe == "blockwise" and whole and double and plan.model.layers > 2
+        ),
+        "must be false (no --fp8-param-gather) with mxfp8 (--fp8-recipe), sharded parameters and multi-token "
+        "prediction (--mtp-num-layers): columns of eh_proj are not gathered": (
+            recipe == "mxfp8" and whole and plan.model.mtp_layers > 0
+        ),
     }
     for problem, applies in reasons.items():
         if applies:

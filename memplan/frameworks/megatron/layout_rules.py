@@ -38,8 +38,8 @@ def check_sharding(plan: ResolvedPlan) -> None:
     for name in ("pp", "vpp"):
         if getattr(layout, name) > 1:
             problem = (
-                "must be 1 with Megatron-FSDP: its hooks return views of a stage's output, which Megatron-Core's "
-                "schedules refuse to let go (deallocate_output_tensor)"
+                "must be 1 with Megatron-FSDP (--use-megatron-fsdp): its hooks return views of a stage's output, which "
+                "Megatron-Core's schedules refuse to let go (deallocate_output_tensor)"
             )
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     own = {

@@ -208,6 +208,10 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
             "train.sh:2: --megatron-fsdp-version = 2: is not modelled yet",
         ),
         (
+            "--use-megatron-fsdp --ckpt-format torch_dist",
+            "--ckpt-format = torch_dist: must be fsdp_dtensor with --use-megatron-fsdp",
+        ),
+        (
             "--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16",
             "train.sh:2: --megatron-fsdp-main-params-dtype = bf16: is not modelled yet; fp32 is",
         ),
@@ -235,6 +239,12 @@ def test_as_many_weight_shards_as_ranks_change_nothing() -> None:
     assert not read.notes
     rows = [row.became for row in read.explained if row.name == "--tensor-parallel-num-weight-shards"]
     assert rows == ["as many shards as --tensor-model-parallel-size has ranks: nothing is gathered"]
+
+
+def test_weights_are_not_stored_in_8_bits_beside_fsdp2() -> None:
+    """``validate_args`` turns it off."""
+    precision = plan(small(f"{FSDP2} --fp8-format hybrid --fp8-param-gather")).precision
+    assert (precision.fp8, precision.fp8_parameters) == ("delayed", False)
 
 
 def test_layers_on_the_host() -> None:
