@@ -52,7 +52,8 @@ TORCHTITAN = "zero_grad(set_to_none=True) after every step"
 COMPILED = (
     f"torch.compile of every layer as torch {compiled.TORCH}'s Inductor writes it for an H100, which was run on fake "
     "tensors: what its partitioner saves, and each buffer between kernels, made and let go of at once (it takes a "
-    "buffer again where that leaves the peak as it is); other releases may choose otherwise",
+    "buffer again where that leaves the peak as it is, but for up to 2 % of a layer with few tokens); "
+    "other releases may choose otherwise",
     "predicted times are of the same layers without torch.compile, whose products and attention are the same; fewer "
     "kernels stream",
 )
