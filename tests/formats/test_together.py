@@ -130,7 +130,7 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["args.json", "gpt2-xl-4gpu"], "args.json and gpt2-xl-4gpu are no launch files of one job; --compare puts"),
         (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
         (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),
-        (["tune.yaml"], "torchtune, which is not read: say the job in flags, such as --model llama3_8b"),
+        (["tune.yaml"], "torchtune, which is not read: say the job in flags: memplan estimate --model llama-3-8b"),
     ],
 )
 def test_what_does_not_go_together(
