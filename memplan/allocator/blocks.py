@@ -14,7 +14,7 @@ size; they rise in the order in which segments are taken, by which torch 2.13 br
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import sub
 from typing import NamedTuple, TypeVar
 
@@ -86,9 +86,11 @@ class Requests:
                 self.most[place] = max(self.most[place], held)
         self.known: dict[tuple[int, ...], bool] = {}
 
-    def served(self, free: Sequence[int], changing: Iterable[int]) -> bool:
+    def served(self, free: Sequence[int], changing: Collection[int]) -> bool:
         """From the blocks ``free``, sorted, without those ``changing``: neighbours of blocks that are given back."""
-        sizes = self.sizes
+        sizes, enough = self.sizes, self.most[-1] + len(changing)
+        if len(free) >= enough and free[-enough] >= sizes[-1]:
+            return True  # as many serve every request as are held at once
         ends = [bisect_left(free, size) for size in sizes]
         ends.append(len(free))
         counts = [*map(sub, ends[1:], ends)]
