@@ -130,6 +130,8 @@ def check_graphs(plan: ResolvedPlan) -> None:
     _check_modules(plan, modules or ())
     segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     hybrid = bool(plan.model.layer_pattern)
+    routed = plan.experts
+    counts = routed.dispatcher != "flex" and not routed.grouped_tensor and not routed.pad_to_capacity
     whole = not modules or "moe" in modules or (kind == "local" and not hybrid and "attn" in modules)
     again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {
@@ -156,7 +158,10 @@ def check_graphs(plan: ResolvedPlan) -> None:
         and experts
         and not plan.experts.pad_to_capacity,
         "needs padded experts (experts.pad_to_capacity): it captures layers whole, and no graph waits for numbers of "
-        "rows": kind == "local" and whole and experts and not plan.experts.pad_to_capacity,
+        "rows": kind == "local" and whole and experts and not routed.pad_to_capacity,
+        "needs padded experts (experts.pad_to_capacity), experts.dispatcher flex or experts.grouped_tensor: the host "
+        "waits for numbers of rows otherwise (MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize), which no graph "
+        "can hold": not of_layers and experts and counts,
         **_dropout_again(plan, modules or (), again),
     }
     for problem, applies in reasons.items():

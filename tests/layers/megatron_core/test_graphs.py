@@ -210,6 +210,9 @@ def test_own_graphs_of_a_hybrid() -> None:
     assert not any("router" in name for name in names_of)
 
 
+FEW_EXPERTS: dict[str, object] = {"experts": 4, "expert_top_k": 2, "expert_ffn": 512}
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -218,7 +221,11 @@ def test_own_graphs_of_a_hybrid() -> None:
         ({"cuda_graph_modules": "moe"}, "experts only"),
         ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "moe_preprocess"}, "moe_router beside"),
         ({"recompute": "selective", "recompute_modules": "mlp", "hidden_dropout": 0.1}, "hidden dropout"),
-        ({"experts": 4, "expert_top_k": 2, "expert_ffn": 512}, "captures layers whole"),
+        (FEW_EXPERTS, "captures layers whole"),
+        (
+            {**FEW_EXPERTS, "cuda_graph_impl": "full_iteration", "check_for_nan": False},
+            "the host waits for numbers of rows otherwise",
+        ),
     ],
 )
 def test_what_megatron_core_forbids_of_graphs(flags: dict[str, object], said: str) -> None:
