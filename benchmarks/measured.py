@@ -362,6 +362,9 @@ READERS: dict[str, Callable[[Sequence[Row]], Table]] = {
     fms.NAME: fms.table,
 }
 
+TIMES = ("llm_foundry_throughput.jsonl", "nvidia_throughput.jsonl")
+"""Files without readings of memory."""
+
 
 def read_rows(path: Path) -> list[Row]:
     """One JSON object a line."""
@@ -373,5 +376,6 @@ def table_of(path: Path) -> Table:
     rows = read_rows(path)
     reader = READERS.get(path.name)
     if reader is None:
-        return Table(path.name, "", "", "", not_modelled=(f"{len(rows)} rows of a file that has no reader",))
+        what = "times, beside which timing.md puts predicted ones" if path.name in TIMES else "a file that has no reader"
+        return Table(path.name, "", "", "", not_modelled=(f"{len(rows)} rows of {what}",))
     return reader(rows)
