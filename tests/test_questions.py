@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,13 +26,27 @@ UNANSWERED = {
 }
 """Why, by a part of the question."""
 
+LONG = (
+    "--gpu a10g --gbs 64",
+    "smollm3-3b --gpus 8",
+    "llama-2-7b --gpus 64",
+    "bigscience-104b",
+    "llama-3-70b --gpus 64",
+)
+"""Searches of many seconds, by a part of the question; ``tests/search`` tries what they run."""
+
+
+def _marked(want: str, question: str) -> Any:
+    is_long = question.startswith("suggest-partition") and any(part in question for part in LONG)
+    return pytest.param(want, question, id=question, marks=[pytest.mark.slow] if is_long else [])
+
 
 def test_there_are_sixty() -> None:
     assert len(SIXTY) == 60
     assert sum(want == "answered" for want, _ in SIXTY) == 56
 
 
-@pytest.mark.parametrize(("want", "question"), SIXTY + LATER, ids=[question for _, question in SIXTY + LATER])
+@pytest.mark.parametrize(("want", "question"), [_marked(*one) for one in SIXTY + LATER])
 def test_a_question(
     want: str, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,11 +84,10 @@ def test_devices_show_as_much_above_what_is_reserved_whatever_the_micro_batch() 
     assert 1_600 < above["fms/a100_80gb/Mistral-7B-v0.1-full-foak-fast-kernels-gpus1-mbs8"] < 1_900
 
 
-def test_torchtitan_is_within_4_percent_and_its_compiled_row_is_listed() -> None:
+def test_torchtitan_is_within_2_percent_compiled_or_not() -> None:
     table = table_of("torchtitan_h100.jsonl")
-    assert [abs(row.percent) <= 4 for row in table.rows] == [True]
-    assert len(table.not_modelled) == 1
-    assert "torch.compile" in table.not_modelled[0]
+    assert [abs(row.percent) <= 2 for row in table.rows] == [True, True]
+    assert not table.not_modelled
 
 
 def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:

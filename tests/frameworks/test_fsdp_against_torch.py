@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -134,6 +135,8 @@ IN_OTHER_SHAPES += [
     Case("llama", PRECISIONS[2], "full", "eager", 3, 37),
 ]
 CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS, *IN_OTHER_SHAPES]
+IN_TURN = {case for at, case in enumerate(IN_OTHER_SHAPES) if at // 2 % 2 == at % 2}
+"""Of each family in one other shape; its second one is slow."""
 
 
 UNSYNCED = tuple(
@@ -213,7 +216,12 @@ def compared(case: Case, folder: Path) -> Compared:
     return Compared(case, program, steps)
 
 
-@pytest.fixture(params=CASES, ids=str, scope="module")
+def _marked(case: Case) -> Any:
+    is_slow = case in IN_OTHER_SHAPES and case not in IN_TURN
+    return pytest.param(case, id=str(case), marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.fixture(params=map(_marked, CASES), scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     return compared(request.param, tmp_path_factory.mktemp("model"))
 
