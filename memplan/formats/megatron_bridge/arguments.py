@@ -170,9 +170,7 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     if groups is not None and groups.value is not None and (heads is None or groups.value != heads.value):
         yield "--group-query-attention", Node(True, groups.origin)
         yield "--num-query-groups", groups
-    data = _section(root, "dataset")
-    length = data.get("sequence_length") or data.get("seq_length") or model.get("seq_length")
-    if length is not None and length.value is not None:
+    if (length := _length(root)) is not None:
         yield "--seq-length", length
         yield "--max-position-embeddings", length
     yield from _vocabulary(model)
@@ -184,6 +182,28 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     target = spec.mapping.get("_target_") if spec is not None else None
     if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:
         yield "--transformer-impl", Node("local", spec.origin)
+
+
+def _length(root: Node) -> Node | None:
+    """Tokens of a sequence, which the model and the data must say alike (``training/config.py``:
+    ``ConfigContainer.validate`` asserts ``model.seq_length == data_seq_length``)."""
+    said = {path: node for path in table.LENGTHS if (node := said_at(root, path)) is not None}
+    of_model = said.pop(table.LENGTHS[-1], None)
+    path, of_data = next(iter(said.items()), ("", None))
+    if of_model is not None and of_data is not None and of_model.value != of_data.value:
+        problem = (
+            f"must be {table.LENGTHS[-1]}, {of_model.plain()} ({of_model.origin}): "
+            "Megatron-Bridge asserts that they match"
+        )
+        raise PlanError(path, of_data.plain(), problem, origin=of_data.origin)
+    return of_data or of_model
+
+
+def said_at(root: Node, path: str) -> Node | None:
+    """What ``path`` (``section.field``) has, unless it is null."""
+    section, _, field = path.partition(".")
+    node = _section(root, section).get(field)
+    return node if node is not None and node.value is not None else None
 
 
 def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:

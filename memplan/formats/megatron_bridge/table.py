@@ -14,6 +14,9 @@ from ...plan.errors import Node
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""
 
+LENGTHS = ("dataset.sequence_length", "dataset.seq_length", "model.seq_length")
+"""Fields that say the length of a sequence: of the data in the order in which ``GPTDatasetConfig`` takes them."""
+
 RENAMED: Mapping[str, str] = {
     "num_moe_experts": "--num-experts",
     "layernorm_epsilon": "--norm-epsilon",

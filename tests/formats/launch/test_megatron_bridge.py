@@ -388,6 +388,24 @@ def test_what_no_override_says_is_told() -> None:
     assert "mbs" not in overridden("train.train_iters=10", mbs="1").warnings[0].message
 
 
+def test_the_length_that_is_said_wins_over_the_templates() -> None:
+    for word in ("model.seq_length=8192", "dataset.seq_length=8192", "dataset.sequence_length=8192"):
+        found = overridden(word)
+        assert found.plan.batch.seq == 8192
+        assert not any("seq 4096" in note.message for note in found.warnings)
+
+
+def test_lengths_of_model_and_data_that_differ_are_refused_with_both_places(tmp_path: Path) -> None:
+    """``ConfigContainer.validate`` (``training/config.py``) asserts that they match."""
+    with pytest.raises(PlanError) as found:
+        read(tmp_path, changed(seq_length=16384))
+    assert "dataset.sequence_length = 4096: must be model.seq_length, 16384 (" in str(found.value)
+    assert str(found.value).count("run_config.yaml:") == 2
+    assert "\n" not in str(found.value)
+    with pytest.raises(PlanError, match=r"command line.*4096: must be model.seq_length, 8192 \(command line\)"):
+        overridden("model.seq_length=8192", "dataset.seq_length=4096")
+
+
 def test_a_switch_of_the_model_is_turned_off() -> None:
     words = ("model.qk_layernorm=false", "model.seq_length=2048")
     assert overridden(*words, model="qwen3-8b").plan.model.qk_norm is False
