@@ -44,6 +44,9 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     for field, node in overlap.items():
         if node.value is not None and not node.mapping:
             _put(given, field, _value(node), known)
+    for path in table.DISTILLATION:
+        if (node := said_at(root, path)) is not None:
+            raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=node.origin)
     peft = root.mapping.get("peft")
     if peft is not None and peft.value:
         problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"

@@ -17,6 +17,10 @@ SECTIONS = ("model", "ddp", "optimizer", "train")
 LENGTHS = ("dataset.sequence_length", "dataset.seq_length", "model.seq_length")
 """Fields that say the length of a sequence: of the data in the order in which ``GPTDatasetConfig`` takes them."""
 
+TEACHER = "--export-kd-teacher-load"
+DISTILLATION = ("model.teacher", "model.kd_config")
+"""Fields of ``DistillationProvider`` alone (``models/distillation_provider.py``), refused as ``TEACHER`` is."""
+
 RENAMED: Mapping[str, str] = {
     "num_moe_experts": "--num-experts",
     "layernorm_epsilon": "--norm-epsilon",

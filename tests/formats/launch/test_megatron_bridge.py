@@ -471,6 +471,15 @@ def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
         read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
 
 
+@pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])
+def test_overrides_of_a_distillation_are_refused_as_megatrons_is(word: str) -> None:
+    """As ``examples/distillation/llama/conf/llama32_3b-1b_distill_override_example.yaml`` has them."""
+    path = word.rpartition(".")[0]
+    with pytest.raises(PlanError, match=f"{path}: is distillation, and its teacher.*without it the student alone is"):
+        overridden(word, "model.seq_length=4096", model="llama-3.2-1b")
+    assert overridden(f"{path}=null", "model.seq_length=4096").plan.batch.seq == 4096
+
+
 def test_an_override_is_no_file() -> None:
     assert is_override("model.pipeline_model_parallel_layout=[[embedding]]")
     assert not any(
