@@ -150,19 +150,16 @@ def _precision(root: Node) -> Mapping[str, Node]:
     if node is None or node.value is None:
         return {}
     if node.mapping:
-        told = {"fp8_recipe": Node(table.FP8_RECIPE, node.origin)}
-        return {**told, **{name: value for name, value in node.mapping.items() if not name.startswith("_")}}
-    name = str(node.value).replace("-", "_")
-    dtype, _, rest = name.partition("_")
-    fields = table.SPECIAL_PRECISIONS.get(name)
-    if fields is None and dtype in ("bf16", "fp16"):
-        fields = table.PRECISIONS.get(rest)
+        return {**_nodes(table.UNSAID, node.origin), **{k: v for k, v in node.mapping.items() if not k.startswith("_")}}
+    fields = table.PRECISIONS.get(str(node.value).replace("-", "_"))
     if fields is None:
-        names = ", ".join(f"bf16_{one}" for one in table.PRECISIONS)
-        raise PlanError("mixed_precision", str(node.value), f"must be one of {names}", origin=node.origin)
-    dtype = dtype if dtype == "fp16" else "bf16"
-    every = {dtype: True, "fp8_recipe": table.FP8_RECIPE, "grad_reduce_in_fp32": dtype == "bf16", **fields}
-    return {field: Node(value, node.origin) for field, value in every.items() if isinstance(value, (bool, int, str))}
+        problem = f"must be one of {', '.join(table.PRECISIONS)}"
+        raise PlanError("mixed_precision", str(node.value), problem, origin=node.origin)
+    return _nodes({**table.UNSAID, **fields}, node.origin)
+
+
+def _nodes(fields: Mapping[str, object], origin: Origin) -> dict[str, Node]:
+    return {field: Node(value, origin) for field, value in fields.items() if isinstance(value, (bool, int, str))}
 
 
 def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:

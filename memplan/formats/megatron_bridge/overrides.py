@@ -100,7 +100,11 @@ def laid_over(root: Node, words: Sequence[str]) -> Node:
         if sign == "~":
             raise PlanError(".".join(keys), ABSENT, "is not read: an override that deletes (~)", origin=origin)
         if section == "mixed_precision" and path and not _is_mapping(root.mapping.get(section)):
-            problem = "is a field of what the recipe says by name; give another name: mixed_precision=bf16_mixed"
+            names = [name for name, fields in table.PRECISIONS.items() if fields.get(keys[-1]) == value]
+            problem = (
+                "is a field of what the recipe says by name; name the precision as a whole, mixed_precision=NAME: "
+                f"{', '.join(names or table.PRECISIONS)}"
+            )
             raise PlanError(".".join(keys), ABSENT, problem, origin=origin)
         found = parse_yaml(value, ".".join(keys), line=False) if value else Node(None, origin)
         root = _placed(root, keys, Node(found.value, origin, found.text))
