@@ -22,7 +22,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     sections = {name: _section(root, name) for name in table.SECTIONS}
     precision = _precision(root)
     overlap = _section(root, "comm_overlap")
-    known = arguments_of(FRAMEWORK)
+    known = {**arguments_of(FRAMEWORK), **table.WITHOUT_ARGUMENT}
     given: dict[str, Node] = {}
     notes: list[Note] = []
     known_otherwise = table.BY_ITSELF | table.IGNORED | table.LOW_PRECISION.keys()
@@ -36,7 +36,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
             value = _value(node)
             if (problem := _put(given, field, value, known)) is None:
                 continue
-            path = f"{section}.{field}"
+            path = f"{'mixed_precision' if node is precision.get(field) else section}.{field}"
             if by_hand and (meant := _slip_of(field)) is not None:
                 raise PlanError(path, ABSENT, guessed("is no field of Megatron-Bridge's", meant), origin=node.origin)
             if section != "train":
@@ -45,8 +45,8 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
         if node.value is not None and not node.mapping:
             _put(given, field, _value(node), known)
     for path in table.DISTILLATION:
-        if (node := said_at(root, path)) is not None:
-            raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=node.origin)
+        if (said := said_at(root, path)) is not None:
+            raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=said.origin)
     peft = root.mapping.get("peft")
     if peft is not None and peft.value:
         problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"
@@ -55,7 +55,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
         given[LAYOUT] = _layout(given[LAYOUT], _section(root, "model")["pipeline_model_parallel_layout"])
         given.pop("--num-virtual-stages-per-pipeline-rank", None)  # follows from the layout, and both may be said
     if given.keys() & {"--fp8-format", "--fp4-format"}:
-        _check_low_precision({**sections.get("model", {}), **precision})
+        notes += _check_low_precision(sections["model"], precision, strict)
     given.update(_model(root, {**sections.get("model", {})}, precision))
     return given, tuple(notes)
 
@@ -85,11 +85,19 @@ def of_data(root: Node) -> dict[str, Node]:
     return {"--no-create-attention-mask-in-dataloader": Node(True, skips.origin if skips is not None else root.origin)}
 
 
-def _check_low_precision(fields: Mapping[str, Node]) -> None:
+def _check_low_precision(model: Mapping[str, Node], precision: Mapping[str, Node], strict: bool) -> Iterator[Note]:
+    """Refuses what is not modelled, and tells which of the model's fields ``mixed_precision`` overwrites
+    (``update_config_with_precision_overrides``)."""
+    for field, value in table.LOW_DEFAULTS.items():
+        own, told = model.get(field), precision.get(field)
+        if own is not None and told is not None and own.value is (not value) and told.value is value:
+            problem = "is overwritten by mixed_precision: say it there"
+            yield left_out("argument-unknown", f"model.{field}", own.value, problem, own.origin, strict=strict)
     for field, (value, reason) in table.LOW_PRECISION.items():
-        node = fields.get(field)
+        section = "mixed_precision" if field in precision else "model"
+        node = precision.get(field) or model.get(field)
         if node is not None and node.value is value:
-            raise PlanError(f"model.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
+            raise PlanError(f"{section}.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
 
 
 def _section(root: Node, name: str) -> Mapping[str, Node]:
@@ -237,7 +245,7 @@ def _activation(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     target = node.mapping.get("_target_") if node is not None else None
     name = str(target.value).rpartition(".")[2] if target is not None else "gelu"
     gated = gate is not None and gate.value is True
-    where = node.origin if node is not None else Origin("")
+    where = next((one.origin for one in (node, gate) if one is not None), Origin(""))
     names = table.ACTIVATIONS.get((name, gated))
     if names is None:
         shown = f"{name}{', gated' if gated else ''}"

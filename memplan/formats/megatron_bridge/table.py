@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...plan.errors import Node
+from ..rows import Table, parsed_line
 
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""
 
 LENGTHS = ("dataset.sequence_length", "dataset.seq_length", "model.seq_length")
 """Fields that say the length of a sequence: of the data in the order in which ``GPTDatasetConfig`` takes them."""
+
+WITHOUT_ARGUMENT = {name: parsed_line(name, Table.MODELLED, "") for name in ("--fp8-dot-product-attention",)}
+"""Fields that are modelled as arguments are; Megatron-LM's parser has none for them (``arguments.py``: ``exclude``)."""
 
 TEACHER = "--export-kd-teacher-load"
 DISTILLATION = ("model.teacher", "model.kd_config")
@@ -160,16 +164,17 @@ PRECISIONS: Mapping[str, Mapping[str, object]] = {
 }
 """Every name of ``mixed_precision`` (``training/mixed_precision.py``: ``MIXED_PRECISION_RECIPES``)."""
 
-UNSAID: Mapping[str, object] = {"fp8_recipe": "tensorwise"}
-"""What ``MixedPrecisionConfig`` tells the optimizer, too, where no product is in 8 bits (``fp8_recipe``'s default)."""
+LOW_DEFAULTS = {"fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp8_wgrad": True}
+UNSAID: Mapping[str, object] = {"fp8_recipe": "tensorwise", **LOW_DEFAULTS}
+"""Defaults of ``MixedPrecisionConfig``, which it tells the model and the optimizer, too: ``fp8_recipe`` also where no
+product is in 8 bits."""
 
 LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
-    "fp8_dot_product_attention": (True, "attention in 8 bits saves other tensors"),
     "fp8_multi_head_attention": (True, "attention in 8 bits saves other tensors"),
     "disable_parameter_transpose_cache": (True, "quantised weights that are made in each micro-batch"),
     "fp8_wgrad": (False, "weight gradients in 16 bits keep inputs in 16 bits, too"),
 }
-"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first three."""
+"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first two."""
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 

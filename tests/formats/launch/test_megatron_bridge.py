@@ -242,6 +242,7 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
         ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
         ({**RUN, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}}, "peft: is not modelled yet"),
         (changed(activation_func=named("torch.nn.functional.relu")), "model.activation_func = relu, gated: is not"),
+        (changed(activation_func=None), "run_config.yaml:17: model.activation_func = gelu, gated: is not"),
         (changed(num_layers=None), "--num-layers: is missing"),
         (changed(hidden_size="wide"), "--hidden-size = wide: must be a whole number"),
     ],
@@ -289,12 +290,36 @@ def test_precisions_in_8_and_4_bits(name: str | dict[str, object], fields: dict[
     assert {field: getattr(found.plan.precision, field) for field in fields} == fields
 
 
-@pytest.mark.parametrize(("field", "value"), [("fp8_dot_product_attention", True), ("fp8_wgrad", False)])
+IN_8_BITS = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("fp8_multi_head_attention", True), ("fp8_wgrad", False)])
 def test_of_8_bits_what_is_not_modelled_is_refused(field: str, value: bool, tmp_path: Path) -> None:
-    content = {**changed(**{field: value}), "mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}
-    with pytest.raises(PlanError, match=f"model.{field} = {str(value).lower()}: is not modelled yet"):
-        read(tmp_path, content)
+    with pytest.raises(PlanError, match=f"mixed_precision.{field} = {str(value).lower()}: is not modelled yet"):
+        read(tmp_path, {**RUN, "mixed_precision": {**IN_8_BITS, field: value}})
     assert not read(tmp_path, changed(**{field: value})).warnings
+
+
+def test_attention_in_8_bits_is_as_mixed_precision_says(tmp_path: Path) -> None:
+    """``update_config_with_precision_overrides`` writes each of its fields over the model's, defaults too."""
+    said = {**IN_8_BITS, "fp8_dot_product_attention": True}
+    found = read(tmp_path, {**RUN, "mixed_precision": said}, gpu="b200")
+    assert (found.plan.megatron.fp8_attention, found.plan.precision.fp8) == (True, "tensorwise")
+    assert not found.warnings
+    of_model = changed(fp8_dot_product_attention=True)
+    found = read(tmp_path, {**of_model, "mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"})
+    assert not found.plan.megatron.fp8_attention
+    assert "model.fp8_dot_product_attention (" in found.warnings[0].message
+    assert "is overwritten by mixed_precision" in found.warnings[0].message
+    alone = changed(fp8_dot_product_attention=True, fp8="hybrid", fp8_recipe="delayed", attention_backend="auto")
+    found = read(tmp_path, {**alone, "mixed_precision": None}, cp="1", gpu="b200")
+    assert found.plan.megatron.fp8_attention
+    mxfp8 = {**said, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    found = read(tmp_path, {**RUN, "mixed_precision": mxfp8}, gpu="b200")
+    with pytest.raises(PlanError) as raised:
+        resolve(found.plan)
+    located = str(found.located(raised.value))
+    assert "fp8_dot_product_attention: must be false with fp8_recipe mxfp8" in located
 
 
 def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
