@@ -153,9 +153,10 @@ def words_of_mapping(arguments: Mapping[str, object], framework: str, source: st
     return _mapping(node, arguments_of(framework), {}, Path())
 
 
-def words_of_node(root: Node, framework: str) -> Words:
-    """The arguments in a mapping that a file holds: ``arguments``, and ``environment`` beside them."""
-    return _mapping(root, arguments_of(framework), {}, Path())
+def words_of_node(root: Node, framework: str, more: Mapping[str, Argument] | None = None) -> Words:
+    """The arguments in a mapping that a file holds: ``arguments``, and ``environment`` beside them. ``more`` are known
+    beside those of the framework's parser."""
+    return _mapping(root, {**arguments_of(framework), **(more or {})}, {}, Path())
 
 
 def node_of_written(content: Value, origin: Origin) -> Node:

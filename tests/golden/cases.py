@@ -703,6 +703,11 @@ def launched() -> Iterator[str]:
         ("megatron-deepspeed", "bigscience.sh", "--set SLURM_NNODES=8 --vocab-size 250100"),
         ("megatron-bridge", "bridge_overrides.yaml", "--model llama-3-8b --layers 4 --gpus 8 --gpu h100-80gb"),
         (
+            "megatron-bridge",
+            "bridge_overrides.yaml",
+            "model.seq_length=8192 mixed_precision=fp16_with_mxfp8_mixed --model llama-3-8b --layers 4 --gpus 8 --gpu b200",
+        ),
+        (
             "deepspeed",
             "ds_trainer.json",
             "--model gpt2 --gpus 4 --mbs 2 --gbs 16 --seq 512 --dtype bf16 --gradient-clipping 1",

@@ -16,7 +16,7 @@ from ...plan.text import text_at
 from ...plan.yaml_events import parse_yaml
 from ..files import Words, words_of_node
 from ..megatron_bridge.arguments import arguments
-from ..megatron_bridge.table import BY_ITSELF
+from ..megatron_bridge.table import BY_ITSELF, WITHOUT_ARGUMENT
 from ..settings import Settings
 
 ARGUMENT = "--yaml-cfg"
@@ -40,7 +40,7 @@ def in_place_of(words: Words, strict: bool) -> tuple[Words, tuple[Note, ...]]:
         problem = "has no section language_model: this is no configuration of Megatron-LM's --yaml-cfg"
         raise PlanError(ARGUMENT, place, problem, origin=root.origin)
     named, notes = arguments(Node(_sections(root), root.origin), strict)
-    found = words_of_node(Node({"arguments": Node(named, root.origin)}, root.origin), "megatron")
+    found = words_of_node(Node({"arguments": Node(named, root.origin)}, root.origin), "megatron", WITHOUT_ARGUMENT)
     return replace(words, given=found.given, loose=[]), notes
 
 

@@ -22,7 +22,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     sections = {name: _section(root, name) for name in table.SECTIONS}
     precision = _precision(root)
     overlap = _section(root, "comm_overlap")
-    known = arguments_of(FRAMEWORK)
+    known = {**arguments_of(FRAMEWORK), **table.WITHOUT_ARGUMENT}
     given: dict[str, Node] = {}
     notes: list[Note] = []
     known_otherwise = table.BY_ITSELF | table.IGNORED | table.LOW_PRECISION.keys()
@@ -36,7 +36,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
             value = _value(node)
             if (problem := _put(given, field, value, known)) is None:
                 continue
-            path = f"{section}.{field}"
+            path = f"{'mixed_precision' if node is precision.get(field) else section}.{field}"
             if by_hand and (meant := _slip_of(field)) is not None:
                 raise PlanError(path, ABSENT, guessed("is no field of Megatron-Bridge's", meant), origin=node.origin)
             if section != "train":
@@ -44,6 +44,9 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     for field, node in overlap.items():
         if node.value is not None and not node.mapping:
             _put(given, field, _value(node), known)
+    for path in table.DISTILLATION:
+        if (said := said_at(root, path)) is not None:
+            raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=said.origin)
     peft = root.mapping.get("peft")
     if peft is not None and peft.value:
         problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"
@@ -52,7 +55,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
         given[LAYOUT] = _layout(given[LAYOUT], _section(root, "model")["pipeline_model_parallel_layout"])
         given.pop("--num-virtual-stages-per-pipeline-rank", None)  # follows from the layout, and both may be said
     if given.keys() & {"--fp8-format", "--fp4-format"}:
-        _check_low_precision({**sections.get("model", {}), **precision})
+        notes += _check_low_precision(sections["model"], precision, strict)
     given.update(_model(root, {**sections.get("model", {})}, precision))
     return given, tuple(notes)
 
@@ -82,11 +85,19 @@ def of_data(root: Node) -> dict[str, Node]:
     return {"--no-create-attention-mask-in-dataloader": Node(True, skips.origin if skips is not None else root.origin)}
 
 
-def _check_low_precision(fields: Mapping[str, Node]) -> None:
+def _check_low_precision(model: Mapping[str, Node], precision: Mapping[str, Node], strict: bool) -> Iterator[Note]:
+    """Refuses what is not modelled, and tells which of the model's fields ``mixed_precision`` overwrites
+    (``update_config_with_precision_overrides``)."""
+    for field, value in table.LOW_DEFAULTS.items():
+        own, told = model.get(field), precision.get(field)
+        if own is not None and told is not None and own.value is (not value) and told.value is value:
+            problem = "is overwritten by mixed_precision: say it there"
+            yield left_out("argument-unknown", f"model.{field}", own.value, problem, own.origin, strict=strict)
     for field, (value, reason) in table.LOW_PRECISION.items():
-        node = fields.get(field)
+        section = "mixed_precision" if field in precision else "model"
+        node = precision.get(field) or model.get(field)
         if node is not None and node.value is value:
-            raise PlanError(f"model.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
+            raise PlanError(f"{section}.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
 
 
 def _section(root: Node, name: str) -> Mapping[str, Node]:
@@ -147,19 +158,16 @@ def _precision(root: Node) -> Mapping[str, Node]:
     if node is None or node.value is None:
         return {}
     if node.mapping:
-        told = {"fp8_recipe": Node(table.FP8_RECIPE, node.origin)}
-        return {**told, **{name: value for name, value in node.mapping.items() if not name.startswith("_")}}
-    name = str(node.value).replace("-", "_")
-    dtype, _, rest = name.partition("_")
-    fields = table.SPECIAL_PRECISIONS.get(name)
-    if fields is None and dtype in ("bf16", "fp16"):
-        fields = table.PRECISIONS.get(rest)
+        return {**_nodes(table.UNSAID, node.origin), **{k: v for k, v in node.mapping.items() if not k.startswith("_")}}
+    fields = table.PRECISIONS.get(str(node.value).replace("-", "_"))
     if fields is None:
-        names = ", ".join(f"bf16_{one}" for one in table.PRECISIONS)
-        raise PlanError("mixed_precision", str(node.value), f"must be one of {names}", origin=node.origin)
-    dtype = dtype if dtype == "fp16" else "bf16"
-    every = {dtype: True, "fp8_recipe": table.FP8_RECIPE, "grad_reduce_in_fp32": dtype == "bf16", **fields}
-    return {field: Node(value, node.origin) for field, value in every.items() if isinstance(value, (bool, int, str))}
+        problem = f"must be one of {', '.join(table.PRECISIONS)}"
+        raise PlanError("mixed_precision", str(node.value), problem, origin=node.origin)
+    return _nodes({**table.UNSAID, **fields}, node.origin)
+
+
+def _nodes(fields: Mapping[str, object], origin: Origin) -> dict[str, Node]:
+    return {field: Node(value, origin) for field, value in fields.items() if isinstance(value, (bool, int, str))}
 
 
 def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
@@ -170,9 +178,7 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     if groups is not None and groups.value is not None and (heads is None or groups.value != heads.value):
         yield "--group-query-attention", Node(True, groups.origin)
         yield "--num-query-groups", groups
-    data = _section(root, "dataset")
-    length = data.get("sequence_length") or data.get("seq_length") or model.get("seq_length")
-    if length is not None and length.value is not None:
+    if (length := _length(root)) is not None:
         yield "--seq-length", length
         yield "--max-position-embeddings", length
     yield from _vocabulary(model)
@@ -184,6 +190,28 @@ def _model(root: Node, model: Mapping[str, Node], precision: Mapping[str, Node])
     target = spec.mapping.get("_target_") if spec is not None else None
     if spec is not None and target is not None and "local" in str(target.value).rpartition(".")[2]:
         yield "--transformer-impl", Node("local", spec.origin)
+
+
+def _length(root: Node) -> Node | None:
+    """Tokens of a sequence, which the model and the data must say alike (``training/config.py``:
+    ``ConfigContainer.validate`` asserts ``model.seq_length == data_seq_length``)."""
+    said = {path: node for path in table.LENGTHS if (node := said_at(root, path)) is not None}
+    of_model = said.pop(table.LENGTHS[-1], None)
+    path, of_data = next(iter(said.items()), ("", None))
+    if of_model is not None and of_data is not None and of_model.value != of_data.value:
+        problem = (
+            f"must be {table.LENGTHS[-1]}, {of_model.plain()} ({of_model.origin}): "
+            "Megatron-Bridge asserts that they match"
+        )
+        raise PlanError(path, of_data.plain(), problem, origin=of_data.origin)
+    return of_data or of_model
+
+
+def said_at(root: Node, path: str) -> Node | None:
+    """What ``path`` (``section.field``) has, unless it is null."""
+    section, _, field = path.partition(".")
+    node = _section(root, section).get(field)
+    return node if node is not None and node.value is not None else None
 
 
 def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
@@ -217,7 +245,7 @@ def _activation(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     target = node.mapping.get("_target_") if node is not None else None
     name = str(target.value).rpartition(".")[2] if target is not None else "gelu"
     gated = gate is not None and gate.value is True
-    where = node.origin if node is not None else Origin("")
+    where = next((one.origin for one in (node, gate) if one is not None), Origin(""))
     names = table.ACTIVATIONS.get((name, gated))
     if names is None:
         shown = f"{name}{', gated' if gated else ''}"

@@ -16,6 +16,8 @@ from ...plan.notes import Note
 from ...plan.yaml_events import parse_yaml
 from ..launch import Asked
 from ..megatron.context import Family
+from . import table
+from .arguments import said_at
 
 _SECTIONS = """
     model train validation optimizer scheduler ddp dataset logger tokenizer checkpoint rng dist comm_overlap
@@ -98,7 +100,11 @@ def laid_over(root: Node, words: Sequence[str]) -> Node:
         if sign == "~":
             raise PlanError(".".join(keys), ABSENT, "is not read: an override that deletes (~)", origin=origin)
         if section == "mixed_precision" and path and not _is_mapping(root.mapping.get(section)):
-            problem = "is a field of what the recipe says by name; give another name: mixed_precision=bf16_mixed"
+            names = [name for name, fields in table.PRECISIONS.items() if fields.get(keys[-1]) == value]
+            problem = (
+                "is a field of what the recipe says by name; name the precision as a whole, mixed_precision=NAME: "
+                f"{', '.join(names or table.PRECISIONS)}"
+            )
             raise PlanError(".".join(keys), ABSENT, problem, origin=origin)
         found = parse_yaml(value, ".".join(keys), line=False) if value else Node(None, origin)
         root = _placed(root, keys, Node(found.value, origin, found.text))
@@ -127,7 +133,7 @@ def over_template(root: Node) -> Node:
             for name, value in fields.items()
             if isinstance(value, (bool, int, float, str))
         }
-        if section == "dataset" and "sequence_length" in given.mapping:
+        if section == "dataset" and any(said_at(root, path) for path in table.LENGTHS):
             below = {}
         root = root.with_items({section: Node({**below, **given.mapping}, given.origin)})
     return (
@@ -177,11 +183,8 @@ def told(root: Node, asked: Asked) -> Note | None:
     """Which of a recipe's own choices no override says, and what is taken."""
     left = []
     for path, (flag, value) in _TOLD.items():
-        section, _, name = path.partition(".")
-        fields = root.mapping[section].mapping if section in root.mapping else {}
-        known = {name, "sequence_length"} if name == "seq_length" else {name}
-        known_in_model = name == "seq_length" and "model" in root.mapping and name in root.mapping["model"].mapping
-        if not fields.keys() & known and not known_in_model and flag not in asked.names and flag in by_flag():
+        paths = table.LENGTHS if path in table.LENGTHS else (path,)
+        if not any(said_at(root, one) for one in paths) and flag not in asked.names and flag in by_flag():
             left.append(f"{flag} {value}")
     if not left:
         return None

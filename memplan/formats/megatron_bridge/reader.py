@@ -6,13 +6,14 @@ dtypes and enumerations by name. Its fields become the arguments of Megatron-LM 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError
 from ...plan.spoken import Spoken
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
-from ..files import words_of_node
+from ..files import Words, words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family
 from ..training_scripts import launched
@@ -38,7 +39,7 @@ def read(place: str, asked: Asked) -> Launch:
     _check_whole(model)
     given, notes = arguments(root, asked.strict)
     given.update(of_data(root))
-    words = words_of_node(Node({"arguments": Node(given, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
+    words = _words(given, root)
     folder = words.folder if place == "-" else folder_of(path_of(place))
     words = replace(words, folder=folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
@@ -58,7 +59,7 @@ def _of_overrides(root: Node, asked: Asked) -> Launch:
     given.update(of_data(whole))
     off = {name for name in base if name not in given and _is_turned_off(name, root)}
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
-    words = words_of_node(Node({"arguments": Node(every, root.origin), **_environment(root)}, root.origin), FRAMEWORK)
+    words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
     launch = launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"]))
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
@@ -108,6 +109,11 @@ def _provider(model: Node) -> str:
         )
         raise PlanError("model._target_", named, problem, origin=target.origin)
     return str(hub.value) if hub is not None and hub.value else named
+
+
+def _words(given: Mapping[str, Node], root: Node) -> Words:
+    whole = Node({"arguments": Node(dict(given), root.origin), **_environment(root)}, root.origin)
+    return words_of_node(whole, FRAMEWORK, table.WITHOUT_ARGUMENT)
 
 
 def _environment(root: Node) -> dict[str, Node]:

@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...plan.errors import Node
+from ..rows import Table, parsed_line
 
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""
+
+LENGTHS = ("dataset.sequence_length", "dataset.seq_length", "model.seq_length")
+"""Fields that say the length of a sequence: of the data in the order in which ``GPTDatasetConfig`` takes them."""
+
+WITHOUT_ARGUMENT = {name: parsed_line(name, Table.MODELLED, "") for name in ("--fp8-dot-product-attention",)}
+"""Fields that are modelled as arguments are; Megatron-LM's parser has none for them (``arguments.py``: ``exclude``)."""
+
+TEACHER = "--export-kd-teacher-load"
+DISTILLATION = ("model.teacher", "model.kd_config")
+"""Fields of ``DistillationProvider`` alone (``models/distillation_provider.py``), refused as ``TEACHER`` is."""
 
 RENAMED: Mapping[str, str] = {
     "num_moe_experts": "--num-experts",
@@ -103,7 +114,7 @@ ACTIVATIONS: Mapping[tuple[str, bool], tuple[str, ...]] = {
 
 _HALVES = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "first_last_layers_bf16": True}
 _TWO_EACH = {**_HALVES, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
-PRECISIONS: Mapping[str, Mapping[str, object]] = {
+_SCALED: Mapping[str, Mapping[str, object]] = {
     "mixed": {},
     "with_fp8_delayed_scaling_mixed": {
         "fp8": "hybrid",
@@ -124,39 +135,46 @@ PRECISIONS: Mapping[str, Mapping[str, object]] = {
         "fp8_param_gather": True,
         "reuse_grad_buf_for_mxfp8_param_ag": True,
     },
-    "with_nvfp4_mixed": {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
 }
-"""What the names of ``mixed_precision`` mean behind ``bf16_`` or ``fp16_``."""
-
-FP8_RECIPE = "tensorwise"
-"""What ``MixedPrecisionConfig`` tells the optimizer, too, where no product is in 8 bits (``fp8_recipe``'s default)."""
-
-SPECIAL_PRECISIONS: Mapping[str, Mapping[str, object]] = {
+_FP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True}
+_BF16 = {"bf16": True, "grad_reduce_in_fp32": True}
+_FP16 = {"fp16": True, "grad_reduce_in_fp32": False}
+PRECISIONS: Mapping[str, Mapping[str, object]] = {
+    **{f"bf16_{name}": {**_BF16, **fields} for name, fields in _SCALED.items()},
+    **{f"fp16_{name}": {**_FP16, **fields} for name, fields in _SCALED.items()},
+    "bf16_with_nvfp4_mixed": {**_BF16, **_FP4},
     "nemotron_h_bf16_with_fp8_current_scaling_mixed": {
-        **PRECISIONS["with_fp8_current_scaling_mixed"],
+        **_BF16,
+        **_SCALED["with_fp8_current_scaling_mixed"],
         **_TWO_EACH,
     },
     "nanov2_bf16_with_fp8_current_scaling_mixed": {
-        **PRECISIONS["with_fp8_current_scaling_mixed"],
+        **_BF16,
+        **_SCALED["with_fp8_current_scaling_mixed"],
         **_TWO_EACH,
         "fp8_recipe": "blockwise",
     },
     "nemotron_3_super_bf16_with_nvfp4_mixed": {
-        **PRECISIONS["with_nvfp4_mixed"],
+        **_BF16,
+        **_FP4,
         "first_last_layers_bf16": True,
         "num_layers_at_start_in_bf16": 0,
         "num_layers_at_end_in_bf16": 14,
     },
 }
-"""Names with another beginning."""
+"""Every name of ``mixed_precision`` (``training/mixed_precision.py``: ``MIXED_PRECISION_RECIPES``)."""
+
+LOW_DEFAULTS = {"fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp8_wgrad": True}
+UNSAID: Mapping[str, object] = {"fp8_recipe": "tensorwise", **LOW_DEFAULTS}
+"""Defaults of ``MixedPrecisionConfig``, which it tells the model and the optimizer, too: ``fp8_recipe`` also where no
+product is in 8 bits."""
 
 LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
-    "fp8_dot_product_attention": (True, "attention in 8 bits saves other tensors"),
     "fp8_multi_head_attention": (True, "attention in 8 bits saves other tensors"),
     "disable_parameter_transpose_cache": (True, "quantised weights that are made in each micro-batch"),
     "fp8_wgrad": (False, "weight gradients in 16 bits keep inputs in 16 bits, too"),
 }
-"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first three."""
+"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first two."""
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 

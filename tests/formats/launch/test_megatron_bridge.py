@@ -242,6 +242,7 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
         ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
         ({**RUN, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}}, "peft: is not modelled yet"),
         (changed(activation_func=named("torch.nn.functional.relu")), "model.activation_func = relu, gated: is not"),
+        (changed(activation_func=None), "run_config.yaml:17: model.activation_func = gelu, gated: is not"),
         (changed(num_layers=None), "--num-layers: is missing"),
         (changed(hidden_size="wide"), "--hidden-size = wide: must be a whole number"),
     ],
@@ -289,12 +290,36 @@ def test_precisions_in_8_and_4_bits(name: str | dict[str, object], fields: dict[
     assert {field: getattr(found.plan.precision, field) for field in fields} == fields
 
 
-@pytest.mark.parametrize(("field", "value"), [("fp8_dot_product_attention", True), ("fp8_wgrad", False)])
+IN_8_BITS = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("fp8_multi_head_attention", True), ("fp8_wgrad", False)])
 def test_of_8_bits_what_is_not_modelled_is_refused(field: str, value: bool, tmp_path: Path) -> None:
-    content = {**changed(**{field: value}), "mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}
-    with pytest.raises(PlanError, match=f"model.{field} = {str(value).lower()}: is not modelled yet"):
-        read(tmp_path, content)
+    with pytest.raises(PlanError, match=f"mixed_precision.{field} = {str(value).lower()}: is not modelled yet"):
+        read(tmp_path, {**RUN, "mixed_precision": {**IN_8_BITS, field: value}})
     assert not read(tmp_path, changed(**{field: value})).warnings
+
+
+def test_attention_in_8_bits_is_as_mixed_precision_says(tmp_path: Path) -> None:
+    """``update_config_with_precision_overrides`` writes each of its fields over the model's, defaults too."""
+    said = {**IN_8_BITS, "fp8_dot_product_attention": True}
+    found = read(tmp_path, {**RUN, "mixed_precision": said}, gpu="b200")
+    assert (found.plan.megatron.fp8_attention, found.plan.precision.fp8) == (True, "tensorwise")
+    assert not found.warnings
+    of_model = changed(fp8_dot_product_attention=True)
+    found = read(tmp_path, {**of_model, "mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"})
+    assert not found.plan.megatron.fp8_attention
+    assert "model.fp8_dot_product_attention (" in found.warnings[0].message
+    assert "is overwritten by mixed_precision" in found.warnings[0].message
+    alone = changed(fp8_dot_product_attention=True, fp8="hybrid", fp8_recipe="delayed", attention_backend="auto")
+    found = read(tmp_path, {**alone, "mixed_precision": None}, cp="1", gpu="b200")
+    assert found.plan.megatron.fp8_attention
+    mxfp8 = {**said, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    found = read(tmp_path, {**RUN, "mixed_precision": mxfp8}, gpu="b200")
+    with pytest.raises(PlanError) as raised:
+        resolve(found.plan)
+    located = str(found.located(raised.value))
+    assert "fp8_dot_product_attention: must be false with fp8_recipe mxfp8" in located
 
 
 def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
@@ -388,6 +413,24 @@ def test_what_no_override_says_is_told() -> None:
     assert "mbs" not in overridden("train.train_iters=10", mbs="1").warnings[0].message
 
 
+def test_the_length_that_is_said_wins_over_the_templates() -> None:
+    for word in ("model.seq_length=8192", "dataset.seq_length=8192", "dataset.sequence_length=8192"):
+        found = overridden(word)
+        assert found.plan.batch.seq == 8192
+        assert not any("seq 4096" in note.message for note in found.warnings)
+
+
+def test_lengths_of_model_and_data_that_differ_are_refused_with_both_places(tmp_path: Path) -> None:
+    """``ConfigContainer.validate`` (``training/config.py``) asserts that they match."""
+    with pytest.raises(PlanError) as found:
+        read(tmp_path, changed(seq_length=16384))
+    assert "dataset.sequence_length = 4096: must be model.seq_length, 16384 (" in str(found.value)
+    assert str(found.value).count("run_config.yaml:") == 2
+    assert "\n" not in str(found.value)
+    with pytest.raises(PlanError, match=r"command line.*4096: must be model.seq_length, 8192 \(command line\)"):
+        overridden("model.seq_length=8192", "dataset.seq_length=4096")
+
+
 def test_a_switch_of_the_model_is_turned_off() -> None:
     words = ("model.qk_layernorm=false", "model.seq_length=2048")
     assert overridden(*words, model="qwen3-8b").plan.model.qk_norm is False
@@ -402,7 +445,14 @@ def test_a_switch_of_the_model_is_turned_off() -> None:
         (("peft=lora",), {"model": "llama-3-8b"}, "peft: is not modelled yet"),
         (("model.tensor_model_paralel_size=4",), {"model": "llama-3-8b"}, "did you mean tensor_model_parallel_size?"),
         (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "mixed_precision = bf16_best: must be one of"),
-        (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "says by name; give another name"),
+        (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "mixed_precision=NAME: .*bf16_with_fp8_current"),
+        (
+            ("mixed_precision.fp8_recipe=mxfp8",),
+            {"model": "llama-3-8b"},
+            "mixed_precision=NAME: bf16_with_mxfp8_mixed, fp16_with_mxfp8_mixed$",
+        ),
+        (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "one of .*fp16_with_mxfp8_mixed.*nanov2_"),
+        (("mixed_precision=fp16_with_nvfp4_mixed",), {"model": "llama-3-8b"}, "must be one of "),
         (("mixed_precision=bf16_mixed", "mixed_precision.fp8=hybrid"), {"model": "llama-3-8b"}, "says by name"),
         (("model.seq_length=512",), {"model": "bert-large", "gpus": "8"}, "has no provider in Megatron-Bridge"),
         (("llama-3-8b-8gpu", "model.num_layers=4"), {}, "a field of a plan is given as a flag"),
@@ -451,6 +501,15 @@ def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
     target = "megatron.bridge.models.distillation_provider.DistillationProvider"
     with pytest.raises(PlanError, match="DistillationProvider: is not modelled yet"):
         read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
+
+
+@pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])
+def test_overrides_of_a_distillation_are_refused_as_megatrons_is(word: str) -> None:
+    """As ``examples/distillation/llama/conf/llama32_3b-1b_distill_override_example.yaml`` has them."""
+    path = word.rpartition(".")[0]
+    with pytest.raises(PlanError, match=f"{path}: is distillation, and its teacher.*without it the student alone is"):
+        overridden(word, "model.seq_length=4096", model="llama-3.2-1b")
+    assert overridden(f"{path}=null", "model.seq_length=4096").plan.batch.seq == 4096
 
 
 def test_an_override_is_no_file() -> None:
