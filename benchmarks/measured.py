@@ -376,6 +376,8 @@ def table_of(path: Path) -> Table:
     rows = read_rows(path)
     reader = READERS.get(path.name)
     if reader is None:
-        what = "times, beside which timing.md puts predicted ones" if path.name in TIMES else "a file that has no reader"
+        what = (
+            "times, beside which timing.md puts predicted ones" if path.name in TIMES else "a file that has no reader"
+        )
         return Table(path.name, "", "", "", not_modelled=(f"{len(rows)} rows of {what}",))
     return reader(rows)

@@ -113,7 +113,7 @@ def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -
         (
             {"fp8": "tensorwise", "framework": "fsdp", "zero": 0},
             "precision.fp8",
-            "must be left out with framework fsdp",
+            "needs torchtitan's compiled layers",
         ),
         ({"fp8": "mxfp8", "gpu": "b200", "seq": 4080}, "precision.fp8", "needs a multiple of 32 tokens"),
     ],
