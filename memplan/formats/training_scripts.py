@@ -44,9 +44,12 @@ def read(place: str, asked: Asked) -> Launch:
     words = read_words(place, asked.format, asked.variables())
     try:
         return launched(words, asked)
-    except NeededError as error:
-        settings = Settings(words.given, words.ledger, words.origin)
-        raise with_unread(together([error, *settings.all_needed()]), words.unread) from None
+    except PlanError as error:
+        if isinstance(error, NeededError):
+            error = together([error, *Settings(words.given, words.ledger, words.origin).all_needed()])
+        elif not words.unread or not error.problem.startswith("is missing"):
+            raise
+        raise with_unread(error, words.unread) from None
 
 
 def with_unread(error: PlanError, unread: Sequence[str]) -> PlanError:
