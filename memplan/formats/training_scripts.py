@@ -23,6 +23,7 @@ from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
+from .megatron.layout import BATCH_SCHEDULE
 from .rows import Argument, Building, Row, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
@@ -135,7 +136,7 @@ def launched(
     gbs = building.items.get("batch.gbs")
     spoken = _spoken(words, building, table.ROWS)
     launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)), spoken=spoken)
-    if gbs is None or settings.has("--global-batch-size"):
+    if gbs is None or settings.has("--global-batch-size") or settings.has(BATCH_SCHEDULE):
         return launch
     return replace(launch, finish=partial(_one_microbatch, derived=gbs.origin))
 

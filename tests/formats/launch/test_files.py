@@ -15,7 +15,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.bash.values import text
-from memplan.plan.errors import PlanError
 from memplan.formats.files import not_in, read_words, words_of
 from memplan.formats.launch import Asked, completed
 from memplan.formats.rows import arguments_of

@@ -494,7 +494,18 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
 
 def test_of_a_batch_that_grows_in_steps_the_last_is_estimated() -> None:
     assert plan(small('--step-batch-size-schedule "0:16 250B:64"')).batch.gbs == 64
-    assert "must be steps such as" in error_of(lambda: launch(small("--step-batch-size-schedule 8:x")))
+    assert plan(small('--step-batch-size-schedule "250B:1.5K,0:16"')).batch.gbs == 1500
+    for wrong in ("8:x", "8:16", "0:0", "0:8,0:16", "0.0.0:8"):
+        with pytest.raises(PlanError, match="must be steps such as"):
+            launch(small(f"--step-batch-size-schedule {wrong}"))
+
+
+def test_a_batch_that_grows_in_steps_is_kept_beside_flags(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(small('--step-batch-size-schedule "0:16 250B:64"'), encoding="utf-8")
+    flags = LaunchFlags(("megatron",), (), False, None)
+    assert read_given(str(tmp_path / "train.sh"), flags, {"gpus": "8"}).plan.batch.gbs == 64
+    with pytest.raises(PlanError, match=r"train.sh:\d+: --global-batch-size = 8: must be left out"):
+        launch(small('--global-batch-size 8 --step-batch-size-schedule "0:16"'))
 
 
 def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
