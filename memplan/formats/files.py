@@ -28,8 +28,8 @@ _PART_OF_WORD = re.compile(
     re.DOTALL,
 )
 _NAME = re.compile(r"(?<![\w-])--[\w-]+")
-_OF_OTHERS = "belongs to models"
-"""How the reason begins why an argument is refused that models of another kind have."""
+_OF_OTHERS = ("belongs to models", "was renamed long ago")
+"""How the reason begins why an argument is refused that models of another kind have, or older scripts."""
 _BETWEEN_WORDS = re.compile(r"(?:\s+|\\\n|#[^\n]*)*")
 _WORD = 100
 """Steps of an argument: what becomes of it later is among them."""
@@ -121,8 +121,8 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
 
 
 def _other_model(content: str, source: str, arguments: Mapping[str, Argument]) -> PlanError | None:
-    """An error for an argument of a model that is refused, wherever it stands: what decides whether the script starts a
-    training need not be known then."""
+    """An error for an argument of a model or an old script that is refused, wherever it stands: what decides whether
+    the script starts a training need not be known then."""
     for number, line in enumerate(content.splitlines(), 1):
         for name in () if _COMMENT.fullmatch(line) else _NAME.findall(line):
             argument = arguments.get(name)

@@ -504,6 +504,13 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
     assert all("--vocab-size 128256 is not used: GPT2BPETokenizer" in message for message in unused)
 
 
+def test_the_old_name_of_an_argument_is_told_where_nothing_starts() -> None:
+    content = "P='--activations-checkpoint-method uniform'\n. `pwd`/SBATCH.sh\n"
+    assert "train.sh:1: --activations-checkpoint-method: was renamed long ago" in error_of(lambda: launch(content))
+    content = "python train.py --args $(date)/train.json\n"
+    assert "$(date)/train.json, which line 1 gives it," in error_of(lambda: launch(content))
+
+
 def test_of_a_batch_that_grows_in_steps_the_last_is_estimated() -> None:
     assert plan(small('--step-batch-size-schedule "0:16 250B:64"')).batch.gbs == 64
     assert plan(small('--step-batch-size-schedule "250B:1.5K,0:16"')).batch.gbs == 1500
