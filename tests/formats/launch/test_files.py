@@ -251,6 +251,18 @@ def test_a_script_beside_the_script_is_read_however_it_is_named(tmp_path: Path, 
     assert build_plan(found.source, {}).plan.layout.tp == 4
 
 
+def test_a_variable_that_a_sourced_script_uses_is_not_told_to_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sizes.sh").write_text("TP=$1\n")
+    (tmp_path / "train.sh").write_text(". $(pwd)/sizes.sh\npython pretrain_gpt.py --num-layers $TP\n")
+    assert read_words(str(tmp_path / "train.sh"), "megatron", {"1": "4", "2": "4"}).unused == ("2",)
+
+
+def test_a_draft_head_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("ARGS='\n --algorithm eagle3'\npython pretrain_gpt.py --num-layers 2\n")
+    with pytest.raises(PlanError, match=r"train.sh:2: --algorithm = eagle3: converts the model"):
+        read_words(str(tmp_path / "train.sh"), "megatron", {})
+
+
 def test_an_argument_that_is_missing_names_the_script_that_may_set_it(tmp_path: Path) -> None:
     started = 'HERE="$(dirname "$(readlink -f "$0")")"\nsource "${HERE}/conf/sizes.sh"\n'
     (tmp_path / "train.sh").write_text(
