@@ -148,7 +148,8 @@ def _failed(error: BaseException, arguments: list[str]) -> int:
         return WRONG_ENVIRONMENT
     if isinstance(error, OSError):
         silence(sys.stdout)  # what is still to be written would fail once more, when Python ends
-        tell(f"memplan: {error.strerror or error}")
+        named = "" if error.filename is None else f"{error.filename}: "
+        tell(one_line(f"memplan: {named}{error.strerror or error}"))
         return WRONG_ENVIRONMENT
     if isinstance(error, ImportError) and not (error.name or "").startswith("memplan"):
         tell(one_line(f"memplan: {error}: pip install memplan installs what it needs"))

@@ -85,6 +85,14 @@ def test_what_is_no_fault_keeps_its_code(
     assert capsys.readouterr().err.count("\n") == (code != 130)
 
 
+def test_a_file_that_the_system_refuses_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    broken(monkeypatch, FileNotFoundError(2, "No such file or directory", "gone.yaml"))
+    assert cli.main(["estimate"]) == cli.WRONG_ENVIRONMENT
+    assert capsys.readouterr().err == "memplan: gone.yaml: No such file or directory\n"
+
+
 def test_details_hold_nothing_private_that_they_do_not_tell_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -20,6 +20,19 @@ _DEEPEST_REFERENCE = 8
 _PART = 10
 """Steps of a part of a word."""
 
+OWN_FOLDER = "$(dirname $0)"
+"""How the folder of the script is shown, however the script asks for it."""
+_RESOLVES = r"(?:readlink -f|realpath)"
+_SCRIPT = r"(?:-- )?\"?\$(?:0|\{0\}|BASH_SOURCE|\{BASH_SOURCE(?:\[0\])?(?::-\$0)?\})\"?"
+_DIRNAME = rf"(?:\$\( ?dirname (?:-- )?(?:{_SCRIPT}|\"?\$\({_RESOLVES} {_SCRIPT}\)\"?) ?\)|`dirname {_SCRIPT}`)"
+_REDIRECTS = r"(?: *\d?&?>&? ?[\w/]+)*"
+_OWN_FOLDER = re.compile(
+    rf"{_DIRNAME}|\$\({_RESOLVES} \"?{_DIRNAME}\"?\)|\$\(pwd(?: -P)?\)|`pwd`"
+    rf"|\$\( ?cd (?:-P |-- )*\"?{_DIRNAME}\"?{_REDIRECTS} ?(?:&&|;) ?pwd(?: -P)? ?\)"
+)
+"""``$(dirname $0)``, ``$(dirname "${BASH_SOURCE[0]}")``, ``$(dirname "$(readlink -f "$0")")``,
+``$(cd "$(dirname "$0")" && pwd)``; and ``$(pwd)``, since a script is read as if it were started in its folder."""
+
 
 class Expansion:
     """Expands words over ``variables``; ``capture`` says what commands print, where that can be said."""
@@ -141,7 +154,8 @@ class Expansion:
             return [self._unknown(part.text, "", Cause.PLACEHOLDER, part.origin)]
         if isinstance(part, Substitution):
             captured = self._capture(part.body)
-            return [captured if captured is not None else self._unknown(part.text, "", Cause.COMMAND, part.origin)]
+            shown = OWN_FOLDER if _OWN_FOLDER.fullmatch(part.text) else part.text
+            return [captured if captured is not None else self._unknown(shown, "", Cause.COMMAND, part.origin)]
         number = self.number(part.expression)
         if isinstance(number, int):
             return [(Piece(str(number), part.origin),)]

@@ -437,13 +437,13 @@ class Shell:
         return True
 
 
-_FOLDER_OF_SCRIPT = re.compile(r"\$\(dirname [^()]*\)/([\w.-][\w./-]*)")
-"""How scripts name a file beside themselves: ``$(dirname $0)/a.sh``, ``$(dirname "${BASH_SOURCE[0]}")/a.sh``."""
+_BESIDE = re.compile(r"(?:\$\(dirname [^()]*\)|\$PWD)/+([\w.-][\w./-]*)")
+"""A file beside the script, by ``OWN_FOLDER`` or the folder of what a variable holds."""
 
 
 def _beside_the_script(shown: str) -> str:
     """The path from the script's folder that ``shown``, a word that is not known, means; empty if it means none."""
-    found = _FOLDER_OF_SCRIPT.fullmatch(shown)
+    found = _BESIDE.fullmatch(shown)
     return found[1] if found is not None else ""
 
 

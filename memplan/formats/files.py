@@ -28,8 +28,10 @@ _PART_OF_WORD = re.compile(
     re.DOTALL,
 )
 _NAME = re.compile(r"(?<![\w-])--[\w-]+")
-_OF_OTHERS = "belongs to models"
-"""How the reason begins why an argument is refused that models of another kind have."""
+_OF_OTHERS = ("belongs to models", "was renamed long ago")
+"""How the reason begins why an argument is refused that models of another kind have, or older scripts."""
+_DRAFTED = re.compile(r"^[^#\n]*(?<![\w-])--algorithm[ =](eagle\w*|medusa)", re.MULTILINE)
+"""What Megatron-LM's ``examples/post_training/modelopt/convert_model.py`` is told in front of such a training."""
 _BETWEEN_WORDS = re.compile(r"(?:\s+|\\\n|#[^\n]*)*")
 _WORD = 100
 """Steps of an argument: what becomes of it later is among them."""
@@ -66,7 +68,7 @@ def read_words(name: str, framework: str, given: Mapping[str, str]) -> Words:
         path = path_of(name)
         content, source, folder = read_text(path), str(path), folder_of(path)
     words = words_of(content, source, framework, given, folder)
-    return replace(words, unused=not_in(content, given) if given else ())
+    return replace(words, unused=not_in(content, given)) if given and words.training is None else words
 
 
 def not_in(content: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -100,7 +102,19 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
         return _list(listed, arguments, given, ledger, origin, folder)
     if first.startswith("-"):
         return _list(_listed(content, source, ledger.budget), arguments, given, ledger, origin, folder)
-    reading = read_script(content, source, given, beside(folder))
+    texts = [content]
+
+    def read_beside(name: str) -> tuple[str, str] | None:
+        found = beside(folder)(name)
+        texts.extend(found[:1] if found is not None else ())
+        return found
+
+    reading = read_script(content, source, given, read_beside)
+    drafted = _DRAFTED.search(content)
+    if drafted is not None:
+        problem = "converts the model to one with a draft head, which trains beside a base that is not estimated"
+        where = Origin(source, 1 + content.count("\n", 0, drafted.start()))
+        raise PlanError("--algorithm", drafted[1], problem, origin=where)
     try:
         training = training_in(reading, source)
     except PlanError as error:
@@ -117,12 +131,13 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
         training.environment,
         reading.files,
         unread=unread(reading),
+        unused=not_in("\n".join(texts), given) if given else (),
     )
 
 
 def _other_model(content: str, source: str, arguments: Mapping[str, Argument]) -> PlanError | None:
-    """An error for an argument of a model that is refused, wherever it stands: what decides whether the script starts a
-    training need not be known then."""
+    """An error for an argument of a model or an old script that is refused, wherever it stands: what decides whether
+    the script starts a training need not be known then."""
     for number, line in enumerate(content.splitlines(), 1):
         for name in () if _COMMENT.fullmatch(line) else _NAME.findall(line):
             argument = arguments.get(name)

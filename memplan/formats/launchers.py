@@ -284,7 +284,8 @@ _IN_FLAGS = "memplan estimate --model NAME --lora-rank 8 --mbs 1 --seq 2048 --gp
 def _files_given(reading: Reading) -> list[str]:
     """Files of arguments that a Python file is given."""
     return [
-        f"{text(word)}, which line {started.origin.line} gives it, is not there or holds no arguments that are read"
+        f"{reading.ledger.shown(word)}, which line {started.origin.line} gives it, is not there or holds no arguments "
+        "that are read"
         for started in reading.started
         for word in started.words
         if text(word).endswith(MAPPINGS)

@@ -23,6 +23,7 @@ from .files import Words, read_words, words_of, words_of_mapping
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
+from .megatron.layout import BATCH_SCHEDULE
 from .rows import Argument, Building, Row, Table, arguments_of, nearest_argument
 from .settings import Given, NeededError, Settings, asks
 
@@ -44,9 +45,12 @@ def read(place: str, asked: Asked) -> Launch:
     words = read_words(place, asked.format, asked.variables())
     try:
         return launched(words, asked)
-    except NeededError as error:
-        settings = Settings(words.given, words.ledger, words.origin)
-        raise with_unread(together([error, *settings.all_needed()]), words.unread) from None
+    except PlanError as error:
+        if isinstance(error, NeededError):
+            error = together([error, *Settings(words.given, words.ledger, words.origin).all_needed()])
+        elif not words.unread or not error.problem.startswith("is missing"):
+            raise
+        raise with_unread(error, words.unread) from None
 
 
 def with_unread(error: PlanError, unread: Sequence[str]) -> PlanError:
@@ -132,7 +136,7 @@ def launched(
     gbs = building.items.get("batch.gbs")
     spoken = _spoken(words, building, table.ROWS)
     launch = Launch(Source(building.plan(), Path()), tuple(notes), tuple(_explained(words, building)), spoken=spoken)
-    if gbs is None or settings.has("--global-batch-size"):
+    if gbs is None or settings.has("--global-batch-size") or settings.has(BATCH_SCHEDULE):
         return launch
     return replace(launch, finish=partial(_one_microbatch, derived=gbs.origin))
 

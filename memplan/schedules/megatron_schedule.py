@@ -71,7 +71,7 @@ def schedule(
     size = stages if group is None else group
     if not stages <= size <= microbatches:
         allowed = f"must be from {stages} (layout.pp) to {microbatches} (micro-batches of an iteration)"
-        if group is None:
+        if microbatches < stages:
             raise PlanError("layout.vpp", chunks, f"needs at least {stages} micro-batches, there are {microbatches}")
         raise PlanError("pipeline.group", group, allowed)
     if 0 < microbatches % size < stages:

@@ -106,7 +106,11 @@ def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -
         ({"fp8": "tensorwise", "fp4": "nvfp4"}, "precision.fp4", "must be left out with precision.fp8"),
         ({"fp8_parameters": True}, "precision.fp8_parameters", "needs precision.fp8 or precision.fp4"),
         ({"fp8": "tensorwise", "fp8_parameters": True, "zero": 0}, "precision.fp8_parameters", "zero: 1"),
-        ({"fp8": "delayed", "first_16bit_layers": 1}, "precision.first_16bit_layers", "must be 0 with delayed scaling"),
+        (
+            {"fp8": "delayed", "first_16bit_layers": 1},
+            "precision.first_16bit_layers",
+            "must be left out with delayed scaling",
+        ),
         ({"fp8": "tensorwise", "last_16bit_layers": 9}, "precision.last_16bit_layers", "must be at most 4"),
         ({"fp8": "tensorwise", "te_version": "2.8"}, "megatron.transformer_engine", "must be 2.14 or later"),
         ({"fp8": "tensorwise", "transformer_impl": "local"}, "precision.fp8", "must be left out with local layers"),

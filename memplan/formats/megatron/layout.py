@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.megatron_layout import virtual_stages, written_out
 from ...plan.plan import Plan
@@ -81,17 +83,25 @@ def _interleaved(plan: Plan) -> bool:
     return plan.layout.vpp > 1
 
 
-_BATCH_SCHEDULE = "--step-batch-size-schedule"
+BATCH_SCHEDULE = "--step-batch-size-schedule"
+_COUNT = r"(\d+(?:\.\d+)?)([KMBT]?)"
+_STEP = re.compile(f"{_COUNT}:{_COUNT}", re.ASCII | re.IGNORECASE)
 
 
 def _last_batch(steps: Node) -> Node:
-    """``"0:768 250B:1536"``: of a batch that grows in steps its last size, beside which there is no other."""
-    last = str(steps.value).replace('"', "").split()[-1:]
-    size = last[0].rpartition(":")[2] if last else ""
-    if not size.isdigit():
-        problem = "must be steps such as 0:768 250B:1536"
-        raise PlanError(_BATCH_SCHEDULE, steps.value, problem, origin=steps.origin)
-    return Node(int(size), steps.origin)
+    """``"0:768 250B:1536"``: of a batch that grows in steps its last size, beside which there is no other
+    (``num_microbatches_calculator.py``, ``StepBatchsizeNumMicroBatchesCalculator._parse_schedule``: blanks or commas
+    part the steps, in order of the samples or tokens at which each begins, the first at 0)."""
+    found = [_STEP.fullmatch(step) for step in str(steps.value).replace('"', "").replace(",", " ").split()]
+    sizes = {_in_ones(step[1], step[2]): int(_in_ones(step[3], step[4])) for step in found if step is not None}
+    if not sizes or len(sizes) < len(found) or min(sizes) != 0 or not all(sizes.values()):
+        problem = "must be steps such as 0:768 250B:1536, the first from 0 on, each from another number on"
+        raise PlanError(BATCH_SCHEDULE, steps.value, problem, origin=steps.origin)
+    return Node(sizes[max(sizes)], steps.origin)
+
+
+def _in_ones(number: str, unit: str) -> float:
+    return float(number) * 1e3 ** " KMBT".index(unit.upper() or " ")
 
 
 def _decoder(reader: Reader) -> None:
@@ -120,10 +130,15 @@ DECODER_LAYERS = "--decoder-num-layers"
 def _gbs(reader: Reader) -> None:
     """Where nobody says, one micro-batch on every data-parallel rank."""
     settings, building, gpus = reader.settings, reader.building, reader.context.gpus
-    steps = settings.word(_BATCH_SCHEDULE)
-    gbs = settings.integer("--global-batch-size") if steps is None else _last_batch(steps)
+    steps = settings.word(BATCH_SCHEDULE)
+    gbs = settings.integer("--global-batch-size")
+    if steps is not None:
+        if gbs is not None:
+            problem = f"must be left out with {BATCH_SCHEDULE}: Megatron-LM stops"
+            raise PlanError("--global-batch-size", gbs.value, problem, origin=gbs.origin)
+        gbs = _last_batch(steps)
     if gbs is not None:
-        building.put("batch.gbs", gbs, _BATCH_SCHEDULE if steps is not None else "--global-batch-size")
+        building.put("batch.gbs", gbs, BATCH_SCHEDULE if steps is not None else "--global-batch-size")
     elif gpus is not None:
         ranks = building.size("layout.tp") * building.size("layout.pp") * building.size("layout.cp")
         mbs = building.items["batch.mbs"]

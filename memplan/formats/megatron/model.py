@@ -134,8 +134,10 @@ def _windowed(plan: Plan) -> bool:
 
 
 def _attention_bias(reader: Reader) -> None:
+    """Latent attention's queries, keys and values have none, whatever is said (``multi_latent_attention.py``)."""
     names = ("--add-qkv-bias", "--disable-bias-linear")
     biased = reader.settings.has(names[0]) or not reader.settings.has(names[1])
+    biased = biased and not reader.settings.has("--multi-latent-attention")
     reader.building.put("model.attention_bias", Node(biased, reader.settings.where(*names)), *names)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from ...plan.errors import ABSENT, Node, PlanError
@@ -12,6 +13,8 @@ from ..rows import Building, Reader, Row, elsewhere, switch
 from . import sharding
 
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out")
+_OTHER_MODULES = ("gdp_in_proj", "gdp_qkv", "mhc")
+"""Further ones that ``transformer_config.py`` allows."""
 
 
 def _precision(reader: Reader) -> None:
@@ -112,9 +115,15 @@ def _recomputed(building: Building, modules: list[Node]) -> list[Node]:
         elif module.value in _MODULES:
             kept[module.value] = module
         else:
-            problem = f"is not modelled yet; {', '.join(_MODULES)} are"
-            raise PlanError("--recompute-modules", module.value, problem, origin=module.origin, known=_MODULES)
+            raise _no_module("--recompute-modules", module, _MODULES, _OTHER_MODULES)
     return list(kept.values())
+
+
+def _no_module(name: str, module: Node, modelled: Sequence[str], others: Sequence[str]) -> PlanError:
+    """That ``module`` of the argument ``name`` is none of ``modelled``: of Megatron's ``others``, or nobody's."""
+    listed = ", ".join(modelled)
+    problem = f"is not modelled yet; {listed} are" if module.value in others else f"must be one of {listed}"
+    return PlanError(name, module.value, problem, origin=module.origin, known=modelled)
 
 
 def _in_full(plan: Plan) -> bool:
@@ -165,8 +174,7 @@ def _offloading(reader: Reader) -> None:
         raise PlanError(name, ABSENT, problem, origin=settings.where(OFFLOADING))
     for module in modules:
         if module.value not in OFFLOAD_MODULES:
-            problem = f"is not modelled yet; {', '.join(OFFLOAD_MODULES)} are"
-            raise PlanError(name, module.value, problem, origin=module.origin, known=OFFLOAD_MODULES)
+            raise _no_module(name, module, OFFLOAD_MODULES, _OTHER_OFFLOAD_MODULES)
     for part, plain in _OFFLOADING_PARTS.items():
         given = settings.number(part)
         if given is not None and given.value != plain:
@@ -176,6 +184,7 @@ def _offloading(reader: Reader) -> None:
 
 
 OFFLOAD_MODULES = get_args(OffloadModule)
+_OTHER_OFFLOAD_MODULES = ("fused_group_mlp", "gdp_qkv")
 _OFFLOADING_PARTS = {"--delta-offload-bytes-across-pp-ranks": 0, "--activation-offload-fraction": 1}
 """Arguments that share out what goes to the host, and the value that leaves it as it is."""
 

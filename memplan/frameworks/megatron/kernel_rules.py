@@ -262,7 +262,7 @@ def check_low_precision(plan: ResolvedPlan) -> None:
     for end in ("first", "last"):
         count = getattr(given, f"{end}_16bit_layers")
         if count and recipe == "delayed":
-            problem = "must be 0 with delayed scaling: Megatron-Core refuses it"
+            problem = "must be left out with delayed scaling: Megatron-Core refuses it"
             raise PlanError(f"precision.{end}_16bit_layers", count, problem)
         if count > plan.model.layers // plan.layout.pp:
             problem = f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage"

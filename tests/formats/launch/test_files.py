@@ -19,7 +19,7 @@ from memplan.formats.files import not_in, read_words, words_of
 from memplan.formats.launch import Asked, completed
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import read as read_script
-from memplan.plan.errors import MOST_GUESSES
+from memplan.plan.errors import MOST_GUESSES, PlanError
 from memplan.plan.notes import MOST_OF_A_CODE
 from memplan.plan.read import build_plan
 
@@ -228,7 +228,20 @@ def test_thousands_of_variables_are_looked_for_at_once() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["sizes.sh", "$(dirname $0)/sizes.sh", '"$(dirname "${BASH_SOURCE[0]}")/sizes.sh"', "$(dirname $SELF)/sizes.sh"],
+    [
+        "sizes.sh",
+        "$(dirname $0)/sizes.sh",
+        '"$(dirname "${BASH_SOURCE[0]}")/sizes.sh"',
+        "$(dirname $SELF)/sizes.sh",
+        '"$(dirname "$(readlink -f "$0")")/sizes.sh"',
+        '"$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/sizes.sh"',
+        '"$( cd -- "$(dirname -- "$0")" >/dev/null 2>&1; pwd -P )/sizes.sh"',
+        "$(dirname $(realpath $0))/sizes.sh",
+        '"$(realpath "$(dirname "$0")")/sizes.sh"',
+        "`dirname $0`/sizes.sh",
+        "$(pwd)/sizes.sh",
+        "${PWD}/sizes.sh",
+    ],
 )
 def test_a_script_beside_the_script_is_read_however_it_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "sizes.sh").write_text("TP=4\n")
@@ -236,3 +249,25 @@ def test_a_script_beside_the_script_is_read_however_it_is_named(tmp_path: Path, 
     (tmp_path / "train.sh").write_text(started)
     found = read_script(str(tmp_path / "train.sh"), Asked("megatron", vocab_size=1024))
     assert build_plan(found.source, {}).plan.layout.tp == 4
+
+
+def test_a_variable_that_a_sourced_script_uses_is_not_told_to_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sizes.sh").write_text("TP=$1\n")
+    (tmp_path / "train.sh").write_text(". $(pwd)/sizes.sh\npython pretrain_gpt.py --num-layers $TP\n")
+    assert read_words(str(tmp_path / "train.sh"), "megatron", {"1": "4", "2": "4"}).unused == ("2",)
+
+
+def test_a_draft_head_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text("ARGS='\n --algorithm eagle3'\npython pretrain_gpt.py --num-layers 2\n")
+    with pytest.raises(PlanError, match=r"train.sh:2: --algorithm = eagle3: converts the model"):
+        read_words(str(tmp_path / "train.sh"), "megatron", {})
+
+
+def test_an_argument_that_is_missing_names_the_script_that_may_set_it(tmp_path: Path) -> None:
+    started = 'HERE="$(dirname "$(readlink -f "$0")")"\nsource "${HERE}/conf/sizes.sh"\n'
+    (tmp_path / "train.sh").write_text(
+        f"{started}torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 $SIZES\n"
+    )
+    named = r"sizes\.sh \(line 2\) is sourced, and not found"
+    with pytest.raises(PlanError, match=r"--num-layers: is missing: .*; \$\(dirname \$0\)/conf/" + named):
+        read_script(str(tmp_path / "train.sh"), Asked("megatron", vocab_size=1024))

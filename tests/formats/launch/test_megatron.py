@@ -144,6 +144,8 @@ def test_bert() -> None:
         ("--ddp-param-name-patterns-for-fp32-local-accumulation all *router*", "megatron.fp32_gradients_of", ("all", "*router*")),
         ("--use-te-activation-func", "megatron.te_activation", True),
         ("--fused-residual-rmsnorm", "megatron.norm_takes_residual", True),
+        ("--multi-latent-attention --q-lora-rank 8", "model.attention_bias", False),
+        ("--multi-latent-attention --q-lora-rank 8", "model.attention_output_bias", True),
         ("--multi-latent-attention --q-lora-rank 8 --mla-down-proj-fusion", "megatron.joint_latent_down", True),
         ("--attention-output-gate", "model.attention_gate", True),
         ("--output-logit-dtype fp32", "megatron.logits_dtype", "fp32"),
@@ -181,6 +183,16 @@ def test_derivations(arguments: str, path: str, value: object) -> None:
         ("--export-kd-teacher-load teacher", "--export-kd-teacher-load: is distillation, and its teacher"),
         ("--language-model-type mistral_7b", "--language-model-type: belongs to models that see or hear"),
         ("--model-provider llava_vlm", "--model-provider: belongs to models that see or hear"),
+        ("--model-provider hybrid", "or to scripts that run a model alone"),
+        (
+            "--fine-grained-activation-offloading --offload-modules foo",
+            "--offload-modules = foo: must be one of attn_norm,",
+        ),
+        ("--fine-grained-activation-offloading --offload-modules gdp_qkv", "gdp_qkv: is not modelled yet"),
+        (
+            "--recompute-granularity selective --recompute-modules core_atn",
+            "--recompute-modules = core_atn: must be one of core_attn,",
+        ),
         ("--flextron", "--flextron: belongs to elastic models"),
         ("--batch-size 4", "--batch-size: was renamed long ago, and Megatron stops"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel: must be left out: Megatron-LM stops in its first pass"),
@@ -492,9 +504,27 @@ def test_a_vocabulary_that_no_tokenizer_uses_is_said(tokenizer: str, told: bool,
     assert all("--vocab-size 128256 is not used: GPT2BPETokenizer" in message for message in unused)
 
 
+def test_the_old_name_of_an_argument_is_told_where_nothing_starts() -> None:
+    content = "P='--activations-checkpoint-method uniform'\n. `pwd`/SBATCH.sh\n"
+    assert "train.sh:1: --activations-checkpoint-method: was renamed long ago" in error_of(lambda: launch(content))
+    content = "python train.py --args $(date)/train.json\n"
+    assert "$(date)/train.json, which line 1 gives it," in error_of(lambda: launch(content))
+
+
 def test_of_a_batch_that_grows_in_steps_the_last_is_estimated() -> None:
     assert plan(small('--step-batch-size-schedule "0:16 250B:64"')).batch.gbs == 64
-    assert "must be steps such as" in error_of(lambda: launch(small("--step-batch-size-schedule 8:x")))
+    assert plan(small('--step-batch-size-schedule "250B:1.5K,0:16"')).batch.gbs == 1500
+    for wrong in ("8:x", "8:16", "0:0", "0:8,0:16", "0.0.0:8"):
+        with pytest.raises(PlanError, match="must be steps such as"):
+            launch(small(f"--step-batch-size-schedule {wrong}"))
+
+
+def test_a_batch_that_grows_in_steps_is_kept_beside_flags(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(small('--step-batch-size-schedule "0:16 250B:64"'), encoding="utf-8")
+    flags = LaunchFlags(("megatron",), (), False, None)
+    assert read_given(str(tmp_path / "train.sh"), flags, {"gpus": "8"}).plan.batch.gbs == 64
+    with pytest.raises(PlanError, match=r"train.sh:\d+: --global-batch-size = 8: must be left out"):
+        launch(small('--global-batch-size 8 --step-batch-size-schedule "0:16"'))
 
 
 def test_arguments_of_a_checkpoint_are_said_not_to_be_read() -> None:
