@@ -158,6 +158,6 @@ ROWS: Sequence[Row] = (
         when=lambda plan: plan.experts.router_padding,
     ),
     switch(PADDING_OLD, "experts.router_padding", "", read=elsewhere),
-    switch("--fp8-dot-product-attention", "megatron.fp8_attention", without_effect=without_fp8),  # no argument of a parser
+    switch("--fp8-dot-product-attention", "megatron.fp8_attention", without_effect=without_fp8),  # of no parser
     *module_precision.ROWS,
 )  # fmt: skip
