@@ -96,7 +96,7 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["llama-3-8b"], "example llama-3-8b:10: framework = single: has no configuration of its own, but Python"),
+        (["llama-3-8b"], "what else the plan says: framework = single: has no configuration of its own, but Python"),
         (["gpt2-xl-4gpu", "--to", "deepspeed"], "example gpt2-xl-4gpu:12: framework = device-map: must be deepspeed"),
         (["gpt2-xl-4gpu", "--to", "megatrn"], "--to: megatrn must be megatron, megatron-deepspeed, deepspeed, tor"),
         (["nowhere.yaml"], "nowhere.yaml: no such file"),

@@ -56,9 +56,11 @@ OTHER = {
     "hidden_dropout": [0.0, 0.1],
 }
 
-SAME_BYTES = {("megatron-deepspeed", "activation"), ("megatron", "activation"), ("megatron", "alternating_windows")}
+SAME_BYTES = {("megatron-deepspeed", "activation")} | {
+    ("megatron", name) for name in ("activation", "alternating_windows", "positions")
+}
 """Megatron's fused bias-GELU is the tanh form: both names are one kernel. A window changes what its kernels compute,
-not what they hold."""
+not what they hold. Megatron-Core's latent attention rotates its part of queries and keys, whatever positions say."""
 
 ALL_EXPERTS = {"experts": 4, "expert_top_k": 2, "expert_ffn": 64}
 EXPERTS = {**ALL_EXPERTS, "dense_layers": 0}

@@ -92,7 +92,7 @@ OWN: dict[str, dict[str, str]] = {
 def test_a_step_that_runs_inductors_code(mode: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under ``fully_shard``, with buffers that are taken again: every named point and every layer, but for scalars of
     the loss."""
-    from ..oracle.compiled import CompiledBlock
+    from ..oracle.compiled_layer import CompiledBlock
 
     flags = {**TITAN, **SMALL, **OWN[mode]}
     (program,) = programs_of(resolve(read_plan(None, {**flags, "compile": "true"}).plan), Options())
