@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..plan.spec import ModelSpec
-from ..tape.events import Category
 from ..values import dataclass
 from .autograd import Gradients, Recorder, Shape, Tensor, incoming
 from .huggingface import LayerShape
@@ -189,17 +188,3 @@ def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, fp8: str = "") -
     if node is None:
         live.clear()
     return output.by(node)
-
-
-def loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
-    """``cross_entropy_loss`` as Inductor runs it, of logits (b, s, v): a maximum and a logarithm of each token are
-    saved, in fp32, and backward makes the logits' gradient alone."""
-    tokens, full, dtype = shape.b * shape.s, logits.shape, logits.dtype
-    largest = r.empty((tokens,), "fp32", "log_softmax_largest")
-    logarithm = r.empty((tokens,), "fp32", "log_softmax_logarithm")
-    out, count = r.empty((), "fp32", "loss"), r.empty((), "fp32", "total_weight")
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(full, dtype, "grad_logits", Category.LOGITS)]
-
-    return out.by(r.node((logits,), (logits, largest, logarithm, count), backward))

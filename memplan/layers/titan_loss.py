@@ -17,21 +17,24 @@ from .work import Exchange, Operator, Stream
 LOGITS = Category.LOGITS
 
 
-def compiled(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
+def compiled(r: Recorder, logits: Tensor, labels: Tensor, *, averages: bool = False) -> Tensor:
     """``torch.compile`` of ``cross_entropy_loss`` (``BaseLoss._maybe_compile``), as Inductor partitions it: saves
-    (n, v) ``logits`` in 16 bits, labels, and of each token the maximum and the logarithm of the sum, in fp32; their
-    gradient is in 16 bits at once."""
-    shape, dtype, column = logits.shape, logits.dtype, (logits.shape[0], 1)
+    (…, v) ``logits`` in 16 bits, labels, and of each token the maximum and the logarithm of the sum, in fp32, and the
+    number of tokens where it ``averages`` over them; the logits' gradient is in 16 bits at once."""
+    shape, dtype, column = logits.shape, logits.dtype, (*logits.shape[:-1], 1)
     top = r.empty(column, "fp32", "logits_max")
     logarithm = r.empty(column, "fp32", "exponentials_log")
     loss = r.empty((), "fp32", "loss")
+    saved = [logits, labels, top, logarithm]
+    if averages:
+        saved.append(r.empty((), "fp32", "total_weight"))
     size = size_of(shape, dtype)
     work = Operator((Stream(2 * size, 2, True),), (Stream(2 * size, 1, True),))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(shape, dtype, "grad_logits", LOGITS)]
 
-    loss.node = r.node((logits,), (logits, labels, top, logarithm), backward, work=work)
+    loss.node = r.node((logits,), saved, backward, work=work)
     return loss
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import pytest
 
@@ -102,9 +101,8 @@ def test_every_event(case: Case) -> None:
     sharding = oracle.Sharding(case.shards)
     modes = [case.recompute] * case.sizes.layers
     build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled, ranks=case.ranks)
-    meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else oracle.mesh_of
-    with patch.object(oracle, "mesh_of", meshes):
-        steps = oracle.traced(build, sharding)
+    meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else None
+    steps = oracle.traced(build, sharding, of=meshes)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]

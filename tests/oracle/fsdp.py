@@ -186,6 +186,8 @@ def sharded_model(
 Loss = Callable[[], torch.Tensor]
 Build = Callable[[DeviceMesh], tuple[Any, Loss]]
 """Makes a sharded model, and what runs its forward."""
+Meshes = Callable[[Sharding], DeviceMesh]
+"""Ranks by what they share."""
 
 
 def traced_steps(
@@ -216,7 +218,9 @@ def traced_steps(
         return traced(build, sharding)
 
 
-def traced(build: Build, sharding: Sharding, *, iterations: int = 2, keeps_gradients: bool = False) -> Steps:
+def traced(
+    build: Build, sharding: Sharding, *, iterations: int = 2, keeps_gradients: bool = False, of: Meshes | None = None
+) -> Steps:
     """The last of ``iterations`` with AdamW (foreach), whose states exist by then; and so do gradients, where a step
     keeps them (``zero_grad(set_to_none=False)``)."""
     steps = Steps()
@@ -242,7 +246,7 @@ def traced(build: Build, sharding: Sharding, *, iterations: int = 2, keeps_gradi
             steps.end = trace.live
 
     with real_meshes(), fake_ranks(sharding.shards * sharding.replicas):
-        mesh = mesh_of(sharding)
+        mesh = (of or mesh_of)(sharding)
         run(body)
     return steps
 

@@ -23,8 +23,6 @@ _RENAMED = MappingProxyType(
         "torch_dtype": "dtype",
         "batch_size": "per_device_train_batch_size",
         "lora_rank": "lora_r",
-        "use_dora": "use_dora",
-        "use_rslora": "use_rslora",
         "modules_to_save": "lora_modules_to_save",
     }
 )
@@ -241,7 +239,15 @@ TOLD = (
         "all-tokens-labelled",
         "ms-swift makes logits of tokens with a label alone (use_logits_to_keep): every token is taken to have one",
     ),
+    (
+        "dtype-of-config",
+        "without torch_dtype ms-swift takes the dtype of the model's config.json: bf16 is taken for it",
+    ),
+    (
+        "checkpoints-when-sharded",
+        "ms-swift's checkpoints are reentrant: of a sharded model they are taken to hold what others hold",
+    ),
 )
-"""What it does that depends on the data."""
+"""What it does that depends on the data and on the checkpoint."""
 
 __all__ = ["MARKS", "TOLD", "is_it", "translated"]

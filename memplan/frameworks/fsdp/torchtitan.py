@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import compiled, tensor_parallel, titan_moe, torchtitan, torchtitan_tp
+from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
@@ -180,8 +180,9 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def loss(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        if of.compiled_loss and not options.counts:
-            return Run(None, loss=compiled.loss(r, x, shape))
+        if of.compiled_loss:
+            labels = r.outside((shape.b, shape.s), "int64", Category.INPUTS)
+            return Run(None, loss=titan_loss.compiled(r, x, labels, averages=True))
         return Run(None, loss=(torchtitan_tp if of.parallel_loss else torchtitan).loss(r, x, shape))
 
     return (
