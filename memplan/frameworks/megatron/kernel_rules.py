@@ -92,13 +92,15 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     if not megatron.fp8_attention:
         return
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
-    capability = (gpu.compute_capability if gpu is not None else None) or (10, 0)
+    capability = (gpu.compute_capability if gpu is not None else None) or (0, 0)
     version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
     heads = {model.head_dim, model.value_head_dim or model.head_dim}
     blackwell = capability >= (10, 0)
     sizes = all(size % 16 == 0 and size <= 128 for size in heads) if blackwell else heads == {128}
     own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
     reasons = {
+        "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability
+        == (0, 0),
         "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
         "must be false without precision.fp8: it scales as that does": plan.precision.fp8 is None,
         f"must be false with precision.fp8 {recipe}: Transformer Engine has no back end for it": recipe == "blockwise",

@@ -44,12 +44,12 @@ LOW_ATTENTION = (
 
 SHARDED = (
     "Megatron-FSDP 1 as of August 2026: whole layers are its units; what no layer has stays gathered (from 30 May "
-    "2026), and gathers layers ahead in the first micro-batch of all alone, which is not part of the steady state"
+    "2026); such modules gather layers ahead in the very first micro-batch alone, which is no part of the steady state"
 )
 
 SHARDED_BYTES = (
-    "Megatron-FSDP with weights in 8 bits: what is made of their rows for a layer's pass, is there as soon as the pass "
-    "begins; before, while the model is built, Transformer Engine's casts take single tensors that are not counted"
+    "Megatron-FSDP with weights in 8 bits: transposed copies of a layer's weights are counted from the start of the "
+    "layer's pass; casts of single tensors while the model is built are not counted"
 )
 
 REGISTERED = (
