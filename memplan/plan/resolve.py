@@ -17,7 +17,6 @@ from .checks import (
     check_code,
     check_environment,
     check_layout,
-    check_model,
     check_pipeline,
     check_precision,
     check_recompute,
@@ -30,6 +29,7 @@ from .errors import PlanError
 from .kernels import LOSSES, check_kernels, of_set
 from .lora import default_targets
 from .loss_checks import check_loss
+from .model_checks import check_model
 from .optimizer_checks import check_optimizer
 from .plan import (
     DEFAULT_SEQ,
