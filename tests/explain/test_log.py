@@ -244,3 +244,10 @@ def test_what_compiled_code_allocates() -> None:
     first = explain(text, plan).candidates[0]
     assert first.shape[-1] == 65536
     assert "the line allocates its shape" in first.reasons
+
+
+def test_what_a_truncated_log_is_filled_with() -> None:
+    """``logrotate`` with ``copytruncate`` leaves NULs before what is written next."""
+    for end in ("Killed", MESSAGE.format(gpu=0), "exitcode: -9 (pid: 3)"):
+        assert len(read("step 1\n" * 1000 + "\0" * 5000 + f"\n{end}\n")) == 1
+        assert len(read("\0" * 5000 + f"\n{end}\n" + "\0" * 100, piece=64)) == 1
