@@ -152,7 +152,7 @@ def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:
 
 def _on_host(message: OutOfMemory, estimated: Estimate) -> Iterator[Notice]:
     """What the plan takes of the memory that ran out."""
-    if not message.of_host:
+    if not message.of_host or message.who == "shared":
         return
     plan = estimated.plan
     taken = max(stage.host for stage in estimated.stages)

@@ -38,9 +38,26 @@ def _who(message: OutOfMemory) -> Told:
         yield (
             "libraries",
             (
-                "cuBLAS or cuDNN found no memory for its handle or workspace: the GPU was full, and the allocator's "
-                "cache is "
-                "of no use to it; leave a GiB more room"
+                "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and "
+                "the allocator's cache is of no use to it; leave a GiB more room"
+            ),
+        )
+    elif message.who == "handle":
+        yield (
+            "libraries",
+            (
+                "cuBLAS, cuDNN or another library got no handle: most often the GPU was full, and the allocator's "
+                "cache is of no use to it (leave a GiB more room); else the driver is too old, or an earlier kernel "
+                "failed (CUDA_LAUNCH_BLOCKING=1 shows which)"
+            ),
+        )
+    elif message.who == "shared":
+        yield (
+            "shared-memory",
+            (
+                "the container's /dev/shm is full, through which workers of data loaders pass batches: make it larger "
+                "(docker --shm-size or --ipc=host, in Kubernetes an emptyDir of medium Memory), or use fewer workers "
+                "(num_workers) and prefetch less"
             ),
         )
     elif message.of_host:
@@ -93,6 +110,14 @@ def _figures(message: OutOfMemory) -> Told:
                 f"private pools of CUDA graphs hold {printed(message.private)}, which nothing else may use: capture "
                 "fewer "
                 "shapes, or run without graphs"
+            ),
+        )
+    if message.allowed is not None and message.capacity is None:
+        yield (
+            "memory-fraction",
+            (
+                f"the process may take {printed(message.allowed)} of the memory that CPU and GPU share "
+                "(PYTORCH_MPS_HIGH_WATERMARK_RATIO), and that is in use"
             ),
         )
     if message.allowed is not None and message.capacity is not None and message.allowed < message.capacity:
@@ -218,6 +243,14 @@ _MOMENTS = {
 def _moment(reported: Reported, clues: Clues) -> Told:
     if clues.phase in _MOMENTS:
         yield _MOMENTS[clues.phase]
+    elif reported.steps and reported.message.of_host:
+        yield (
+            "later",
+            (
+                f"{reported.steps:,} steps were done before it: memory of the host grew (data that every worker "
+                "keeps, tensors that are logged, a checkpoint that is gathered)"
+            ),
+        )
     elif reported.steps:
         yield (
             "later",

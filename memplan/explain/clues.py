@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from math import prod
 from typing import NamedTuple
 
 from ..plan.library import learned_models, model_specs
@@ -49,6 +50,10 @@ class Clues:
     """The innermost one that says something."""
     files: tuple[str, ...] = ()
     """Of all frames, from the innermost outwards."""
+    shape: tuple[int, ...] = ()
+    """What the innermost frame allocates, where it is code that torch.compile wrote; empty elsewhere."""
+    itemsize: int = 0
+    """Bytes of an element of it."""
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -84,8 +89,9 @@ MOMENTS = (
     (
         "loading",
         _pattern(
-            r"_move_model_to_device|:from_pretrained|:_load_pretrained_model|:_?load_state_dict|:load_checkpoint"
-            r"|:_load_state_dict|:get_model\b|\bload_model(?:\b$|\()|\b(?:self|model|module)\.cuda\(|\bmodel\.to\(|module\.py:(?:convert|_apply|to|cuda)\b|:set_module_tensor_to_device"
+            r"_move_model_to_device|Loading checkpoint|:from_pretrained|:_load_pretrained_model|:_?load_state_dict"
+            r"|:load_checkpoint|:get_model\b|\bload_model(?:\b$|\()|\b(?:self|model|module)\.cuda\(|\bmodel\.to\("
+            r"|module\.py:(?:convert|_apply|to|cuda)\b|:set_module_tensor_to_device"
         ),
     ),
     (
@@ -167,7 +173,8 @@ ABOUT = (
     ),
     _about(
         "the logits",
-        "logits|cross_entropy|lm_head|output_layer|float16_to_fp32|post_language_model|log_softmax|log_probs",
+        "logits|cross_entropy|lm_head|output_layer|float16_to_fp32|convert_\\w*to_fp32|post_language_model|log_softmax"
+        "|log_probs",
         r"\blogits|log_prob|\bloss\b",
     ),
     _about(
@@ -188,6 +195,10 @@ ABOUT = (
 SAVED = _about("a parameter that is copied", "$^", "$^")
 """While a checkpoint is saved, whatever layer a frame names it by."""
 
+_ALLOCATES = re.compile(
+    r"empty_strided_?\w{0,8}\(\(([0-9]{1,12}(?:, [0-9]{1,12}){0,7}),?\), .{1,120}torch\.[a-z]+([0-9]{1,2})"
+)
+"""Inductor's ``buf706 = empty_strided_cuda((65536, 65536), (65536, 1), torch.bfloat16)``."""
 _FP32 = _pattern(r"\.float\(\)|torch\.float32|float16_to_fp32")
 
 
@@ -202,9 +213,18 @@ def clues(frames: Sequence[Frame]) -> Clues:
                 about.setdefault(one.name, one)
                 told = told or frame
     fp32 = any(map(_FP32.search, texts[-2:]))
+    made = _ALLOCATES.search(texts[-1]) if texts else None
     phase = moment(texts)
     kinds = (SAVED,) if about and phase == "checkpoint" else tuple(about.values())
-    return Clues(phase, kinds, fp32, told, tuple(frame.file for frame in reversed(frames)))
+    return Clues(
+        phase,
+        kinds,
+        fp32,
+        told or (frames[-1] if made else None),
+        tuple(frame.file for frame in reversed(frames)),
+        tuple(map(int, made[1].split(", "))) if made else (),
+        int(made[2]) // 8 if made else 0,
+    )
 
 
 SEGMENT = 2 << 20
@@ -300,9 +320,13 @@ def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) 
         found = _scores(tried, specs)
     elif about in ("dequantised weights", "weights that are moved to the GPU", SAVED.name) or clues.phase == "loading":
         found = _matrices(tried, specs)
+    elif clues.shape and _fits(tried, clues.itemsize * prod(clues.shape)):
+        factors = f"{' × '.join(f'{side:,}' for side in clues.shape)} × {clues.itemsize} bytes"
+        found = iter([Guess("buffer", factors, "the line that torch.compile wrote")])
     elif not about and clues.phase in ("", "forward", "backward"):
-        logits = tuple(_logits(tried, specs, clues, named=bool(named)))
-        found = iter(logits or _matrices(tried, (*specs, *(() if named else _learned_specs()))))
+        logits = [*_logits(tried, specs, clues, named=bool(named))]
+        weights = [*_matrices(tried, (*specs, *(() if named else _learned_specs())))]
+        found = iter([*logits[:1], *weights[:1], *logits[1:], *weights[1:]])
     else:
         return ()
     return tuple(islice(found, MOST if about else 2))
@@ -327,7 +351,7 @@ def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool)
     cuts them."""
     megatron = any("megatron" in file.lower() for file in clues.files)
     known = Counter(spec.vocab for spec in specs)
-    found: list[tuple[tuple[int, ...], str, str]] = []
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for vocab, models in known.items():
         for parts in (1, 2, 4, 8) if megatron else (1,):
             padded = -(-vocab // (128 * parts)) * 128 * parts if megatron else vocab
@@ -336,13 +360,21 @@ def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool)
             tokens = (
                 usual[0] if usual else named and _roundest(max((tried.least - SEGMENT) // row, 1), tried.most // row)
             )
-            if not tokens or not _fits(tried, tokens * row):
-                continue
-            split = f" / {parts}" if parts > 1 else ""
-            factors = f"{tokens:,} tokens × {padded:,}{split} × 4 bytes, or {2 * tokens:,} × 2 bytes"
-            found.append(((parts, -models), factors, _models(specs, vocab)))
-    for _, factors, names in sorted(found):
-        yield Guess("logits", factors, names)
+            if tokens and _fits(tried, tokens * row):
+                found.setdefault((parts, tokens), []).append((models, padded, vocab))
+    for (parts, tokens), alike in sorted(found.items(), key=lambda one: (one[0][0], -max(one[1])[0])):
+        alike.sort(key=lambda one: -one[0])
+        sides = [f"{padded:,}" for _, padded, _ in alike]
+        side = _or(sides) if parts == 1 else f"{_or(sides)} / {parts}"
+        names = [spec.name for _, _, vocab in alike for spec in specs if spec.vocab == vocab]
+        yield Guess("logits", f"{tokens:,} tokens × {side} × 4 bytes, or {2 * tokens:,} × 2 bytes", _listed(names))
+
+
+def _or(sides: list[str]) -> str:
+    """Vocabularies that are so alike that the size is the same, the commonest first."""
+    if len(sides) > 3:
+        return f"{', '.join(sides[:3])} or {len(sides) - 3} like it"
+    return " or ".join(filter(None, (", ".join(sides[:-1]), sides[-1])))
 
 
 def _roundest(least: int, most: int) -> int:
@@ -352,10 +384,6 @@ def _roundest(least: int, most: int) -> int:
         if number >= least and number:
             return number
     return 0
-
-
-def _models(specs: tuple[_Spec, ...], vocab: int) -> str:
-    return _listed([one.name for one in specs if one.vocab == vocab])
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -388,8 +416,10 @@ def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
     for spec in specs:
         for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (2, "1 byte"), (1, "half a byte")):
             for times, side, what in ((1, spec.ffn, "MLP"), (2, spec.ffn, "MLP"), (1, spec.vocab, "embedding or head")):
-                if (half_bytes < 4 and side == spec.vocab) or not _fits(
-                    tried, times * side * spec.hidden * half_bytes // 2
+                if (
+                    (half_bytes < 4 and side == spec.vocab)
+                    or (half_bytes == 8 and times == 2)
+                    or not _fits(tried, times * side * spec.hidden * half_bytes // 2)
                 ):
                     continue
                 factors = f"{'2 × ' * (times - 1)}{side:,} × {spec.hidden:,} × {text}"

@@ -60,7 +60,8 @@ class OutOfMemory:
 
     text: str
     who: str
-    """Who asked: ``pytorch``, ``driver``, ``nccl``, ``cublas`` or ``host``; ``killed`` where a process got signal
+    """Who asked: ``pytorch``, ``driver``, ``nccl``, ``cublas`` (any of CUDA's libraries), ``handle`` where such a
+    library said only that it has no handle, ``host``, ``shared`` for /dev/shm; ``killed`` where a process got signal
     9, and nothing says that it was for the host's memory."""
     tried: Size | None = None
     gpu: int | None = None
@@ -82,7 +83,7 @@ class OutOfMemory:
     @property
     def of_host(self) -> bool:
         """The host's memory, not the GPU's, ran out, as far as one knows."""
-        return self.who in ("host", "killed")
+        return self.who in ("host", "shared", "killed")
 
     @property
     def unallocated(self) -> int | None:
@@ -108,12 +109,12 @@ _FIELDS = {
         rf"{_SIZE} free;", rf"of which {_SIZE} is free", rf"{_SIZE} free\)", rf"Free \(according to CUDA\) ?: {_SIZE}"
     ),
     "allocated": _field(
-        rf"{_SIZE} already allocated", rf"{_SIZE} is allocated by PyTorch", rf"Currently allocated ?: {_SIZE}"
+        rf"{_SIZE} already allocated", rf"{_SIZE} is allocated by PyTorch", rf"(?:Currently|MPS) allocated ?: {_SIZE}"
     ),
     "reserved": _field(rf"{_SIZE} reserved in total"),
     "unallocated": _field(rf"{_SIZE} is reserved by PyTorch but unallocated", rf"{_SIZE} cached"),
     "in_process": _field(rf"this process has {_SIZE} memory in use"),
-    "allowed": _field(rf"{_SIZE} allowed"),
+    "allowed": _field(rf"{_SIZE} allowed", rf"max allowed: {_SIZE}"),
     "private": _field(rf"with {_SIZE} allocated in private pools"),
 }
 _GPU = re.compile(r"\b(?:(?:GPU|XPU|NPU) ?(?=[0-9]{1,4}(?:;| has a total))|Allocation on device )([0-9]{1,4})")
@@ -136,8 +137,8 @@ def parse(text: str, line: str = "") -> OutOfMemory:
     others = [one for one in others if one.size < IMPOSSIBLE]
     own = bytes_of.get("in_process")
     own = own if own is None or own < IMPOSSIBLE else None
-    if own is None and reserved is not None:
-        own = _own(others, reserved)
+    if own is None:
+        own = _own(others, reserved) if reserved is not None else _alone(others, bytes_of)
         others = [one for one in others if one.size != own]
     return OutOfMemory(
         text=text,
@@ -177,16 +178,35 @@ def _own(processes: list[Process], reserved: int) -> int | None:
     return min(likely, default=None)
 
 
+def _alone(processes: list[Process], bytes_of: dict[str, int]) -> int | None:
+    """The one process of a message whose end is lost, if nothing else is on the GPU: then it is this one."""
+    if len(processes) != 1 or "capacity" not in bytes_of or "free" not in bytes_of:
+        return None
+    rest = bytes_of["capacity"] - bytes_of["free"] - processes[0].size
+    return processes[0].size if rest < LEAST_OF_A_PROCESS else None
+
+
+LEAST_OF_A_PROCESS = 100 << 20
+"""Bytes of a GPU that a process with a CUDA context has at least."""
+
 _KILLED = (
-    r"SIGKILL|\bKilled\b|(?i:exit(?:ed with|s with)?[ _]?(?:return[ _])?(?:code|status)|return code)\W{1,9}(?:-9|137)\b"
+    r"SIGKILL|\bKilled\b|\bsignal 9\b"
+    r"|(?i:exit(?:ed with|s with)?[ _]?(?:return[ _])?(?:code|status)|return code)\W{1,9}(?:-9|137)\b"
 )
 """How shells, launchers and containers say that a process got signal 9: torchrun's ``exitcode: -9``, DeepSpeed's
 ``return code = -9``, Docker's ``exit code 137`` (128 + 9)."""
 _RESIDENT = re.compile(r"anon-rss:([0-9]{1,15})kB")
 
+_LIBRARY = r"\b(?:CU|HIP|ROC)[A-Z]{2,8}_(?:STATUS_)?"
+"""Of cuBLAS, cuDNN, cuFFT, cuSOLVER and AMD's."""
+_SHARED = r"(?:insufficient|out of) shared memory"
+"""What PyTorch says where workers of a data loader die of a full /dev/shm."""
+
 _WHO = (
     ("nccl", re.compile(r"nccl|Failed to CUDA calloc", re.IGNORECASE)),
-    ("cublas", re.compile(r"CU(?:BLAS|DNN)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|HIPBLAS_STATUS_ALLOC_FAILED")),
+    ("cublas", re.compile(rf"{_LIBRARY}ALLOC_FAILED", re.IGNORECASE)),
+    ("handle", re.compile(rf"{_LIBRARY}NOT_INITIALIZED", re.IGNORECASE)),
+    ("shared", re.compile(rf"{_SHARED}", re.IGNORECASE)),
     (
         "host",
         re.compile(
@@ -209,7 +229,8 @@ def _who(text: str) -> str:
 
 BEGINS = re.compile(
     r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory|error: out of memory|cudaErrorMemoryAllocation"
-    r"|Failed to CUDA calloc|Cuda failure[^\n]{0,40}out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
+    r"|Failed to CUDA calloc|Cuda failure[^\n]{0,40}out of memory"
+    rf"|{_LIBRARY}(?:ALLOC_FAILED|NOT_INITIALIZED)|{_SHARED}"
     r"|DefaultCPUAllocator|tried to allocate [0-9]|OutOfMemoryError|Allocation failed for size::"
     r"|out of memory: Kill(?:ed)? process|oom[-_ ]?kill|out-of-memory handler"
     rf"|(?-i:{_KILLED})",

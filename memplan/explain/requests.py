@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
+from math import prod
 
 from ..allocator.blocks import LARGEST_SMALL, UNIT_BITS
 from ..allocator.caching import AllocatorSettings
@@ -22,6 +23,7 @@ from ..tape.program import Program, static
 from ..values import dataclass
 from .clues import BEFORE_TRAINING, Clues
 from .log import Reported
+from .message import OutOfMemory
 from .result import Candidate
 
 MOST_STAGES = 8
@@ -215,9 +217,9 @@ def _candidate(
     points = [
         *_by_phase(phase, clues),
         *_by_kind(text, clues),
-        *_by_code(tensor, dtype, clues),
+        *_by_code(tensor, one.first.tensor.shape, dtype, clues),
         *_by_rank(ranks, reported.rank),
-        *_by_memory(one, reported.message.allocated),
+        *_by_memory(one, reported.message),
     ]
     if (kind, tensor) in failed:
         points.append((2, "the plan's own run fails with it"))
@@ -268,7 +270,7 @@ _LOSS = re.compile(r"functional\.cross_entropy\(|_nn\.cross_entropy_loss\(|log_s
 """``torch.nn.functional.cross_entropy`` is a ``log_softmax`` and a sum over it: one tensor like the logits."""
 
 
-def _by_code(tensor: str, dtype: str, clues: Clues) -> _Points:
+def _by_code(tensor: str, shape: tuple[int, ...], dtype: str, clues: Clues) -> _Points:
     if clues.fp32:
         yield (1, "the line casts to fp32") if dtype == "fp32" else (-1, "")
     code = clues.frame.code.lower() if clues.frame is not None else ""
@@ -276,6 +278,8 @@ def _by_code(tensor: str, dtype: str, clues: Clues) -> _Points:
     same = [word for word in re.split(r"[^a-z]+", tensor) if word in words]
     if "log_prob" in tensor and _LOSS.search(code):
         yield 1, "the line makes log-probabilities"
+    if shape and clues.shape[-1:] == shape[-1:] and prod(clues.shape) == prod(shape):
+        yield 3, "the line allocates its shape"
     if re.search(rf"\b{re.escape(tensor.lower())}\b", code):
         yield 3, "the line names it"
     elif same:
@@ -287,7 +291,12 @@ def _by_rank(ranks: tuple[int, ...], rank: int | None) -> _Points:
         yield (3, f"rank {rank} has it") if rank in ranks else (-3, "")
 
 
-def _by_memory(one: _Seen, allocated: int | None) -> _Points:
+def _by_memory(one: _Seen, message: OutOfMemory) -> _Points:
+    """How near what the plan has allocated before it is to what the message says. What comes only when more is
+    allocated than the GPU has, no run has come to."""
+    if message.capacity is not None and one.least > message.capacity:
+        yield -2, ""
+    allocated = message.allocated
     if allocated is None:
         return
     off = max(one.least - allocated, allocated - one.most, 0) / max(allocated, 1)

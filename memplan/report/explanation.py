@@ -53,6 +53,8 @@ def verdict(told: Explanation) -> Text:
     message = told.reported.message
     if message.who == "killed":
         return Text.assemble(("Killed", f"bold {BAD}"), ": by signal 9, most often because the host has no memory left")
+    if message.who == "handle":
+        return Text.assemble(("Most likely out of memory", f"bold {BAD}"), ": a library of CUDA has got no handle")
     return Text.assemble(("Out of memory", f"bold {BAD}"), f": {_what(told)}{_asked(message)}")
 
 
@@ -79,7 +81,7 @@ def _what(told: Explanation) -> str:
     if about is not None:
         return f"what the traceback names, {about}{phase},"
     if told.reported.message.who != "pytorch":
-        return {"nccl": "NCCL", "cublas": "cuBLAS or cuDNN", "host": "the host"}.get(
+        return {"nccl": "NCCL", "cublas": "a library of CUDA", "host": "the host", "shared": "/dev/shm"}.get(
             told.reported.message.who, "the driver"
         )
     without = told.plan is None or told.clues.phase == "checkpoint"

@@ -1,5 +1,6 @@
 """How often the right tensor comes first: ``python -m tests.explain.score`` prints each of ``issues.jsonl`` (chosen
-before the ranking was written), of ``issues_later.jsonl`` and ``issues_third.jsonl`` (before they were tried)."""
+before the ranking was written), of ``issues_later.jsonl``, ``issues_third.jsonl`` and ``issues_fourth.jsonl``
+(before they were tried)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from memplan.commands.launched import LaunchFlags, read_given
 from memplan.explain import Explanation, explain
 from memplan.plan.plan import Plan
 
-ISSUES, LATER, THIRD = (
-    Path(__file__).with_name(name) for name in ("issues.jsonl", "issues_later.jsonl", "issues_third.jsonl")
+ISSUES, LATER, THIRD, FOURTH = (
+    Path(__file__).with_name(f"issues{name}.jsonl") for name in ("", "_later", "_third", "_fourth")
 )
 
 
@@ -91,7 +92,7 @@ def is_right(issue: Issue, said: str) -> bool:
 
 
 def main() -> None:
-    for file in (ISSUES, LATER, THIRD):
+    for file in (ISSUES, LATER, THIRD, FOURTH):
         right = {True: 0, False: 0}
         every = issues(file)
         for issue in every:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.explain import log
+from memplan.explain import explain, log
 from memplan.explain.clues import clues
 from memplan.explain.log import BEFORE, Frame, Reported, reports
+from memplan.plan.read import read_plan
 
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU {gpu} has a total capacity of "
@@ -83,6 +85,7 @@ def test_a_message_that_was_broken_over_lines() -> None:
     assert found.message.free is not None
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 400_000))
 def test_pieces_of_any_size_give_the_same(piece: int, before: int) -> None:
     text = "x" * 70 + "\n"
@@ -194,3 +197,57 @@ def test_a_negative_number_is_no_exit_code() -> None:
     assert read("reward: -9.31\n" * 1000 + "step 3 code: 137.5\n") == ()
     assert [one.message.who for one in read("exitcode  : -9 (pid: 12)\n")] == ["killed"]
     assert [one.message.who for one in read("    Exit Code:    137\n")] == ["killed"]
+
+
+def test_what_machines_pods_and_workers_put_before_lines() -> None:
+    """pdsh's addresses, ``kubectl logs --prefix`` and Ray's workers (verl, OpenRLHF), whose lines stand between
+    those of others."""
+    text = (FRAMES + MESSAGE.format(gpu=6)).splitlines()
+    for first, second, rank in (
+        ("10.0.0.3: [rank5]: ", "10.0.0.4: [rank6]: ", 5),
+        ("[pod/train-worker-3/pytorch] ", "[pod/train-worker-4/pytorch] ", None),
+        ("\x1b[36m(WorkerDict pid=71, ip=10.0.0.1)\x1b[0m ", "\x1b[36m(WorkerDict pid=72)\x1b[0m ", None),
+    ):
+        found = read("".join(f"{before}{line}\n" for line in text for before in (first, second)))
+        assert found[0].rank == rank
+        assert [[frame.function for frame in one.frames] for one in found] == [["<module>", "forward"]] * len(found)
+
+
+def test_lines_in_json() -> None:
+    """Docker's ``json-file``, and what torchelastic leaves in ``error_file``, whole and cut off."""
+    text = FRAMES + MESSAGE.format(gpu=6)
+    docker = "".join(json.dumps({"log": f"[rank3]: {line}\n", "stream": "stderr"}) + "\n" for line in text.splitlines())
+    about = {"message": MESSAGE.format(gpu=6), "extraInfo": {"py_callstack": FRAMES + MESSAGE.format(gpu=6)}}
+    elastic = json.dumps({"message": about})
+    for log_in_json, rank in ((docker, 3), (elastic, None), (elastic[:-9], None)):
+        (found,) = read(log_in_json)
+        assert found.rank == rank
+        assert [frame.function for frame in found.frames] == ["<module>", "forward"]
+    deep = '{"log": "CUDA out of memory. Tried to allocate 2.00 GiB", "a": ' + "[" * 60_000
+    assert [one.message.request for one in read(deep)] == [2 << 30]
+
+
+def test_a_bar_of_loading_without_frames() -> None:
+    message = MESSAGE.format(gpu=0)
+    for bar, phase in (("97%|#########6| 29/30 [00:50<00:01,  1.73s/it]", "loading"), ("100%|##########| 30/30", "")):
+        (found,) = read(f"Loading checkpoint shards:  {bar}\n{message}")
+        assert clues(found.frames).phase == phase
+
+
+def test_what_compiled_code_allocates() -> None:
+    """karpathy/nanochat#443."""
+    code = "    buf706 = empty_strided_cuda((65536, 65536), (65536, 1), torch.bfloat16)\n"
+    frame = f'  File "/tmp/torchinductor_u/c5.py", line 5269, in call\n{code}'
+    text = f"{frame}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB"
+    assert [one.factors for one in explain(text).guesses] == ["65,536 × 65,536 × 2 bytes"]
+    plan = read_plan(None, {"model": "gpt2", "vocab": "65536", "mbs": "64", "dtype": "bf16"}).plan
+    first = explain(text, plan).candidates[0]
+    assert first.shape[-1] == 65536
+    assert "the line allocates its shape" in first.reasons
+
+
+def test_what_a_truncated_log_is_filled_with() -> None:
+    """``logrotate`` with ``copytruncate`` leaves NULs before what is written next."""
+    for end in ("Killed", MESSAGE.format(gpu=0), "exitcode: -9 (pid: 3)"):
+        assert len(read("step 1\n" * 1000 + "\0" * 5000 + f"\n{end}\n")) == 1
+        assert len(read("\0" * 5000 + f"\n{end}\n" + "\0" * 100, piece=64)) == 1

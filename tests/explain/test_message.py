@@ -137,6 +137,47 @@ def test_who_was_killed_for_the_hosts_memory(text: str, who: str) -> None:
     assert [cause.code for cause in told.causes] == ["host-memory"]
 
 
+@pytest.mark.parametrize(
+    ("text", "who", "code"),
+    [
+        (
+            "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+            "handle",
+            "libraries",
+        ),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "handle", "libraries"),
+        ("RuntimeError: cuFFT error: CUFFT_ALLOC_FAILED", "cublas", "libraries"),
+        ("RuntimeError: HIP error: HIPBLAS_STATUS_ALLOC_FAILED", "cublas", "libraries"),
+        ("This might be caused by insufficient shared memory (shm).", "shared", "shared-memory"),
+        ("It is possible that dataloader's workers are out of shared memory.", "shared", "shared-memory"),
+        ("worker 3 exited on signal 9", "killed", "host-memory"),
+    ],
+)
+def test_who_else_found_no_memory(text: str, who: str, code: str) -> None:
+    told = explain(text)
+    assert (told.reported.message.who, [cause.code for cause in told.causes]) == (who, [code])
+
+
+def test_what_apples_allocator_says() -> None:
+    """``aten/src/ATen/mps/MPSAllocator.mm``, whose GB are GiB."""
+    message = parse(
+        "MPS backend out of memory (MPS allocated: 17.24 GB, other allocations: 912.00 MB, max allowed: 18.13 GB). "
+        "Tried to allocate 501.00 MB on private pool."
+    )
+    assert (message.who, message.request) == ("pytorch", 501 << 20)
+    assert (message.allocated, message.allowed) == (round(17.24 * (1 << 30)), round(18.13 * (1 << 30)))
+
+
+def test_the_only_process_of_a_message_that_is_cut_off_is_its_own() -> None:
+    """unslothai/unsloth#465."""
+    text = (
+        "Tried to allocate 9.47 GiB. GPU 0 has a total capacity of 14.75 GiB of which {} GiB is free. Process 2116 has "
+    )
+    message = parse(text.format("3.78") + "10.95 GiB memory in use. Of th")
+    assert (message.in_process, message.others) == (round(10.95 * (1 << 30)), ())
+    assert len(parse(text.format("1.78") + "10.95 GiB memory in use. Of th").others) == 1
+
+
 def test_a_kill_behind_another_message_is_none() -> None:
     """Launchers end the other ranks of a job whose first one ran out of the GPU's memory."""
     log = "CUDA out of memory. Tried to allocate 2.00 GiB\nexitcode: -9 (pid: 3)\nKilled\n"
