@@ -87,6 +87,38 @@ def test_weights_in_8_bits_are_in_a_buffer_of_their_own(
     assert held(kept.construction, Category.MAIN_PARAMETERS) == rounded(4 * MIB // 8) + rounded(4 * 1024 // 8)
 
 
+@pytest.mark.parametrize(
+    ("low", "more"),
+    [
+        (Low("tensorwise", False, (2, 18), parameters=True), 2 * 512),
+        (Low("tensorwise", True, (2, 18), parameters=True), MIB // 8 + 2 * 512),
+        (Low("delayed", False, (2, 18), parameters=True), 2 * 512),
+        (Low("blockwise", True, (2, 18), parameters=True), 2 * 512),
+        (Low("mxfp8", False, (2, 18), parameters=True), None),
+        (Low("nvfp4", False, (2, 18), parameters=True), 2 * 4 * 64**2 + 2 * 512),
+        (Low("nvfp4", False, (2, 14), parameters=True), 4 * MIB // 8 + 2 * 4 * 64**2 + 2 * 512),
+    ],
+)
+def test_the_step_casts_main_parameters_of_weights_in_8_bits(low: Low, more: int | None) -> None:
+    """A weight of 1024 x 1024 over 8 ranks: each casts its eighth to 16 bits, 2/8 MiB, before it is quantised. Beside
+    that what is largest in the weight and its scale, a number of 4 bytes (512 rounded) each, of a tensor or of the
+    8 x 8 blocks of 128 x 128, or of 64 x 64 blocks of 16 x 16; where products want it a transposed eighth, in bytes;
+    with NVFP4 the eighth in fp32 once more before 2.15. MXFP8 is received in the gradients' buffer."""
+    rules = Rules("bf16", "fp32", True, 8, None, "adam", False, "fp32", "fp32", "fp32", False, te=low.te)
+    kept = keep(((((Parameter("a.weight", (1024, 1024), low=low),), 1),),), rules, False)
+    assert kept.step.excursion.net == 0
+    assert kept.step.excursion.peak == (0 if more is None else 2 * MIB // 8 + more)
+
+
+def test_a_precision_aware_optimizer_writes_delayed_weights_itself() -> None:
+    """FusedAdam casts them (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``); its state scales end with nothing."""
+    weight = Parameter("a.weight", (1024, 1024), low=Low("delayed", True, (2, 18), parameters=True))
+    rules = Rules(
+        "bf16", "fp32", True, 8, None, "adam", True, "fp32", "fp32", "fp32", False, low=weight.low, fp8_recipe="delayed"
+    )
+    assert keep(((((weight,), 1),),), rules, False).step.excursion.peak == 0
+
+
 def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -> None:
     """Beside current scaling FusedAdam has none, so that no 16 bits of them are saved."""
     aware = {"precision_aware_optimizer": True}
