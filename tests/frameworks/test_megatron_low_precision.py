@@ -30,8 +30,9 @@ WEIGHTS = (4096 + 2 * 1024) * 4096 + 4096 * 4096 + 2 * 14336 * 4096 + 4096 * 143
 """Elements of a layer's four linear layers."""
 
 
-def plan_of(given: dict[str, Any]) -> ResolvedPlan:
-    return resolve(read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan)
+def plan_of(given: dict[str, Any], **environment: str) -> ResolvedPlan:
+    plan = read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan
+    return resolve(plan.model_copy(update={"environment": environment}) if environment else plan)
 
 
 def static(**flags: Any) -> int:
@@ -200,7 +201,9 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
     [
         ({"fp8": "blockwise"}, "no back end"),
         ({"fp8": "tensorwise"}, "before Blackwell"),
-        ({"fp8": "mxfp8", "gpu": "b200"}, "not modelled yet"),
+        ({"fp8": "mxfp8", "gpu": "b200", "seq": 4128}, "multiples of 128 tokens"),
+        ({"fp8": "mxfp8", "gpu": "b200", "head_dim": 48}, "multiples of 32"),
+        ({"fp8": "tensorwise", "gpu": "rtx-pro-6000"}, "compute capability 12.0"),
         ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
         ({"attention_backend": "flash"}, "attention_backend"),
         ({"cp": 2}, "context parallelism"),
@@ -212,11 +215,44 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
 def test_attention_in_8_bits_is_refused_where_it_would_be_another(flags: dict[str, Any], why: str) -> None:
     environment = {name: value for name, value in flags.items() if name.startswith("NVTE")}
     given = {name: value for name, value in flags.items() if name not in environment}
-    plan = read_plan(
-        None, {name.replace("_", "-"): str(value).lower() for name, value in (LOW_ATTENTION | given).items()}
-    )
     with pytest.raises(PlanError, match=why):
-        resolve(plan.plan.model_copy(update={"environment": environment}))
+        plan_of(LOW_ATTENTION | given, **environment)
+
+
+BLACKWELL = SMALL | {"gpu": "b200", "fp8_dot_product_attention": True}
+
+
+@pytest.mark.parametrize("flags", [{"fp8": "mxfp8"}, {"fp8": "tensorwise"}, {"fp4": "nvfp4"}])
+def test_attention_may_scale_otherwise_than_linear_layers(flags: dict[str, Any]) -> None:
+    """``NVTE_DPA_FP8_RECIPE``: with a tensor's own scale queries, keys and values have one byte, with MXFP8 two, and a
+    byte for 32 features or tokens (of 128 features and 4,096 tokens), in each of four layers and micro-batches."""
+    names = ("Float8CurrentScaling", "MXFP8BlockScaling")
+    peaks = [estimate(plan_of(BLACKWELL | flags, NVTE_DPA_FP8_RECIPE=name)).stages[0].requested for name in names]
+    elements = 4096 * (4096 + 2 * 1024)
+    assert peaks[1] - peaks[0] == pytest.approx(4 * elements * (1 + 2 / 32), abs=MIB)
+
+
+def test_an_output_layer_in_8_bits_has_copies_of_its_weight() -> None:
+    """Of 128,256 x 4,096 a byte each way and a scale for 32; of the input of 4,096 tokens one copy is saved, beside the
+    hidden state, which ``_postprocess`` holds while it computes the loss (``TELMHeadColumnParallelLinear``)."""
+    flags = SMALL | {"gpu": "b200", "fp8": "mxfp8"}
+    plain, low = (estimate(plan_of(flags | more)).stages[0] for more in ({}, {"fp8_output_proj": True}))
+    copies = 128256 * 4096 * (2 + 2 / 32)
+    assert low.static - plain.static == pytest.approx(copies, abs=MIB)
+    assert low.requested - plain.requested == pytest.approx(copies + 4096**2 * (1 + 1 / 32), abs=MIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"fp8": "tensorwise"}, "needs precision.fp8 mxfp8"),
+        ({"tied_embeddings": True}, "tied embeddings"),
+        ({"tp_comm_overlap": True, "tp": 2, "sequence_parallel": True}, "tp_comm_overlap"),
+    ],
+)
+def test_an_output_layer_in_8_bits_is_refused_where_megatron_does(flags: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        plan_of(SMALL | {"gpu": "b200", "fp8": "mxfp8", "fp8_output_proj": True} | flags)
 
 
 @pytest.mark.parametrize(("recipe", "history"), [("delayed", 1024), ("tensorwise", 1)])

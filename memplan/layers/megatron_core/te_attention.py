@@ -44,8 +44,9 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
             raise PlanError("megatron.attention_backend", shape.attention, problem)
         return unfused(r, q, k, v, shape)
     if shape.attention == "fused":
-        if shape.low_attention and shape.low is not None:
-            return te_low_attention.fused(r, (q, k, v), lengths, shape, _work(shape, q, k, v))
+        if shape.low_attention is not None and shape.low is not None:
+            sinks = [_sinks(r, q.shape[2], q.dtype)] if shape.spec.attention_sinks else []
+            return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v))
         return fused(r, q, k, v, lengths, shape)
     if lengths:
         problem = "attention with a padding mask (BERT): flash attention packs sequences, which is not covered"

@@ -89,7 +89,7 @@ class Case:
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
-            low_attention=True,
+            low_attention=self.recipe,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -170,9 +170,9 @@ CASES = [
         Case(
             "attention", attention="fused", recipe=recipe, major=major, kv_heads=groups, rope=rope, dropout=0.0, **LARGE
         )
-        for recipe, major in LOW[:4]
+        for recipe, major in LOW
         for groups, rope in ((8, False), (8, True), (2, True))
-        if recipe == "delayed" or major > 9
+        if recipe == "delayed" or (major > 9 and recipe != "blockwise")
     ),
 ]
 """Every module in every setting that changes its tensors."""
@@ -207,8 +207,9 @@ def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
 
 def _column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     n = 3 * case.h // case.t
-    choices = {"bias": case.bias, "skip_bias": case.skip_bias, "original": case.original}
-    return te.column_linear(r, x, "linear", n, shape, **choices)[0]
+    return te.column_linear(r, x, "linear", n, shape, bias=case.bias, skip_bias=case.skip_bias, original=case.original)[
+        0
+    ]
 
 
 def _row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
