@@ -206,7 +206,7 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
         ({"fp8": "tensorwise", "gpu": "rtx-pro-6000"}, "compute capability 12.0"),
         ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
         ({"attention_backend": "flash"}, "attention_backend"),
-        ({"cp": 2}, "context parallelism"),
+        ({"cp": 2}, "by p2p, of which it is not modelled yet: a2a is"),
         ({"head_dim": 64}, "64 features"),
         ({"log_max_attention_logit": True}, "largest score"),
         ({"NVTE_FP8_DPA_BWD": "0"}, "NVTE_FP8_DPA_BWD"),

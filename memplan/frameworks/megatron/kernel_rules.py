@@ -106,8 +106,8 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     if blackwell:
         sizes = not any(size % multiple for size in heads) and features <= 192 and values <= 128
     rows = {model.heads * features, model.kv_heads * features, model.kv_heads * values}
-    whole = plan.batch.seq // plan.layout.cp % 128 == 0
-    whole = whole and not any(plan.batch.mbs * one // plan.layout.tp % 128 for one in rows)
+    whole = plan.batch.seq % 128 == 0
+    whole = whole and not any(plan.batch.mbs * one // (plan.layout.tp * plan.layout.cp) % 128 for one in rows)
     own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
     reasons = {
         "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability
@@ -130,7 +130,8 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),
-        "must be false with context parallelism (cp > 1), with which it is not modelled yet": plan.layout.cp > 1,
+        f"must be false with context parallelism (cp > 1) by {megatron.cp_communication}, of which it is not modelled "
+        "yet: a2a is": plan.layout.cp > 1 and megatron.cp_communication != "a2a",
         "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
         "must be false with a padding mask, with which it is not modelled yet": not model.causal,
         "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,

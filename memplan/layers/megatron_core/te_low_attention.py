@@ -46,11 +46,11 @@ def fused(
         copy = by_head(r, likes, dtype, low) if packed else by_sequence(r, likes, "qkv", low)
     else:
         joined = [] if packed else [r.empty(whole, dtype, "qkv_joined")]
-        copy = _cast(r, whole, "qkv", low)
+        copy = cast(r, whole, "qkv", low)
         joined.clear()
     number = [] if by_block else [r.empty((1,), "fp32", "scores_scale_inverse")]
     if delayed:
-        kept = _cast(r, like_out, "context", low)
+        kept = cast(r, like_out, "context", low)
     else:
         number += [] if by_block else [r.empty((1,), "fp32", "context_amax")]
         kept = [r.empty(like_out, dtype, "context")]
@@ -61,7 +61,7 @@ def fused(
     scale = [] if by_block else [r.empty((1,), "fp32", "scores_scale")]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = by_sequence(r, [like_out], "grad_context", low) if by_block else _cast(r, like_out, "grad_context", low)
+        grad = by_sequence(r, [like_out], "grad_context", low) if by_block else cast(r, like_out, "grad_context", low)
         names = () if by_block else ("scores_scale_inverse", "grad_scores_scale_inverse")
         numbers = [r.empty((1,), "fp32", name) for name in names]
         sizes = [whole] if packed else likes
@@ -99,7 +99,7 @@ def low_of(shape: CoreShape) -> Low:
     return replace(shape.low, recipe=shape.low_attention)
 
 
-def _cast(r: Recorder, like: Shape, name: str, low: Low) -> list[Tensor]:
+def cast(r: Recorder, like: Shape, name: str, low: Low) -> list[Tensor]:
     copy = low.quantised(r, like, name, rows=True, columns=False)
     return [*copy.rows, *copy.shared]
 
