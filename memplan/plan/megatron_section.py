@@ -76,6 +76,7 @@ class Megatron(FrameworkSection, Terse):
             "mamba_states",
             "precision_of",
             "fp8_attention",
+            "fp8_output",
         }
     )
 
@@ -323,8 +324,14 @@ class Megatron(FrameworkSection, Terse):
     )
     fp8_attention: bool = Field(
         False,
-        description="cuDNN's attention multiplies in 8 bits, too, with precision.fp8 delayed or tensorwise",
+        description="cuDNN's attention multiplies in 8 bits, too, with the recipe of precision.fp8, or another that "
+        "NVTE_DPA_FP8_RECIPE names",
         json_schema_extra={"flag": "--fp8-dot-product-attention"},
+    )
+    fp8_output: bool = Field(
+        False,
+        description="the output layer is Transformer Engine's, and multiplies in 8 bits, too, with precision.fp8 mxfp8",
+        json_schema_extra={"flag": "--fp8-output-proj"},
     )
     registers_buffers: bool = Field(
         False,

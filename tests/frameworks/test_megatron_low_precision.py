@@ -30,8 +30,9 @@ WEIGHTS = (4096 + 2 * 1024) * 4096 + 4096 * 4096 + 2 * 14336 * 4096 + 4096 * 143
 """Elements of a layer's four linear layers."""
 
 
-def plan_of(given: dict[str, Any]) -> ResolvedPlan:
-    return resolve(read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan)
+def plan_of(given: dict[str, Any], **environment: str) -> ResolvedPlan:
+    plan = read_plan(None, {name.replace("_", "-"): str(value).lower() for name, value in given.items()}).plan
+    return resolve(plan.model_copy(update={"environment": environment}) if environment else plan)
 
 
 def static(**flags: Any) -> int:
@@ -85,6 +86,38 @@ def test_weights_in_8_bits_are_in_a_buffer_of_their_own(
     assert held(kept.construction, Category.PARAMETERS) == parameters * MIB + stay * MIB + single + 2 * 1024
     assert held(kept.construction, Category.GRADIENTS) == 4 * MIB + 4 * 1024
     assert held(kept.construction, Category.MAIN_PARAMETERS) == rounded(4 * MIB // 8) + rounded(4 * 1024 // 8)
+
+
+@pytest.mark.parametrize(
+    ("low", "more"),
+    [
+        (Low("tensorwise", False, (2, 18), parameters=True), 2 * 512),
+        (Low("tensorwise", True, (2, 18), parameters=True), MIB // 8 + 2 * 512),
+        (Low("delayed", False, (2, 18), parameters=True), 2 * 512),
+        (Low("blockwise", True, (2, 18), parameters=True), 2 * 512),
+        (Low("mxfp8", False, (2, 18), parameters=True), None),
+        (Low("nvfp4", False, (2, 18), parameters=True), 2 * 4 * 64**2 + 2 * 512),
+        (Low("nvfp4", False, (2, 14), parameters=True), 4 * MIB // 8 + 2 * 4 * 64**2 + 2 * 512),
+    ],
+)
+def test_the_step_casts_main_parameters_of_weights_in_8_bits(low: Low, more: int | None) -> None:
+    """A weight of 1024 x 1024 over 8 ranks: each casts its eighth to 16 bits, 2/8 MiB, before it is quantised. Beside
+    that what is largest in the weight and its scale, a number of 4 bytes (512 rounded) each, of a tensor or of the
+    8 x 8 blocks of 128 x 128, or of 64 x 64 blocks of 16 x 16; where products want it a transposed eighth, in bytes;
+    with NVFP4 the eighth in fp32 once more before 2.15. MXFP8 is received in the gradients' buffer."""
+    rules = Rules("bf16", "fp32", True, 8, None, "adam", False, "fp32", "fp32", "fp32", False, te=low.te)
+    kept = keep(((((Parameter("a.weight", (1024, 1024), low=low),), 1),),), rules, False)
+    assert kept.step.excursion.net == 0
+    assert kept.step.excursion.peak == (0 if more is None else 2 * MIB // 8 + more)
+
+
+def test_a_precision_aware_optimizer_writes_delayed_weights_itself() -> None:
+    """FusedAdam casts them (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``); its state scales end with nothing."""
+    weight = Parameter("a.weight", (1024, 1024), low=Low("delayed", True, (2, 18), parameters=True))
+    rules = Rules(
+        "bf16", "fp32", True, 8, None, "adam", True, "fp32", "fp32", "fp32", False, low=weight.low, fp8_recipe="delayed"
+    )
+    assert keep(((((weight,), 1),),), rules, False).step.excursion.peak == 0
 
 
 def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -> None:
@@ -168,10 +201,12 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
     [
         ({"fp8": "blockwise"}, "no back end"),
         ({"fp8": "tensorwise"}, "before Blackwell"),
-        ({"fp8": "mxfp8", "gpu": "b200"}, "not modelled yet"),
+        ({"fp8": "mxfp8", "gpu": "b200", "seq": 4128}, "multiples of 128 tokens"),
+        ({"fp8": "mxfp8", "gpu": "b200", "head_dim": 48}, "multiples of 32"),
+        ({"fp8": "tensorwise", "gpu": "rtx-pro-6000"}, "compute capability 12.0"),
         ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
         ({"attention_backend": "flash"}, "attention_backend"),
-        ({"cp": 2}, "context parallelism"),
+        ({"cp": 2}, "by p2p, of which it is not modelled yet: a2a is"),
         ({"head_dim": 64}, "64 features"),
         ({"log_max_attention_logit": True}, "largest score"),
         ({"NVTE_FP8_DPA_BWD": "0"}, "NVTE_FP8_DPA_BWD"),
@@ -180,11 +215,44 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
 def test_attention_in_8_bits_is_refused_where_it_would_be_another(flags: dict[str, Any], why: str) -> None:
     environment = {name: value for name, value in flags.items() if name.startswith("NVTE")}
     given = {name: value for name, value in flags.items() if name not in environment}
-    plan = read_plan(
-        None, {name.replace("_", "-"): str(value).lower() for name, value in (LOW_ATTENTION | given).items()}
-    )
     with pytest.raises(PlanError, match=why):
-        resolve(plan.plan.model_copy(update={"environment": environment}))
+        plan_of(LOW_ATTENTION | given, **environment)
+
+
+BLACKWELL = SMALL | {"gpu": "b200", "fp8_dot_product_attention": True}
+
+
+@pytest.mark.parametrize("flags", [{"fp8": "mxfp8"}, {"fp8": "tensorwise"}, {"fp4": "nvfp4"}])
+def test_attention_may_scale_otherwise_than_linear_layers(flags: dict[str, Any]) -> None:
+    """``NVTE_DPA_FP8_RECIPE``: with a tensor's own scale queries, keys and values have one byte, with MXFP8 two, and a
+    byte for 32 features or tokens (of 128 features and 4,096 tokens), in each of four layers and micro-batches."""
+    names = ("Float8CurrentScaling", "MXFP8BlockScaling")
+    peaks = [estimate(plan_of(BLACKWELL | flags, NVTE_DPA_FP8_RECIPE=name)).stages[0].requested for name in names]
+    elements = 4096 * (4096 + 2 * 1024)
+    assert peaks[1] - peaks[0] == pytest.approx(4 * elements * (1 + 2 / 32), abs=MIB)
+
+
+def test_an_output_layer_in_8_bits_has_copies_of_its_weight() -> None:
+    """Of 128,256 x 4,096 a byte each way and a scale for 32; of the input of 4,096 tokens one copy is saved, beside the
+    hidden state, which ``_postprocess`` holds while it computes the loss (``TELMHeadColumnParallelLinear``)."""
+    flags = SMALL | {"gpu": "b200", "fp8": "mxfp8"}
+    plain, low = (estimate(plan_of(flags | more)).stages[0] for more in ({}, {"fp8_output_proj": True}))
+    copies = 128256 * 4096 * (2 + 2 / 32)
+    assert low.static - plain.static == pytest.approx(copies, abs=MIB)
+    assert low.requested - plain.requested == pytest.approx(copies + 4096**2 * (1 + 1 / 32), abs=MIB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"fp8": "tensorwise"}, "needs precision.fp8 mxfp8"),
+        ({"tied_embeddings": True}, "tied embeddings"),
+        ({"tp_comm_overlap": True, "tp": 2, "sequence_parallel": True}, "tp_comm_overlap"),
+    ],
+)
+def test_an_output_layer_in_8_bits_is_refused_where_megatron_does(flags: dict[str, Any], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        plan_of(SMALL | {"gpu": "b200", "fp8": "mxfp8", "fp8_output_proj": True} | flags)
 
 
 @pytest.mark.parametrize(("recipe", "history"), [("delayed", 1024), ("tensorwise", 1)])

@@ -494,6 +494,20 @@ def low_precision() -> Iterator[str]:
         yield f"{job} --gpu b200 {recipe} --fp8-parameters --recompute full"
     for more in ("--gpu h100-80gb --fp8 delayed --amax-history 1024", "--gpu b200 --fp8 tensorwise --recompute full"):
         yield f"{job} {more} --fp8-dot-product-attention"
+    yield f"{job} --gpu b200 --fp8 mxfp8 --fp8-dot-product-attention --fp8-output-proj"
+    yield f"{job} --gpu b200 --fp4 nvfp4 --fp8-dot-product-attention --env NVTE_DPA_FP8_RECIPE=Float8CurrentScaling"
+    yield f"{job} --gpu b200 --fp4 nvfp4 --fp8-dot-product-attention"  # of which there is none
+    yield f"{job} --gpu b200 --fp8 tensorwise --fp8-output-proj"
+    for recipe in ("delayed", "mxfp8"):
+        yield (
+            "--model llama-3-8b --layers 4 --seq 8192 --framework megatron --zero 1 --dp 2 --cp 4 --gpu b200 "
+            f"--fp8 {recipe} --fp8-dot-product-attention --cp-communication a2a"
+        )
+    for model in ("gpt-oss-20b --bias-dropout-fusion false", "deepseek-v3 --mtp-layers 1 --fp8-output-proj"):
+        yield (
+            f"--model {model} --layers 4 --seq 2048 --framework megatron --gpu b200 --dp 8 --ep 8 --zero 1 --fp8 mxfp8 "
+            "--fp8-dot-product-attention"
+        )
     yield f"{job} --gpu h100-80gb --fp8 tensorwise --first-16bit-layers 1 --last-16bit-layers 1 --pp 2 --gbs 32"
     yield f"{job} --gpu b200 --fp8 tensorwise --fp8-parameters --megatron-fsdp optim_grads_params"
     sharded = f"{job} --fp8-parameters --megatron-fsdp"

@@ -202,6 +202,11 @@ def _by_chunks(x: torch.Tensor, ids: torch.Tensor, seq_dim: int, cp: int) -> tor
     return fresh((cp, 2, *x.movedim(seq_dim, 0).shape[1:]), x.dtype)
 
 
+def _wrapped(*args: Any, make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass, **kwargs: Any) -> Any:
+    """A quantised tensor without a device, which is the GPU otherwise."""
+    return make(*args, **kwargs | {"device": "cpu"})
+
+
 CAPABILITY = [9, 0]
 """Of the GPU: an H100's, unless a case is about another."""
 
@@ -231,6 +236,7 @@ def on_a_gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(torch.cuda.nvtx, **nvtx),
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
+        mock.patch.object(torch.Tensor, "_make_wrapper_subclass", _wrapped),
         mock.patch.object(FakeTensor, "is_cuda", property(lambda tensor: True), create=True),
         mock.patch.object(FakeTensor, "is_cpu", property(lambda tensor: False), create=True),
         OnHost(),

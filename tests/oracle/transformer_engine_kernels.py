@@ -118,26 +118,43 @@ def softmax_backward(grad: Any, *rest: Any) -> Any:
 
 
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
-    """``attention.cpp``: output, random state, softmax statistics (b, a, s, 1); of (s, b, a, d) or (b, s, a, d)."""
-    q, _k, v, *_ = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
-    out = _of_attention(args, [(*q.shape[:-1], v.shape[-1])])[0]
+    """``attention.cpp``: output, random state, softmax statistics (b, a, s, 1)."""
+    q, _k, v = _operands(args)
+    layout, *formats = _named(args, "Layout", "Format")
+    s, b, a, _d = (q.shape[at] for at in _places(layout))
+    like = [(s, b, a, v.shape[-1])[_places(formats[0] if formats else layout).index(at)] for at in range(4)]
+    out = _of_attention(args, [like])[0]
     rng_state = fresh((2,), torch.int64)
-    sequence_first = next(arg for arg in args if isinstance(arg, Value) and "Layout" in arg.enum).name.startswith(
-        "NVTE_SB"
-    )
-    s, b = (q.shape[0], q.shape[1]) if sequence_first else (q.shape[1], q.shape[0])
-    statistics = fresh((b, q.shape[2], s, 1), torch.float32)
+    statistics = fresh((b, a, s, 1), torch.float32)
     return [out, statistics, rng_state]
 
 
 def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
     """``attention.cpp``: three gradients, views of one tensor where the layout of the inputs is one (``SBH3D``)."""
-    q, k, v, *_ = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 4)
-    layout = next(arg for arg in args if isinstance(arg, Value) and "Layout" in arg.enum).name
-    if layout.endswith("H3D"):
-        return [*_of_attention(args, [(*q.shape[:-1], 3, q.shape[-1])], unbound=True), None, None]
-    assert layout.count("_") == 3, layout  # NVTE_SBHD_SBHD_SBHD
-    return [*_of_attention(args, [x.shape for x in (q, k, v)]), None, None]
+    layouts = _named(args, "Layout")
+    made = [[x.shape[at] for at in _places(layouts[0])] for x in _operands(args)]
+    likes = [[one[_places(layouts[-1]).index(at)] for at in range(4)] for one in made]
+    if layouts[-1].endswith("H3D"):
+        like = likes[0]
+        return [*_of_attention(args, [(*like[:-1], 3, like[-1])], unbound=True), None, None]
+    assert layouts[-1].count("_") == 3, layouts  # NVTE_SBHD_SBHD_SBHD
+    return [*_of_attention(args, likes), None, None]
+
+
+def _operands(args: Any) -> list[Any]:
+    """Queries, keys and values; a wrapper of quantised data may have other dimensions than these."""
+    return [arg for arg in args if isinstance(arg, torch.Tensor) and len(arg.shape) == 4][:3]
+
+
+def _named(args: Any, *kinds: str) -> list[str]:
+    """The members of enumerations of these kinds, in order."""
+    return [arg.name for arg in args if isinstance(arg, Value) and any(kind in arg.enum for kind in kinds)]
+
+
+def _places(layout: str) -> tuple[int, int, int, int]:
+    """Where sequence, micro-batch, heads and features are in a tensor of a layout."""
+    first = layout.split("_")[1]
+    return (2, 0, 1, 3) if first == "BHSD" else (0, 1, 2, 3) if first.startswith("SB") else (1, 0, 2, 3)
 
 
 def _of_attention(args: Any, shapes: Sequence[Any], *, unbound: bool = False) -> list[Any]:
@@ -229,7 +246,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "fa_prepare_bwd": fa_prepare_bwd,
     "get_fused_attn_backend": get_fused_attn_backend,
     "get_cublasLt_version": lambda: 130000,
-    "get_cudnn_version": lambda: 92000,
+    "get_cudnn_version": lambda: 92200,
     "get_num_cublas_streams": lambda: 4,
     **quantizers.FUNCTIONS,
 }

@@ -75,6 +75,40 @@ def outer(quantizer: Any, data: torch.Tensor) -> Any:
     return tensors.Float8Tensor(shape=data.shape, dtype=torch.bfloat16, data=data, device="cpu", **common)
 
 
+def outer_mx(made: Any) -> Any:
+    """Likewise of MXFP8."""
+    tensors = importlib.import_module("transformer_engine.pytorch.tensor.mxfp8_tensor")
+    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "fp8_dtype", "quantizer")
+    parts = {name: getattr(made, f"_{name}") for name in names}
+    data = made._rowwise_data if made._rowwise_data is not None else made._columnwise_data
+    swizzled = made._with_gemm_swizzled_scales
+    return tensors.MXFP8Tensor(
+        shape=data.shape, dtype=torch.bfloat16, device="cpu", with_gemm_swizzled_scales=swizzled, **parts
+    )
+
+
+def transpose_to_bhsd(inputs: Any, original_format: str, outputs: Any = ()) -> list[Any]:
+    """``multi_tensor_transpose_to_bhsd`` into ``outputs``, if there are any."""
+    if outputs:
+        return list(outputs)
+    places = (1, 2, 0, 3) if original_format == "sbhd" else (0, 2, 1, 3)
+    return [_fresh([one.shape[at] for at in places], one.dtype) for one in inputs]
+
+
+def swizzle(tensors: list[Any], rows: bool, columns: bool) -> None:
+    """``inplace_multi_tensor_swizzle_scales_for_gemm_impl``: a buffer for all that have scales, of which they get
+    views."""
+    name = "_rowwise_scale_inv" if rows else "_columnwise_scale_inv"
+    scaled = [(one, tuple(getattr(one, name).shape)) for one in tensors if getattr(one, name) is not None]
+    sizes = [-(-prod(like) // 16) * 16 for _, like in scaled]
+    if not scaled:
+        return
+    whole, start = _fresh((sum(sizes),)), 0
+    for (one, like), size in zip(scaled, sizes, strict=True):
+        setattr(one, name, whole[start : start + prod(like)].view(like))
+        start += size
+
+
 def dequantize(x: Any, dtype: Any) -> torch.Tensor:
     return _fresh(x._data.shape, torch.bfloat16)
 
@@ -84,6 +118,8 @@ def quantize(x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = No
         return output
     of_attention = not quantizer.internal and not quantizer.columnwise_usage
     per_tensor = type(quantizer).__name__ in ("Float8Quantizer", "Float8CurrentScalingQuantizer")
+    if not quantizer.internal and type(quantizer).__name__ == "MXFP8Quantizer":
+        return outer_mx(create(quantizer, x.shape))
     return outer(quantizer, _fresh(x.shape)) if of_attention and per_tensor else create(quantizer, x.shape)
 
 
@@ -145,5 +181,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "create_empty_quantized_tensor": create_empty,
     "fp8_transpose": fp8_transpose,
     "swap_first_dims": swap_first_dims,
+    "multi_tensor_transpose_to_bhsd": transpose_to_bhsd,
+    "multi_tensor_swizzle_scales_for_gemm_unchecked_": swizzle,
     "fused_amax_and_scale_update_after_reduction": lambda *_: None,
 }

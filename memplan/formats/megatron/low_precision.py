@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
 from . import module_precision
@@ -18,15 +18,10 @@ ENDS, START, END = "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", 
 PADDING, PADDING_OLD = "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8"
 REUSED = "--reuse-grad-buf-for-mxfp8-param-ag"
 
+WIDE_WEIGHT_GRADIENTS = "--no-fp8-wgrad"
 AWARE = "--use-precision-aware-optimizer"
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-
-REFUSED = {
-    "--no-fp8-wgrad": "weight gradients in 16 bits keep inputs in 16 bits, too",
-    "--fp8-output-proj": "an output layer in MXFP8 is of Transformer Engine",
-}
-"""What is not modelled of fp8, and why that matters."""
 
 
 def without_low(reader: Reader) -> str:
@@ -48,11 +43,10 @@ def in_fp4(plan: Plan) -> bool:
 
 def _recipe(reader: Reader) -> None:
     settings, put = reader.settings, reader.building.put
-    for name, reason in REFUSED.items():
-        if settings.has(name):
-            raise PlanError(
-                name, ABSENT, f"must be left out: {reason}, which is not modelled yet", origin=settings.where(name)
-            )
+    if settings.has(WIDE_WEIGHT_GRADIENTS):
+        reader.building.because(
+            WIDE_WEIGHT_GRADIENTS, "Transformer Engine 2 has no such choice (override_linear_precision), and reads none"
+        )
     node = settings.word(RECIPE) or Node("delayed", settings.where(FP8))
     if node.value not in RECIPES:
         problem = f"is not modelled yet; {', '.join(RECIPES)} are"
@@ -158,6 +152,7 @@ ROWS: Sequence[Row] = (
         when=lambda plan: plan.experts.router_padding,
     ),
     switch(PADDING_OLD, "experts.router_padding", "", read=elsewhere),
-    switch("--fp8-dot-product-attention", "megatron.fp8_attention", without_effect=without_fp8),  # of no parser
+    switch("--fp8-dot-product-attention", "megatron.fp8_attention", without_effect=without_low),  # of no parser
+    switch("--fp8-output-proj", "megatron.fp8_output", "PRECISION", without_effect=without_fp8),
     *module_precision.ROWS,
 )  # fmt: skip

@@ -18,8 +18,19 @@ SECTIONS = ("model", "ddp", "optimizer", "train")
 LENGTHS = ("dataset.sequence_length", "dataset.seq_length", "model.seq_length")
 """Fields that say the length of a sequence: of the data in the order in which ``GPTDatasetConfig`` takes them."""
 
-WITHOUT_ARGUMENT = {name: parsed_line(name, Table.MODELLED, "") for name in ("--fp8-dot-product-attention",)}
-"""Fields that are modelled as arguments are; Megatron-LM's parser has none for them (``arguments.py``: ``exclude``)."""
+WITHOUT_ARGUMENT = {
+    name: parsed_line(name, of, why)
+    for name, of, why in (
+        ("--fp8-dot-product-attention", Table.MODELLED, ""),
+        (
+            "--fp8-multi-head-attention",
+            Table.IRRELEVANT,
+            "read by Transformer Engine's MultiheadAttention alone, which Megatron-Core does not build",
+        ),
+        ("--fp8-wgrad", Table.IRRELEVANT, "Transformer Engine 2 has no such choice, and reads none"),
+    )
+}
+"""Fields that are read as arguments are; Megatron-LM's parser has none for them (``arguments.py``: ``exclude``)."""
 
 TEACHER = "--export-kd-teacher-load"
 DISTILLATION = ("model.teacher", "model.kd_config")
@@ -170,11 +181,9 @@ UNSAID: Mapping[str, object] = {"fp8_recipe": "tensorwise", **LOW_DEFAULTS}
 product is in 8 bits."""
 
 LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
-    "fp8_multi_head_attention": (True, "attention in 8 bits saves other tensors"),
     "disable_parameter_transpose_cache": (True, "quantised weights that are made in each micro-batch"),
-    "fp8_wgrad": (False, "weight gradients in 16 bits keep inputs in 16 bits, too"),
 }
-"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says the first two."""
+"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says them."""
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 

@@ -55,7 +55,7 @@ class Megatron(Framework):
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
-        environment=SELECTORS,
+        environment=(*SELECTORS, "NVTE_DPA_FP8_RECIPE"),
         pipeline=(
             "first_layers",
             "last_layers",

@@ -89,7 +89,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         experts=expert_shape(plan),
         core=_version(plan.experts.megatron_core),
         low=low_of(plan, te),
-        low_attention=megatron.fp8_attention,
+        low_attention=low_attention(plan),
+        low_head=megatron.fp8_output,
         precision_of=megatron.precision_of or (),
         starts=_chunk_starts(plan) if megatron.precision_of else (),
         sixteen_bit=ends_16bit,
@@ -168,6 +169,21 @@ def low_of(plan: ResolvedPlan, te: Version) -> Low | None:
     )
     turns = not ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
     return Low(RECIPES[recipe], turns, te, given.fp8_parameters, given.amax_history)
+
+
+OF_ATTENTION: dict[str, Recipe | None] = {
+    "F16": None, "DelayedScaling": "delayed", "Float8CurrentScaling": "tensorwise", "MXFP8BlockScaling": "mxfp8"
+}  # fmt: skip
+"""``NVTE_DPA_FP8_RECIPE``; unless it is set attention has that of linear layers
+(``DotProductAttention.init_fp8_metadata``)."""
+
+
+def low_attention(plan: ResolvedPlan) -> Recipe | None:
+    """In what attention multiplies, if that is not the plan's dtype."""
+    if not plan.megatron.fp8_attention or plan.precision.low is None:
+        return None
+    named = plan.environment.get("NVTE_DPA_FP8_RECIPE", "")
+    return OF_ATTENTION[named] if named in OF_ATTENTION else RECIPES[plan.precision.low]
 
 
 def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:

@@ -1,8 +1,7 @@
 """What a rank keeps under Megatron-FSDP, and what its step takes.
 
 ``megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py``: ``_init_each_parameter_group_buffers``
-(in which order buffers are made), ``update_main_grads``, ``copy_main_weights_to_model_weights``. Transformer Engine's
-``pytorch/tensor/utils.py``: ``quantize_master_weights``.
+(in which order buffers are made), ``update_main_grads``, ``copy_main_weights_to_model_weights``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from math import prod
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core.precision import Part
-from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.events import Category, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
+from .casting import cast, ends
 from .fsdp import Bucket, Sharding, doubled
 from .states import Piece, Rules, optimized
 
@@ -68,7 +68,7 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
         hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")
         if not whole:
             temporary += originals(bucket) if sharding.meta else made[at]
-        construction += _ends(temporary)
+        construction += ends(temporary)
     gradients = sum(one.elements // (sharding.of(one) if sharding.shards_gradients else 1) for one in buckets)
     hold(gradients, rules.gradients, Category.GRADIENTS, "main_grad_buffer", sharding.pool())
     fullest = {
@@ -87,10 +87,6 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
     step = [*carried, *(event for part in parts for event in part.step), *quantised, *gathered]
     states = Stretch([event for part in parts for event in part.states])
     return Kept(Stretch(construction), states, Stretch(step), Stretch([*carried, *gathered]), Stretch())
-
-
-def _ends(holds: Sequence[Hold]) -> list[Drop]:
-    return [Drop(hold.tensor, hold.bytes, hold.category) for hold in holds]
 
 
 def _fullest(buckets: Sequence[Bucket], sharding: Sharding) -> tuple[int, int]:
@@ -118,11 +114,13 @@ def _quantised(
     """Weights in 8 bits are made of main parameters (``copy_main_weights_to_model_weights``). With block scaling
     buckets are gathered for it, until they are a batch."""
     batch: list[Bucket] = []
-    low = [bucket for bucket in buckets if bucket.low is not None]
-    for bucket in low:
+    last = [bucket for bucket in buckets if bucket.low is not None][-1:]
+    for bucket in buckets:
+        if bucket.low is None:
+            continue
         batch.append(bucket)
-        blockwise = bucket.low is not None and bucket.low.recipe == "blockwise"
-        if bucket is not low[-1] and not (blockwise and sum(one.elements for one in batch) > BATCH):
+        blockwise = bucket.low.recipe == "blockwise"
+        if bucket is not last[0] and not (blockwise and sum(one.elements for one in batch) > BATCH):
             continue
         gathered = batch if blockwise and sharding.shards_parameters else []
         holds = [
@@ -131,30 +129,9 @@ def _quantised(
         ]
         yield from holds
         for experts, of in fullest.items():
-            cast = list(_cast([one for one in batch if one.experts is experts], of, ids))
-            yield from cast
-            yield from _ends(cast)
-        yield from _ends(holds)
+            own = [one for one in batch if one.experts is experts]
+            shards = [elements for bucket in own for _, elements in bucket.shares(*of)]
+            weights = [member.parameter.shape for bucket in own for member in bucket.members]
+            yield from cast(shards, bucket.low, weights, ids)
+        yield from ends(holds)
         batch.clear()
-
-
-def _cast(buckets: Sequence[Bucket], of: tuple[int, int], ids: Iterator[int]) -> Iterator[Hold]:
-    """``quantize_master_weights``: the rank's shards in 16 bits, all at once, and scales of all weights: what ranks
-    find largest, and with one scale of a tensor or of a block what is made of it."""
-
-    def hold(size: int, name: str) -> Hold:
-        return Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
-
-    for bucket in buckets:
-        yield from (hold(2 * elements, f"{own.name}_cast") for own, elements in bucket.shares(*of))
-    weights = [
-        (low, low.amaxes(member.parameter.shape))
-        for bucket in buckets
-        for member in bucket.members
-        if (low := bucket.low) is not None
-    ]
-    if weights:
-        yield hold(sum(size for _, size in weights), "amaxes")
-    made = [size for low, size in weights if low.recipe in ("tensorwise", "blockwise")]
-    delayed = sum(size for low, size in weights if low.recipe == "delayed")
-    yield from (hold(size, "scale") for size in (*made, delayed) if size)

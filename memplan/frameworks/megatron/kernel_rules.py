@@ -10,6 +10,7 @@ from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRE
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of, kinds_of
 from ...plan.module_precision import EXPERTS, wide_modules
+from .from_plan import OF_ATTENTION, low_attention, padded_vocab
 
 if TYPE_CHECKING:
     from ...plan.megatron_section import Megatron as MegatronSection
@@ -86,40 +87,57 @@ def check_modules(plan: ResolvedPlan) -> None:
 
 
 def check_low_attention(plan: ResolvedPlan) -> None:
-    """What Transformer Engine asks of attention in 8 bits (``get_attention_backend``, ``nvte_get_fused_attn_backend``),
-    as far as it is modelled."""
-    megatron, model, recipe = plan.megatron, plan.model, plan.precision.low
+    """What Transformer Engine asks of attention in 8 bits (``get_attention_backend``, ``nvte_get_fused_attn_backend``
+    with cuDNN 9.21 or later), as far as it is modelled."""
+    megatron, model, recipe = plan.megatron, plan.model, low_attention(plan)
     if not megatron.fp8_attention:
+        return
+    if plan.precision.low is None:
+        raise PlanError("megatron.fp8_attention", True, "must be false without precision.fp8 or fp4: it scales so")
+    if recipe is None:
         return
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
     capability = (gpu.compute_capability if gpu is not None else None) or (0, 0)
     version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
-    heads = {model.head_dim, model.value_head_dim or model.head_dim}
+    features, values = model.head_dim, model.value_head_dim or model.head_dim
+    heads, multiple = {features, values}, 32 if recipe == "mxfp8" else 16
     blackwell = capability >= (10, 0)
-    sizes = all(size % 16 == 0 and size <= 128 for size in heads) if blackwell else heads == {128}
+    sizes = heads == {128}
+    if blackwell:
+        sizes = not any(size % multiple for size in heads) and features <= 192 and values <= 128
+    rows = {model.heads * features, model.kv_heads * features, model.kv_heads * values}
+    whole = plan.batch.seq % 128 == 0
+    whole = whole and not any(plan.batch.mbs * one // (plan.layout.tp * plan.layout.cp) % 128 for one in rows)
     own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
     reasons = {
         "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability
         == (0, 0),
+        f"must be false on {plan.hardware.gpu}: its compute capability 12.0 has no such attention": (
+            capability == (12, 0)
+        ),
         "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
-        "must be false without precision.fp8: it scales as that does": plan.precision.fp8 is None,
-        f"must be false with precision.fp8 {recipe}: Transformer Engine has no back end for it": recipe == "blockwise",
-        "must be false with precision.fp8 mxfp8, of which it is not modelled yet": recipe == "mxfp8",
-        "must be false with tensorwise scaling before Blackwell: Transformer Engine finds no back end": (
-            recipe == "tensorwise" and not blackwell
+        f"must be false with precision {plan.precision.low} unless NVTE_DPA_FP8_RECIPE names another recipe "
+        f"({', '.join(OF_ATTENTION)}): Transformer Engine has no back end for it": recipe in ("blockwise", "nvfp4"),
+        f"must be false with {recipe} scaling before Blackwell: Transformer Engine finds no back end": (
+            recipe != "delayed" and not blackwell
         ),
         f"must be false with heads of {' and '.join(map(str, sorted(heads)))} features: cuDNN takes 128 on Hopper, "
-        "multiples of 16 up to 128 on Blackwell": not sizes,
+        f"multiples of {multiple} up to 192, of values up to 128, on Blackwell": not sizes,
+        "must be false with mxfp8 scaling of other than multiples of 128 tokens and features of all heads": (
+            recipe == "mxfp8" and not whole
+        ),
         "must be false before Transformer Engine 2.18, whose tensors are others": version < te_low_attention.OLDEST,
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),
-        "must be false with context parallelism (cp > 1), with which it is not modelled yet": plan.layout.cp > 1,
+        f"must be false with context parallelism (cp > 1) by {megatron.cp_communication}, of which it is not modelled "
+        "yet: a2a is": plan.layout.cp > 1 and megatron.cp_communication != "a2a",
         "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
         "must be false with a padding mask, with which it is not modelled yet": not model.causal,
         "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,
-        "must be false with learned sinks, with which it is not modelled yet": model.attention_sinks,
-        "must be false with windows, which cuDNN's 8 bits do not have": model.sliding_window is not None,
+        "must be false with windows or learned sinks before Blackwell: cuDNN's 8 bits do not have them there": (
+            not blackwell and (model.attention_sinks or model.sliding_window is not None)
+        ),
         "must be false where the largest score is returned, which cuDNN's 8 bits do not do": (
             megatron.largest_logit or megatron.clips_queries
         ),
@@ -127,10 +145,12 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with megatron.precision_of, beside which it is not modelled yet": (
             megatron.precision_of is not None
         ),
-        "must be false with CUDA graphs or activations on the host, beside which it is not modelled yet": (
-            megatron.cuda_graphs != "none" or megatron.offload_modules is not None or megatron.offload_layers > 0
+        "must be false with activations on the host, beside which it is not modelled yet": (
+            megatron.offload_modules is not None or megatron.offload_layers > 0
         ),
-        "must be false with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        "must be false with multi-token prediction, of which it is modelled with mxfp8 scaling alone": (
+            bool(model.mtp_layers) and recipe != "mxfp8"
+        ),
         f"must be false where {', '.join(own)} is set, with which it is not modelled yet": bool(own),
     }
     for problem, applies in reasons.items():
@@ -138,7 +158,37 @@ def check_low_attention(plan: ResolvedPlan) -> None:
             raise PlanError("megatron.fp8_attention", True, problem)
 
 
-OF_LOW_ATTENTION = ("NVTE_DPA_FP8CS_O_in_F16", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8_RECIPE", "NVTE_FP8_DPA_BWD")
+def check_low_output(plan: ResolvedPlan) -> None:
+    """What ``GPTModel`` and ``TELMHeadColumnParallelLinear`` ask of an output layer in 8 bits, as far as it is
+    modelled."""
+    megatron, model = plan.megatron, plan.model
+    if not megatron.fp8_output:
+        return
+    reasons = {
+        "needs precision.fp8 mxfp8, as in Megatron-Core": plan.precision.low != "mxfp8",
+        "must be false with tied embeddings, as in Megatron-Core": model.tied_embeddings,
+        "must be false with megatron.defer_embedding_wgrad, as in Megatron-Core": megatron.defer_embedding_wgrad,
+        "must be false with megatron.logits_dtype, as in Megatron-Core": megatron.logits_dtype is not None,
+        "must be false with megatron.detaches_heads, as in Megatron-Core": megatron.detaches_heads,
+        f"must be false with {model.family}: GPT's model alone has it": bool(model.layer_pattern)
+        or model.family in ("bert", "t5"),
+        "must be false with megatron.precision_of, beside which it is not modelled yet": (
+            megatron.precision_of is not None
+        ),
+        "must be false with Megatron-FSDP and PyTorch's FSDP 2, beside which it is not modelled yet": (
+            megatron.fsdp != "none" or megatron.torch_fsdp != "none"
+        ),
+        "must be false with megatron.tp_comm_overlap, beside which it is not modelled yet": megatron.tp_comm_overlap,
+        f"needs a vocabulary of a multiple of 32 on a rank, not {padded_vocab(plan) // plan.layout.tp}": (
+            padded_vocab(plan) // plan.layout.tp % 32 > 0
+        ),
+    }
+    for problem, applies in reasons.items():
+        if applies:
+            raise PlanError("megatron.fp8_output", True, problem)
+
+
+OF_LOW_ATTENTION = ("NVTE_DPA_FP8CS_O_in_F16", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_FP8_DPA_BWD")
 """Variables with which attention in 8 bits saves or keeps other tensors."""
 
 

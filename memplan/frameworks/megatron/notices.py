@@ -37,8 +37,8 @@ BACK_ENDS = {
 """What the back ends of Transformer Engine are."""
 
 LOW_ATTENTION = (
-    "attention in 8 bits: cuDNN's front end takes no workspace, what its engine takes is not published; a step's time "
-    "has products of attention at the speed of 16 bits"
+    "attention in 8 bits is that of cuDNN 9.21 or later, whose front end takes no workspace; what its engine takes is "
+    "not published; a step's time has products of attention at the speed of 16 bits"
 )
 
 
@@ -210,11 +210,12 @@ def _low_precision(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[
     )
     stored = "weights of these layers are stored in it alone, in every orientation that products read"
     attention = "" if plan.megatron.fp8_attention else "attention's saved tensors, "
+    output = "" if plan.megatron.fp8_output else ", output layer"
     yield Notice(
         "low-precision",
         f"{given.low} is of linear layers' products and of the inputs that they save: "
         f"{stored if given.fp8_parameters else kept}; as large as without it are gradients, main parameters, optimizer "
-        f"states, hidden states and outputs of products, {attention}embedding, output layer and logits",
+        f"states, hidden states and outputs of products, {attention}embedding{output} and logits",
     )
 
 

@@ -7,6 +7,7 @@ from .kernel_rules import (
     check_environment,
     check_kernels,
     check_low_attention,
+    check_low_output,
     check_low_precision,
     check_modules,
     check_user_buffers,
@@ -39,6 +40,7 @@ from .part_rules import check_delta, check_grouped_tensor
 RULES = (
     check_low_precision,
     check_low_attention,
+    check_low_output,
     check_experts,
     check_overlap,
     check_optimizer,

@@ -23,6 +23,7 @@ from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, round
 from ...tape.program import Kept
 from ...values import dataclass
 from . import clipping
+from .casting import cast
 
 REGISTERED = OWN_POOL
 """Stream of the first pool of NCCL's: what lies in it is not used by others."""
@@ -191,6 +192,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
     bucket = _largest_bucket(tensors, rules)
     pools = count(REGISTERED)
     pieces: list[list[Piece]] = [[] for _ in optimizers]
+    shards: list[list[int]] = [[] for _ in optimizers]
     for at, chunk in enumerate(tensors):
         for which, shared, members, buckets in _buffers(chunk, bucket if at == 0 else None, rules, optimizers, tied):
             elements = sum(bucket.end for bucket in buckets)
@@ -202,7 +204,9 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
             size = rounded(elements * ITEMSIZE[rules.gradients])
             held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients, pool)
             construction.append(held)
-            pieces[which] += [] if rules.dealt else _pieces(buckets, members, shared)
+            own = [] if rules.dealt else _pieces(buckets, members, shared)
+            pieces[which] += own
+            shards[which] += [piece.elements for piece in own if is_low(members[0])]
         if rules.in_buffers:
             construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
     if rules.dealt:
@@ -217,7 +221,10 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
     construction += [event for part in parts for event in part.construction]
     states = [event for part in parts for event in part.states]
     copies = [event for part in parts for event in part.carried]
-    step = [*copies, *(event for part in parts for event in part.step)]
+    step = list[Event](copies)
+    for part, (experts, _), cut in zip(parts, optimizers, shards, strict=True):
+        weights = [one for chunk in tensors for one in chunk if one.expert is experts and is_low(one)]
+        step += [*part.step, *(_cast(cut, weights, ids) if not rules.main_inside else ())]
     step += _passing(ids, clipping.largest((one for chunk in tensors for one in chunk), rules), "weight_clipped")
     host = sum(part.host for part in parts)
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch(), host)
@@ -226,6 +233,15 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
 def is_low(parameter: Parameter) -> bool:
     """Stored in 8 or 4 bits."""
     return parameter.low is not None and parameter.low.parameters
+
+
+def _cast(shards: Sequence[int], weights: Sequence[Parameter], ids: Iterator[int]) -> list[Event]:
+    """``DistributedOptimizer._copy_main_params_to_model_params``. MXFP8 is received in 16 bits, in the gradients'
+    buffer, which main parameters are copied into (``_copy_main_params_to_param_buffer``)."""
+    low = weights[0].low if weights else None
+    if low is None or low.two_buffers:
+        return []
+    return cast(shards, low, [one.shape for one in weights], ids)
 
 
 def _alike(parameters: Sequence[Parameter]) -> list[list[Parameter]]:

@@ -379,8 +379,14 @@ def output_layer(
     backward; the shard is what is saved. A bias is added out of place. Under gradient accumulation fusion
     the weight's gradient goes into ``main_grad``, and autograd gets a static dummy (``dummy_gradient``). The
     gradient of a weight tied to this stage's embedding waits for the embedding's. Logits of another dtype
-    (``_linear_forward``) have a gradient of it, which is cast first.
+    (``_linear_forward``) have a gradient of it, which is cast first. In 8 bits it is Transformer Engine's
+    (``TELMHeadColumnParallelLinear``); its weight is kept in 16 bits, and has copies.
     """
+    if shape.low_head and shape.low is not None:
+        own = replace(shape, low=replace(shape.low, parameters=False))
+        return te.column_linear(
+            r, hidden, "head", shape.vocab // shape.t, own, bias=False, skip_bias=False, category=LOGITS
+        )[0]
     s, b, v, h, dtype = shape.s, shape.b, shape.vocab // shape.t, shape.spec.hidden, hidden.dtype
     wide = shape.logits or dtype
     name = WORD if shape.spec.tied_embeddings else "head.weight"
@@ -434,7 +440,7 @@ def _losses(r: Recorder, hidden: Tensor, shape: CoreShape, tied_here: bool) -> T
 
 def gather_buffer(shape: CoreShape) -> Shape:
     """What the head takes from the static ``"mpu"`` buffer (``GlobalMemoryBuffer``); ``(0,)`` if nothing."""
-    return (shape.s, shape.b, shape.spec.hidden) if shape.sequence_parallel else (0,)
+    return (shape.s, shape.b, shape.spec.hidden) if shape.sequence_parallel and not shape.low_head else (0,)
 
 
 def dummy_gradient(shape: CoreShape) -> Shape | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...tape.events import Category
 from ..autograd import Recorder, Shape, Tensor, Unsummed, size_of
 from ..work import Operator
 from .precision import BYTE, COMMUNICATION, Copy, Low, up
@@ -34,6 +35,8 @@ class Linear(NamedTuple):
     """The product adds a bias, whose gradient is made here."""
     original: bool = False
     """The input is saved as it came."""
+    category: Category = Category.TEMPORARIES
+    """Of the output."""
     strided: bool = False
     """The output's gradient comes transposed, and is copied (``grad_output_preprocess``)."""
 
@@ -68,7 +71,7 @@ class Operands:
 
     def product(self, r: Recorder) -> Tensor:
         """The output."""
-        return r.empty(self.layer.out, self.layer.dtype, self.layer.name)
+        return r.empty(self.layer.out, self.layer.dtype, self.layer.name, self.layer.category)
 
     def multiplied(self) -> None:
         """The forward pass is done."""

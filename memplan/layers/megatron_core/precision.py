@@ -159,8 +159,11 @@ class Low:
         return () if self.two_buffers else tuple(part for part in parts.columns if part not in parts.rows)
 
     def amaxes(self, shape: Shape) -> int:
-        """Bytes of what ranks find largest in a weight that all of them have shards of: in fp32 for each scale; those
-        of both orientations of MXFP8 in 16 bits (``_cast_master_weights_to_fp8_mxfp8_scaling``)."""
+        """Bytes of what ranks find largest in a weight that all of them have shards of: in fp32 for each scale, or
+        block of 16 x 16 of NVFP4; those of both orientations of MXFP8 in 16 bits (``tensor/utils.py``,
+        ``_cast_master_weights_to_fp8_mxfp8_scaling`` and its like)."""
+        if self.recipe == "nvfp4":
+            return 4 * prod(-(-size // NV) for size in shape)
         parts = self.parts(shape, weight=True)
         scales = sum(prod(part.shape) for part in (*parts.rows[1:], *parts.columns[1:]))
         return 4 if self.per_tensor else 2 * scales if self.two_buffers else 4 * prod(parts.rows[1].shape)

@@ -72,7 +72,16 @@ def activation(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
 
 
 def column_linear(
-    r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool, original: bool = False
+    r: Recorder,
+    x: Tensor,
+    name: str,
+    n: int,
+    shape: CoreShape,
+    *,
+    bias: bool,
+    skip_bias: bool,
+    original: bool = False,
+    category: Category = Category.TEMPORARIES,
 ) -> Biased:
     """``TEColumnParallelLinear``: n outputs on this rank from (s, b, h), or from a shard that is gathered.
 
@@ -84,7 +93,8 @@ def column_linear(
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
     full, gathers = _whole(x, shape), shape.sequence_parallel
-    layer = Linear(name, x.dtype, x.shape, full, (*full[:-1], n), gathers=gathers, bias=bool(added), original=original)
+    out = (*full[:-1], n)
+    layer = Linear(name, x.dtype, x.shape, full, out, gathers, bias=bool(added), original=original, category=category)
     fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:

@@ -19,7 +19,7 @@ from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from . import te_context, te_facts, te_low_attention
+from . import te_context, te_facts, te_low_attention, te_low_context
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
@@ -44,8 +44,9 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
             raise PlanError("megatron.attention_backend", shape.attention, problem)
         return unfused(r, q, k, v, shape)
     if shape.attention == "fused":
-        if shape.low_attention and shape.low is not None:
-            return te_low_attention.fused(r, (q, k, v), lengths, shape, _work(shape, q, k, v))
+        if shape.low_attention is not None and shape.low is not None:
+            sinks = [_sinks(r, q.shape[2], q.dtype)] if shape.spec.attention_sinks else []
+            return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v))
         return fused(r, q, k, v, lengths, shape)
     if lengths:
         problem = "attention with a padding mask (BERT): flash attention packs sequences, which is not covered"
@@ -59,6 +60,9 @@ def _context_parallel(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreS
         q, k, v = batch_first(r, q, k, v)
     else:
         q, k, v = _copied(r, q, "query"), _copied(r, k, "key"), _copied(r, v, "value")
+    if shape.low_attention is not None and shape.low is not None:
+        n = shape.spec.attention_features // shape.t
+        return te_low_context.a2a(r, q, k, v, shape).view(shape.s, shape.b, n)
     return te_context.core_attention(r, q, k, v, shape)
 
 

@@ -96,26 +96,32 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
     whole = (b, s * cp, a // cp, d)
     likes = (q.shape, k.shape, v.shape)
-    inside = _before(r, [q, k, v], "qkv")
+    inside = a2a_before(r, [q, k, v], "qkv")
     out, logsumexp, state = attended(r, of_context(q, v), dtype, whole, shape)
     like_out = out.shape
-    context = _after(r, [out], "context")[0]
+    context = a2a_after(r, [out], "context")[0]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         arrived = gradients[0]
         assert arrived is not None
-        grad = _before(r, [arrived.view(*like_out)], "grad_context")
+        grad = a2a_before(r, [arrived.view(*like_out)], "grad_context")
         made = gradients_of(r, likes, dtype, whole, shape)
-        returned = _after(r, made, "grad_qkv")
+        returned = a2a_after(r, made, "grad_qkv")
         del made, grad, arrived
         return list(returned)
 
-    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True, values=v.shape[-1])
-    moved = sum(size_of(one, dtype) for one in (*likes, like_out))
-    ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
-    work = Operator((there, ways, copies), (back, ways, copies))
-    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward, work=work)
+    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward, work=a2a_work(q, k, v, shape))
     return context
+
+
+def a2a_work(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0) -> Operator:
+    """Attention of whole sequences and fewer heads between two exchanges, of elements of ``size`` times the dtype's."""
+    cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
+    whole = (b, s * cp, a // cp, d)
+    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True, values=v.shape[-1])
+    moved = size * sum(size_of(one, dtype) for one in (q.shape, k.shape, v.shape, of_context(q, v)))
+    ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
+    return Operator((there, ways, copies), (back, ways, copies))
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -253,7 +259,7 @@ def gradients_of(
     return made
 
 
-def _before(r: Recorder, tensors: list[Tensor], name: str) -> list[Tensor]:
+def a2a_before(r: Recorder, tensors: list[Tensor], name: str) -> list[Tensor]:
     """``flash_attn_a2a_communicate(before_attn=True)``: split by heads, exchanged, put in order of the sequence."""
     count = len(tensors)
     outputs: list[Tensor] = []
@@ -267,7 +273,7 @@ def _before(r: Recorder, tensors: list[Tensor], name: str) -> list[Tensor]:
     return outputs
 
 
-def _after(r: Recorder, given: list[Tensor], name: str) -> list[Tensor]:
+def a2a_after(r: Recorder, given: list[Tensor], name: str) -> list[Tensor]:
     """``flash_attn_a2a_communicate(before_attn=False)``: the way back; ``given`` stays the caller's."""
     tensors, count = list(given), len(given)
     outputs: list[Tensor] = []

@@ -1,64 +1,75 @@
-"""cuDNN's attention in 8 bits (``--fp8-dot-product-attention``), with delayed scaling or the scale of each tensor.
+"""cuDNN's attention in 8 bits (``fp8_dot_product_attention``): delayed scaling, a tensor's own scale, or MXFP8.
 
 Transformer Engine 2.18, ``dot_product_attention/backends.py`` (``FusedAttnFunc``), ``utils.py``
-(``combine_and_quantize``, ``combine_and_dequantize``) and ``csrc/extensions/attention.cpp``. Queries, keys and values
-are cast as one tensor, and saved so; with delayed scaling so is the context, whose copy in 16 bits goes out, while with
-a tensor's own scale the kernel writes 16 bits, which are saved (``NVTE_DPA_FP8CS_O_in_F16``). Scores and their
-gradients are scaled by numbers of earlier steps either way. cuDNN's front end takes no workspace
+(``combine_and_quantize``, ``mxfp8_quantize_fast_path``, ``combine_and_dequantize``) and
+``csrc/extensions/attention.cpp``. Queries, keys and values are cast as one tensor, and saved so; with delayed scaling
+so is the context, whose copy in 16 bits goes out, while with a tensor's own scale and MXFP8 the kernel writes 16 bits,
+which are saved (``NVTE_DPA_FP8CS_O_in_F16``). Scores and their gradients are scaled by numbers of earlier steps, those
+of MXFP8 inside the kernel. MXFP8 casts each tensor in both orientations. cuDNN's front end takes no workspace
 (``sdpa_fp8_bwd.h``); what the engine inside cuDNN asks for is not published.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
-from ..autograd import Gradients, Recorder, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
-from .precision import BYTE, Part
+from .precision import BYTE, MX, Low, Part, up
 from .shape import CoreShape
 
 OLDEST = (2, 18)
 """Before it statistics are two tensors, or the layout of copies is another."""
-RECIPES = ("delayed", "tensorwise")
 HISTORY = 1
-"""Amaxes kept of scores where a tensor's own scale is used (``NVTE_DPA_FP8DS_AMAX_HISTLEN``)."""
+"""Amaxes kept where attention scales by numbers of earlier steps and linear layers do not
+(``NVTE_DPA_FP8DS_AMAX_HISTLEN``)."""
 
 
 def fused(
-    r: Recorder, qkv: tuple[Tensor, Tensor, Tensor], lengths: list[Tensor], shape: CoreShape, done: Operator
+    r: Recorder,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lengths: list[Tensor],
+    sinks: list[Tensor],
+    shape: CoreShape,
+    done: Operator,
 ) -> Tensor:
-    """The context (s, b, a d) from q, k, v (s, b, a, d), which are parts of one tensor or contiguous."""
-    q, k, v = qkv
-    assert shape.low is not None
-    (s, b, a, _), d_v, dtype, low = q.shape, v.shape[-1], q.dtype, shape.low
-    delayed, packed = low.recipe == "delayed", q.storage is k.storage
+    """The context (s, b, a d) from q, k, v (s, b, a, d), which are parts of one tensor or contiguous, and sinks
+    (1, a, 1, 1) of heads, if they have them."""
+    (q, k, v), has_sinks = qkv, len(sinks)
+    (s, b, a, _), d_v, dtype, low = q.shape, v.shape[-1], q.dtype, low_of(shape)
+    delayed, packed, by_block = low.recipe == "delayed", q.storage is k.storage, low.recipe == "mxfp8"
     likes, like_out = [one.shape for one in qkv], (s, b, a, d_v)
     whole = (sum(map(prod, likes)),)
-    joined = [] if packed else [r.empty(whole, dtype, "qkv_joined")]
-    copy = low.quantised(r, whole, "qkv", rows=True, columns=False)
-    joined.clear()
-    number = [r.empty((1,), "fp32", "scores_scale_inverse")]
-    if delayed:
-        narrow = low.quantised(r, like_out, "context", rows=True, columns=False)
-        kept = [*narrow.rows, *narrow.shared]
-        narrow.clear()
+    if by_block:
+        copy = by_head(r, likes, dtype, low) if packed else by_sequence(r, likes, "qkv", low)
     else:
-        number.append(r.empty((1,), "fp32", "context_amax"))
+        joined = [] if packed else [r.empty(whole, dtype, "qkv_joined")]
+        copy = cast(r, whole, "qkv", low)
+        joined.clear()
+    number = [] if by_block else [r.empty((1,), "fp32", "scores_scale_inverse")]
+    if delayed:
+        kept = cast(r, like_out, "context", low)
+    else:
+        number += [] if by_block else [r.empty((1,), "fp32", "context_amax")]
         kept = [r.empty(like_out, dtype, "context")]
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
     number.clear()
     out = r.empty(like_out, dtype, "context") if delayed else kept[0]
-    scale = r.empty((1,), "fp32", "scores_scale")
+    scale = [] if by_block else [r.empty((1,), "fp32", "scores_scale")]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = low.quantised(r, like_out, "grad_context", rows=True, columns=False)
-        numbers = [r.empty((1,), "fp32", name) for name in ("scores_scale_inverse", "grad_scores_scale_inverse")]
+        grad = by_sequence(r, [like_out], "grad_context", low) if by_block else cast(r, like_out, "grad_context", low)
+        names = () if by_block else ("scores_scale_inverse", "grad_scores_scale_inverse")
+        numbers = [r.empty((1,), "fp32", name) for name in names]
         sizes = [whole] if packed else likes
         made = [r.empty(one, BYTE if delayed else dtype, "grad_qkv") for one in sizes]
-        scales = [r.empty((1,), "fp32", "grad_qkv_scale_inverse" if delayed else "grad_qkv_amax") for _ in likes]
+        name = "grad_qkv_scale_inverse" if delayed else "grad_qkv_amax"
+        scales = [] if by_block else [r.empty((1,), "fp32", name) for _ in likes]
         numbers.clear()
+        of_sinks = [r.empty((1, a, 1, 1), "fp32", "grad_sinks") for _ in range(has_sinks)]
         if not delayed:
             scales.clear()
         else:
@@ -69,23 +80,58 @@ def fused(
             del wide
         grad.clear()
         parts = [made[at % len(made)] for at in range(len(likes))]
-        return [Tensor(part.storage, like, dtype) for part, like in zip(parts, likes, strict=True)]
+        return [*(Tensor(part.storage, like, dtype) for part, like in zip(parts, likes, strict=True)), *of_sinks]
 
     assert done.forward is not None
     assert done.backward is not None
-    work = Operator((low.work(whole, 1), *done.forward), (low.work(like_out, 1), *done.backward))
-    saved = (*copy.rows, *copy.shared, *kept, *lengths, statistics, rng_state, scale)
+    copies = 2 if by_block else 1
+    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    saved = (*copy, *kept, *lengths, statistics, rng_state, *sinks, *scale)
     copy.clear()
     kept.clear()
-    return Tensor(out.storage, out.shape, dtype, r.node(qkv, saved, backward, work=work)).view(s, b, a * d_v)
+    return Tensor(out.storage, out.shape, dtype, r.node((*qkv, *sinks), saved, backward, work=work)).view(s, b, a * d_v)
+
+
+def low_of(shape: CoreShape) -> Low:
+    """The quantisation of attention, which may be another than that of linear layers (``NVTE_DPA_FP8_RECIPE``)."""
+    assert shape.low is not None
+    assert shape.low_attention is not None
+    return replace(shape.low, recipe=shape.low_attention)
+
+
+def cast(r: Recorder, like: Shape, name: str, low: Low) -> list[Tensor]:
+    copy = low.quantised(r, like, name, rows=True, columns=False)
+    return [*copy.rows, *copy.shared]
+
+
+def by_sequence(r: Recorder, likes: Sequence[Shape], name: str, low: Low) -> list[Tensor]:
+    """Tensors (s, b, a, d) in both orientations, whose scales, of each orientation in one buffer, are put in the order
+    of heads, and then in that of products (``mxfp8_quantize_fast_path``)."""
+    copies = [low.quantised(r, (s, b * a * d), name, rows=True, columns=True) for s, b, a, d in likes]
+    of_rows, of_columns = (
+        sum(b * a * s * up(d // MX, 4) for s, b, a, d in likes),
+        sum(b * a * s // MX * up(d, 128) for s, b, a, d in likes),
+    )
+    moved = [r.empty((size,), BYTE, f"{name}_scales_by_head") for size in (of_rows, of_columns)]
+    ordered = [r.empty((size,), BYTE, f"{name}_scales_ordered") for size in (of_rows, of_columns)]
+    moved.clear()
+    return [*(part for copy in copies for part in (copy.rows[0], copy.columns[0])), *ordered]
+
+
+def by_head(r: Recorder, likes: Sequence[Shape], dtype: str, low: Low) -> list[Tensor]:
+    """Tensors that are parts of one, put in the order (b, a, s, d) before (``transpose_to_bhsd_htd_pytorch``)."""
+    moved = [r.empty((b, a, s, d), dtype, "qkv_by_head") for s, b, a, d in likes]
+    copies = [low.quantised(r, like.shape, "qkv", rows=True, columns=True) for like in moved]
+    moved.clear()
+    return [part for copy in copies for part in (*copy.rows, *copy.columns)]
 
 
 def state(shape: CoreShape) -> tuple[Part, ...]:
     """Scales and amaxes of nine tensors forward and six backward, which each layer's attention keeps
-    (``DelayedScalingRecipeState``; three products, ``init_fp8_metadata``)."""
-    if shape.low is None:
+    (``DelayedScalingRecipeState``; three products, ``init_fp8_metadata``); of MXFP8 there are none."""
+    if shape.low is None or shape.low_attention in (None, "mxfp8"):
         return ()
-    history = shape.low.history if shape.low.recipe == "delayed" else HISTORY
+    history = shape.low.history if shape.low.recipe == shape.low_attention == "delayed" else HISTORY
     return tuple(
         part
         for count in (9, 6)

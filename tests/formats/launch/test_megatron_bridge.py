@@ -293,11 +293,19 @@ def test_precisions_in_8_and_4_bits(name: str | dict[str, object], fields: dict[
 IN_8_BITS = {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
+def test_of_8_bits_what_is_not_modelled_is_refused(tmp_path: Path) -> None:
+    field = "disable_parameter_transpose_cache"
+    with pytest.raises(PlanError, match=f"model.{field} = true: is not modelled yet"):
+        read(tmp_path, {**changed(**{field: True}), "mixed_precision": IN_8_BITS})
+    assert not read(tmp_path, changed(**{field: True})).warnings
+
+
 @pytest.mark.parametrize(("field", "value"), [("fp8_multi_head_attention", True), ("fp8_wgrad", False)])
-def test_of_8_bits_what_is_not_modelled_is_refused(field: str, value: bool, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=f"mixed_precision.{field} = {str(value).lower()}: is not modelled yet"):
-        read(tmp_path, {**RUN, "mixed_precision": {**IN_8_BITS, field: value}})
-    assert not read(tmp_path, changed(**{field: value})).warnings
+def test_of_8_bits_what_nobody_reads_changes_nothing(field: str, value: bool, tmp_path: Path) -> None:
+    """``MultiheadAttention`` is no module of Megatron-Core's, and recipes leave ``override_linear_precision`` out."""
+    plain, found = (read(tmp_path, {**RUN, "mixed_precision": {**IN_8_BITS, **more}}) for more in ({}, {field: value}))
+    assert found.plan == plain.plan
+    assert not found.warnings
 
 
 def test_attention_in_8_bits_is_as_mixed_precision_says(tmp_path: Path) -> None:
@@ -314,12 +322,12 @@ def test_attention_in_8_bits_is_as_mixed_precision_says(tmp_path: Path) -> None:
     alone = changed(fp8_dot_product_attention=True, fp8="hybrid", fp8_recipe="delayed", attention_backend="auto")
     found = read(tmp_path, {**alone, "mixed_precision": None}, cp="1", gpu="b200")
     assert found.plan.megatron.fp8_attention
-    mxfp8 = {**said, "fp8": "e4m3", "fp8_recipe": "mxfp8"}
-    found = read(tmp_path, {**RUN, "mixed_precision": mxfp8}, gpu="b200")
+    blockwise = {**said, "fp8": "e4m3", "fp8_recipe": "blockwise"}
+    found = read(tmp_path, {**RUN, "mixed_precision": blockwise}, gpu="b200")
     with pytest.raises(PlanError) as raised:
         resolve(found.plan)
     located = str(found.located(raised.value))
-    assert "fp8_dot_product_attention: must be false with fp8_recipe mxfp8" in located
+    assert "fp8_dot_product_attention: must be false with precision blockwise" in located
 
 
 def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:

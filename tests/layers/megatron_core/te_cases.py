@@ -89,7 +89,7 @@ class Case:
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
-            low_attention=True,
+            low_attention=self.recipe,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -170,9 +170,24 @@ CASES = [
         Case(
             "attention", attention="fused", recipe=recipe, major=major, kv_heads=groups, rope=rope, dropout=0.0, **LARGE
         )
-        for recipe, major in LOW[:4]
+        for recipe, major in LOW
         for groups, rope in ((8, False), (8, True), (2, True))
-        if recipe == "delayed" or major > 9
+        if recipe == "delayed" or (major > 9 and recipe != "blockwise")
+    ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=groups,
+            dropout=0.0,
+            cp=cp,
+            communication="a2a",
+            **LARGE,
+        )
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+        for groups, cp in ((8, 2), (4, 4))
     ),
 ]
 """Every module in every setting that changes its tensors."""
@@ -207,8 +222,9 @@ def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
 
 def _column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     n = 3 * case.h // case.t
-    choices = {"bias": case.bias, "skip_bias": case.skip_bias, "original": case.original}
-    return te.column_linear(r, x, "linear", n, shape, **choices)[0]
+    return te.column_linear(r, x, "linear", n, shape, bias=case.bias, skip_bias=case.skip_bias, original=case.original)[
+        0
+    ]
 
 
 def _row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
@@ -231,7 +247,7 @@ def _cross_entropy(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tens
 
 def _attention(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     s, b, a, g, d = case.s, case.b, case.heads, case.kv_heads, case.head_dim
-    q, k, v = _split(r, x, [(s, b, a, d), (s, b, g, d), (s, b, g, d)])
+    q, k, v = _split(r, x, [(s, b, a, d), (s, b, g, d), (s, b, g, d)], packed=case.cp == 1)
     if a > g and case.attention == "unfused" and not case.rope:
         q = ops.copied_gradient(r, q, "query")  # a transposed gradient has no view of the group's shape
     if a > g > 1:
@@ -241,14 +257,15 @@ def _attention(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     return te_attention.core_attention(r, q, k, v, shape)
 
 
-def _split(r: Recorder, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """``SplitAlongDim``: no copy in backward where the gradients are parts of one packed tensor."""
+def _split(r: Recorder, x: Tensor, shapes: Sequence[tuple[int, ...]], *, packed: bool) -> list[Tensor]:
+    """``SplitAlongDim``: no copy in backward where the gradients are parts of one packed tensor, which they are not
+    where they lie one behind the other."""
     whole, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         first = gradients[0]
         assert first is not None
-        if all(one is not None and one.storage is first.storage for one in gradients):
+        if packed and all(one is not None and one.storage is first.storage for one in gradients):
             return [first.view(*whole)]
         return [r.empty(whole, dtype, "grad_qkv")]
 
