@@ -105,10 +105,12 @@ def recomputed_reentrant(recorder: Recorder, region: Callable[..., Tensor], inpu
         r.seam("recompute")
         leaves = [r.leaf(Tensor(*part), "input") for part in parts]
         cache, r.casts = r.casts, {}  # autocast is entered anew, and its cache ends with it
+        outer, r.contexts = r.contexts, []  # the output holds the region's own graph until it has returned
         again = region(r, *(x for x, _ in leaves))
         r.casts = cache
         r.settle(start)
         r.backward([again.alias()], [gradient.alias()])
+        r.contexts = outer
         return [leaf.take() for _, leaf in leaves]
 
     out.node = recorder.node(inputs, (), backward, work=NOTHING)

@@ -204,6 +204,7 @@ def tuned() -> Iterator[str]:
     yield f"{job} --quantisation nf4 --optimizer adam8bit --loss liger"
     yield f"{job} --quantisation int8"
     yield f"{job} --quantisation int8 --kbit-preparation --recompute full --framework ddp --gpus 2"
+    yield f"{job} --quantisation int8 --kbit-preparation --recompute full --use-reentrant"
     yield f"{job} --quantisation int8 --framework fsdp --gpus 2"
     yield f"{job} --lora-targets embed_tokens,lm_head,q_proj"
     yield f"{job} --lora-targets embed_tokens,lm_head --framework fsdp --gpus 2"

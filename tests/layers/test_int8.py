@@ -38,9 +38,11 @@ class Case:
     prepared: bool = False
     dtype: str = "bf16"
     dropout: float = 0.1
+    reentrant: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.model, self.dtype, self.recompute, self.targets, *["prepared"] * self.prepared])
+        more = [*["prepared"] * self.prepared, *["reentrant"] * self.reentrant]
+        return "-".join([self.model, self.dtype, self.recompute, self.targets, *more])
 
     def flags(self) -> dict[str, str]:
         return {
@@ -54,6 +56,7 @@ class Case:
             "lora-dropout": str(self.dropout),
             "quantisation": "int8",
             "kbit-preparation": str(self.prepared).lower(),
+            **({"use-reentrant": "true"} if self.reentrant else {}),
         }
 
 
@@ -62,6 +65,7 @@ CASES = (
     Case("llama", "full", "all-linear"),
     Case("llama-mha-biased", "none", "all-linear"),
     Case("llama-mha-biased", "full", "all-linear", prepared=True),
+    Case("llama", "full", "all-linear", prepared=True, reentrant=True),
     Case("phi3", "none", "all-linear", prepared=True),
     Case("qwen2-tied-dropout", "none", "all-linear", dtype="fp32"),
 )
@@ -106,6 +110,7 @@ def record() -> None:
             peft.LoraConfig(r=RANK, target_modules=named, lora_dropout=case.dropout),
             prepared=case.prepared,
             recompute=case.recompute == "full",
+            reentrant=case.reentrant,
         )
         steps[str(case)] = recorded(step, case.model, case.flags())
     write_steps(RECORDED, VERSIONS, steps)

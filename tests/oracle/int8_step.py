@@ -85,6 +85,7 @@ def traced_int8_step(
     *,
     prepared: bool,
     recompute: bool,
+    reentrant: bool = False,
 ) -> Step:
     """Traces the model of ``config`` on ids (b, s), with AdamW (foreach) on fp32 adapters; eager attention."""
     trace = Trace()
@@ -99,7 +100,7 @@ def traced_int8_step(
         warnings.simplefilter("ignore")
         model = _quantised(_model(config, dtype, "eager"))
         if prepared:
-            model = peft.prepare_model_for_kbit_training(model, recompute, {"use_reentrant": False})
+            model = peft.prepare_model_for_kbit_training(model, recompute, {"use_reentrant": reentrant})
         elif recompute:
             model.activation_checkpointing_enable()
         model = peft.get_peft_model(model, adapters).train()
