@@ -15,6 +15,7 @@ from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
 from .fused_attention import efficient_attention, flash_attention
+from .fused_losses import head_weight
 from .huggingface import LayerShape, linear, silu
 from .recompute import Frame
 
@@ -203,8 +204,7 @@ def embedding(r: Recorder, shape: LayerShape) -> Tensor:
 
 def output(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
     """``Transformer.output``: the logits."""
-    weight = r.parameter("head.weight", (shape.spec.vocab, shape.spec.hidden), shape.dtype)
-    return ops.linear(r, x, weight, name="logits", category=Category.LOGITS)
+    return ops.linear(r, x, head_weight(r, shape), name="logits", category=Category.LOGITS)
 
 
 def loss(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:

@@ -19,13 +19,21 @@ from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND
 from memplan.tape.program import fold_program
 
-from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
+from ..layers.test_against_transformers import (
+    drops_sorted,
+    named,
+    sizes,
+    without_grad_loss,
+    without_scalars,
+    without_sum_of_tied,
+)
 from ..oracle import fsdp as oracle
 from ..oracle import titan_experts
 from ..oracle.titan_models import Sizes, builder
 
 QWEN_3 = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=3, b=2, s=64)
 MULTI_HEAD = Sizes(hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=320, vocab=515, layers=2, b=3, s=40)
+TIED = replace(QWEN_3, layers=2, tied=True)
 QWEN_3_MOE = replace(QWEN_3, experts=24, top_k=4, expert_ffn=96)
 MANY = replace(MULTI_HEAD, experts=160, top_k=6, expert_ffn=64, score_first=True, dense=1)
 LATENT = Sizes(
@@ -43,12 +51,16 @@ class Case:
     shards: int = 8
     ranks: int = 1
     """That share experts."""
+    chunks: int = 0
+    """Of the loss, if it has some."""
 
 
 CASES = {
     "qwen3": Case("none", QWEN_3),
     "qwen3-op": Case("op", QWEN_3),
     "qwen3-full": Case("full", MULTI_HEAD, 3),
+    "qwen3-tied": Case("none", TIED, 4),
+    "qwen3-tied-chunked": Case("op", TIED, 4, chunks=4),
     "qwen3-moe": Case("none", QWEN_3_MOE),
     "qwen3-moe-op": Case("op", QWEN_3_MOE),
     "qwen3-moe-full": Case("full", QWEN_3_MOE, 2),
@@ -81,6 +93,7 @@ def plan_of(given: Sizes, **flags: str) -> ResolvedPlan:
     if given.latent:
         changed |= {"latent_q_rank": given.q_rank, "latent_kv_rank": given.kv_rank, "nope_head_dim": given.plain}
         changed |= {"rope_head_dim": given.turned, "value_head_dim": given.width}
+    changed |= {"tied_embeddings": given.tied}
     changed |= {"experts": given.experts, "expert_top_k": given.top_k, "expert_ffn": given.expert_ffn}
     changed |= {"shared_expert_ffn": given.shared, "dense_layers": tuple(range(given.dense))}
     changed |= {"router_groups": given.groups, "router_group_top_k": given.group_top_k}
@@ -95,11 +108,15 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # hidden states for chunks are a view
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes)
     batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
     layout = plan.layout.model_copy(update={"dp": case.shards, "ep": case.ranks})
     plan = plan.model_copy(update={"batch": batch, "layout": layout})
+    if case.chunks:
+        loss = plan.loss.model_copy(update={"kind": "chunked", "chunks": case.chunks})
+        plan = plan.model_copy(update={"loss": loss})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.ranks > 1 else None
@@ -108,12 +125,14 @@ def test_every_event(case: Case) -> None:
     if case.ranks > 1:
         steps = titan_experts.traced(case.sizes, sharding, case.ranks, modes)
     else:
-        steps = oracle.traced(builder(case.sizes, sharding, modes), sharding)
+        steps = oracle.traced(builder(case.sizes, sharding, modes, case.chunks), sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]
     backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
     traced_forward, traced_backward, _ = steps.stretches
+    if case.sizes.tied:
+        traced_backward = without_sum_of_tied(traced_backward, (case.sizes.vocab, case.sizes.hidden))
     assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
     assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
 

@@ -369,6 +369,13 @@ def torchtitan() -> Iterator[str]:
             f"{job} --pp 2 --vpp 2 --gbs 16 --recompute full",
             f"{job} --pp 2 --ep 2 --gbs 16",
         )
+    job = "--framework fsdp --fsdp-code torchtitan --gpu h100-80gb --gpus 8 --seq 2048"
+    yield from (
+        f"--model qwen3-1.7b {job}",
+        f"--model qwen3-0.6b {job} --loss chunked --recompute selective --recompute-per-operator --gbs 16",
+        f"--model llama-3.2-1b {job} --ends-apart --recompute full",
+        f"--model qwen3-1.7b {job} --tp 2",
+    )
     for flags in (
         "--gpu a100-80gb --gpus 8",
         "--gpu h200 --gpus 8 --ep 8",

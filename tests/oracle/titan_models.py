@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from memplan.trace.torchtitan import FeedForward as _FeedForward
 from memplan.trace.torchtitan import cross_entropy
 
+from . import titan_loss
 from .fsdp import Sharding, undivided
 from .megatron import FusedRMSNorm
 
@@ -58,6 +59,8 @@ class Sizes:
     groups: int = 0
     group_top_k: int = 0
     score_first: bool = False
+    tied: bool = False
+    """Embedding and head share a weight."""
 
     @property
     def latent(self) -> bool:
@@ -388,12 +391,17 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(sizes, layer) for layer in range(sizes.layers)})
         self.norm: Any = Norm(sizes.hidden)
         self.output: Any = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+        self.skips_head = False
+        if sizes.tied:
+            self.tok_embeddings.weight = self.output.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             h = layer(h, self.table)
         h = self.norm(h) if self.norm is not None else h
+        if self.skips_head:
+            return h.view(-1, h.shape[-1])
         return self.output(h) if self.output is not None else h
 
 
@@ -442,25 +450,35 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str]
+    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block."""
+    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
+
+    A weight that embedding and head share makes one unit of both and the norm, before the layers
+    (``apply_fsdp_to_decoder`` of August 2026)."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = Transformer(sizes)
+        model.skips_head = chunks > 0
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
         for name, block in list(model.layers.items()):
             model.layers[name] = recomputed(block, sizes, modes[int(name)])
-        fully_shard(model.tok_embeddings, **common)
+        if sizes.tied:
+            fully_shard([model.tok_embeddings, model.norm, model.output], **common, reshard_after_forward=False)
+        else:
+            fully_shard(model.tok_embeddings, **common)
         for block in model.layers.values():
             fully_shard(block, **common)
-        fully_shard([model.norm, model.output], **common, reshard_after_forward=False)
+        if not sizes.tied:
+            fully_shard([model.norm, model.output], **common, reshard_after_forward=False)
         fully_shard(model, **common)
         undivided(model, sharding)
         tokens, labels = (torch.randint(0, sizes.vocab, (sizes.b, sizes.s)) for _ in range(2))
 
         def loss() -> torch.Tensor:
             logits = model(tokens)
+            if chunks:
+                return titan_loss.chunked(logits, labels.view(-1), model.output, chunks)
             result = cross_entropy(logits, labels)
             del logits
             return result

@@ -102,6 +102,8 @@ TORCHTITAN = "torchtitan"
 ALWAYS_SHARDED = "2026-04-09"
 """The day from which ``fully_shard`` is called on a single rank, too."""
 
+TIED = "2026-03-11"
+"""The day from which a weight that embedding and head share is in one unit (``apply_fsdp``)."""
 SINCE_GPT_OSS = "2026-06-24"
 """The day from which gpt-oss's layers are as they are estimated."""
 ALL_FLEX = "2026-06-09"
@@ -216,6 +218,7 @@ class _Finish:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
         self._check_sharded(plan, dp)
+        self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
         put("batch.mbs", mbs)
         size = mbs.value if "batch.mbs" not in read.origins else plan.batch.mbs
@@ -249,6 +252,11 @@ class _Finish:
         raise PlanError(
             name, ABSENT, problem, origin=self.settings.where(*REPLICATE) if dp > 1 else self.settings.where(*SHARD)
         )
+
+    def _check_tied(self, plan: Plan) -> None:
+        if plan.model.tied_embeddings and self.settings.era.day < TIED:
+            problem = f"must be false: {self.settings.era.label} shards embedding and head apart; later code, as one"
+            raise PlanError("model.tied_embeddings", True, problem, origin=self.settings.where("model_spec.flavor"))
 
     def _microbatch(self, plan: Plan) -> tuple[Node, int]:
         """Sequences of a micro-batch, and how many of them a rank runs before it accumulates."""

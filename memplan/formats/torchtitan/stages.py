@@ -27,6 +27,8 @@ _DEBUG_SIZES = MappingProxyType({"hidden": 256, "heads": 16, "kv_heads": 16, "he
 
 FLAVOURS = MappingProxyType(
     {
+        ("llama3", "1B"): "llama-3.2-1b",
+        ("llama3", "3B"): "llama-3.2-3b",
         ("llama3", "8B"): "llama-3-8b",
         ("llama3", "70B"): "llama-3-70b",
         ("llama3", "405B"): "llama-3-405b",
@@ -52,6 +54,10 @@ FLAVOURS = MappingProxyType(
 
 OTHER_ATTENTION = ("_flex", "_flex_attn", "_varlen", "_varlen_attn")
 """Ends of flavours whose attention is FlexAttention or a kernel for sequences of several lengths."""
+
+
+UNFUSED = "_non_fused_qkv"
+"""End of a flavour with products of their own for queries, keys and values, which are those of the recipe."""
 
 
 def debug_model(day: str) -> dict[str, int]:
@@ -93,6 +99,7 @@ _DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
 def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]] | None:
     """The spec of a model of torchtitan's by its name and flavour, and sizes of a model to debug with that are not the
     spec's."""
+    flavour = flavour.removesuffix(UNFUSED)
     if (family, flavour) == ("llama3", "debugmodel"):
         return "llama-3-8b", debug_model(day)
     known = FLAVOURS.get((family, flavour))

@@ -59,6 +59,7 @@ LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("paralleli
 EP = "parallelism.expert_parallel_degree"
 EXCHANGE = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
 
+IMPLEMENTATION = ("optimizer.implementation", "optimizer.fused")
 COMPILE = ("compile.enable", "training.compile")
 COMPONENTS = "compile.components"
 
@@ -292,16 +293,20 @@ def _optimizer(reader: Reader) -> None:
 
 
 def _implementation(settings: Settings, building: Building) -> None:
-    name, old = "optimizer.implementation", "optimizer.fused"
+    building.put("optimizer.implementation", _way(settings), *IMPLEMENTATION)
+
+
+def _way(settings: Settings) -> Node:
+    """How the optimizer's step runs."""
+    name, old = IMPLEMENTATION
     if settings.has(old) or (settings.era.day < FUSED and not settings.has(name)):
         fused = settings.switch(old)
-        way = Node("fused" if fused.value else "foreach", fused.origin)
-    else:
-        way = settings.word(name, default="fused", choices=("for-loop", "foreach", "fused", "fused_opt_states_bf16"))
-        if way.value == "fused_opt_states_bf16":
-            problem = "is not modelled: states in bf16 beside fp32 parameters"
-            raise PlanError(name, way.value, problem, origin=way.origin)
-    building.put("optimizer.implementation", way, name, old)
+        return Node("fused" if fused.value else "foreach", fused.origin)
+    way = settings.word(name, default="fused", choices=("for-loop", "foreach", "fused", "fused_opt_states_bf16"))
+    if way.value == "fused_opt_states_bf16":
+        problem = "is not modelled: states in bf16 beside fp32 parameters"
+        raise PlanError(name, way.value, problem, origin=way.origin)
+    return way
 
 
 def _named(settings: Settings) -> tuple[Node, Node]:
@@ -310,22 +315,23 @@ def _named(settings: Settings) -> tuple[Node, Node]:
 
 
 def _group(settings: Settings) -> tuple[Node, Node]:
-    """Optimizer and decay of the one group of parameters (``ParamGroupConfig``)."""
+    """Optimizer and decay of the last group of parameters (``ParamGroupConfig``), which takes what no other does.
+    Others may be of Adam or AdamW, too, where the step is fused: it holds nothing but states, which are alike."""
     name = "optimizer.param_groups"
     node = settings.given[name]
     groups = node.value if isinstance(node.value, list) else []
     kinds = {str(group.mapping["optimizer_name"].value) for group in groups if "optimizer_name" in group.mapping}
     if not groups and settings.has("optimizer.name"):
         return _named(settings)
-    if len(groups) != 1 or not kinds <= {"Adam", "AdamW"}:
-        problem = "must be one group of Adam or AdamW: others are not modelled"
+    if not groups or not kinds <= {"Adam", "AdamW"} or (len(groups) > 1 and _way(settings).value != "fused"):
+        problem = "must be one group of Adam or AdamW, or several that are fused: others are not modelled"
         raise PlanError(name, ABSENT, problem, origin=node.origin)
-    (group,) = groups
-    more = group.mapping.get("optimizer_kwargs")
-    given = more.mapping if more is not None else {}
-    own = next((one for one in ("fused", "foreach", "amsgrad", "capturable") if one in given), None)
-    if own is not None:
-        raise PlanError(f"{name}.{own}", given[own].plain(), "must be left out", origin=given[own].origin)
+    for group in groups:
+        more = group.mapping.get("optimizer_kwargs")
+        given = more.mapping if more is not None else {}
+        own = next((one for one in ("fused", "foreach", "amsgrad", "capturable") if one in given), None)
+        if own is not None:
+            raise PlanError(f"{name}.{own}", given[own].plain(), "must be left out", origin=given[own].origin)
     kind = group.mapping.get("optimizer_name", Node("AdamW", node.origin))
     return kind, given.get("weight_decay", Node(0.01 if kind.value == "AdamW" else 0.0, node.origin))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ...layers.fused_losses import CHUNKS, HeadLoss
 from ...plan.errors import PlanError
@@ -20,6 +21,9 @@ from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Hold, Scope, Tape
 from .hooks import GRADIENTS, Explicit, Gradient, Role
 from .units import Sharding, Unit, size
+
+ENDS = "ends"
+"""The unit of norm and head, and of the embedding where it shares the head's weight."""
 
 KEPT = (1 << 16) - 1
 """Number of the head's gradient among what hooks hold within a module."""
@@ -80,17 +84,19 @@ def _check_compiled(plan: ResolvedPlan) -> None:
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:
-    """``units``, the last of norm and head, where the head's gradient is a matter of its own."""
-    *others, ends = units
-    name = OF_SEVERAL if accumulates else CHUNKS
-    norm, head = ends.parameters
-    both = (norm, replace(head, trained=False))
-    ends = replace(ends, parameters=both, last=ends.first, reshard=True)
-    return (*others, ends, Unit(name, (head,), ends.first + 1, ends.first + 1, True, inner=True))
+    """``units``, that of norm and head where the head's gradient is a matter of its own. A weight that is also the
+    embedding's has another gradient, behind the backward of all."""
+    at = next(at for at, one in enumerate(units) if one.name == ENDS)
+    ends, name = units[at], OF_SEVERAL if accumulates else CHUNKS
+    head = next(one for one in ends.parameters if len(one.shape) > 1)
+    tied = ends.first == 0
+    both = tuple(replace(one, trained=tied or one is not head) for one in ends.parameters)
+    whole = replace(ends, parameters=both, last=ends.last - 1, reshard=True)
+    return (*units[:at], whole, *units[at + 1 :], Unit(name, (head,), ends.last, ends.last, True, inner=True))
 
 
 class ChunkedHooks(Explicit):
-    """The last two units are those of ``apart``."""
+    """The last unit, and that of the norm, are those of ``apart``."""
 
     opening: Tape = ()
     """What hooks do behind the first chunk's backward,"""
@@ -101,12 +107,17 @@ class ChunkedHooks(Explicit):
     def chunks(self) -> int:
         return len(self.units) - 1
 
+    @cached_property
+    def ends(self) -> int:
+        """The unit of norm and head."""
+        return self.named[ENDS]
+
     def pre_forward(self, at: int) -> None:
         if at < self.chunks:
             super().pre_forward(at)
             return
-        self.gather(at - 1)
-        self.wait(at - 1)
+        self.gather(self.ends)
+        self.wait(self.ends)
 
     def post_forward(self, at: int) -> None:
         if at < self.chunks:
@@ -121,14 +132,14 @@ class ChunkedHooks(Explicit):
         super().post_backward(at)
         self.role = role
         self.closing = self.take()
-        self.free(at - 1)
+        self.free(self.ends)
 
     def pre_backward(self, at: int) -> None:
         if at == self.chunks:
             self.events += self.opening
             return
         super().pre_backward(at)
-        if at == self.chunks - 1 and self.adds and self.role is Role.FIRST:
+        if at == self.ends and self.adds and self.role is Role.FIRST:
             self.events.append(self._gradient(self.units[-1].reduced(self.sharding.shards), self.sharding.trained))
 
     def post_backward(self, at: int) -> None:

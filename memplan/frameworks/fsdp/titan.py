@@ -133,6 +133,7 @@ def _with_experts(tables: Buffers) -> Buffers:
 
 
 DENSE = {"attention_bias": (False,), "attention_output_bias": (False,), "mlp_bias": (False,), "sliding_window": (None,)}
+TIES = {"tied_embeddings": (False, True)}
 UNTIED = {"tied_embeddings": (False,), "final_norm": (True,), "attention_dropout": (0.0,), **DENSE}
 ROUTED = {"router_dtype": (None,), "router_z_loss": (0.0,), "shared_expert_gate": (False,), "router_scaling": (None,)}
 ATTENTION = ("query", "key", "value", "attention_output")
@@ -151,7 +152,7 @@ LLAMA_3 = Titan(
     block=_llama_block,
     norm=torchtitan.rms_norm,
     registered=(*ATTENTION, "query_norm", "key_norm", "gate", "down", "up", *NORMS),
-    covers={**LLAMA, **UNTIED, "qk_norm": (False,)},
+    covers={**LLAMA, **UNTIED, **TIES, "qk_norm": (False,)},
     buffers=_complex_table,
     early_stop=True,
     parallel=True,
@@ -166,7 +167,7 @@ QWEN_3 = Titan(
     block=_qwen3_block,
     norm=titan_moe.fused_rms_norm,
     registered=("query_norm", "key_norm", *ATTENTION, *MIXTURE, "gate", "down", "up", *NORMS),
-    covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},
+    covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **TIES, **ROUTED, "qk_norm": (True,)},
     buffers=_cosines,
     table=titan_models.rope_cache,
     assumes=(KERNELS,),
@@ -179,7 +180,7 @@ QWEN_3_MOE = Titan(
     block=_qwen3_block,
     norm=titan_moe.fused_rms_norm,
     registered=QWEN_3.registered,
-    covers=QWEN_3.covers,
+    covers={**QWEN_3.covers, **UNTIED},
     buffers=_with_experts(_cosines),
     table=titan_models.rope_cache,
     assumes=(KERNELS, EXPERTS),

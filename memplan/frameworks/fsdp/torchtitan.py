@@ -18,6 +18,7 @@ from typing import Literal
 from ...device.gpus import GPUS
 from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
+from ...layers.edges import with_waiting_gradient
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
@@ -161,6 +162,8 @@ def _cast_first(block: Module) -> Module:
 @lru_cache(maxsize=1024)
 def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module]:
     shape, t = of.shape, of.tensor
+    tied = frozenset({"word.weight"}) if shape.spec.tied_embeddings else frozenset[str]()
+    apart = tied if of.chunks is not None else frozenset[str]()  # hooks have taken the head's gradient long before
 
     def embed(r: Recorder, x: Tensor | None) -> Run:
         return Run(torchtitan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
@@ -186,13 +189,14 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
         return Run(None, loss=(torchtitan_tp if of.parallel_loss else torchtitan).loss(r, x, shape))
 
     return (
-        build("embedding", embed, Interface(None, shape.dtype), options),
+        build("embedding", embed, Interface(None, shape.dtype), options, tied - apart),
         build("final_norm", norm, of.interface, options),
         build(
             "head",
             head,
             replace(of.interface, shape=(shape.b, shape.s, shape.spec.hidden)) if of.chunks else of.interface,
             options,
+            apart,
         ),
         build("loss", loss, Interface(of.logits, shape.dtype), options),
     )
@@ -242,6 +246,8 @@ def check(plan: ResolvedPlan) -> None:
         if getattr(layout, name) > 1 and not has:
             problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    if spec.tied_embeddings:
+        _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
         problem = "must be false unless loss.kind is plain or chunked: no other was learnt"
         raise PlanError("fsdp.compile_loss", True, problem)
@@ -259,6 +265,19 @@ def check(plan: ResolvedPlan) -> None:
     _check_gpu(plan, titan)
     if titan.groups_experts and plan.layout.ep == 1:
         _check_experts_here(plan)
+
+
+def _check_tied(plan: ResolvedPlan) -> None:
+    """A weight that embedding and head share is one unit with the norm (``apply_fsdp_to_decoder`` since March 2026)."""
+    given = plan.fsdp
+    for name, value, kept, why in (
+        ("layout.pp", plan.layout.pp, 1, "torchtitan itself refuses pipeline stages"),
+        ("layout.tp", plan.layout.tp, 1, "its gradient's placements are not modelled"),
+        ("fsdp.ends_apart", given.ends_apart, True, "older releases do not share a weight"),
+    ):
+        if value != kept:
+            problem = f"must be {str(kept).lower()} with tied embeddings: {why}"
+            raise PlanError(name, value, problem)
 
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
@@ -434,13 +453,16 @@ def torchtitan_model(
     wanted again at once.
 
     ``ends_apart``: the embedding is a unit, and norm and head are one that stays after forward, while the last
-    block is resharded (``torchtitan/distributed/fsdp.py``, ``apply_fsdp_to_decoder``, of later releases).
+    block is resharded (``torchtitan/distributed/fsdp.py``, ``apply_fsdp_to_decoder``, of later releases). With a
+    weight that embedding and head share these two units are one, which comes first.
     """
     check(plan)
     made, options = recipes(plan), with_seams(options)
     names = plain.layer_names(plan.model.layers)
     embedding, norm, head, loss = made.ends(options)
     blocks = [made.block(recompute.of(at), options, at) for at in range(len(names))]
+    if plan.model.tied_embeddings and made.chunks is None:
+        embedding, head = with_waiting_gradient(embedding, head)
     embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     after = [Span(norm, ("final_norm",)), Span(head, ("head",))]
@@ -458,9 +480,11 @@ def torchtitan_model(
         opening, closing = (units[0].name, units[1].name), (units[-1].name, units[-2].name)
     elif plan.layout.ep > 1:
         units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
-    if ends_apart:
+    if plan.model.tied_embeddings:
+        units = [Unit(chunked.ENDS, (), 0, last + 2, False, False), *units]
+    elif ends_apart:
         ahead_of = plan.layout.ep > 1
-        apart = Unit("ends", (), last + 1, last + 2, False, next_backward=closing if ahead_of else ())
+        apart = Unit(chunked.ENDS, (), last + 1, last + 2, False, next_backward=closing if ahead_of else ())
         first = Unit("embedding", (), 0, 0, reshard, with_gradient=False, next_forward=opening if ahead_of else ())
         units = [first, *units, apart]
     else:

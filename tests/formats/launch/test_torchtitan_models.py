@@ -84,6 +84,11 @@ def test_gpt_oss_until_0_2_2(read: Read) -> None:
     assert "model.name = gpt_oss: keeps its layers in bf16 in torchtitan 0.2.2" in refusal(read, job, gpu="h200")
 
 
+def test_a_weight_that_is_tied_before_it_was_in_one_unit(read: Read) -> None:
+    says = "model.tied_embeddings = true: must be false: torchtitan 0.2.2 (2026-02-20) shards embedding and head apart"
+    assert says in refusal(read, QWEN, "model.flavor=4B", gpu="h200")
+
+
 def test_an_unknown_flavour(read: Read) -> None:
     assert "of model deepseek_v3 has no sizes here" in refusal(read, DEEPSEEK, "model.flavor=7B", gpu="h200")
 
@@ -92,7 +97,6 @@ def test_an_unknown_flavour(read: Read) -> None:
     ("job", "over", "says"),
     [
         (DEEPSEEK, "parallelism.tensor_parallel_degree=2", "layout.tp = 2: must be 1 with torchtitan's deepseek_v3"),
-        (QWEN, "model.flavor=4B", "tied_embeddings = true: must be false in torchtitan's qwen3"),
         (QWEN, "training.mixed_precision_param=float32", "precision.dtype = fp32: must be bf16"),
     ],
 )

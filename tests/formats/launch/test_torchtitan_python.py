@@ -11,6 +11,7 @@ import pytest
 
 from memplan.commands.launched import flags_of_launch, read_launched
 from memplan.formats.launch import launched_plan
+from memplan.frameworks.fsdp.torchtitan import check
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
 from memplan.plan.resolve import resolve
@@ -163,6 +164,34 @@ def test_the_loss_alone_is_compiled(read: Read) -> None:
     assert (whole.loss.kind, whole.fsdp.compile, whole.fsdp.compile_loss) == ("plain", False, True)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "fused", "says"),
+    [
+        (("AdamW", "Adam", "AdamW"), True, ""),
+        (("AdamW", "AdamW"), False, "must be one group of Adam or AdamW, or several that are fused"),
+        (("DistMuon", "AdamW"), True, "must be one group of Adam or AdamW, or several that are fused"),
+    ],
+)
+def test_groups_of_parameters(read: Read, kinds: tuple[str, ...], fused: bool, says: str) -> None:
+    groups = ", ".join(f'ParamGroupConfig(pattern=".*", optimizer_name="{kind}")' for kind in kinds)
+    how = "fused" if fused else "foreach"
+    text = one(optimizer=f'OptimizersContainer.Config(param_groups=[{groups}], implementation="{how}")')
+    if says:
+        with pytest.raises(PlanError, match=says):
+            read("job.py", text=text)
+        return
+    optimizer = resolve(read("job.py", text=text).plan).optimizer
+    assert (optimizer.name, optimizer.implementation) == ("adamw", "fused")
+
+
+@pytest.mark.parametrize("flavour", ["1.7B", "debugmodel", "debugmodel_non_fused_qkv"])
+def test_a_weight_that_embedding_and_head_share(read: Read, flavour: str) -> None:
+    text = one(model_spec=f'model_registry("{flavour}")').replace("models.llama3 import", "models.qwen3 import")
+    plan = resolve(read("job.py", text=text).plan)
+    assert plan.model.tied_embeddings
+    check(plan)
+
+
 def test_a_function_that_changes_another(read: Read) -> None:
     plan = resolve(read(LLAMA, "CONFIG=llama3_70b", GRAPHS, loss="plain").plan)
     assert (plan.model.name, plan.layout.tp, plan.layout.dp, plan.recompute.mode) == ("llama-3-70b", 8, 2, "full")
@@ -239,7 +268,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
         (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
-        (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (8B, 70B, 405B)"),
+        (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
         (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe; torchtitan's models with one: deepseek_v3"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = LoRAConverter: has LoRA adapters, which are not modelled"),
