@@ -226,20 +226,31 @@ MPT = {
 """Hidden size, heads and layers (llm-foundry, scripts/train/yamls/pretrain)."""
 
 
+LARGE = "Large Scale"
+"""In the name of a table: llm-foundry's second sweep, of January 2024."""
+
+
 def mpt_plan(row: Row) -> Plan:
     """An MPT as the GPT-2 that it is, but for its activation, which is one kernel, and dropout: none. Rows under
-    ``PURE`` precision are of May 2023 (PyTorch 1.13), the others of October (2.1), all with FlashAttention 1 in Triton
-    (``--attn_impl triton``, the default of scripts/train/benchmarking/submit_benchmarks.py then)."""
+    ``PURE`` precision are of May 2023 (PyTorch 1.13), the others of October and of January 2024 (2.1; some of October's
+    on H100 may have run 2.0.1: mosaicml/llm-foundry, pull request 543, named that image first).
+
+    FlashAttention 1 in Triton (``attn_impl: triton``), gathers behind gradients (Composer's default,
+    ``BACKWARD_POST``); in the large sweep ``flash`` (flash-attn 2.4) but for 13b and 30b, and ``BACKWARD_PRE``
+    (scripts/train/benchmarking/sweep.py). Gradients are reduced in bf16: Composer's ``DEFAULT`` gives FSDP no
+    ``reduce_dtype`` (``get_mixed_precision``), which then is ``param_dtype`` (``MixedPrecision``'s docstring)."""
     h, heads, layers = MPT[row["Model"]]
-    pure, b, gpus, s = row["MP Mode"] == "PURE", int(row["MicroBatchSize"]), int(row["# GPUs"]), int(row["SeqLen (T)"])
+    b, gpus, s = int(row["MicroBatchSize"]), int(row["# GPUs"]), int(row["SeqLen (T)"])
+    large = LARGE in row["table"]
     sizes = {"hidden": h, "heads": heads, "kv_heads": heads, "head_dim": h // heads, "ffn": 4 * h, "layers": layers}
     none = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0)
     flags: dict[str, object] = {
-        "fsdp_reduce": "bf16" if pure else "fp32",
+        "attention": "flash_attention_2" if large and row["Model"] not in ("13b", "30b") else "sdpa",
+        "fsdp_reduce": "bf16",
         "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
-        "fsdp_backward_prefetch": "post",
+        "fsdp_backward_prefetch": "pre" if large else "post",
         "reshard_after_forward": str(row["Sharding Strategy"] == "FULL_SHARD").lower(),
-        "torch": "1.13" if pure else "2.1",
+        "torch": "1.13" if row["MP Mode"] == "PURE" else "2.1",
     }
     run = {
         "gpu": row["GPU"].replace("_", "-"),

@@ -153,7 +153,11 @@ _PARANUMAL = "https://www.paranumal.com/single-post/2018/02/08/rough-n-ready-roo
 _DISSECTED = "https://arxiv.org/abs/2402.13499"
 _ADA = Fraction(929.8 / 1008, f"{_DISSECTED} (RTX 4090: 929.8 of 1008 GB/s)")
 _AMPERE = Fraction(1407.2 / 1555, f"{_DISSECTED} (A100 40 GB: 1407.2 of 1555 GB/s)")
-_HOPPER = Fraction(1861.5 / 2039, f"{_DISSECTED} (H100 PCIe: 1861.5 of 2039 GB/s)")
+_ELEMENTS = "https://github.com/pytorch/pytorch/pull/145746 (H100 SXM, bf16, 2^29 elements: means of relu and gelu"
+_HOPPER = Fraction((3033 + 2888) / 2 / 3350, f"{_ELEMENTS}, 3033 and 2888 of 3350 GB/s)")
+_HOPPER_NARROW = Fraction((2915 + 2549) / 2 / 3350, f"{_ELEMENTS} before it, 2915 and 2549 of 3350 GB/s)")
+"""PyTorch's kernels load 8 bytes at a time of elements in 16 bits before 2.7, and 16 since, on Hopper alone. Streams
+of the PCIe card reach 0.913 (arXiv 2402.13499)."""
 _MEMORY: Mapping[tuple[int, int], Fraction] = MappingProxyType(
     {
         (7, 0): Fraction(790 / 900, f"{_PARANUMAL} (V100: 790 of 900 GB/s)"),
@@ -196,13 +200,20 @@ def _median(values: list[float]) -> float:
 
 
 def default(
-    gpu: str, capability: tuple[int, int] | None, *, fused_kernels: bool = False, older: bool = False
+    gpu: str,
+    capability: tuple[int, int] | None,
+    *,
+    fused_kernels: bool = False,
+    older: bool = False,
+    narrow: bool = False,
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
-    the attention's, ``older`` before FlashAttention-2."""
+    the attention's, ``older`` before FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time."""
     matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
+    if narrow and memory is _HOPPER:
+        memory = _HOPPER_NARROW
     link = _LINK.get(major, _NO_LINK)
     forward, backward, attention = kernels_of(major, matrix.value, fused_kernels=fused_kernels, older=older)
     sources = (

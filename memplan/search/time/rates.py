@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
@@ -23,7 +24,7 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.025, "a100-80gb": 0.026, "h100-80gb": 0.060, "b200": 0.071}
+    {"a100-40gb": 0.025, "a100-80gb": 0.026, "h100-80gb": 0.076, "b200": 0.071}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
@@ -123,7 +124,10 @@ IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
 """Recipes with a scale for each block: NVFP4's layers in 8 bits too."""
 
 FLASH2 = (2, 2)
-"""PyTorch whose fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
+"""PyTorch whose own fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
+
+WIDE_LOADS = (2, 7)
+"""PyTorch whose kernels load 16 bytes at a time on Hopper (https://github.com/pytorch/pytorch/pull/145746)."""
 
 
 def before(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
@@ -139,10 +143,23 @@ def rates_of(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> Rates:
     gpu = plan.hardware.gpu
     if gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: the time of a step depends on the GPU (--gpu h100-80gb)")
-    fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
     dtype = plan.quantisation.compute or plan.precision.dtype
     network = None if plan.hardware.network is None else plan.hardware.network * GIGA
-    return _rates(gpu, dtype, _low_of(plan), plan.hardware.gpus_per_node, network, (fused, older), efficiency)
+    return _rates(gpu, dtype, _low_of(plan), plan.hardware.gpus_per_node, network, _software(plan), efficiency)
+
+
+class Software(NamedTuple):
+    """What of a job's software its kernels' rates depend on: as of ``efficiency.default``."""
+
+    fused_kernels: bool
+    older: bool
+    narrow: bool
+
+
+def _software(plan: ResolvedPlan) -> Software:
+    fused = framework(plan.framework).time.fused_attention
+    older = before(plan, FLASH2) and plan.attention != "flash_attention_2"
+    return Software(fused, older, not fused and before(plan, WIDE_LOADS))
 
 
 def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:
@@ -159,7 +176,7 @@ def _rates(
     low: tuple[float, bool] | None,
     node: int,
     network: float | None,
-    attention: tuple[bool, bool],
+    software: Software,
     efficiency: Efficiency | None,
 ) -> Rates:
     speed, processors = SPEEDS.get(gpu), MULTIPROCESSORS.get(gpu)
@@ -168,7 +185,7 @@ def _rates(
         raise PlanError("hardware.gpu", gpu, f"has no published speed, and so no time; these have: {known}")
     capability = GPUS[gpu].compute_capability
     major, _ = capability or (0, 0)
-    parts = efficiency or default(gpu, capability, fused_kernels=attention[0], older=attention[1])
+    parts = efficiency or default(gpu, capability, **software._asdict())
     fp32 = _published(gpu, speed.fp32, "fp32 rate")
     if dtype == "fp32":
         peak = fp32
@@ -227,8 +244,7 @@ def assumptions(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> tup
     crosses = (plan.hardware.gpus or 1) > plan.hardware.gpus_per_node
     if crosses and plan.hardware.network is None and system is not None:
         notes.append(f"network: {system} (hardware.network says otherwise)")
-    fused, older = framework(plan.framework).time.fused_attention, before(plan, FLASH2)
-    parts = efficiency or default(gpu, GPUS[gpu].compute_capability, fused_kernels=fused, older=older)
+    parts = efficiency or default(gpu, GPUS[gpu].compute_capability, **_software(plan)._asdict())
     if (low := _low_of(plan)) is not None:
         reached = "the part of their peak that those in 16 bits reach"
         if parts.low is not None:

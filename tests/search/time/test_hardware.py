@@ -44,6 +44,26 @@ def test_parts_of_peaks_are_parts() -> None:
         assert len(parts.sources) >= 5
 
 
+def test_kernels_are_those_of_the_release() -> None:
+    """On Hopper PyTorch's kernels load 8 bytes at a time before 2.7, and its own attention is FlashAttention 1 before
+    2.2, the package's is not."""
+    job = {"model": "gpt2", "gpu": "h100-80gb", "dtype": "bf16"}
+    old, named, new = (
+        rates_of(plan(**job, **flags)) for flags in ({"torch": "2.1"}, {"torch": "2.1", "attention": "fa2"}, {})
+    )
+    rates = {once: sum(4 * 2**29 / spent for spent in of) / 2 for once, of in WRITTEN.items()}
+    assert old.memory == named.memory == pytest.approx(rates["before"], rel=0.002)
+    assert new.memory == pytest.approx(rates["after"], rel=0.002)
+    assert named.attention_forward == new.attention_forward
+    assert old.attention_forward.rate == pytest.approx(new.attention_forward.rate / 2)
+    older, newer = (rates_of(plan(**{**job, "gpu": "a100-80gb"}, torch=torch)) for torch in ("2.1", "2.9"))
+    assert older.memory == newer.memory
+
+
+WRITTEN = {"before": (736.8e-6, 842.6e-6), "after": (708.1e-6, 743.7e-6)}
+"""Seconds of relu and gelu of 2^29 elements of bf16 (https://github.com/pytorch/pytorch/pull/145746)."""
+
+
 def test_a_gpu_without_published_speed_is_refused() -> None:
     with pytest.raises(PlanError, match="has no published speed"):
         rates_of(plan(model="gpt2", gpu="rtx-pro-6000"))
