@@ -15,7 +15,6 @@ initialises, the sum of live tensors is compared with the device's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,6 +52,7 @@ from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict
 from .tape.events import Category, Hold
 from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node
+from .values import replace
 
 if TYPE_CHECKING:
     from .allocator.timeline import Timeline

@@ -4,7 +4,6 @@ latent attention, experts, and shared experts beside them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Gradients, Recorder, Tensor
@@ -22,6 +21,7 @@ from ..layers.huggingface import (
 from ..plan.errors import Scalar
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
+from ..values import replace
 from .base import NO_BIASES, Config, Family, key
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SILU
 from .mixtral import NO_LEAF_SHARED, SHARED_LAYERS, SHARED_REGISTERED

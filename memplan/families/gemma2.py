@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import LayerShape, Shared
 from ..tape.events import Category
+from ..values import replace
 from .base import PLAIN_ROTARY, Config, Submodules, key
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SUBMODULES, llama_attention, llama_mlp
 

@@ -3,12 +3,11 @@ A layer of multi-token prediction, which checkpoints have behind the last, is no
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import SHARED, reads
 from ..layers.huggingface import Shared, halves
+from ..values import replace
 from .base import Config, key
 from .deepseek import V3
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, NORMED_LAST, SILU

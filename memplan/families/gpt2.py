@@ -5,14 +5,13 @@ Megatron's GPT runs as GPT-2 in transformers.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_GPT, GPT2, MEGATRON_GPT
 from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, batched, layer_norm, linear, product
 from ..plan.spec import ModelSpec
+from ..values import replace
 from . import family
 from .base import HEAD, NORM, Config, Family, ModuleNames, Submodules, key
 

@@ -5,14 +5,13 @@ GPT-2 with one key head and plain linear layers; its mask of all positions is a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import GPT2
 from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear
 from ..plan.releases import SUMMED_POSITIONS, Version
+from ..values import replace
 from .base import ModuleNames, key
 from .gpt2 import GPT2_FAMILY, position_ids_are_shared
 

@@ -3,8 +3,6 @@ layer, and attention sinks. Its weights are published in MXFP4; training takes t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE, reads
@@ -12,6 +10,7 @@ from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_
 from ..layers.huggingface import LayerShape, Shared, eager_rms_norm, rotary_of_halves
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
+from ..values import replace
 from .base import Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
 from .mixtral import MIXTRAL

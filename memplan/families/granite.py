@@ -3,10 +3,10 @@ logits. Its attention's own factor takes the place of ``1 / sqrt(d)``."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from ..layers.coverage import LLAMA, reads
+from ..values import replace
 from .base import Config
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SILU, llama_embedding
 

@@ -3,14 +3,13 @@ each block's output and of logits, and experts in place of its MLP."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE, reads
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
+from ..values import replace
 from .base import Config, key
 from .granite import NO_MEGATRON_CORE, SCALES
 from .llama import CONSTANTS, KEYS, SILU

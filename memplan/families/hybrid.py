@@ -4,10 +4,10 @@ layers no recipe covers, the configurations of Nemotron-H (``models/nemotron_h``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..layers.coverage import CORE_HYBRID
 from ..plan.errors import Scalar
+from ..values import replace
 from .base import NO_BIASES, Config, Family, key
 
 HYBRID = Family("hybrid", megatron_core=CORE_HYBRID, shards=False)

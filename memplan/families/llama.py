@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
@@ -26,6 +25,7 @@ from ..layers.tuning import fused
 from ..plan.errors import Scalar
 from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
+from ..values import replace
 from . import family
 from .base import HEAD, NO_BIASES, NORM, Config, Family, ModuleNames, Submodules, key
 

@@ -6,8 +6,6 @@ n tokens of a micro-batch, E experts, h hidden, f an expert's inner width."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_GPT, MIXTURE, reads
@@ -24,6 +22,7 @@ from ..layers.huggingface import Heads, LayerShape, Shared, activation, attentio
 from ..layers.tuning import folded
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
+from ..values import replace
 from .base import Config, Family, key
 from .deepseek import complex_product
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, head_by_head, projection

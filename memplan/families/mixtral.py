@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import experts
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
+from ..values import replace
 from .base import NO_BIASES, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES
 

@@ -3,10 +3,9 @@ of keys, and experts in place of its MLP."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers.coverage import MIXTURE, reads
 from ..plan.releases import SORTED_ONCE
+from ..values import replace
 from .base import Config, key
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU
 from .mixtral import MIXTRAL, NO_LEAF

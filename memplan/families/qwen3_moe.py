@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..layers import experts
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
+from ..values import replace
 from .base import Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU
 from .mixtral import MIXTURE_SUBMODULES

@@ -7,11 +7,11 @@ other's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Tape, behind
+from ..values import replace
 from .autograd import Shape
 from .module import SHARED, Module, Tapes, hold_bytes
 

@@ -9,13 +9,12 @@ transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from ..families import family
 from ..tape.events import Category, Hook
-from ..values import dataclass
+from ..values import dataclass, replace
 from . import ends, ops, scores, titan_loss
 from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape

@@ -10,13 +10,12 @@ Shapes: b micro-batch, s sequence, h hidden, a heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ..families import family
 from ..plan.releases import ATTENTION_FUNCTIONS, CLAMPED_SLICES, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
-from ..values import dataclass
+from ..values import dataclass, replace
 from . import ops, selecting
 from .autograd import Recorder, Shape, Tensor
 from .fused_attention import efficient_attention, flash_attention, second_inside, third_inside

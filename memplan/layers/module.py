@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
-from ..values import dataclass
+from ..values import dataclass, replace
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .kernels import Kernels
 from .tuning import Packed, Tuning

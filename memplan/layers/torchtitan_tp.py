@@ -9,9 +9,9 @@ sequence, h hidden, a heads, v vocabulary, t tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from ..tape.events import Category
+from ..values import replace
 from . import ops
 from . import tensor_parallel as tp
 from .autograd import Recorder, Tensor

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
-from ..values import dataclass
+from ..values import dataclass, replace
 from .errors import PlanError
 
 FIRST, LAST = "pipeline.first_layers", "pipeline.last_layers"

@@ -43,4 +43,4 @@ def wide_modules(patterns: tuple[str, ...], layer: int) -> frozenset[str]:
 
 def names_layers(patterns: Sequence[str]) -> bool:
     """Whether layers of a stage differ."""
-    return len({wide_modules(tuple(patterns), layer) for layer in range(MOST_LAYERS)}) > 1
+    return bool(patterns) and len({wide_modules(tuple(patterns), layer) for layer in range(MOST_LAYERS)}) > 1

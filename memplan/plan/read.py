@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from ..frameworks import ROOMS, framework
-from ..values import dataclass
+from ..values import dataclass, replace
 from .checks import check_mixture, listed
 from .errors import ABSENT, Node, Origin, PlanError, scalar, together
 from .fields import MODEL, Kind, PlanField, by_flag

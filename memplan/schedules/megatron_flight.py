@@ -8,13 +8,13 @@ between stages there are ``AHEAD`` more than one input for every pass in flight,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import add, sub
 from typing import NamedTuple
 
 from ..tape.program import Passes
+from ..values import replace
 from .megatron_fold import Sizes, reduced, saved_by_flight
 from .megatron_interleaved import table
 from .megatron_schedule import Schedule

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from typing import NamedTuple
 from ..plan.errors import PlanError
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
+from ..values import replace
 from .cuts import ChunkLayers, Ratios, StageLayers, fastest
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing

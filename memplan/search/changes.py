@@ -9,7 +9,6 @@ Single changes of a plan that may make it need less: what to try, before anythin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..device.gpus import GPUS
@@ -22,7 +21,7 @@ from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.tuning_checks import is_tuned
-from ..values import dataclass
+from ..values import dataclass, replace
 from .candidates import Clock, chunks_of
 from .cuts import fields_of, fitting, smallest
 from .framework import Proposal

@@ -17,7 +17,7 @@ many sequences is not folded at all (``Growing``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static
-from ..values import dataclass
+from ..values import dataclass, replace
 from .cuts import ChunkLayers, StageLayers
 from .point import NO_RECOMPUTE, Extra, Point
 

@@ -17,7 +17,6 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
@@ -25,6 +24,7 @@ from ..estimate import estimate, judged_stage
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from ..values import replace
 from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed, most_layers

@@ -8,7 +8,6 @@ tried on top of those that gain most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from ..device.measured import Measured, least_context
@@ -17,6 +16,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..result import Estimate, StageEstimate, WayOut
+from ..values import replace
 from .changes import proposals, stated
 from .framework import Proposal
 from .point import changed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Drop, Hold, Hook, Scope, Seam, Stretch, Tape, cut, insert, renamed
 from ...tape.program import Program, Span, drop_all, fold_program
+from ...values import replace
 from ..plain import programs as plain
 from ..plain.buffers import buffers
 from ..plain.hooked import TIED

@@ -8,7 +8,6 @@ gradients became ready in the first, unless unused parameters are looked for in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
@@ -16,6 +15,7 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Module, Options, Parameter
 from ...plan.framework_sections import Ddp
 from ...tape.events import Category, Hold, Hook, cut, rounded
+from ...values import replace
 from ..plain.hooked import TIED, model_of
 
 MIB = 2**20

@@ -17,7 +17,6 @@ Ranks of stages 1 and 2 keep gradients of different parameters; the program is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
@@ -31,7 +30,7 @@ from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Program, Span, fold_program
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain import hooked, preferences, trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...trace.step import Marking, Watch, environment
 from ...trace.storages import DEVIATION, Follow, initialise, resizes_followed
 from ...trace.substitutions import cuda_behaviour_of_real
 from ...trace.surroundings import Surroundings
+from ...values import replace
 from .validating import EngineJob, WithDeepspeed
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS

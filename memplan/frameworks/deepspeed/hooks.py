@@ -7,13 +7,13 @@ tapes of its own, since what is gathered while it runs belongs to others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Literal, Protocol
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain.hooked import NO_PARAMETERS, SAVED, TIED, Model
 from .config import Zero
 from .coordinator import NO_MODULE, Change, Coordinator, Pass, Sharded, Step

@@ -8,7 +8,6 @@ submodules run (``trace.marks``), which are seams here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
@@ -23,6 +22,7 @@ from ...trace.framework import in_compute
 from ...trace.learned import fit_of
 from ...trace.marks import Mark, mark_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
+from ...values import replace
 from ..plain.hooked import NO_PARAMETERS, HookedModule, Instance, Model
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import packed

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...layers.module import Options
 from ...plan.resolved import ResolvedPlan
 from ...tape.program import Program
+from ...values import replace
 from . import engine as deepspeed
 from .config import check_model, fields_of_a_plan, zero_of
 from .states import shard

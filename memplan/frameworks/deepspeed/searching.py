@@ -3,7 +3,6 @@ passes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
@@ -16,6 +15,7 @@ from ...search.lower_bounds import Kept, LowerBounds, peaks, raised
 from ...search.point import Extra
 from ...search.space import Space
 from ...tape.events import Category, change, compose, fold, rounded
+from ...values import replace
 from ..plain.buffers import buffers
 from ..plain.hooked import Model
 from ..plain.programs import layer_shape

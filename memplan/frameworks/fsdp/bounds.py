@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from ...search.point import Extra, Point
 from ...search.space import Space
 from ...tape.events import Category
 from ...tape.program import module_states
-from ...values import dataclass
+from ...values import dataclass, replace
 from . import programs, stages, torchtitan
 from .modules import Model, managed
 from .stages import Cut

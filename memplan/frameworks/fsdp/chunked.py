@@ -12,13 +12,13 @@ for which the unit is gathered once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from ...layers.fused_losses import CHUNKS, HeadLoss
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Hold, Scope, Tape
+from ...values import replace
 from .hooks import GRADIENTS, Explicit, Gradient, Role
 from .units import Sharding, Unit, size
 

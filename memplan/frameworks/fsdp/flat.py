@@ -21,7 +21,7 @@ tensor, cut into as many equal pieces as there are ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Event, Hold, Scope, Stretch, Tape, rounded
 from ...tape.program import Program, Span, drop_all
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain import preferences, trainer
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs

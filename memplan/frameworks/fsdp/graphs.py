@@ -11,7 +11,6 @@ backward adds to them, and so does the captured batch beside each new one, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import GRAPHS
@@ -20,6 +19,7 @@ from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, Stretch, Tape
 from ...tape.program import Span
+from ...values import replace
 from .units import Sharding, Unit, size
 
 

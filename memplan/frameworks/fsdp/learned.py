@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.autograd import ITEMSIZE
@@ -25,6 +24,7 @@ from ...trace.learned import advised
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.rows import place_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
+from ...values import replace
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
 from .hooks import Around, Hooks, Role, pass_through

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -12,7 +11,7 @@ from ...layers.module import Module, Options, Parameter, Tapes
 from ...layers.tensor_parallel import PARTIAL, REPLICATED, kept_of
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert, renamed
 from ...tape.program import Span
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain.tuned import packed
 from .chunked import hooks_of
 from .hooks import WITHIN, Around, Gradient, Role, pass_through, recomputes, reruns

@@ -6,7 +6,6 @@ embedding, final norm and head. Loss and logits are made inside the model's forw
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
@@ -19,6 +18,7 @@ from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Stretch
 from ...tape.program import Program, Span
+from ...values import replace
 from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs

@@ -15,13 +15,13 @@ trl 1.16, ``models/utils.py`` (``prepare_fsdp``), ``trainer/dpo_trainer.py`` (``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...layers.module import Module, Options, Parameter
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import INPUT, Category, Drop, Hold, Tape, insert, rounded
 from ...tape.program import Span
+from ...values import replace
 from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers

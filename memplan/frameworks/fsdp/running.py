@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...layers.module import Options
 from ...plan.errors import PlanError
 from ...plan.plan import Plan
@@ -14,6 +12,7 @@ from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning, in_compute
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
 from ...trace.learned import assumptions, fit_of, learnt_programs
+from ...values import replace
 from ..plain import trainer
 from . import flat
 from .learned import assumptions_of, lacks, program_of

@@ -15,7 +15,6 @@ default stream), and waits for them when it comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
@@ -27,7 +26,7 @@ from ...schedules.partition import of_entries, split_points, weighted
 from ...schedules.torch_schedules import Pipelined, Place, folded, rounds, shortened
 from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Tape, insert, renamed
 from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain import programs as plain
 from .hooks import Explicit, Gradient, Role, pass_through
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams

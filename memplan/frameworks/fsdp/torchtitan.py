@@ -11,7 +11,6 @@ once more, and brings a gradient into its parameter's placement before it is red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -28,7 +27,7 @@ from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked
 from .modules import MODEL, Model, with_parameters, with_seams

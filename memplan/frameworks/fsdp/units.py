@@ -9,7 +9,6 @@ equal pieces as there are shards, the last ones padded or empty; rank 0 has the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import compress
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from ...optimizers.steps import step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..plain import tuned
 
 

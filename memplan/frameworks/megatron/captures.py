@@ -11,7 +11,6 @@ outside of graphs. Each capture empties the allocator's cache first (``torch.cud
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from ...schedules.megatron_fold import PASSES, MegatronOrder, reduced
 from ...schedules.megatron_schedule import trace
 from ...tape.events import GRAD_OUTPUT, INPUT, ZERO, Category, Drop, Event, Excursion, Hold, Tape, change
 from ...tape.program import Chunk, Program, Span
-from ...values import dataclass
+from ...values import dataclass, replace
 
 APART = frozenset({"attn", "moe_router", "moe_preprocess"})
 """Parts behind which a layer goes on, so that neither its output nor its input's gradient is a graph's own."""

@@ -7,7 +7,6 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ...trace.recording import BACKWARD, EMBEDDING, FORWARD, HEAD, Outline, Pass
 from ...trace.step import Watch
 from ...trace.storages import Follow, resizes_followed
 from ...trace.surroundings import Surroundings
+from ...values import replace
 from .core_training import Batch, InChunks, MegatronTraining, training_of
 from .from_plan import padded_vocab
 

@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import count
 
@@ -30,7 +30,7 @@ from ...layers.module import Module, Tapes
 from ...layers.recompute import RERUN
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...tape.program import Span
-from ...values import dataclass
+from ...values import dataclass, replace
 from .fsdp import Bucket, Sharding, doubled, sites_of
 from .fsdp_buffers import BUFFERS, columns_of, gathered
 

@@ -9,7 +9,6 @@ fp32 tensor of their own, which is copied into the buffer before that is reduced
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from itertools import count
@@ -20,6 +19,7 @@ from ...layers.module import Parameter
 from ...plan.errors import PlanError
 from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
+from ...values import replace
 from .states import Chunk, Rules, buffers_of
 
 FIRST = 1 << 41

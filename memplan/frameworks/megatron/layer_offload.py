@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import lru_cache
 from math import prod
 
 from ...layers.module import Module, Tapes
 from ...tape.events import INPUT, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert
 from ...tape.program import Chunk, Span
-from ...values import dataclass
+from ...values import dataclass, replace
 
 LEAST = 256 * 1024
 """Elements of the smallest tensor that goes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from ...plan.layer_blocks import LayerBlock
 from ...plan.module_precision import wide_modules
 from ...plan.plan import Recompute
 from ...tape.events import Category, Hook
+from ...values import replace
 from .torch_fsdp import LOSS
 
 DECODER, DECODER_EMBEDDING = "decoder.", "decoder_embedding"

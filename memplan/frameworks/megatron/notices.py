@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ...layers.megatron_core import offload
 from ...layers.module import Options
@@ -13,6 +12,7 @@ from ...report.names import size
 from ...result import Notice
 from ...tape.events import Hold
 from ...tape.program import Program, fold_program
+from ...values import replace
 from . import captures
 from .from_plan import core_shape
 from .programs import programs as programs_of

@@ -8,7 +8,6 @@ Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +39,7 @@ from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
-from ...values import dataclass
+from ...values import dataclass, replace
 from . import captures, clipping
 from .fsdp import Sharding, buckets_of
 from .fsdp_buffers import persistent

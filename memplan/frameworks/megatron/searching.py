@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -42,6 +41,7 @@ from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputin
 from ...search.space import Space
 from ...search.time import work_of
 from ...tape.program import Program, fold_program, module_elements
+from ...values import replace
 from . import programs
 from .entries import stage_entries
 from .from_plan import rules as rules_of

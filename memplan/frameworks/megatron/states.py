@@ -10,7 +10,6 @@ Transformer Engine's ``pytorch/optimizers/fused_adam.py`` (``initialize_state``)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from math import lcm, prod
@@ -21,7 +20,7 @@ from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
 from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
-from ...values import dataclass
+from ...values import dataclass, replace
 from . import clipping
 from .casting import cast
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
@@ -22,6 +21,7 @@ from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
+from ...values import replace
 from .entries import stage_entries
 from .from_plan import core_shape
 from .modules import end_module, layers_module, module_shapes, mtp_module

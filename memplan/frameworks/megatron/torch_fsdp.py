@@ -15,14 +15,13 @@ with the last of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 from ...layers.module import Options, Parameter
 from ...tape.events import END_OF_GRADIENT, Category, Drop, Event, Hold, Stretch
 from ...tape.program import Chunk, Kept, Span
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..fsdp.hooks import REDUCING
 from ..fsdp.modules import MODEL, sharded, with_parameters, with_seams
 from ..fsdp.units import Sharding, Unit, shard, size

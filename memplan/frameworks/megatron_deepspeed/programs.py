@@ -7,7 +7,6 @@ Layer list: ``megatron/model/gpt_model.py``, ``GPTModelPipe``. Engine:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -26,6 +25,7 @@ from ...schedules.one_chunk import OneChunk, in_flight
 from ...schedules.partition import Entry, partition
 from ...tape.events import Category, Hold
 from ...tape.program import SLOT, Chunk, Program, Span, drop_all, module_elements
+from ...values import replace
 from .states import keep
 
 EMBEDDING, LAYER, HEAD, NORM, LAMBDA = (

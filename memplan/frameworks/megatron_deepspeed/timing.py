@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 from ...layers.module import Options, joined, run_again
@@ -10,6 +9,7 @@ from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.shape import Entries, StageWork, Work, named
 from ...search.time.updates import Exchange, Replicas
+from ...values import replace
 from .programs import end_module, layer_module, parallel_shape, stage_bounds
 
 

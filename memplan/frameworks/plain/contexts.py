@@ -7,11 +7,11 @@ is in it, lives as long as a node that follows it, and the loss is held until ``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...layers.module import Module, Tapes
 from ...tape.events import Drop, Hold, Scope, Tape, behind, renamed
 from ...tape.program import Span
+from ...values import replace
 
 
 def outlived(spans: tuple[Span, ...]) -> tuple[Span, ...]:

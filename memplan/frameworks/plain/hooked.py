@@ -10,7 +10,7 @@ behind every parameter's gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from ...layers.recompute import Frame
 from ...layers.tuning import Packed
 from ...layers.work import NOTHING, Operator
 from ...tape.events import INPUT, Category, Hook
-from ...values import dataclass
+from ...values import dataclass, replace
 from .programs import (
     COS,
     EMBEDDED,

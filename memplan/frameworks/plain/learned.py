@@ -5,7 +5,6 @@ and step from the same rules as a recipe's, over the parameters that were traced
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
@@ -21,6 +20,7 @@ from ...tape.events import Category, Hold, rounded
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import Fit, Piece, Places
 from ...trace.tapes import spans, whole
+from ...values import replace
 from .step import optimizer_step
 from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 

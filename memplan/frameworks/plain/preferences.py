@@ -16,7 +16,6 @@ together; there is no reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
@@ -27,6 +26,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
+from ...values import replace
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 

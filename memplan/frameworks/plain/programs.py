@@ -8,7 +8,6 @@ gone before backward begins.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeGuard
 
@@ -36,6 +35,7 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
 from ...tape.program import Program, Span
+from ...values import replace
 from . import preferences, trainer
 from .buffers import buffers, inputs
 from .contexts import outlived

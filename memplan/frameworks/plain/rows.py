@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from ...layers.module import Module, Options, Tapes
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Event, behind
 from ...tape.program import Span
+from ...values import replace
 from .tuned import frozen_layer, trains_layers
 
 

@@ -6,7 +6,6 @@ bitsandbytes 0.50: ``functional.py`` (``quantize_4bit``, ``QuantState``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 from ...families import family
@@ -24,6 +23,7 @@ from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, rounded
+from ...values import replace
 
 ENDS = {"word.weight", "position.weight", "head.weight"}
 """What trl casts back: ``lm_head``, ``embed_tokens``, ``wte``, ``wpe`` (``peft_module_casting_to_bf16``)."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import lru_cache
 
 from ...tape.events import Category
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant

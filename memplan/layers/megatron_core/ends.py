@@ -8,12 +8,12 @@ reduce-scatters. Shapes: s sequence, b micro-batch, n = s b, h hidden, v padded 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Literal
 
 from ...tape.events import Category, Drop, Hold, Tape
+from ...values import replace
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes

@@ -15,9 +15,8 @@ m = 2 k d + v e channels of the convolution, c chunks of 64 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
-from ...values import dataclass
+from ...values import dataclass, replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..work import Operator, Product, Scan, Stream

@@ -11,10 +11,10 @@ been read, and are there again when backward needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE

@@ -8,9 +8,9 @@ the rest of a shape is a shard of the sequence under sequence parallelism.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ...tape.events import Category, Hold
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes

@@ -13,10 +13,10 @@ channels of the convolution, c chunks of 128 tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 
 from ...tape.events import Category
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..work import Operator, exchanged

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
+from ...values import replace
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant

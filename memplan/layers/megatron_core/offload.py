@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from ...tape.events import INPUT, Category, Hold
+from ...values import replace
 from ..autograd import Gradients, Node, Recorder, Shape, Storage, Tensor, size_of
 from ..recompute import Frame
 from ..work import NOTHING

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 from math import ceil
 from typing import Literal
 
 from ...plan.layer_blocks import LayerBlock
 from ...plan.spec import ModelSpec
-from ...values import HashedOnce, dataclass
+from ...values import HashedOnce, dataclass, replace
 from ..shapes import ITEMSIZE
 from ..work import Ranks
 from .precision import Low, Recipe, up

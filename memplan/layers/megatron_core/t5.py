@@ -13,11 +13,11 @@ t tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Drop, Hold, Tape
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..module import SHARED, Module, Tapes, hold_bytes

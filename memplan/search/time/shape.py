@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from ...plan.layer_blocks import kinds_of as blocks_of
 from ...plan.lora import saved
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
-from ...values import dataclass
+from ...values import dataclass, replace
 from .host import Host
 from .kernels import Ranks
 

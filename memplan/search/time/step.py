@@ -19,12 +19,11 @@ the ends slower; where stages differ in size alone they are an upper bound, off 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...frameworks import framework
 from ...plan.resolved import ResolvedPlan
-from ...values import dataclass
+from ...values import dataclass, replace
 from .efficiency import Efficiency
 from .layer import EntryTimes, entry_times
 from .rates import Rates, assumptions, rates_of
