@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import NamedTuple, Protocol
 
 from ..tape.events import Bytes, Category, Event, Hold
@@ -164,31 +164,28 @@ class _Summary(NamedTuple):
     """What does not both begin and end in it."""
     totals: frozenset[int]
     """Bytes that are held behind its requests more than before it."""
-    highest: int
-    """Bytes that are held behind its events more than before it, at most;"""
-    place: int
-    """and behind which event first; -1 where there is none."""
+    held: tuple[int, ...]
+    """Bytes that are held behind each of its operations more than before it;"""
+    begun: dict[int, int]
+    """of each operation that ends what it began, where that was;"""
+    by: dict[int, Bytes]
+    """and what ``Pass.until`` has said of those that it was asked for."""
 
 
 def _summary(events: Pass, names: Sequence[Tensor]) -> _Summary:
-    total, place, highest = 0, -1, 0
+    held = tuple(accumulate(size if units > 0 else -size for _, units, size, _, _ in events.operations))
+    under_way: dict[int, int] = {}
     begun: dict[int, int] = {}
-    totals: set[int] = set()
-    passing: set[int] = set()
-    for at, (slot, units, size, _, _) in enumerate(events.operations):
+    for at, (slot, units, _, _, _) in enumerate(events.operations):
         if units > 0:
-            begun[slot] = at
-            total += size
-            totals.add(total)
-        else:
-            if slot in begun:
-                passing |= {begun.pop(slot), at}
-            total -= size
-        if place < 0 or total > highest:
-            place, highest = at, total
+            under_way[slot] = at
+        elif slot in under_way:
+            begun[at] = under_way.pop(slot)
+    passing = {*begun, *begun.values()}
     both = enumerate(zip(events.operations, names, strict=True))
     lasting = tuple([one for at, one in both if at not in passing])
-    return _Summary(names, lasting, frozenset(totals), highest, place)
+    totals = frozenset([total for total, one in zip(held, events.operations, strict=True) if one.units > 0])
+    return _Summary(names, lasting, totals, held, begun, {})
 
 
 class _Recorder(NamingRank):
@@ -252,20 +249,11 @@ class _Recorder(NamingRank):
                 self._end(frame[slot], size, category)
 
     def _run_at_once(self, known: _Summary, events: Pass, frame: list[int]) -> bool:
-        """A pass, unless a point ends in it, the peak may be reached, or most is held behind the end of a tensor."""
-        before, end = self.event, self.event + len(events.operations)
-        if self.width and before // self.width != end // self.width:
-            return False
+        """A pass, unless the peak may be reached in it."""
         if not self.found and self.most - self.total in known.totals:
             return False
-        if self.width and events.operations and self.total + known.highest > self.highest:
-            _, units, size, category, _ = events.operations[known.place]
-            if units < 0:
-                return False
-            self.highest = self.total + known.highest
-            by = tuple(map(int.__add__, self.by, events.until(known.place)))
-            live = Live(size, category, known.names[known.place], self.microbatch)
-            self.largest = Point(before + known.place + 1, by, live, True, self.phase)
+        if self.width:
+            self._follow_pass(known, events, frame)
         for (slot, units, size, category, _), name in known.lasting:
             if units > 0:
                 self.count += 1
@@ -276,8 +264,34 @@ class _Recorder(NamingRank):
         for at, change in events.net_by:
             self.by[at] += change
             self.total += change
-        self.event = end if self.width else before
         return True
+
+    def _follow_pass(self, known: _Summary, events: Pass, frame: list[int]) -> None:
+        """The events of a pass that is about to run: of each point that ends in it, and behind the last, the fullest
+        moment."""
+        held, before = known.held, self.event
+        start, end = 0, self.width - before % self.width
+        while start < len(held):
+            part = held[start:end]
+            highest = max(part)
+            if self.total + highest > self.highest:
+                place = start + part.index(highest)
+                self.highest = self.total + highest
+                until = known.by.get(place) or known.by.setdefault(place, events.until(place))
+                by = tuple(map(int.__add__, self.by, until))
+                one, begins = self._at(place, known, events, frame)
+                self.largest = Point(before + place + 1, by, one, begins, self.phase)
+            if end <= len(held):
+                self.flush()
+            start, end = end, end + self.width
+        self.event = before + len(held)
+
+    def _at(self, place: int, known: _Summary, events: Pass, frame: list[int]) -> tuple[Live, bool]:
+        """What the operation at ``place`` begins or ends, and whether it begins."""
+        slot, units, size, category, _ = events.operations[place]
+        if units < 0 and place not in known.begun:
+            return Live(*self.live[frame[slot]]), False
+        return Live(size, category, known.names[known.begun.get(place, place)], self.microbatch), units > 0
 
     def _begin(self, size: int, category: int, name: Tensor) -> int:
         """The number of a tensor that begins."""

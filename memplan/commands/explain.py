@@ -70,6 +70,10 @@ def explain(
         return _snapshot(pieces, name, read, stage, known, console=None if json else console(no_color), quiet=quiet)
     if stage is not None:
         raise PlanError("", ABSENT, "belongs to a memory snapshot; a message names its rank", origin=Origin("--stage"))
+    for magic, shown_by in COMPRESSED.items():
+        if first.startswith(magic):
+            problem = f"is compressed; {shown_by} {name} | memplan explain - reads it"
+            raise PlanError("", ABSENT, problem, origin=Origin(name))
     if b"\0" in first[:SNIFFED]:
         problem = "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)"
         raise PlanError("", ABSENT, problem, origin=Origin(name))
@@ -158,6 +162,8 @@ def _located(name: str, read: ReadPlan | None) -> Iterator[None]:
         raise (read.located(error) if read is not None else error) from None
 
 
+COMPRESSED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"\xfd7zXZ": "xzcat", b"BZh": "bzcat"}
+"""How a compressed log begins, and what shows it."""
 SNIFFED = 4096
 """Bytes of a file's beginning that tell what it is."""
 

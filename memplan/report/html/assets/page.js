@@ -175,6 +175,16 @@
     document.getElementById("iteration").textContent = upper(stage.name) + ": live tensors (requested bytes) whenever one begins or ends; " + count + "F forward, B backward, with the micro-batch. Drag to zoom, double-click to go back.";
   }
 
+  function counted(count, thing) {
+    return count.toLocaleString("en") + " " + thing + (count === 1 ? "" : "s");
+  }
+
+  function nameCell(name) {
+    const cell = element("td", null, { class: "name" });
+    for (const piece of name.split(/(?<=[._])/)) cell.append(piece, element("wbr"));
+    return cell;
+  }
+
   function upper(text) {
     return text[0].toUpperCase() + text.slice(1);
   }
@@ -191,14 +201,14 @@
       const bytes = rows.reduce((sum, row) => sum + row[1], 0);
       const group = element("details");
       const summary = element("summary");
-      summary.append(swatch(data.categories[category].colour), data.categories[category].label + ": " + size(bytes) + ", " + rows.reduce((sum, row) => sum + row[2], 0).toLocaleString("en") + " tensors");
+      summary.append(swatch(data.categories[category].colour), data.categories[category].label + ": " + size(bytes) + ", " + counted(rows.reduce((sum, row) => sum + row[2], 0), "tensor"));
       const table = element("table");
       const head = element("tr");
       for (const [name, figure] of [["tensor"], ["size", 1], ["tensors", 1], ["each", 1], ["shape"], ["modules"], ["batch"]]) head.append(element("th", name, figure ? { class: "figure" } : {}));
       const body = element("tbody");
       for (const [, size_, count, name, modules, microbatches, shape] of rows) {
         const row = element("tr");
-        row.append(element("td", name), element("td", size(size_), { class: "figure" }), element("td", count.toLocaleString("en"), { class: "figure" }), element("td", size(Math.round(size_ / count)), { class: "figure" }), element("td", shape), element("td", modules, { class: "wraps" }), element("td", microbatches, { class: "wraps" }));
+        row.append(nameCell(name), element("td", size(size_), { class: "figure" }), element("td", count.toLocaleString("en"), { class: "figure" }), element("td", size(Math.round(size_ / count)), { class: "figure" }), element("td", shape), element("td", modules, { class: "wraps" }), element("td", microbatches, { class: "wraps" }));
         body.append(row);
       }
       const thead = element("thead");
