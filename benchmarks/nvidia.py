@@ -68,6 +68,12 @@ STATES = {
 """Of DeepSeek V3's (``recipes/deepseek/deepseek_v3.py``; the recipe is ``MixedPrecisionConfig``'s default)."""
 
 
+ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
+"""Of every run since 26.06 (``PERF_ENV_VARS`` at v0.5.0, ``env_vars`` of recipes at v0.6.0). Without it DeepSeek-V3's
+experts in MXFP8 leave 20 GiB of cache: their saved inputs, of a byte an element, cut free segments of outputs in 16
+bits, of which the other half is too small for the next one."""
+SINCE = "26.06"
+
 KEYS = ("release", "model", "system", "Precision")
 """What tells a recipe from another, as a row names it."""
 
@@ -122,7 +128,8 @@ def plan_of_row(row: Row) -> Plan:
         flags |= {"etp": 1, "moe_router_fusion": "true"}
     recipe = recipe_of(row)
     beside = {"moe_overlap_exchange": "true"} if recipe.beside else {}
-    return plan_of(None, **flags | recipe.flags | beside)
+    plan = plan_of(None, **flags | recipe.flags | beside)
+    return plan.model_copy(update={"environment": ENVIRONMENT}) if row["release"] >= SINCE else plan
 
 
 SIZES = {

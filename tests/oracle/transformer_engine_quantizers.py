@@ -110,7 +110,7 @@ def swizzle(tensors: list[Any], rows: bool, columns: bool) -> None:
 
 
 def dequantize(x: Any, dtype: Any) -> torch.Tensor:
-    return _fresh(x._data.shape, torch.bfloat16)
+    return _fresh(x._data.shape, torch.float32 if getattr(dtype, "name", "") == "kFloat32" else torch.bfloat16)
 
 
 def quantize(x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:

@@ -106,8 +106,9 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     if blackwell:
         sizes = not any(size % multiple for size in heads) and features <= 192 and values <= 128
     rows = {model.heads * features, model.kv_heads * features, model.kv_heads * values}
-    whole = plan.batch.seq % 128 == 0
-    whole = whole and not any(plan.batch.mbs * one // (plan.layout.tp * plan.layout.cp) % 128 for one in rows)
+    cut, ranks = (plan.layout.cp, 1) if megatron.cp_communication == "a2a" else (1, plan.layout.cp)
+    tokens = plan.batch.seq // ranks // (2 if ranks > 1 else 1)  # a step of the ring may have half of the keys
+    whole = not tokens % 128 and not any(plan.batch.mbs * one // (plan.layout.tp * cut) % 128 for one in rows)
     own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
     reasons = {
         "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability
@@ -131,7 +132,7 @@ def check_low_attention(plan: ResolvedPlan) -> None:
             megatron.attention_backend not in ("auto", "fused")
         ),
         f"must be false with context parallelism (cp > 1) by {megatron.cp_communication}, of which it is not modelled "
-        "yet: a2a is": plan.layout.cp > 1 and megatron.cp_communication != "a2a",
+        "yet: p2p and a2a are": plan.layout.cp > 1 and megatron.cp_communication == "all_gather",
         "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
         "must be false with a padding mask, with which it is not modelled yet": not model.causal,
         "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,

@@ -62,7 +62,7 @@ def _context_parallel(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreS
         q, k, v = _copied(r, q, "query"), _copied(r, k, "key"), _copied(r, v, "value")
     if shape.low_attention is not None and shape.low is not None:
         n = shape.spec.attention_features // shape.t
-        return te_low_context.a2a(r, q, k, v, shape).view(shape.s, shape.b, n)
+        return te_low_context.WAYS[shape.cp_communication](r, q, k, v, shape).view(shape.s, shape.b, n)
     return te_context.core_attention(r, q, k, v, shape)
 
 

@@ -63,15 +63,17 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
 
     context.node = r.node(
-        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=_ring(q, k, v, (b, s, a, d), shape)
+        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=ring(q, k, v, (b, s, a, d), shape)
     )
     return context
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, bsad: tuple[int, int, int, int], shape: CoreShape) -> Operator:
-    """A step for each rank, of equal work since every one has an early and a late chunk; keys and values go on to the
-    next rank meanwhile, in backward with their gradients. Outputs are merged step by step
-    (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
+def ring(
+    q: Tensor, k: Tensor, v: Tensor, bsad: tuple[int, int, int, int], shape: CoreShape, size: float = 1.0
+) -> Operator:
+    """A step for each rank, of equal work since every one has an early and a late chunk; keys and values, of elements
+    of ``size`` times the dtype's, go on to the next rank meanwhile, in backward with their gradients. Outputs are
+    merged step by step (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
     (b, s, a, d), cp, dtype = bsad, shape.cp, q.dtype
     groups, context = prod(k.shape) // (b * s * d), size_of(of_context(q, v), dtype)
     keys, queries = size_of(k.shape, dtype) + size_of(v.shape, dtype), size_of(q.shape, dtype)
@@ -80,12 +82,12 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, bsad: tuple[int, int, int, int], shap
     return Operator(
         [
             *[forward] * cp,
-            Exchange("send", keys, "cp", forward, sends),
+            Exchange("send", size * keys, "cp", forward, sends),
             Stream(sends * 3.0 * context, 2 * sends),
         ],
         [
             *[backward] * cp,
-            Exchange("send", 2 * keys, "cp", backward, sends),
+            Exchange("send", 2 * size * keys, "cp", backward, sends),
             Stream(sends * 3.0 * (queries + keys), 3 * sends),
         ],
     )

@@ -104,18 +104,29 @@ def cast(r: Recorder, like: Shape, name: str, low: Low) -> list[Tensor]:
     return [*copy.rows, *copy.shared]
 
 
-def by_sequence(r: Recorder, likes: Sequence[Shape], name: str, low: Low) -> list[Tensor]:
-    """Tensors (s, b, a, d) in both orientations, whose scales, of each orientation in one buffer, are put in the order
-    of heads, and then in that of products (``mxfp8_quantize_fast_path``)."""
-    copies = [low.quantised(r, (s, b * a * d), name, rows=True, columns=True) for s, b, a, d in likes]
-    of_rows, of_columns = (
-        sum(b * a * s * up(d // MX, 4) for s, b, a, d in likes),
-        sum(b * a * s // MX * up(d, 128) for s, b, a, d in likes),
+EACH = (True, True, True)
+
+
+def by_sequence(
+    r: Recorder,
+    likes: Sequence[Shape],
+    name: str,
+    low: Low,
+    rows: Sequence[bool] = EACH,
+    columns: Sequence[bool] = EACH,
+) -> list[Tensor]:
+    """Tensors (s, b, a, d) in both orientations, or in those that each is wanted in. Their scales, of each orientation
+    in one buffer, are put in the order of heads, and then in that of products (``mxfp8_quantize_fast_path``)."""
+    wanted = list(zip(likes, rows, columns, strict=False))
+    copies = [low.quantised(r, (s, b * a * d), name, rows=row, columns=column) for (s, b, a, d), row, column in wanted]
+    sizes = (
+        sum(b * a * s * up(d // MX, 4) for (s, b, a, d), row, _ in wanted if row),
+        sum(b * a * s // MX * up(d, 128) for (s, b, a, d), _, column in wanted if column),
     )
-    moved = [r.empty((size,), BYTE, f"{name}_scales_by_head") for size in (of_rows, of_columns)]
-    ordered = [r.empty((size,), BYTE, f"{name}_scales_ordered") for size in (of_rows, of_columns)]
+    moved = [r.empty((size,), BYTE, f"{name}_scales_by_head") for size in sizes]
+    ordered = [r.empty((size,), BYTE, f"{name}_scales_ordered") for size in sizes]
     moved.clear()
-    return [*(part for copy in copies for part in (copy.rows[0], copy.columns[0])), *ordered]
+    return [*(part for copy in copies for part in (*copy.rows[:1], *copy.columns[:1])), *ordered]
 
 
 def by_head(r: Recorder, likes: Sequence[Shape], dtype: str, low: Low) -> list[Tensor]:

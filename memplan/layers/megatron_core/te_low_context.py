@@ -15,8 +15,8 @@ from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
-from .te_context import a2a_after, a2a_before, a2a_work
-from .te_low_attention import by_sequence, cast, low_of
+from .te_context import COMMUNICATION, a2a_after, a2a_before, a2a_work, ring, sizes
+from .te_low_attention import EACH, by_sequence, cast, low_of
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -70,6 +70,106 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     return Tensor(context.storage, like_out, dtype, node)
 
 
+def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring (``te_context.p2p``). Outputs of steps are summed in
+    fp32, and so are gradients; with delayed scaling bytes of all steps' gradients are exchanged first."""
+    low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
+    delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
+    likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
+    whole, both = (sum(map(prod, likes)),), (prod(k.shape) + prod(v.shape),)
+    sent, narrow = dtype if by_block else BYTE, BYTE if delayed else dtype
+    copy = [] if by_block else _joined_cast(r, whole, dtype, low)
+    amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
+    buffers = [r.empty(both, sent, "keys_and_values", COMMUNICATION)]
+    outs, merged, states, statistics = list[list[Tensor]](), list[Tensor](), list[Tensor](), list[Tensor]()
+    for step in range(cp + 1):
+        if step < cp - 1:
+            buffers.append(r.empty(both, sent, "keys_and_values_received", COMMUNICATION))
+        if step < cp:
+            keys = [one if step == 0 else _half(one) for one in likes[1:]]
+            rows, columns = (True, True, False), (False, False, True)
+            inside = by_sequence(r, [likes[0], *keys], "qkv_of_step", low, rows, columns) if by_block else []
+            outs.append(
+                cast(r, like_out, "context_of_step", low) if delayed else [r.empty(like_out, dtype, "context_of_step")]
+            )
+            states.append(r.empty((2,), "int64", "rng_state"))
+            statistics.append(r.empty((b, a, s, 1), "fp32", "softmax_statistics"))
+            inside.clear()
+        if step > 0:
+            outs[step - 1] = [r.empty(like_out, "fp32", "context_of_step_fp32")]
+        if step == 1:
+            merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
+    summed = [r.empty(like_out, "fp32", "context_fp32")]
+    kept = [r.empty(like_out, dtype, "context_kept")]
+    context = r.empty(like_out, dtype, "context")
+    if delayed:
+        kept = cast(r, like_out, "context", low)
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    summed.clear()
+    amaxes.clear()
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = [] if by_block else cast(r, like_out, "grad_context", low)
+        sums = [
+            r.empty((cp, *likes[0]), BYTE, "grad_q_of_steps") if delayed else r.empty(likes[0], "fp32", "grad_q_fp32")
+        ]
+        passed = [r.empty(both, sent, "keys_and_values_received", COMMUNICATION)]
+        passed += [
+            r.empty((cp, *both), BYTE, f"grad_keys_and_values_{name}", COMMUNICATION) for name in ("sent", "received")
+        ]
+        sums += [] if delayed else [r.empty(both, "fp32", "grad_keys_and_values_fp32")]
+        amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
+        made = list[Tensor]()
+        for step in range(cp):
+            parts = [likes[0], *(one if step == cp - 1 else _half(one) for one in likes[1:])]
+            inside = by_sequence(r, parts, "qkv_of_step", low, EACH, (True, True, False)) if by_block else []
+            inside += by_sequence(r, [like_out], "grad_context", low) if by_block else []
+            made.clear()
+            made += [r.empty(one, narrow, "grad_of_step") for one in parts]
+            inside.clear()
+            if not delayed:
+                made = [r.empty(one, "fp32", "grad_of_step_fp32") for one in parts]
+            if step < cp - 1:
+                made.clear()
+        if delayed:
+            return _summed(r, likes, cp, dtype, [made, grad, sums, passed, amaxes])
+        for ended in (made, passed, grad, amaxes):
+            ended.clear()
+        (of_q, of_keys), result = sums, [r.empty(likes[0], dtype, "grad_q")]
+        sums.clear()
+        del of_q
+        result += [r.empty(one, dtype, "grad_keys_or_values") for one in likes[1:]]
+        del of_keys
+        return result
+
+    done, copies = ring(q, k, v, sizes(q, shape), shape, 1.0 if by_block else 0.5), 2 if by_block else 1
+    assert done.forward is not None
+    assert done.backward is not None
+    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
+    return Tensor(context.storage, like_out, dtype, r.node((q, k, v), saved, backward, work=work))
+
+
+def _summed(
+    r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequence[list[Tensor]]
+) -> Sequence[Tensor | None]:
+    """Bytes of all steps in one tensor, in fp32, and their sums."""
+    apart = [r.empty((cp, *like), BYTE, "grad_keys_or_values_of_steps") for like in likes[1:]]
+    joined = [r.empty((cp * sum(map(prod, likes)),), BYTE, "grad_qkv_joined")]
+    apart.clear()
+    wide = [r.empty(joined[0].shape, "fp32", "grad_qkv_wide")]
+    joined.clear()
+    result = list[Tensor]()
+    for like in likes:
+        total = [r.empty(like, "fp32", "grad_summed")]
+        result.append(r.empty(like, dtype, "grad"))
+        total.clear()
+    wide.clear()
+    for one in held:
+        one.clear()
+    return result
+
+
 def _joined_cast(r: Recorder, whole: Shape, dtype: str, low: Low) -> list[Tensor]:
     joined = [r.empty(whole, dtype, "qkv_joined")]
     copy = cast(r, whole, "qkv", low)
@@ -80,3 +180,11 @@ def _joined_cast(r: Recorder, whole: Shape, dtype: str, low: Low) -> list[Tensor
 def _of_heads(like: Shape, cp: int) -> Shape:
     s, b, a, d = like
     return s * cp, b, a // cp, d
+
+
+def _half(like: Shape) -> Shape:
+    return like[0] // 2, *like[1:]
+
+
+WAYS = {"a2a": a2a, "p2p": p2p}
+"""Other ways are not modelled yet."""

@@ -183,9 +183,10 @@ CASES = [
             kv_heads=groups,
             dropout=0.0,
             cp=cp,
-            communication="a2a",
+            communication=way,
             **LARGE,
         )
+        for way in ("a2a", "p2p")
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
     ),
