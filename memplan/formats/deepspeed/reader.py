@@ -137,10 +137,10 @@ def _hidden(asked: Asked, model: Node | None) -> int | None:
         return None
     own = {flag: value for flag, value in flags.items() if flag == "model" or by_flag()[flag].section == "model"}
     below = normalised(Node({} if model is None else {"model": model}, Origin("command line")))
-    model = build_plan(Source(below, Path()), own, traced=True).plan.model
-    if not isinstance(model, TracedSpec):
-        return model.hidden
-    width = model.config.get("hidden_size")  # ``HfTrainerDeepSpeedConfig.trainer_config_finalize``
+    spec = build_plan(Source(below, Path()), own, traced=True).plan.model
+    if not isinstance(spec, TracedSpec):
+        return spec.hidden
+    width = spec.config.get("hidden_size")  # ``HfTrainerDeepSpeedConfig.trainer_config_finalize``
     return width if type(width) is int else None
 
 
