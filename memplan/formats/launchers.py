@@ -35,9 +35,11 @@ def beside(folder: Path) -> Beside:
 
 
 def found_from(name: str, folder: Path) -> Path:
-    """The file that a script in ``folder`` calls ``name``: from there, or from where it is started."""
-    path = path_of(name, folder)
-    return path if is_there(path) or not is_there(path_of(name)) else path_of(name)
+    """The file that a script in ``folder`` calls ``name``: from there, from where it is started, or, as projects start
+    their scripts, from a folder above it that has the folder and the file."""
+    above = folder.resolve().parents if "/" in name else ()
+    places = (path_of(name, one) for one in (folder, Path(), *above))
+    return next((path for path in places if is_there(path)), path_of(name, folder))
 
 
 def unread(reading: Reading) -> tuple[str, ...]:
