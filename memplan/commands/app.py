@@ -245,7 +245,7 @@ class _Commands(TyperGroup):
 
 def _memplan(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Of a fault in memplan itself, print the traceback (with any command).")
     ] = False,  # the command line takes it out

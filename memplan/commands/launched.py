@@ -231,7 +231,7 @@ def read_given(place: Place, launch_flags: LaunchFlags, flags: Flags, *, traced:
         return read_plan(place, flags, traced=traced)
     from ..formats.launch import launched_plan
 
-    return launched_plan(read_launched(place, launch_flags, flags), flags)
+    return launched_plan(read_launched(place, launch_flags, flags), flags, traced=traced)
 
 
 def read_launched(place: Place, launch_flags: LaunchFlags, flags: Flags, vary: Sequence[str] = ()) -> Launch:

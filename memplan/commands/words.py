@@ -111,7 +111,7 @@ def _is_switch(flag: str) -> bool:
 
 
 def _with_nodes(words: Sequence[str]) -> list[str]:
-    """``--nodes 4 --gpus-per-node 8`` as ``--gpus 32 --gpus-per-node 8``."""
+    """``--nodes 4 --gpus-per-node 8`` or ``--nodes 4 --gpus 32`` as ``--gpus 32 --gpus-per-node 8``."""
     from ..plan.near_misses import NODES, PER_NODE
 
     said: dict[str, tuple[str, str]] = {}
@@ -130,6 +130,12 @@ def _with_nodes(words: Sequence[str]) -> list[str]:
     for flag, number in said.values():
         if re.fullmatch("[1-9][0-9]{0,5}", number) is None:
             raise PlanError("", ABSENT, f"{number} must be a whole number from 1 on", origin=Origin(flag))
+    total = _whole_number_of("--gpus", made)
+    if nodes is not None and each is None and total is not None and total % int(nodes[1]) == 0:
+        each = "--gpus-per-node", str(total // int(nodes[1]))
+    if nodes is not None and each is not None and total not in (None, int(nodes[1]) * int(each[1])):
+        problem = f"{nodes[1]} nodes of {each[1]} GPUs are not the {total} of --gpus"
+        raise PlanError("", ABSENT, problem, origin=Origin(nodes[0]))
     if nodes is not None and each is None:
         flag, count = nodes
         problem = f"{count} says how many GPUs only with those of a node: --gpus-per-node 8, or --gpus {8 * int(count)}"
@@ -137,9 +143,19 @@ def _with_nodes(words: Sequence[str]) -> list[str]:
     if each is None:
         return made
     known = any(word.partition("=")[0] == "--gpus" for word in made)
-    total = int(each[1]) * int(nodes[1] if nodes is not None else 1)
+    product = int(each[1]) * int(nodes[1] if nodes is not None else 1)
     says_total = not known and (nodes is not None or each[0].replace("_", "-") != "--gpus-per-node")
-    return [*made, *(["--gpus", str(total)] if says_total else []), "--gpus-per-node", each[1]]
+    return [*made, *(["--gpus", str(product)] if says_total else []), "--gpus-per-node", each[1]]
+
+
+def _whole_number_of(flag: str, words: Sequence[str]) -> int | None:
+    """The whole number that ``flag`` has among ``words``."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            number = value if equals else after
+            return int(number) if re.fullmatch("[1-9][0-9]{0,8}", number) else None
+    return None
 
 
 def wrong_flags(words: Sequence[str], parameters: Iterable[Any], path: str) -> list[PlanError]:

@@ -111,6 +111,31 @@ class Elsewhere(NamedTuple):
     """What to give in its place, where that is no flags."""
 
 
+_NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "rotary_pct", "train_data_paths")
+OF_SCRIPTS = Elsewhere(
+    "a script",
+    (),
+    (
+        ("model_name_or_path", "--model"),
+        ("model_name", "--model"),
+        ("max_seq_length", "--seq"),
+        ("max_seq_len", "--seq"),
+        ("max_length", "--seq"),
+        ("per_device_train_batch_size", "--mbs"),
+        ("batch_size", "--mbs"),
+        ("gradient_accumulation_steps", "--accumulation"),
+        ("zero_stage", "--zero"),
+        ("lora_r", "--lora-rank"),
+        ("lora_rank", "--lora-rank"),
+        ("lora_dim", "--lora-rank"),
+        ("gradient_checkpointing", "--recompute full"),
+    ),
+    before="--gpus N",
+    implied=tuple(
+        (one, "True", "--quantisation nf4") for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora")
+    ),
+)
+"""Of a training script with arguments of its own: what many call so."""
 ELSEWHERE = (
     Elsewhere(
         "torchtune",
@@ -170,6 +195,90 @@ ELSEWHERE = (
             ("model.activations_checkpoint_granularity", "--recompute"),
         ),
         before="--framework megatron --model NAME --gpus N",
+    ),
+    Elsewhere(
+        "GPT-NeoX",
+        (*_NEOX, *(name.replace("_", "-") for name in _NEOX)),
+        tuple(
+            (name, flag)
+            for one, flag in (
+                ("seq_length", "--seq"),
+                ("train_micro_batch_size_per_gpu", "--mbs"),
+                ("gradient_accumulation_steps", "--accumulation"),
+                ("zero_optimization.stage", "--zero"),
+                ("checkpoint_activations", "--recompute full"),
+            )
+            for name in dict.fromkeys((one, one.replace("_", "-")))
+        ),
+        before="--framework deepspeed --model NAME --gpus N",
+    ),
+    Elsewhere(
+        "LLaMA-Factory v1",
+        ("model_class", "dist_config", "kernel_config"),
+        (
+            ("model", "--model"),
+            ("micro_batch_size", "--mbs"),
+            ("global_batch_size", "--gbs"),
+            ("cutoff_len", "--seq"),
+            ("peft_config.r", "--lora-rank"),
+        ),
+        before="--gpus N",
+    ),
+    Elsewhere(
+        "LLM Foundry or OLMo",
+        ("device_train_microbatch_size", "global_train_batch_size"),
+        (
+            ("model.n_layers", "--layers"),
+            ("model.d_model", "--hidden"),
+            ("model.n_heads", "--heads"),
+            ("model.max_seq_len", "--seq"),
+            ("model.max_sequence_length", "--seq"),
+            ("max_seq_len", "--seq"),
+            ("device_train_microbatch_size", "--mbs"),
+            ("global_train_batch_size", "--gbs"),
+        ),
+        before="--framework fsdp --model NAME --gpus N",
+    ),
+    Elsewhere(
+        "nanotron",
+        ("data_stages", "accumulate_grad_in_fp32"),
+        (
+            ("model.model_config.num_hidden_layers", "--layers"),
+            ("model.model_config.hidden_size", "--hidden"),
+            ("model.model_config.num_attention_heads", "--heads"),
+            ("tokens.sequence_length", "--seq"),
+            ("tokens.micro_batch_size", "--mbs"),
+            ("parallelism.tp", "--tp"),
+            ("parallelism.pp", "--pp"),
+            ("parallelism.dp", "--dp"),
+        ),
+        before="--framework megatron --model NAME",
+    ),
+    Elsewhere(
+        "Open-Instruct", ("use_slow_tokenizer", "dataset_mixer_list"), OF_SCRIPTS.flags, before=OF_SCRIPTS.before
+    ),
+    Elsewhere(
+        "LitGPT",
+        ("lora_query", "logger_name"),
+        (
+            ("checkpoint_dir", "--model"),
+            ("train.micro_batch_size", "--mbs"),
+            ("train.global_batch_size", "--gbs"),
+            ("train.max_seq_length", "--seq"),
+            ("lora_r", "--lora-rank"),
+            ("devices", "--gpus"),
+        ),
+        shortened="checkpoints/",
+        implied=(("quantize", "bnb.nf4", "--quantisation nf4"),),
+    ),
+    Elsewhere(
+        "verl",
+        ("actor_rollout_ref",),
+        (
+            ("actor_rollout_ref.model.path", "--model"),
+            ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "--mbs"),
+        ),
+        before="--trainer grpo --framework fsdp --gpus N",
     ),
     Elsewhere(
         "a checkpoint's weights",

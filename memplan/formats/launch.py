@@ -103,10 +103,10 @@ class Asked:
         return found
 
 
-def launched_plan(launch: Launch, flags: Flags) -> ReadPlan:
-    """The plan of ``launch`` with ``flags`` over it."""
+def launched_plan(launch: Launch, flags: Flags, *, traced: bool = False) -> ReadPlan:
+    """The plan of ``launch`` with ``flags`` over it; ``traced`` where a model may be known from traces alone."""
     try:
-        return completed(launch, build_plan(launch.source, launch.flags_over(flags)))
+        return completed(launch, build_plan(launch.source, launch.flags_over(flags), traced=traced))
     except PlanError as error:
         raise (launch.spoken.of(error) if launch.spoken is not None else error) from None
 

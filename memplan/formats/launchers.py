@@ -35,9 +35,11 @@ def beside(folder: Path) -> Beside:
 
 
 def found_from(name: str, folder: Path) -> Path:
-    """The file that a script in ``folder`` calls ``name``: from there, or from where it is started."""
-    path = path_of(name, folder)
-    return path if is_there(path) or not is_there(path_of(name)) else path_of(name)
+    """The file that a script in ``folder`` calls ``name``: from there, from where it is started, or, as projects start
+    their scripts, from a folder above it that has the folder and the file."""
+    above = folder.resolve().parents if "/" in name else ()
+    places = (path_of(name, one) for one in (folder, Path(), *above))
+    return next((path for path in places if is_there(path)), path_of(name, folder))
 
 
 def unread(reading: Reading) -> tuple[str, ...]:
@@ -138,6 +140,14 @@ _OF_TRAINER = frozenset(("trl", "llamafactory-cli", "axolotl", "axolotl.cli.trai
 _BY_ENVIRONMENT = ("swift", "llamafactory-cli")
 """Those that start torchrun themselves, with as many processes as variables say (``swift/cli/main.py``,
 ``llamafactory/launcher.py``)."""
+_ON_ALL = frozenset(
+    ("accelerate", "accelerate-launch", "accelerate.commands.launch", "axolotl", "deepspeed", "llamafactory-cli", "trl")
+)
+"""Launchers that start a process on every GPU that they find, where nothing says how many."""
+_ONE_EACH = re.compile(r"(?:--nproc[_-]per[_-]node=)?(?:gpu|auto)")
+"""What has ``torchrun`` do so."""
+_ALONE = re.compile(r"(?:.*/)?(?:python[0-9.]*|env|nohup)|-[a-z]+|[A-Z_]+=.*", re.DOTALL)
+"""Words in front of a script that one process runs."""
 _SCRIPT = re.compile(r"(?:.*/)?([\w.-]+)\.py")
 _PASSED = re.compile(r"(?:-x|-e|--env=|--export=(?:ALL,)?)?([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
 _PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus", "--gpus-per-node", "--gpus_per_node")
@@ -161,6 +171,18 @@ class Training:
     """The words in front of the script."""
     others: tuple[Origin, ...] = ()
     """Where the script starts further trainings, which are not read."""
+    on_all: bool = False
+    """There is a process on every GPU that the launcher finds, and nothing says how many these are."""
+
+    def spread(self) -> tuple[int, int] | None:
+        """Processes, and GPUs that they see, where these are several for each: ``python`` alone, and ``swift``, whose
+        ``is_mp`` (``swift/utils/env.py``) spreads each model over its share then."""
+        seen, runners = _visible(self.environment), [text(word) for word in self.launcher]
+        alone = all(_ALONE.fullmatch(word) for word in runners)
+        processes = self.gpus.value if self.gpus is not None else 1
+        if not (alone or "swift" in runners) or seen is None or not isinstance(processes, int):
+            return None
+        return (processes, seen) if seen >= 2 * processes else None
 
 
 IsMark: TypeAlias = "Callable[[str], bool]"
@@ -183,7 +205,7 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
     per_node = _number_of(launcher, _PER_NODE)
     said = any(text(word).partition("=")[0] in (*_NODES, *_NODES_OF_SRUN) for word in launcher)
     nodes = _number_of(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else Node(1, started.origin)
-    gpus = _product(nodes, per_node, started.origin)
+    gpus = _included(launcher) or _product(nodes, per_node, started.origin)
     if gpus is None and per_node is None:
         gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
         gpus = gpus or _gpus_of_job(reading.job, started.origin)
@@ -191,6 +213,10 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
     if gpus is None and not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT):
         per_node = _of_job(environment, "NPROC_PER_NODE")
         gpus = _product(_of_job(environment, "NNODES") or Node(1, started.origin), per_node, started.origin)
+    on_all = gpus is None and per_node is None and _starts_on_all(launcher)
+    seen = _visible(environment)
+    if on_all and seen is not None and nodes is not None:
+        gpus, on_all = _product(nodes, Node(seen, started.origin), started.origin), False
     script = _name_of(started.words[start])
     words = started.words[start + 1 :]
     return Training(
@@ -202,7 +228,20 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
         environment,
         launcher,
         tuple(sorted(others, key=lambda o: o.line or 0)),
+        on_all,
     )
+
+
+def _starts_on_all(launcher: Sequence[Value]) -> bool:
+    words = [text(word) for word in launcher]
+    return any(word.rpartition("/")[2] in _ON_ALL or _ONE_EACH.fullmatch(word) for word in words)
+
+
+def _visible(environment: Mapping[str, Value]) -> int | None:
+    """GPUs that ``CUDA_VISIBLE_DEVICES`` names."""
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    listed = text(value).split(",") if value is not None and is_known(value) else []
+    return len(listed) if all(one.strip() for one in listed) and listed else None
 
 
 def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, Value], origin: Origin) -> Node | None:
@@ -215,6 +254,18 @@ def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, 
         return _of_job(job, "SLURM_NTASKS")
     nodes = nodes or _of_job(job, "SLURM_NNODES")
     return _product(nodes, tasks or _of_job(job, "SLURM_NTASKS_PER_NODE"), origin)
+
+
+def _included(launcher: Sequence[Value]) -> Node | None:
+    """GPUs that ``deepspeed --include host:0,1@other:0,1`` names (``parse_resource_filter`` of its runner)."""
+    words = [text(word) for word in launcher]
+    at = next((n for n, word in enumerate(words) if word.partition("=")[0] in ("--include", "-i")), None)
+    if at is None or "deepspeed" not in {word.rpartition("/")[2] for word in words[:at]}:
+        return None
+    said = words[at].partition("=")[2] or "".join(words[at + 1 : at + 2])
+    hosts = re.fullmatch(r"""["']?((?:[\w.-]+:[0-9]+(?:,[0-9]+)*@?)+)["']?""", said)
+    origin = launcher[at][0].origin
+    return Node(sum(len(host.partition(":")[2].split(",")) for host in hosts[1].split("@")), origin) if hosts else None
 
 
 def _gpus_of_job(job: Mapping[str, Value], origin: Origin) -> Node | None:

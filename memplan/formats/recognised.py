@@ -73,7 +73,7 @@ def format_of(written: Node) -> str | None:
     inner = {key for node in written.mapping.values() for key in node.mapping}
     for tool in ELSEWHERE:
         if (keys | inner) & {*tool.marks}:
-            raise PlanError("", ABSENT, _elsewhere(tool, written), origin=Origin(written.origin.source))
+            raise PlanError("", ABSENT, in_flags(tool, written), origin=Origin(written.origin.source))
     if are_overrides(written):
         return "megatron-bridge"
     if not keys & {"_target_", *SWIFT} and keys & {"model", "framework", "extends"}:
@@ -81,8 +81,8 @@ def format_of(written: Node) -> str | None:
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
 
 
-def _elsewhere(tool: Elsewhere, written: Node, what: str = "a configuration") -> str:
-    """What to give in place of a file of ``tool``."""
+def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
+    """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
     if tool.instead:
         return f"is {tool.name}, and no configuration: {tool.instead}"
     given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
@@ -95,7 +95,7 @@ def _elsewhere(tool: Elsewhere, written: Node, what: str = "a configuration") ->
     same = (
         f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
     )
-    return f"is {what} of {tool.name}, which is not read: say the job in flags{same}"
+    return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
 
 
 def _recipe(text: str, name: str) -> PlanError | None:
@@ -111,7 +111,7 @@ def _recipe(text: str, name: str) -> PlanError | None:
             found = re.search(rf"\b{key.rpartition('.')[2]}\s*=\s*(?:(\d+)|[\"'](\w+))", text)
             if found is not None:
                 values[key] = Node(found[1] or found[2], origin)
-        problem = _elsewhere(tool, Node(values, origin), "a recipe")
+        problem = in_flags(tool, Node(values, origin), f"is a recipe of {tool.name}, which is not read")
         return PlanError("", ABSENT, problem, origin=origin)
     return None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
 from .library import hub_ids
+from .not_modelled import why_not
 from .spellings import meant
 from .text import is_there, path_of, read_text
 
@@ -77,6 +78,14 @@ def of_same_size(name: str) -> tuple[str, ...]:
     """Of ``namesakes`` those as large as ``name`` says: the 7b of ``qwen-7b``."""
     size = _HOW_LARGE.search(name.rpartition("/")[2].lower())
     return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
+
+
+def of_size(name: str) -> tuple[str, ...]:
+    """Models of the size that ``name`` is, where it is nothing else: ``70b``, ``8x7b``."""
+    return tuple(one for one in hub_ids() if name.lower() in one.split("-")) if _BARE.fullmatch(name) else ()
+
+
+_BARE = re.compile(r"(?i)(?:[0-9]+x)?[0-9]+(?:\.[0-9]+)?[bmt]")
 
 
 def guesses(name: str) -> tuple[str, ...]:
@@ -152,6 +161,8 @@ def refused(name: str, node: Node) -> PlanError:
     if similar and _IMAGES.search(tail):
         images = f"reads images, which is not modelled; its text part has the sizes of {similar}: --model {similar}"
         return PlanError("model", name, images, origin=node.origin)
+    if not similar and (why := why_not(name)):
+        return PlanError("model", name, why, origin=node.origin)
     wanted = f"fetch its configuration with: hf download {name} config.json"
     hint = f"; {similar} is built in" if similar else ""
     if similar and (packed := _PACKED.search(tail)) is not None:

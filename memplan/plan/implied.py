@@ -54,20 +54,29 @@ def _meant(plan: Node) -> tuple[str, str, Origin]:
     for name, groups in IMPLIED_BY:
         reasons = [next((said for path in paths if (said := _said(plan, path)) is not None), None) for paths in groups]
         found = [one for one in reasons if one is not None]
-        if len(found) == len(groups):
+        if len(found) == len(groups) and not (found[1:] and _lacks_recipe(plan, name)):
             alone = _alone(plan, name) if groups == (OF_SIZE_ALONE,) else None
             return alone or (name, f"because of {' and '.join(text for text, _ in found)}", found[0][1])
     return _alone(plan, BY_ITSELF) or (BY_ITSELF, "", IMPLIED)
 
 
-def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
-    """The one framework that has a recipe of the model, where ``name`` has none."""
+def _family(plan: Node) -> str:
+    """The family of the model; empty where it is none that is known."""
     model = plan.mapping.get("model")
     named = model.mapping.get("family") if model is not None else None
-    if named is None or not isinstance(named.value, str) or named.value not in FAMILIES:
-        return None
-    own = str(named.value)
-    if has_recipe(own, name):
+    return str(named.value) if named is not None and isinstance(named.value, str) and named.value in FAMILIES else ""
+
+
+def _lacks_recipe(plan: Node, name: str) -> bool:
+    """The framework ``name`` has no recipe of the model: another is meant that has, of those that share its fields."""
+    own = _family(plan)
+    return bool(own) and not has_recipe(own, name)
+
+
+def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
+    """The one framework that has a recipe of the model, where ``name`` has none."""
+    own = _family(plan)
+    if not own or has_recipe(own, name):
         return None
     others = [one for one in RECIPES if has_recipe(own, one)]
     if len(others) != 1 or not _reads(others[0], plan):

@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
-from .hub import cached_config, check_no_address, guesses, is_repository, of_same_size, refused, twin, without_address
+from .hub import (
+    cached_config,
+    check_no_address,
+    guesses,
+    is_repository,
+    of_same_size,
+    of_size,
+    refused,
+    twin,
+    without_address,
+)
 from .library import SPEC_REPOSITORIES, hub_ids, learned_models, model_specs, text_parts
 from .normalise import section_fields
+from .not_modelled import why_not
 from .notes import Note, text_part
 from .spec import ModelSpec
 from .spellings import plain
@@ -111,9 +122,12 @@ def _base(base: Node, folder: Path) -> Found:
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )
     like = f", `memplan models {name}` those like it" if any(plain(name) in plain(one) for one in hub_ids()) else ""
-    alike = of_same_size(name)
-    if 1 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
-        raise PlanError("model", name, f"is no built-in model; of that size are {', '.join(alike)}", origin=base.origin)
+    alike = of_same_size(name) or of_size(name)
+    if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
+        problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
+        raise PlanError("model", name, problem, origin=base.origin)
+    if why := why_not(name):
+        raise PlanError("model", name, why, origin=base.origin)
     problem = (
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"

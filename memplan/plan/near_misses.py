@@ -103,7 +103,8 @@ _MEANT = {
     "--zero 1": ("zero1",),
     "--zero 2": ("zero2",),
     "--zero 3": ("zero3", "zero3-init"),
-    "--zero": ("deepspeed-stage",),
+    "--zero": ("deepspeed-stage", "stage"),
+    "--fp8 delayed, tensorwise, blockwise or mxfp8": ("use-fp8", "enable-fp8", "fp8-training", "float8"),
     "--sequence-parallel": ("sp",),
     "--gpus": ("num-devices", "devices"),
     "--gpu": ("device", "accelerator"),
@@ -149,7 +150,7 @@ _MEANT = {
     "--framework ddp": ("ddp",),
     "--framework megatron": ("megatron",),
     "--framework deepspeed, or its ds_config.json in place of a plan": ("deepspeed", "deepspeed-config", "ds-config"),
-    "Accelerate's file in place of a plan": ("config-file", "accelerate-config"),
+    "Accelerate's file in place of a plan": ("config-file", "accelerate-config", "fsdp-config"),
     "memplan explain 'MESSAGE'": ("oom", "oom-message", "out-of-memory", "error"),
     "--framework": ("engine", "backend", "strategy"),
     "--headroom": ("reserve", "margin"),
@@ -157,6 +158,10 @@ _MEANT = {
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
 NOT_MODELLED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("--ppo", "--rloo", "--kto", "--orpo", "--cpo", "--simpo", "--gkd", "--online-dpo"),
+        "is not modelled of trl's trainers: --trainer sft, dpo, grpo and reward are",
+    ),
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
@@ -221,6 +226,7 @@ CHANGES_NOTHING = frozenset(
         *("lr-scheduler-type", "max-steps", "train-iters", "num-train-epochs", "epochs", "seed"),
         *("completion-only-loss", "assistant-only-loss", "train-on-inputs", "train-on-prompt", "mask-prompt"),
         *("finetune", "full-finetune", "full-finetuning", "full-fine-tuning", "full", "full-ft"),
+        *("num-generations", "temperature", "top-p"),
         *("dataset", "dataset-name", "output-dir", "rope-theta", "rotary-base", "rope-scaling", "rope-base"),
     )
 )

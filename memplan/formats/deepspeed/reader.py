@@ -12,6 +12,7 @@ from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import ReadPlan, Source, build_plan
 from ...plan.text import text_at
+from ...plan.traced_spec import TracedSpec
 from ...plan.yaml_events import parse_yaml
 from ..launch import Asked, Launch, data_parallel, guessed, left_out, with_sizes
 from ..rows import Building, positive
@@ -136,7 +137,11 @@ def _hidden(asked: Asked, model: Node | None) -> int | None:
         return None
     own = {flag: value for flag, value in flags.items() if flag == "model" or by_flag()[flag].section == "model"}
     below = normalised(Node({} if model is None else {"model": model}, Origin("command line")))
-    return build_plan(Source(below, Path()), own).plan.model.hidden
+    spec = build_plan(Source(below, Path()), own, traced=True).plan.model
+    if not isinstance(spec, TracedSpec):
+        return spec.hidden
+    width = spec.config.get("hidden_size")  # ``HfTrainerDeepSpeedConfig.trainer_config_finalize``
+    return width if type(width) is int else None
 
 
 def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:

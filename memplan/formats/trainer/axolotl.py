@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import ABSENT, Node, PlanError, Value
+from ...plan.errors import ABSENT, Node, PlanError, Value, together
 
 MARKS = ("base_model", "sequence_len", "sample_packing")
 """Keys of which each of its files has one."""
@@ -55,10 +55,36 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "unsloth_lora_qkv": "Unsloth's own functions are not modelled",
         "processor_type": "models of more than text are not modelled",
         "reward_model": "reward models are not modelled",
+        "process_reward_model": "heads that score steps are not modelled",
+        "num_labels": "heads other than a language model's are not modelled here",
+        "lisa_n_layers": "LISA, which trains other layers by turns, is not modelled",
+        "peft_layers_to_transform": "adapters of some layers alone are not modelled",
+        "gptq": "weights that are quantised already are not read here; --quantisation gptq over a plan is",
+        "use_eaft": "a loss weighed by entropy is not modelled",
+        "fused_attn_kernel": "Axolotl's own kernels of attention are not modelled",
+        **dict.fromkeys(
+            ("use_scattermoe", "use_sonicmoe", "llama4_linearized_experts"),
+            "Axolotl's own kernels of experts are not modelled",
+        ),
+        "use_onebitllms": "layers of one bit are not modelled",
     }
 )
 """Keys that change the estimate, and why one that is set is refused."""
-_ALONE = ("tensor_parallel_size", "context_parallel_size")
+_PLUGINS: Mapping[str, str] = MappingProxyType(
+    {
+        "CutCrossEntropyPlugin": _REFUSED["cut_cross_entropy"],
+        "GrokfastPlugin": "a moving average of gradients is not modelled",
+        "SpectrumPlugin": "parameters chosen by pattern are not modelled; --freeze-layers N is",
+        "KDPlugin": "a teacher's logits are not modelled",
+        "LLMCompressorPlugin": "sparse weights are not modelled",
+        "DenseMixerPlugin": "its own routing of experts is not modelled",
+        "DiffusionPlugin": "a loss of diffusion is not modelled",
+        "ExpertParallelPlugin": "its experts on several GPUs are not modelled",
+        "MoraPlugin": "MoRA is not modelled",
+    }
+)
+"""Of ``integrations``, by class: those that change the estimate, and why; the first may be turned off by its key."""
+_ALONE = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "dp_replicate_size")
 _ATTENTION = MappingProxyType(
     {
         "flash_attention": "flash_attention_2",
@@ -93,12 +119,8 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
     own = written.mapping
-    for key, why in _REFUSED.items():
-        if key in own and own[key].value not in (None, False, []):
-            raise PlanError(key, ABSENT, f"must be left out: {why}", origin=own[key].origin)
-    for key in _ALONE:
-        if key in own and own[key].value not in (None, 1):
-            raise PlanError(key, own[key].plain(), "must be 1: it is not modelled here", origin=own[key].origin)
+    if wrong := [*_refused(own)]:
+        raise together(wrong)
     items = {key: node for key, node in own.items() if key in _SAME and node.value is not None}
     items |= {_RENAMED[key]: node for key, node in own.items() if key in _RENAMED and node.value is not None}
     for key, value in _DEFAULTS.items():
@@ -107,6 +129,25 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     for key, given, node in _method(written, is_whole=whole):
         items[key] = Node(given, node.origin)
     return Node(items, written.origin)
+
+
+def _refused(own: Mapping[str, Node]) -> Iterator[PlanError]:
+    for key, why in _REFUSED.items():
+        if key in own and own[key].value not in (None, False, []):
+            yield PlanError(key, ABSENT, f"must be left out: {why}", origin=own[key].origin)
+    for key in _ALONE:
+        if key in own and own[key].value not in (None, 1):
+            yield PlanError(key, own[key].plain(), "must be 1: it is not modelled here", origin=own[key].origin)
+    listed = own["plugins"].value if "plugins" in own else None
+    for node in listed if isinstance(listed, list) else ():
+        name = str(node.value).rpartition(".")[2]
+        off = name == "CutCrossEntropyPlugin" and own.get("cut_cross_entropy", node).value is False
+        if name in _PLUGINS and not off:
+            yield PlanError("plugins", name, f"must be left out: {_PLUGINS[name]}", origin=node.origin)
+    kind = own.get("model_type")
+    if kind is not None and str(kind.value).endswith(("Classification", "ImageTextToText", "ConditionalGeneration")):
+        problem = "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
+        yield PlanError("model_type", kind.plain(), problem, origin=kind.origin)
 
 
 def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node]]:

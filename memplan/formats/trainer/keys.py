@@ -118,7 +118,10 @@ WITHOUT_EFFECT = frozenset(
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
     eval_packing
-    dataset_num_proc dataset_mixer dataset_splits chat_template
+    dataset_num_proc dataset_mixer dataset_mixture dataset_splits chat_template dataset_train_split dataset_test_split
+    dataset_streaming dataset_prompt_column hub_model_revision system_prompt callbacks benchmarks wandb_entity
+    dataset_kwargs dataset_text_field eos_token pad_token wandb_project wandb_run_group
+    code_language code_eval_test_batch_size code_eval_scoring_mode vllm_device
     past_index ray_scope no_cuda use_mps_device jit_mode_eval auto_find_batch_size_ratio chat_template_path
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import ABSENT, Node, PlanError, Value
+from ...plan.errors import ABSENT, Node, PlanError, Value, together
 
 MARKS = ("finetuning_type", "cutoff_len")
 """Keys of which each of its files has one."""
@@ -39,6 +39,8 @@ _WITHOUT_EFFECT = frozenset(
     low_cpu_mem_usage infer_backend infer_dtype offload_folder use_kv_cache hf_hub_token ms_hub_token eval_num_beams
     print_param_status create_new_adapter pissa_convert loraplus_lr_ratio loraplus_lr_embedding use_swanlab
     predict_with_generate ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker
+    image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen freeze_vision_tower
+    freeze_multi_modal_projector freeze_language_model pissa_init pissa_iter asft_alpha
     """.split()  # noqa: SIM905
 )
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -59,6 +61,12 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "resize_vocab": "say the resized vocabulary as --vocab, and leave this out",
         "moe_aux_loss_coef": "the routers' loss is the model's own",
         "fp8": "torchao's float8 is not modelled here",
+        "use_v1_kernels": "kernels of LLaMA-Factory's own are not modelled",
+        **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), "a loss weighed by token is not modelled"),
+        **dict.fromkeys(
+            ("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca", "use_megatron_bridge"),
+            "its training by Megatron is not read: say the job in flags: --framework megatron --tp --pp --ep",
+        ),
     }
 )
 """Switches that change the estimate, and why one that is on is refused."""
@@ -75,10 +83,14 @@ def is_it(written: Node) -> bool:
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
-    for key, why in _REFUSED.items():
-        node = written.mapping.get(key)
-        if node is not None and node.value not in (None, False):
-            raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
+    on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
+    wrong = [
+        PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
+        for key, why, node in on
+        if node.value not in (None, False)
+    ]
+    if wrong:
+        raise together(wrong)
     kept = written.mapping.keys() - _OWN - _RENAMED.keys() - _WITHOUT_EFFECT - _REFUSED.keys()
     items = {key: node for key, node in written.mapping.items() if key in kept}
     items |= {_RENAMED[key]: node for key, node in written.mapping.items() if key in _RENAMED}

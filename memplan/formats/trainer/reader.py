@@ -16,16 +16,17 @@ from typing import Any
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
 from ...optimizers import trainer_names
-from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown
+from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown, together
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
+from .. import OF_SCRIPTS
 from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..launch import Asked, Launch, guessed, left_out
-from ..recognised import is_python, is_script
+from ..recognised import in_flags, is_python, is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
@@ -69,7 +70,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, strict=asked.strict))
+    unread = tuple(_unread(written, found.script, strict=asked.strict))
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
     if loop.own_loss:
@@ -228,24 +229,41 @@ _RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sh
 
 
 def _refuse(written: Node) -> None:
-    for key, (harmless, why) in REFUSED.items():
-        node = written.mapping.get(key)
-        if node is not None and node.plain() not in harmless:
-            raise PlanError(key, _plain(node), f"must be left out: {why}", origin=node.origin)
+    wrong = [
+        PlanError(key, _plain(node), f"must be left out: {why}", origin=node.origin)
+        for key, (harmless, why) in REFUSED.items()
+        if (node := written.mapping.get(key)) is not None and node.plain() not in harmless
+    ]
+    if wrong:
+        raise together(wrong)
 
 
 def _plain(node: Node) -> object:
     return ABSENT if isinstance(node.value, (dict, list)) else node.plain()
 
 
-MEANT = {"use_lora": "use_peft", "q_lora": "load_in_4bit"}
-"""Of FastChat's and Qwen's scripts, which have arguments of their own: what says the same."""
+MEANT = {
+    **dict.fromkeys(("use_lora", "use_peft_lora"), "use_peft"),
+    **dict.fromkeys(("q_lora", "use_qlora", "use_4bit_quantization"), "load_in_4bit"),
+    "use_8bit_quantization": "load_in_8bit",
+    "use_flash_attn": "attn_implementation",
+    "use_nested_quant": "use_bnb_nested_quant",
+    "max_seq_len": "max_seq_length",
+    "model_name": "model_name_or_path",
+    "lora_dim": "lora_r",
+}
+"""Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
 
 
-def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
+SEVERAL = 3
+"""Arguments that look like the Trainer's and are not: a script that takes so many has a parser of its own."""
+
+
+def _unread(written: Node, script: str, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
     guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, known))
+    wrong: list[PlanError] = []
     for key, node in written.mapping.items():
         if key in NOTED:
             harmless, assumed = NOTED[key]
@@ -258,8 +276,15 @@ def _unread(written: Node, *, strict: bool) -> Iterator[Note]:
             guess = guesses.of(key)
             code, problem = "argument-unknown", guessed("is no key that is read", guess)
             if guess is not None:  # HfArgumentParser refuses whatever it does not know (parse_dict)
-                raise PlanError(key, _plain(node), problem, origin=node.origin)
+                wrong.append(PlanError(key, _plain(node), problem, origin=node.origin))
+                continue
         yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
+    if script and len(wrong) >= SEVERAL:
+        names = ", ".join(one.field for one in wrong[:5])
+        what = f"starts {script}.py, which takes arguments of its own ({names}), and is not the Trainer's"
+        raise PlanError("", ABSENT, in_flags(OF_SCRIPTS, written, what), origin=written.origin)
+    if wrong:
+        raise together(wrong)
 
 
 def _framework(found: Started, reader: Reader) -> None:
@@ -267,6 +292,12 @@ def _framework(found: Started, reader: Reader) -> None:
     names, put = reader.context, reader.building.put
     if "framework" in names:
         return
+    if found.on_all and found.gpus is None and not {"gpus", "dp"} & names:
+        reader.building.note(
+            "gpus-assumed",
+            "one GPU, since nothing says how many there are; the launcher starts a process on each that it finds: "
+            "--gpus N",
+        )
     if found.gpus is not None or found.accelerate is not None:
         put("framework", "ddp" if found.gpus is not None and found.gpus.value != 1 else "single")
         return

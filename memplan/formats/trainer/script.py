@@ -14,7 +14,7 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
-from ...plan.errors import Node, Origin, PlanError, refused, scalar, together
+from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together
 from ...plan.text import read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
@@ -28,7 +28,7 @@ from ..training_scripts import with_unread
 from . import swift
 from .keys import READ
 from .python import Script, python_in, script_in
-from .trl import TRAINER, Loop
+from .trl import LOOPS, TRAINER, Loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Started:
     script: str = ""
     """Name of what is started."""
     loop: Loop = TRAINER
+    on_all: bool = False
+    """The launcher starts a process on every GPU that it finds, and nothing says how many."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -53,6 +55,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         training = _training(reading, source, folder)
     except ScriptError as error:
         raise refused(error) from None
+    _check_spread(training, asked)
+    _check_spread(training, asked)
     given, loose = taken_apart(training.words, {}, training.origin)
     wrong: list[PlanError] = []
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
@@ -69,7 +73,41 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if "swift" in runners and not swift.is_it(arguments):
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = said.script if said is not None else training.script
-    return with_launcher(Started(arguments, folder, training.gpus, script=script), launcher, by_trl=by_trl)
+    if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):
+        problem = (
+            f"starts {script}.py, whose arguments ({', '.join([*arguments.mapping][:6])}) say nothing of a training; "
+            "if it trains, say the job in flags, such as --model NAME --mbs 1 --seq 2048"
+        )
+        raise PlanError("", ABSENT, problem, origin=training.origin)
+    found = Started(arguments, folder, training.gpus, script=script, on_all=training.on_all)
+    return with_launcher(found, launcher, by_trl=by_trl)
+
+
+TRAINS = frozenset(
+    """
+    per_device_train_batch_size num_train_epochs max_steps learning_rate do_train gradient_accumulation_steps bf16 fp16
+    gradient_checkpointing deepspeed fsdp fsdp_config optim train_file max_train_samples lora_r lora_rank use_peft
+    stage tuner_type
+    """.split()  # noqa: SIM905 - as in ``keys``
+)
+"""Arguments that only a training has: a script that converts a model takes its name and a folder, too."""
+
+
+def _check_spread(training: Training, asked: Asked) -> None:
+    """Refuses several GPUs for a process, unless a flag says who runs where."""
+    spread = training.spread()
+    if spread is None or asked.names & {"gpus", "dp", "framework"}:
+        return
+    processes, seen = spread
+    if "swift" in {text(word) for word in training.launcher}:
+        how = f"ms-swift spreads a model over {seen // processes} of them by a device map"
+    else:
+        how = "transformers wraps the model in DataParallel"
+    problem = (
+        f"names {seen} GPUs for {processes} process{'es' * (processes > 1)}: {how}, which is not read; of a process on "
+        f"each GPU say --gpus {seen}, of one GPU --gpus 1"
+    )
+    raise PlanError("CUDA_VISIBLE_DEVICES", ABSENT, problem, origin=training.origin)
 
 
 SWIFT_TRAINS = {"sft": "lora", "pt": "lora"}

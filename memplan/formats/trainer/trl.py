@@ -125,7 +125,7 @@ _NO_LIGER = Row("use_liger_kernel", "", read=_no_liger)
 
 # -- the loops -------------------------------------------------------------------------------------------
 
-_DATA = "dataset_train_split dataset_test_split dataset_streaming dataset_num_proc router_aux_loss_coef "
+_DATA = "router_aux_loss_coef "
 _OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": True}
 """``_BaseConfig``: bf16 unless fp16 is asked for."""
 
@@ -138,7 +138,7 @@ _BEFORE_TILES = Loop(
         (
             _DATA
             + """
-            dataset_text_field dataset_kwargs eos_token pad_token shuffle_dataset truncation_mode pad_to_multiple_of
+            shuffle_dataset truncation_mode pad_to_multiple_of
             completion_only_loss assistant_only_loss
             """
         ).split()
@@ -152,6 +152,7 @@ _BEFORE_TILES = Loop(
 _SFT = Loop(
     "sft",
     scripts=("sft",),
+    alone=("packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss"),
     without_effect=_BEFORE_TILES.without_effect,
     defaults=_BEFORE_TILES.defaults,
     rows=(
