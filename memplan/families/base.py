@@ -98,6 +98,14 @@ class Submodules:
     parts: tuple[str, ...] = ()
     """Submodules that have several operators, and their hooks at the ends of what a recipe calls so
     (``Recorder.entered``)."""
+    products_of_leaves: bool = False
+    """Products of parts take stacked weights themselves, not views of them: autograd keeps the variable, whose data
+    ends with its release."""
+    base_begins: str = ""
+    """The submodule with which the base model begins, where its own forward reads the embedding's weight (for the
+    device of its input): ZeRO-3 takes that for the base model's, too (``register_external_parameter``),"""
+    base_ends: str = ""
+    """and the one with which it ends."""
     not_recomputed: str = ""
     """The submodule before which one fewer runs when the layer is recomputed: the layer itself."""
 

@@ -23,7 +23,7 @@ from ..layers.tuning import folded
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import Config, Family, key
+from .base import Config, Family, Submodules, key
 from .deepseek import complex_product
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, head_by_head, projection
 from .mixtral import NO_LEAF_SHARED, SHARED_REGISTERED
@@ -263,10 +263,16 @@ FEED_FORWARD = {
 SUBMODULES = {
     **NO_LEAF_SHARED,
     "layer": replace(
-        NO_LEAF_SHARED["layer"], parts=(*NO_LEAF_SHARED["layer"].parts, "query_norm", "key_norm"), leaf=""
+        NO_LEAF_SHARED["layer"],
+        parts=(*NO_LEAF_SHARED["layer"].parts, "query_norm", "key_norm"),
+        leaf="",
+        products_of_leaves=True,
     ),
+    "embedding": replace(NO_LEAF_SHARED["embedding"], before_forward={"word": 1}, base_begins="word"),
+    "final_norm": Submodules(base_ends="final_norm"),
 }
-"""The norms of queries and keys, too, though they have no weights."""
+"""The norms of queries and keys, too, though they have no weights; ``Llama4TextModel.forward`` asks for the device of
+the embedding's weight."""
 
 LLAMA4_TEXT = replace(
     LLAMA_FAMILY,
@@ -326,7 +332,6 @@ LLAMA4_TEXT = replace(
     registered=(*ATTENTION, *SHARED_REGISTERED),
     since=SORTED_ONCE,
     submodules=SUBMODULES,
-    no_zero3="which parameters it gathers ahead of the experts, and when, does not agree with DeepSpeed's engine yet",
     megatron_core=CORE_GPT,
 )
 

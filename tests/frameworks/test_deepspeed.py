@@ -272,6 +272,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z1-falcon": {"+256000": 1, "-256000": 1, "+24576": 6, "-24576": 6},
     "z3-adapters-default": {"+8192": 3, "-8192": 3},
     "z3-deepseek_v3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-llama4_text-recompute": {"+8192": 3, "-8192": 3},
     "z3-deepseek_v2-recompute": {"+8192": 3, "-8192": 3, **released(-2, 49152, 24576)},
 }
 """What the engine holds besides. Recompute: the output of the last linear, whose Python function returns before early

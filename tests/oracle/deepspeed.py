@@ -226,6 +226,8 @@ CASES: dict[str, Case] = {
     "z3-deepseek_v2-recompute": Case(3, family="deepseek_v2", zero=SMALL_3, recompute=True),
     "z3-deepseek_v3-adapters": Case(3, family="deepseek_v3", zero=SMALL_3, lora="q_b_proj,o_proj"),
     "z3-glm4_moe": Case(3, family="glm4_moe", zero=SMALL_3),
+    "z3-llama4_text": Case(3, family="llama4_text", zero=SMALL_3),
+    "z3-llama4_text-recompute": Case(3, family="llama4_text", zero=SMALL_3, microbatches=2, recompute=True),
     "z2-llama4_text": Case(2, family="llama4_text", zero=SMALL, microbatches=2),
     "z1-llama4_text": Case(1, family="llama4_text", dtype="fp32", zero=SMALL),
     "z2-mixtral": Case(2, family="mixtral", zero=SMALL),

@@ -14,7 +14,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...values import dataclass, replace
-from ..plain.hooked import NO_PARAMETERS, SAVED, TIED, Model
+from ..plain.hooked import BASE, NO_PARAMETERS, SAVED, TIED, Model
 from .config import Zero
 from .coordinator import NO_MODULE, Change, Coordinator, Pass, Sharded, Step
 
@@ -122,8 +122,8 @@ BACKWARD = (Hook.BEFORE_BACKWARD, Hook.AFTER_BACKWARD)
 EMPTY = Step(NO_MODULE, ())
 """A submodule without parameters."""
 
-ROOT = -2
-"""Number of the model itself."""
+ROOT, BASE_MODEL = -2, -3
+"""Numbers of the model itself, and of the base model in it."""
 
 
 def _steps(model: Model, at: int, role: Role, *, backward: bool) -> list[Step]:
@@ -151,6 +151,8 @@ def _root(model: Model) -> list[Step]:
 
 
 def _step(model: Model, at: int, seam: Seam) -> Step:
+    if seam.name == BASE:
+        return Step(BASE_MODEL, (model.id_of(model.instances[0], TIED),))
     if _is_outside(model, at, seam):
         return _root(model)[0]
     return Step(*model.reads(at, seam.name), seam.name == model.instances[at].hooked.leaf)
@@ -237,7 +239,7 @@ class _Hooks:
                 kept = {name for name, id in named if not coordinator.is_released(id)}
                 self.whole.setdefault((at, backward), set()).update(kept)
             return self._events(changes)
-        unhooked = seam.name in self.model.instances[at].hooked.unhooked or step.module == ROOT
+        unhooked = seam.name in self.model.instances[at].hooked.unhooked or step.module in (ROOT, BASE_MODEL)
         if seam.hook is Hook.BEFORE_BACKWARD and unhooked:
             self.unhooked.append(step)
         return self._events(coordinator.fetch(during))

@@ -65,6 +65,9 @@ MOST_SUBMODULES = 4096
 NO_PARAMETERS = ""
 """Name of every submodule without parameters at a seam."""
 
+BASE = "base"
+"""Name of the base model at one, where its own forward reads the embedding's weight."""
+
 
 @dataclass
 class HookedRecorder(Recorder):
@@ -107,12 +110,17 @@ class HookedRecorder(Recorder):
         going_back = hook is Hook.BEFORE_BACKWARD
         recomputing = self.in_backward and not going_back
         self.pass_by(self.submodules.before(module, backward=going_back, recomputing=recomputing), hook)
+        base = self.submodules.base_ends if going_back else self.submodules.base_begins
+        if base and module.startswith(base):
+            self.seam(BASE, hook)
         self.seam(module, hook)
 
     def behind(self, module: str, hook: Hook = Hook.AFTER_FORWARD) -> None:
         """``module`` ends, and those without parameters run that are directly behind it."""
         self.seam(module, hook)
         backward = hook is Hook.AFTER_BACKWARD
+        if not backward and self.submodules.base_ends and module.startswith(self.submodules.base_ends):
+            self.seam(BASE, hook)
         self.pass_by(self.submodules.behind(module, backward=backward), Hook.BEFORE_FORWARD)
 
     def pass_by(self, count: int, hook: Hook) -> None:
@@ -182,7 +190,7 @@ class HookedRecorder(Recorder):
     ) -> Node | None:
         """A node of parameters ``names`` of a part."""
         node = super().node(inputs, saved, backward, outputs, work)
-        if node is not None and node.frame is None:
+        if node is not None and node.frame is None and not self.submodules.products_of_leaves:
             at = len(self.frame.again) - 1 if self.frame and self.frame.again else 0
             owners = (self.parameters[name] for name in names)
             self.products += [(node, at, leaf) for leaf in owners if len(leaf.shape) > MATRIX]
