@@ -243,10 +243,12 @@ def bigscience(rows: Sequence[Row]) -> Table:
         tuple(_bigscience(row) for row in rows),
         notes=(
             "The estimate is the middle of a range by what CUDA and NCCL take; its ends stand beside each row. "
-            "Omni-Path carries verbs in software, so network buffers lie in host memory (NCCL_NET_GDR_LEVEL=LOC). "
+            "Network buffers lie in host memory (NCCL_NET_GDR_LEVEL=LOC): NCCL's log of these nodes in the month of "
+            "the trials has no GDRDMA (experiments/bandwidth/all_reduce_bench-a100-n4.txt; NCCL 2.10.3, of PyTorch "
+            "1.10). It has two channels between nodes, too, where the range counts six to sixteen: 0.1 to 0.6 GB more. "
             f"CUDA context: {_context()}.",
-            "The two rows of 72 layers on 6 stages are 8 to 9 % low while the same model on 12 stages is within 3 %: "
-            "more than the range explains, and not explained otherwise.",
+            "A reading is the most of all GPUs of two nodes, of which the range covers one.",
+            "The two rows of 72 layers on 6 stages, and one of four sequences, are 5 % low, which is not explained.",
             "Not a blind test: DeepSpeed's order of allocations in ZeRO-1 was read from its source while these rows "
             "were in view.",
         ),
@@ -254,7 +256,8 @@ def bigscience(rows: Sequence[Row]) -> Table:
 
 
 OMNI_PATH = "NCCL_NET_GDR_LEVEL=LOC"
-"""Of Jean Zay's network, which carries verbs in software on the host: NCCL's network buffers lie there."""
+"""Of Jean Zay's network, which carries verbs in software on the host: NCCL's network buffers lie there (its log says
+``via NET/IB``, without ``GDRDMA``)."""
 
 
 def bigscience_plan(row: Row) -> Plan:
@@ -287,6 +290,7 @@ def bigscience_plan(row: Row) -> Plan:
         attention="eager",
         optimizer="adam",
         gpu="a100-80gb",
+        torch="1.10",
         env=OMNI_PATH,
     )
 
@@ -305,7 +309,7 @@ def _bigscience(row: Row) -> Comparison:
 
 
 def _context() -> str:
-    found = [one for one in context_causes("a100-80gb", {}, (1, 8)) if one.name == "CUDA context"]
+    found = [one for one in context_causes("a100-80gb", {}, (1, 10)) if one.name == "CUDA context"]
     return "; ".join(f"{one.least / MIB:,.0f} to {one.most / MIB:,.0f} MiB ({one.source})" for one in found)
 
 

@@ -544,7 +544,7 @@ def construction(program: Program, *, named: bool = False) -> Iterator[Event]:
     yield from building[:half]
     yield from _holds([one for one in early if one.category is Category.OPTIMIZER_STATES], grouped, named)
     yield from building[half:]
-    yield from program.extra
+    yield from program.extra[program.made :]
 
 
 def states(program: Program, *, named: bool = False) -> Iterator[Hold]:

@@ -416,7 +416,9 @@ class Program:
     """Kept besides from the first step on."""
     before: Tape = ()
     """What came and went before anything that is kept: parameter tensors that flat ones have replaced. Only the
-    allocator remembers it."""
+    allocator remembers it. The first of ``extra`` may be in it, where other tensors come and go between them:"""
+    made: int = 0
+    """so many."""
     before_elsewhere: tuple[Tape, ...] = ()
     """Where ``before`` is the most of what a rank other than the first does: what the first one does instead, and the
     least of the others."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.allocator.blocks import SHIFT
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.replay import replay
+from memplan.allocator.replay import Rank, Run, replay
 from memplan.estimate import detail, estimate
 from memplan.frameworks.megatron_deepspeed.programs import padded_vocab, programs
 from memplan.layers.edges import TIED_GRADIENT
@@ -191,6 +194,47 @@ def test_more_sharding_never_costs_more_static_memory(flags: dict[str, object]) 
     whole = fold_program(programs(build(flags), Options())[0]).static
     vocab = 64 * 16 * (padded_vocab(50_257, 2) - padded_vocab(50_257, 1))
     assert split <= whole + vocab
+
+
+def _free(rank: Rank) -> list[int]:
+    """MiB of large free blocks."""
+    return sorted(code >> SHIFT + 11 for pool in rank.large.values() for code in pool.free)
+
+
+def test_zero_1_leaves_what_made_its_states_in_the_cache() -> None:
+    """DeepSpeed 0.5.7, ``stage2.py``: as ``__init__`` and ``initialize_optimizer_states`` make and end tensors one by
+    one, the allocator has the same free blocks as behind the program's construction."""
+    dp = 4
+    program = programs(plan(zero=1, dp=dp, gpus=512), Options())[0]
+    program = replace(program, extra=program.extra[: program.made])
+    run, rank = Run(program, Rank(AllocatorSettings()), ()), Rank(AllocatorSettings())
+    parameters = [p for span in program.spans for _ in span.names for p in span.module.parameters]
+    matrices = [p.elements for p in parameters if len(p.shape) > 1]
+    groups = [sum(matrices), sum(p.elements for p in parameters) - sum(matrices)]
+    originals = [rank.hold(2 * p.elements, 0) for p in parameters]
+    for block, p in zip(originals, parameters, strict=True):
+        rank.drop(block, 2 * p.elements, 0)
+    for elements in groups:
+        rank.hold(2 * elements, 0)
+        clone = rank.hold(2 * elements // dp, 0)
+        rank.hold(4 * elements // dp, 1)
+        rank.drop(clone, 2 * elements // dp, 0)
+    gradients = [rank.hold(4 * elements // dp, 2) for elements in groups]
+    for elements in groups:
+        rank.hold(4 * elements // dp, 3)
+        rank.hold(4 * elements // dp, 3)
+    for block, elements in zip(gradients, groups, strict=True):
+        rank.drop(block, 4 * elements // dp, 2)
+    assert run.rank.reserved == rank.reserved
+    assert [size for size in _free(run.rank) if size >= 100] == [size for size in _free(rank) if size >= 100]
+
+
+def test_zero_1_looks_for_overflows_before_it_measures_the_norm() -> None:
+    """``_has_inf_or_nan``: ``x.float()`` of one gradient after the other; then ``double()``; then the flat ones."""
+    program = programs(plan(zero=1, dp=4, gpus=512), Options())[0]
+    held = [(event.name, event.bytes) for event in program.late_step if isinstance(event, Hold)]
+    assert [name for name, _ in held[:3]] == ["decay/overflow_fp32", "no_decay/overflow_fp32", "decay/norm_fp64"]
+    assert 2 * held[0][1] - held[2][1] in (0, 512)
 
 
 @settings(max_examples=20, deadline=None)

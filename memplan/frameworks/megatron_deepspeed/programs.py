@@ -24,7 +24,7 @@ from ...plan.spec import of_any_depth
 from ...schedules.one_chunk import OneChunk, in_flight
 from ...schedules.partition import Entry, partition
 from ...tape.events import Category, Hold
-from ...tape.program import SLOT, Chunk, Program, Span, drop_all, module_elements
+from ...tape.program import SLOT, Chunk, Program, Span, module_elements
 from ...values import replace
 from .states import keep
 
@@ -230,7 +230,8 @@ def stage_program(
         late_step=kept.late_step,
         initialisation=kept.initialisation,
         building=kept.building,
-        before=drop_all(kept.originals, 1),
+        before=kept.before,
+        made=kept.made,
         gradients_kept=kept.gradients_kept,
     )
 

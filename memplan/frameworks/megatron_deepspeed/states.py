@@ -55,8 +55,10 @@ class Kept:
     """Peak bytes while the optimizer is built, with the parameters."""
     building: tuple[Hold, ...] = ()
     """Held only while optimizer states are made."""
-    originals: tuple[Hold, ...] = ()
-    """The model's own parameter tensors, which flat ones replace."""
+    before: Tape = ()
+    """What comes and goes while flat tensors are made, which are in it, too."""
+    made: int = 0
+    """How many of ``flat`` are in ``before``."""
     gradients_kept: int = 0
     """Bytes of the gradients that the second half of the step still reads."""
 
@@ -138,15 +140,19 @@ def _unfused(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
 def _zero1(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
     """``FP16_DeepSpeedZeroOptimizer(partition_grads=False)``: flat groups, states of a share of each.
 
-    The model's own parameter tensors go to the CPU first, group by group, and leave their blocks behind
-    in the allocator's cache. Gradients of all micro-batches accumulate whole; for the step this rank
-    keeps those of its share (``averaged_gradients`` are views of them), measures their norm in fp64 one
-    tensor at a time, flattens them and casts them to fp32. Updated parameters are gathered in shards;
-    NCCL's list ``all_gather`` goes through a flat copy of each.
+    The model's own parameter tensors go to the CPU first, group by group, and leave their blocks behind in the
+    allocator's cache. So do the copy of its share that becomes fp32 (``clone().float()``) and the gradients of zeros
+    with which states are made (``initialize_optimizer_states``). Gradients of all micro-batches accumulate whole; for
+    the step this rank keeps those of its share (``averaged_gradients`` are views of them), looks for overflows in fp32
+    (``_has_inf_or_nan``) and measures their norm in fp64 one tensor at a time, flattens them and casts them to fp32.
+    Updated parameters are gathered in shards; NCCL's list ``all_gather`` goes through a flat copy of each.
     """
     dp = plan.dp
     flat: list[Hold] = []
+    moved: list[Tape] = []
+    states: list[Hold] = []
     building: list[Hold] = []
+    overflows: list[Tape] = []
     late: list[Tape] = []
     gathers: list[Tape] = []
     kept = 0
@@ -154,12 +160,16 @@ def _zero1(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
         padded = _padded([p.elements for p in group], dp)
         share = padded // dp
         kept += rounded(2 * share)
-        flat += [_flat(f"{name}/parameters", Category.PARAMETERS, padded, "fp16")]
-        flat += [_flat(f"{name}/main_parameters", Category.MAIN_PARAMETERS, share, "fp32")]
-        flat += _flat_states(plan, name, share)
+        whole = _flat(f"{name}/parameters", Category.PARAMETERS, padded, "fp16")
+        main = _flat(f"{name}/main_parameters", Category.MAIN_PARAMETERS, share, "fp32")
+        clone = _flat(f"{name}/clone", Category.TEMPORARIES, share, "fp16")._replace(tensor=1)
+        moved.append((whole, clone, main, Drop(1, clone.bytes, clone.category)))
+        flat += [whole, main]
+        states += _flat_states(plan, name, share)
         gradient = _flat(f"{name}/gradients_fp32", Category.GRADIENTS, share, "fp32")
         building.append(gradient)
         largest = min(share, max(p.elements for p in group))
+        overflows.append(_passing(rounded(4 * largest), Category.TEMPORARIES, f"{name}/overflow_fp32", "fp32"))
         norm = Hold(0, rounded(8 * largest), Category.TEMPORARIES, f"{name}/norm_fp64", (largest,), "fp64")
         copied = _flat(f"{name}/flat_gradients", Category.GRADIENTS, share, "fp16")
         start = 100 * (at + 1)
@@ -169,11 +179,14 @@ def _zero1(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
             drop_all([_flat(f"{name}/all_gather_flat", Category.COMMUNICATION_BUFFERS, gathered, "fp16")], start + 9)
         )
     ends = tuple(Drop(100 * (at + 1) + 2, hold.bytes, hold.category) for at, hold in enumerate(building))
-    late_step = (*chain(*late), *ends, *chain(*(gathers if dp > 1 else [])))
+    late_step = (*chain(*overflows), *chain(*late), *ends, *chain(*(gathers if dp > 1 else [])))
     originals = tuple(
         Hold(0, parameter.bytes("fp16"), Category.PARAMETERS, parameter.name, parameter.shape, "fp16")
         for parameter in parameters
     )
+    zeros = drop_all(building, 1)
+    before = (*drop_all(originals, 1), *chain(*moved), *zeros[: len(building)], *states, *zeros[len(building) :])
+    flat += states
     initial = sum(hold.bytes for hold in (*flat, *building))
     return Kept(
         (),
@@ -182,9 +195,9 @@ def _zero1(plan: Setting, parameters: Sequence[Parameter]) -> Kept:
         Stretch(late_step),
         False,
         initial,
-        tuple(building),
-        originals,
-        kept,
+        before=before,
+        made=len(flat),
+        gradients_kept=kept,
     )
 
 
