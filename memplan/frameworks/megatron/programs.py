@@ -175,6 +175,12 @@ class Stages:
     """The stream of a captured step's memory."""
 
     @cached_property
+    def _without_loss(self) -> _Job:
+        """Of stages without a loss, which are the same whatever that is."""
+        job = self.job
+        return _job(replace(job.shape, cross_entropy="unfused"), job.recompute, job.options, job.head_apart)
+
+    @cached_property
     def _rules_behind(self) -> Rules:
         return replace(self.rules, bucket=None, buckets=None)
 
@@ -195,7 +201,8 @@ class Stages:
         own = self.rules if stage == 0 else self._rules_behind
         tied = self.job.shape.spec.tied_embeddings and layout.pp > 1
         per_stage = layout.tp * layout.cp * layout.dp
-        held = _stage(self.job, entries, order.last and bool(self.job.shape.offload))
+        job = self.job if any("head" in chunk for chunk in entries) else self._without_loss
+        held = _stage(job, entries, order.last and bool(self.job.shape.offload))
         if self.offloaded:
             chunk, host = with_offload(held.chunks[0], self.offloaded)
             made = _program(replace(held, chunks=(chunk,)), order, per_stage, own, tied, self.libraries)
