@@ -10,7 +10,6 @@ from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Span, drop_all
-from ...trace.fit import Fit
 from ...trace.job import Replicated
 from ..plain.running import PlainRunning
 from .programs import fullest_rank
@@ -56,9 +55,6 @@ class DdpRunning(PlainRunning):
         by_dtype = {one.dtype: [other.bytes for other in buffers if other.dtype == one.dtype] for one in buffers}
         flat = tuple(sum(sizes) for sizes in by_dtype.values() if len(sizes) > 1)
         return _through(flat) if flat else ()
-
-    def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
-        return "" if fit.buckets else "its gradients are not ready layer by layer, so that buckets are unknown"
 
     def learnt_buckets(self, plan: ResolvedPlan, ready: tuple[int, ...]) -> tuple[Hold, ...]:
         """DDP's second copy of gradients, in the order in which they are ready."""

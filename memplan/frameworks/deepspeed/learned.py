@@ -7,6 +7,7 @@ submodules run (``trace.marks``), which are seams here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ from ...trace.marks import Mark, mark_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
 from ...values import replace
 from ..plain.hooked import NO_PARAMETERS, HookedModule, Instance, Model
-from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
+from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, ready_at, row_of
 from ..plain.tuned import packed
 from .config import check_model, check_settings, fields_of_a_plan, zero_of
 from .engine import Rank, Setting, beside_packed, candidates, groups_of, placed_of, program_of, rank_of
@@ -91,21 +92,26 @@ def _model(piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bo
     """The row with a seam where each gradient is ready, and where it has marks."""
     made = Row(piece, row, b, s, workspaces)
     names = [(name, span.module) for span in spans(piece, row, b, s) for name in span.names]
-    owners = {name: made.kinds[at].parameters for at, (name, _) in enumerate(names)}
+    labels, ready = _labels([name for name, _ in names], made), ready_at(piece, row)
+    owners = {name: labels[at] for at, (name, _) in enumerate(names)}
     instances = []
     parameters: list[Parameter] = []
     ids: dict[str, int] = {}
     for at, (name, module) in enumerate(names):
         kind, marked = made.kinds[at], _Marked(owners, name)
-        forward, backward = marked.seams(made.of(at, FORWARD)), marked.seams(_with_seams(made, at, dtype))
+        hooks = [(made.kinds[home].parameters[one], _label(labels, at, home, one)) for home, one in ready[at]]
+        forward, backward = marked.seams(made.of(at, FORWARD)), marked.seams(_with_seams(made, at, dtype, hooks))
         tapes = Tapes(tuple(forward), tuple(backward), 0, 0)
         evaluation = tuple(marked.seams(module.evaluation))
         hooked = Module(module.name, tapes, tapes, evaluation, kind.parameters)
         read = tuple(packed(one, dtype) for one in kind.parameters)
         instances.append(Instance(name, HookedModule(hooked, marked.reads, marked.unhooked, read)))
-        for parameter in read:
-            ids[one_of(name, parameter.name)] = len(parameters)
+        for label, parameter in zip(labels[at], read, strict=True):
+            ids[one_of(name, label)] = len(parameters)
             parameters.append(parameter)
+    for at, place in enumerate(ready):
+        for home, one in place:
+            ids[one_of(names[at][0], _label(labels, at, home, one))] = ids[one_of(names[home][0], labels[home][one])]
     for instance in instances:  # what a module reads of another one, as a tied head does
         found = (one for names in instance.hooked.reads.values() for one in names if "/" in one)
         ids |= {one_of(instance.name, one): ids[one] for one in found}
@@ -118,10 +124,28 @@ def one_of(instance: str, parameter: str) -> str:
     return f"{instance}/{parameter}"
 
 
-class _Marked:
-    """Marks in the tapes of the module ``name``; ``owners`` are parameters by module."""
+def _labels(names: Sequence[str], row: Row) -> list[list[str]]:
+    """What parameters are called at seams, by entry: their names, which several may have, and entries, too."""
+    seen: Counter[str] = Counter()
+    found: list[list[str]] = []
+    for name, kind in zip(names, row.kinds, strict=True):
+        found.append([])
+        for one in kind.parameters:
+            key = one_of(name, one.name)
+            found[-1].append(f"{one.name}#{seen[key]}" if seen[key] else one.name)
+            seen[key] += 1
+    return found
 
-    def __init__(self, owners: Mapping[str, Sequence[Parameter]], name: str) -> None:
+
+def _label(labels: Sequence[Sequence[str]], at: int, home: int, number: int) -> str:
+    """In the entry ``at``, of a parameter of the entry ``home``."""
+    return labels[home][number] if home == at else f"{labels[home][number]}@{home}"
+
+
+class _Marked:
+    """Marks in the tapes of the module ``name``; ``owners`` are names of parameters by module."""
+
+    def __init__(self, owners: Mapping[str, Sequence[str]], name: str) -> None:
         self.owners, self.name = owners, name
         self.reads: dict[str, tuple[str, ...]] = {}
         """Parameters of each submodule, by the first."""
@@ -150,7 +174,7 @@ class _Marked:
     def _read(self, mark: Mark) -> Sequence[str]:
         own = self.owners[mark.entry or self.name][mark.first : mark.first + mark.size]
         foreign = mark.entry not in ("", self.name)
-        return tuple(one_of(mark.entry, one.name) if foreign else one.name for one in own)
+        return tuple(one_of(mark.entry, one) if foreign else one for one in own)
 
     def _seam(self, hook: Hook, read: tuple[str, ...]) -> Seam:
         if not read:
@@ -161,36 +185,36 @@ class _Marked:
         return Seam(read[0], hook)
 
 
-def _with_seams(row: Row, at: int, dtype: str) -> Iterator[Event]:
+def _with_seams(row: Row, at: int, dtype: str, ready: Sequence[tuple[Parameter, str]]) -> Iterator[Event]:
     """A backward pass in which gradients end where a further micro-batch has added them, behind their seams and in the
     order in which they are ready: a linear layer's bias goes before its weight."""
-    kind, tape = row.kinds[at], tuple(row.of(at, FURTHER))
-    ends = _ends(row, at, dtype, tape)
-    numbers = {end.tensor: number for number, end in ends.items()}
-    waiting = list(ends)
+    tape = tuple(row.of(at, FURTHER))
+    ends = _ends(row, [one for one, _ in ready], dtype, tape)
+    numbers = {end.tensor: number for number, end in enumerate(ends)}
+    waiting = [*range(len(ends))]
     for event in tape:
         number = numbers.get(event.tensor) if isinstance(event, Drop) else None
         if number is None:
             yield event
         while number in waiting:
-            ready = waiting.pop(0)
-            yield Seam(kind.parameters[ready].name, Hook.GRADIENT, ends[ready].tensor)
-            yield ends[ready]
+            first = waiting.pop(0)
+            yield Seam(ready[first][1], Hook.GRADIENT, ends[first].tensor)
+            yield ends[first]
 
 
-def _ends(row: Row, at: int, dtype: str, tape: Tape) -> dict[int, Drop]:
-    """By number of a parameter, in the order in which they are ready: where its gradient, which a first micro-batch
-    leaves behind, ends in a further one. ``LookupError`` where it does not."""
-    kind, made = row.kinds[at], gradients_of(row)
+def _ends(row: Row, ready: Iterable[Parameter], dtype: str, tape: Tape) -> list[Drop]:
+    """Where the gradient of each of ``ready``, which a first micro-batch leaves behind, ends in a further one.
+    ``LookupError`` where it does not."""
+    made = gradients_of(row)
     ended = [event for event in tape if isinstance(event, Drop) and event.tensor in made]
-    found = {}
-    for number in kind.ready:
-        size = kind.parameters[number].elements * ITEMSIZE[dtype]
+    found = []
+    for one in ready:
+        size = one.elements * ITEMSIZE[dtype]
         end = next((one for one in ended if made[one.tensor][0] == size), None)
         if end is None:
-            raise LookupError(kind.parameters[number].name)
+            raise LookupError(one.name)
         ended.remove(end)
-        found[number] = end
+        found.append(end)
     return found
 
 
@@ -213,7 +237,10 @@ def lacks(plan: ResolvedPlan, fit: Fit) -> str:
         stacked = next((one.name for kind in piece.kinds for one in kind.parameters if len(one.shape) > MATRIX), "")
         if stacked:
             return f"{stacked} is a stack of matrices, views of which outlive what stage 3 gathers"
-    return _unready(piece, plan.precision.dtype) if fit.buckets else UNREADY
+        names = [name for _, names in piece.row for name in names]
+        if len(set(names)) < len(names):
+            return "it has more than one list of layers, and marks of stage 3 name the entries of one"
+    return _unready(piece, plan.precision.dtype)
 
 
 MATRIX = 2
@@ -225,8 +252,9 @@ UNREADY = "gradients of this architecture are not ready layer by layer, so where
 def _unready(piece: Piece, dtype: str) -> str:
     row = Row(piece, piece.row, *least_of(piece), False)
     try:
-        for at in range(len(row.kinds)):
-            _ends(row, at, dtype, tuple(row.of(at, FURTHER)))
+        for at, place in enumerate(ready_at(piece, piece.row)):
+            tensors = [row.kinds[home].parameters[number] for home, number in place]
+            _ends(row, tensors, dtype, tuple(row.of(at, FURTHER)))
     except LookupError:
         return UNREADY
     return ""

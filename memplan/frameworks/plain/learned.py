@@ -4,7 +4,8 @@ and step from the same rules as a recipe's, over the parameters that were traced
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
@@ -18,14 +19,16 @@ from ...plan.traced_spec import TracedSpec
 from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Chunk, Program, Span
-from ...trace.fit import Fit, Piece, Places
-from ...trace.tapes import spans, whole
+from ...trace.fit import Born, Fit, Kind, Piece, Places
+from ...trace.tapes import FIRST, spans, whole
 from ...values import replace
 from .step import optimizer_step
 from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 
 PACKED = "uint8"
 """What a trace calls the dtype of 4-bit weights, which no other parameter has."""
+TABLES = ("word.weight", "position.weight")
+"""What tables of embeddings are called."""
 MOST_REASONS = 3
 """That an error repeats."""
 
@@ -149,13 +152,57 @@ def buffers_of(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:
 @lru_cache(maxsize=256)
 def _ready(piece: Piece, row: tuple[Places, ...]) -> tuple[int, ...]:
     """Bytes of gradients, not rounded."""
+    kinds = [piece.kinds[kind] for kind, names in row for _ in names]
+    places = ready_at(piece, row)[::-1]
+    return tuple(_gradient(kinds[home].parameters[number]) for place in places for home, number in place)
 
-    def size(parameter: Parameter) -> int:
-        return parameter.elements * ITEMSIZE[str(parameter.dtype)]
 
-    ready = []
-    for kind_number, names in row[::-1]:
-        kind = piece.kinds[kind_number]
-        own = [size(kind.parameters[number]) for number in kind.ready]
-        ready += own * len(names)
-    return tuple(ready)
+def _gradient(parameter: Parameter) -> int:
+    return parameter.elements * ITEMSIZE[str(parameter.dtype)]
+
+
+@lru_cache(maxsize=64)
+def ready_at(piece: Piece, row: tuple[Places, ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Which gradients are ready in the backward pass of each entry of ``row``, in their order: the entry that owns the
+    parameter, and its number there.
+
+    Most are of the entry's own. Where an entry does not make what is as large as its own, another one does: that
+    behind an encoder makes those of the norm in front of it, and the head its own where it is registered in front of
+    the layers. A table that several modules read is ready in the first entry, which owns it, and the last in backward.
+    """
+    kinds = [piece.kinds[kind] for kind, names in row for _ in names]
+    born = {kind: _born(piece, kind) for kind in dict.fromkeys(kinds)}
+    own: list[list[tuple[int, int]]] = []
+    elsewhere: list[list[tuple[int, int]]] = []
+    for at, kind in enumerate(kinds):
+        missing = Counter(_gradient(kind.parameters[number]) for number in kind.ready) - born[kind]
+        own.append([])
+        elsewhere.append([])
+        for number in kind.ready:
+            one = kind.parameters[number]
+            is_elsewhere = missing[_gradient(one)] > 0 and not (at == 0 and one.name in TABLES)
+            missing[_gradient(one)] -= is_elsewhere
+            (elsewhere if is_elsewhere else own)[-1].append((at, number))
+    if any(elsewhere):
+        for at in range(len(kinds) - 1, -1, -1):
+            left = born[kinds[at]] - Counter(_gradient(kinds[at].parameters[number]) for _, number in own[at])
+            own[at] = [*_taken(kinds, elsewhere, left), *own[at]]
+        own = [[*waiting, *found] for waiting, found in zip(elsewhere, own, strict=True)]
+    return tuple(map(tuple, own))
+
+
+def _born(piece: Piece, kind: Kind) -> Counter[int]:
+    """How many gradients of so many bytes a first backward of ``kind`` makes."""
+    size, made = piece.polynomials, (one for one in kind.passes[FIRST] if isinstance(one, Born))
+    point = piece.domain.b_from, piece.domain.s_from
+    return Counter(size[one.size](*point) for one in made if one.category == Category.GRADIENTS)
+
+
+def _taken(
+    kinds: Sequence[Kind], waiting: list[list[tuple[int, int]]], left: Counter[int]
+) -> Iterator[tuple[int, int]]:
+    """The first of each entry's that wait, as long as one of their size is ``left``."""
+    for entry in waiting:
+        while entry and left[size := _gradient(kinds[entry[0][0]].parameters[entry[0][1]])] > 0:
+            left[size] -= 1
+            yield entry.pop(0)
