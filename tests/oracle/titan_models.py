@@ -406,6 +406,7 @@ KEPT = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    aten.max.default,
 }
 """``_op_sac_save_list`` of both models; of products every second is kept."""
 EXCHANGED = torch.ops._c10d_functional.all_to_all_single.default
@@ -442,12 +443,17 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str]
+    sizes: Sizes,
+    sharding: Sharding,
+    modes: Sequence[str],
+    *,
+    convert: Callable[[nn.Module], object] = lambda _: None,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block."""
+    """What makes the model; ``modes``: recompute of each block; ``convert``: what becomes of the model before."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = Transformer(sizes)
+        convert(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
         for name, block in list(model.layers.items()):
             model.layers[name] = recomputed(block, sizes, modes[int(name)])
