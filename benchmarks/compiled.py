@@ -12,15 +12,15 @@ from importlib.util import find_spec
 from itertools import product
 
 import memplan.layers.compiled as layers
-from memplan.trace.compiled import GENERIC, MODES, learnt
+from memplan.trace.compiled import GENERIC, MODES, float8_layers, learnt
 
 
 def main() -> None:
     found = json.loads(layers.FILE.read_text(encoding="utf-8"))
     found |= {f"{mode} {regime}": learnt(mode, sizes) for regime, sizes in GENERIC.items() for mode in MODES}
     if find_spec("torchao") is not None:
-        for fp8, regime, mode in product(layers.FLOAT8, layers.FLOAT8_REGIMES, MODES):
-            found[f"{mode} {regime} {fp8}"] = learnt(mode, GENERIC[regime], fp8)
+        for (low, sizes), mode in product(float8_layers(), MODES):
+            found[layers.name_of(mode, sizes, low)] = learnt(mode, sizes, low)
     layers.FILE.write_text(json.dumps(found, indent=0).replace(",\n", ", ") + "\n", encoding="utf-8")
 
 

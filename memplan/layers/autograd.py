@@ -182,8 +182,8 @@ class Leaf:
     """A tensor that gradients arrive at: a parameter, or a layer's input."""
 
     __slots__ = (
-        "copies", "dtype", "expert", "four_bit", "gradient", "has_gradient", "is_parameter", "low", "name", "node",
-        "shape", "trained",
+        "copies", "dtype", "expert", "four_bit", "gathered", "gradient", "has_gradient", "is_parameter", "low", "name",
+        "node", "shape", "trained",
     )  # fmt: skip
 
     def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
@@ -201,6 +201,8 @@ class Leaf:
         """How a quantised parameter is stored."""
         self.low: Low | None = None
         """In what its products read it, where that is not the parameter itself."""
+        self.gathered: str | None = None
+        """The dtype in which shards of it are gathered, where that is not the one of compute."""
         self.copies = False
         """A gradient that others have, too, is copied (``accumulate_grad.h``, ``accumulateGrad``)."""
         self.gradient: Tensor | None = None
@@ -343,7 +345,16 @@ class Recorder:
 
     # -- graph ------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
+    def parameter(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        *,
+        expert: bool = False,
+        low: Low | None = None,
+        gathered: str | None = None,
+    ) -> Tensor:
         """A parameter: held elsewhere (static memory), its gradient accumulated here unless it is frozen."""
         dtype = (self.tuning and self.tuning.dtype_of(name)) or self.stored or dtype
         name = self.prefix + name
@@ -353,7 +364,7 @@ class Recorder:
                 self.original(name, shape, dtype)
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
             leaf.trained = self.tuning is None or self.tuning.trains(name)
-            leaf.expert, leaf.low = expert, low
+            leaf.expert, leaf.low, leaf.gathered = expert, low, gathered
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from .autograd import Gradients, Recorder, Shape, Tensor, incoming
+from .float8 import Float8
 from .huggingface import LayerShape
 
 
@@ -41,6 +42,44 @@ SUMMED = 128
 SPLITS_OF = 132 * 8
 """Programs that a mixed reduction is split into on an H100: 8 of each multiprocessor (``simd.py``,
 ``_codegen_mix_order_reduction``)."""
+
+
+PROCESSORS, THREADS = 132, 2048
+"""Multiprocessors of an H100, and threads of each."""
+
+
+@lru_cache(maxsize=256)
+def parts_of(rows: int, columns: int) -> int:
+    """Parts in which Inductor reduces ``rows`` of ``columns`` each, if it does (``torch/_inductor/ir.py``,
+    ``Reduction.num_splits``; ``choices.py``, ``reduction_split_factor``); 1: all at once."""
+    if rows <= 32 or columns >= PROCESSORS * 64:
+        return 1
+    elements, device, most = rows * columns, 32 * PROCESSORS * THREADS, 512
+    if elements < device:
+        part = 32
+    elif elements < most * PROCESSORS * THREADS:
+        blocks = -(-(PROCESSORS * THREADS // 256) // -(-columns // 128))
+        wanted = -(-rows // (4 * blocks))
+        even = _nearest_divisor(rows, wanted)
+        part = max(even, 32) if abs(wanted - even) < 20 else wanted
+    else:
+        even = _nearest_divisor(rows, most)
+        part = even if abs(even - most) < 50 else most
+    return -(-rows // (4 * part))
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    """The smaller one of two that are as near."""
+    divisors = (at for at in range(1, number + 1) if number % at == 0)
+    return min(divisors, key=lambda one: abs(one - wanted))
+
+
+def parts(sizes: Sizes) -> dict[str, int]:
+    """Names of numbers of parts in structures in float8, whose maxima are of rows: ``t/h``, of t rows of h columns."""
+    t, h, k, f = sizes.b * sizes.s, sizes.hidden, sizes.kv_heads * sizes.head_dim, sizes.ffn
+    of = {"t": t, "h": h, "k": k, "f": f}
+    pairs = ("t/h", "t/k", "t/f", "h/h", "k/h", "f/h", "h/f")
+    return {pair: parts_of(*(of[one] for one in pair.split("/"))) for pair in pairs}
 
 
 def sizes_of(sizes: Sizes) -> dict[str, int]:
@@ -100,10 +139,10 @@ class Structure:
 ALIGNED = 64
 """Features that rows of every matrix are a multiple of: Inductor pads others (``config.padding_alignment_bytes``)."""
 
-FLOAT8 = ("tensorwise",)
-"""torchao's recipes that were learnt,"""
 FLOAT8_REGIMES = ("mixed", "plain")
-"""and in which regimes: with few tokens, ``plain`` is an upper bound."""
+"""In which layers in float8 were learnt: with few tokens, ``plain`` is an upper bound."""
+SKIPS = frozenset({"key", "value"})
+"""Linear layers that may stay in bf16, all of them together."""
 
 TORCH = "2.13.0"
 """The release whose code was followed."""
@@ -133,10 +172,22 @@ def _event(text: str) -> Begins | int:
     return Begins(int(number), rest[0], tuple(rest[1].split("*")), rest[2]) if rest else int(number)
 
 
-def _name(mode: str, regime: str, fp8: str) -> str:
-    if not fp8:
+def name_of(mode: str, sizes: Sizes, low: Float8 | None) -> str:
+    """Of a layer's structure, among ``structures``."""
+    regime = regime_of(sizes)
+    if low is None:
         return f"{mode} {regime}"
-    return f"{mode} {regime if regime in FLOAT8_REGIMES else FLOAT8_REGIMES[-1]} {fp8}"
+    words = [mode, regime if regime in FLOAT8_REGIMES else FLOAT8_REGIMES[-1], low.recipe]
+    words += ["kv"] if low.skips else []
+    words += ["gathered"] if low.gathered else []
+    return " ".join(words + (width_of(sizes) if low.recipe == "rowwise" else []))
+
+
+def width_of(sizes: Sizes) -> list[str]:
+    """Maxima of enough columns are not made in parts (``parts_of``), which changes what is fused: those of hidden and
+    of feed-forward features."""
+    widths = [parts_of(PROCESSORS, size) == 1 for size in (sizes.hidden, sizes.ffn)]
+    return {0: ["narrow"], 1: [], 2: ["widest"]}[sum(widths)]
 
 
 def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
@@ -155,19 +206,26 @@ def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
     )
 
 
-def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, fp8: str = "") -> Tensor:
-    """A compiled ``TransformerBlock``, recomputed as ``mode`` says, of (b, s, h); ``fp8``: torchao's recipe."""
+def sizes_in(shape: LayerShape) -> Sizes:
     spec = shape.spec
-    sizes = Sizes(shape.b, shape.s, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
-    learnt, known = structures()[_name(mode, regime_of(sizes), fp8)], {**sizes_of(sizes), "1": 1}
-    parameters = [r.parameter(name, size, x.dtype) for name, size in parameters_of(spec)]
+    return Sizes(shape.b, shape.s, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
+
+
+def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, low: Float8 | None = None) -> Tensor:
+    """A compiled ``TransformerBlock``, recomputed as ``mode`` says, of (b, s, h); ``low``: its linear layers are
+    torchao's."""
+    spec, sizes = shape.spec, sizes_in(shape)
+    known = {**sizes_of(sizes), **(parts(sizes) if low is not None else {}), "1": 1}
+    learnt = structures()[name_of(mode, sizes, low)]
+    dtypes = {name: "fp8" if low is not None and low.gathers(name) else None for name, _ in parameters_of(spec)}
+    parameters = [r.parameter(name, size, x.dtype, gathered=dtypes[name]) for name, size in parameters_of(spec)]
     live: dict[int, Tensor] = {1: x}
 
     def run(r: Recorder, events: Sequence[Begins | int]) -> None:
         for event in events:
             if isinstance(event, int):
                 live.pop(event, None)
-            else:
+            elif all(known[name] > 1 for name in event.sizes if "/" in name):  # else at once, not in parts
                 size = tuple([known.get(name) or int(name) for name in event.sizes])
                 live[event.number] = r.empty(size, event.dtype, event.name)
 

@@ -44,6 +44,8 @@ class Parameter:
     """Ranks that share it are those of an expert, not of the layer around it."""
     low: Low | None = None
     """In what products read it, where that is not the parameter itself."""
+    gathered: str | None = None
+    """The dtype in which shards of it are gathered, where that is not the one of compute."""
 
     @cached_property
     def elements(self) -> int:
@@ -383,7 +385,7 @@ def recorded(
 
 def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
     dtype = leaf.dtype if tuned else None
-    return Parameter(leaf.name, leaf.shape, dtype, leaf.trained, leaf.four_bit, leaf.expert, leaf.low)
+    return Parameter(leaf.name, leaf.shape, dtype, leaf.trained, leaf.four_bit, leaf.expert, leaf.low, leaf.gathered)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ..plan.spec import ModelSpec
 from . import ops
 from .autograd import Gradients, Recorder, Tensor
 from .fused_attention import flash_attention
-from .huggingface import LayerShape, Shared, linear, rotary_one
+from .huggingface import LayerShape, Shared, rotary_one
 from .titan_moe import fused_rms_norm, mixture
 from .torchtitan import Policy, feed_forward, turned
 from .work import attention as attention_work
@@ -49,16 +49,16 @@ def qwen3_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, t
     assert table is not None
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
     a, groups = spec.heads, spec.kv_heads
-    q = policy.product(r, lambda r: linear(r, x, "query", a * d, False)).view(b, s, a, d)
-    k = policy.product(r, lambda r: linear(r, x, "key", groups * d, False)).view(b, s, groups, d)
-    v = policy.product(r, lambda r: linear(r, x, "value", groups * d, False)).view(b, s, groups, d)
+    q = policy.linear(r, x, "query", a * d).view(b, s, a, d)
+    k = policy.linear(r, x, "key", groups * d).view(b, s, groups, d)
+    v = policy.linear(r, x, "value", groups * d).view(b, s, groups, d)
     q = fused_rms_norm(r, q, "query_norm")
     k = fused_rms_norm(r, k, "key_norm")
     q, k = rotary(r, q, k, table)
     q, k, v = q.view(b, a, s, d), k.view(b, groups, s, d), v.view(b, groups, s, d)
     out = policy.run(r, lambda r: flash_attention(r, q, k, v))
     out = out.view(b, s, a * d)
-    return policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False))
+    return policy.linear(r, out, "attention_output", spec.hidden)
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,10 +76,10 @@ def queries(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
     """By a rank of their own, or at once."""
     features = spec.heads * spec.head_dim
     if not spec.latent_q_rank:
-        return policy.product(r, lambda r: linear(r, x, "query", features, False))
-    low = policy.product(r, lambda r: linear(r, x, "query_down", spec.latent_q_rank, False))
+        return policy.linear(r, x, "query", features)
+    low = policy.linear(r, x, "query_down", spec.latent_q_rank)
     normed = fused_rms_norm(r, low, "query_down_norm")
-    return policy.product(r, lambda r: linear(r, normed, "query_up", features, False))
+    return policy.linear(r, normed, "query_up", features)
 
 
 def latent_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, table: Tensor | None) -> Tensor:
@@ -90,7 +90,7 @@ def latent_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, 
     q_plain, q_turned = ops.split(r, q, [(b, s, a, plain), (b, s, a, turns)], "query_parts")
     q_turned = rotated(r, q_turned, "query")
     q = ops.cat_last(r, q_plain, q_turned, "query_states")
-    low = policy.product(r, lambda r: linear(r, x, "key_value_down", rank + turns, False))
+    low = policy.linear(r, x, "key_value_down", rank + turns)
     low, k_turned = ops.split(r, low, [(b, s, rank), (b, s, turns)], "key_value_parts")
     k_turned = rotated(r, k_turned.view(b, s, 1, turns), "key")
     both = low = expanded(r, low, spec, policy).view(b, s, a, plain + width)
@@ -101,14 +101,14 @@ def latent_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, 
     q, k, v = q.view(b, a, s, plain + turns), k.view(b, a, s, plain + turns), v.view(b, a, s, width)
     out = policy.run(r, lambda r: cudnn_attention(r, q, k, v))
     out = out.view(b, s, a * width)
-    return policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False))
+    return policy.linear(r, out, "attention_output", spec.hidden)
 
 
 def expanded(r: Recorder, low: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
     """``wkv_b(kv_norm(kv))``."""
     normed = fused_rms_norm(r, low, "key_value_norm", strided=True)
     features = spec.heads * (spec.nope_head_dim + spec.value_head_dim)
-    return policy.product(r, lambda r: linear(r, normed, "key_value_up", features, False))
+    return policy.linear(r, normed, "key_value_up", features)
 
 
 def rotated(r: Recorder, x: Tensor, name: str) -> Tensor:

@@ -14,7 +14,7 @@ from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming, size_of
-from .huggingface import LayerShape, linear, silu
+from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
 from .work import NOTHING, exchanged
 
@@ -56,7 +56,7 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False) 
 def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
     """``TokenChoiceTopKRouter.forward`` of (n, h): scores (n, k) in fp32, experts (n, k), and how many rows each of
     them gets (E,). The bias that balances them (``load_balance_coeff``) is there in every model of torchtitan."""
-    scores = policy.product(r, lambda r: linear(r, x, "router", spec.experts, False))
+    scores = policy.linear(r, x, "router", spec.experts)
     scores = scored(r, ops.cast(r, scores, "fp32", "router_logits_fp32"), spec)
     choice = ops.add_constant(r, scores, "scores_for_choice")
     if spec.router_groups:
@@ -370,6 +370,6 @@ def weighed_sum(r: Recorder, top: Tensor, rows: Tensor, k: int) -> Tensor:
 def shared_experts(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
     """``FeedForward.forward`` of every token."""
     width = spec.shared_expert_ffn
-    gate = silu(r, policy.product(r, lambda r: linear(r, x, "shared_gate", width, False)))
-    gate = ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "shared_up", width, False)), "shared_gated")
-    return policy.product(r, lambda r: linear(r, gate, "shared_down", spec.hidden, False))
+    gate = silu(r, policy.linear(r, x, "shared_gate", width))
+    gate = ops.multiply(r, gate, policy.linear(r, x, "shared_up", width), "shared_gated")
+    return policy.linear(r, gate, "shared_down", spec.hidden)

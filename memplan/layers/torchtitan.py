@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
-from . import ops
+from . import float8, ops
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
 from .fused_attention import efficient_attention, flash_attention
 from .fused_losses import head_weight
-from .huggingface import LayerShape, linear, silu
+from .huggingface import LayerShape, silu
+from .huggingface import linear as plain_linear
 from .recompute import Frame
 
 Operator = Callable[[Recorder], Tensor]
@@ -52,8 +53,10 @@ class Policy:
     """Which operators' outputs a region keeps: fused attention's, and every second matrix product's, the first
     one among them (``_get_custom_policy``). Without ``keeps``, none."""
 
-    def __init__(self, keeps: bool, *, keeps_exchanged: bool = False) -> None:
+    def __init__(self, keeps: bool, *, keeps_exchanged: bool = False, low: float8.Float8 | None = None) -> None:
         self.keeps = keeps
+        self.low = low
+        """Which linear layers are torchao's."""
         self.keeps_exchanged = keeps_exchanged
         """Also what an all-to-all gives (``_op_sac_save_list`` of some models)."""
         self.outputs: list[Storage] = []
@@ -61,9 +64,19 @@ class Policy:
         self.products = 0
         self.again = False
 
+    def linear(self, r: Recorder, x: Tensor, name: str, n: int) -> Tensor:
+        """A linear layer of ``n`` features, without bias."""
+        if self.low is not None and self.low.takes(name, n, x.shape[-1]):
+            return float8.linear(r, x, n, name, self.low, self)
+        return self.product(r, lambda r: plain_linear(r, x, name, n, False))
+
     def product(self, r: Recorder, operator: Operator) -> Tensor:
+        return self.run(r, operator) if self.counted() else operator(r)
+
+    def counted(self) -> bool:
+        """Whether the matrix product that comes next is one of those."""
         self.products += 1
-        return self.run(r, operator) if self.products % 2 else operator(r)
+        return self.products % 2 == 1
 
     def run(self, r: Recorder, operator: Operator) -> Tensor:
         """An operator whose outputs are kept."""
@@ -82,9 +95,10 @@ def checkpointed(
     keeps: bool,
     early_stop: bool = True,
     keeps_exchanged: bool = False,
+    low: float8.Float8 | None = None,
 ) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
-    policy = Policy(keeps and r.grad_enabled, keeps_exchanged=keeps_exchanged)
+    policy = Policy(keeps and r.grad_enabled, keeps_exchanged=keeps_exchanged, low=low)
 
     def again() -> Tensor:
         policy.products, policy.again = 0, True
@@ -153,9 +167,9 @@ def attention(
     within the function."""
     spec, b, s, d = shape.spec, shape.b, shape.s, shape.spec.head_dim
     a, groups = spec.heads, spec.kv_heads
-    q = policy.product(r, lambda r: linear(r, x, "query", a * d, False)).view(b, s, a, d)
-    k = policy.product(r, lambda r: linear(r, x, "key", groups * d, False)).view(b, s, groups, d)
-    v = policy.product(r, lambda r: linear(r, x, "value", groups * d, False)).view(b, s, groups, d)
+    q = policy.linear(r, x, "query", a * d).view(b, s, a, d)
+    k = policy.linear(r, x, "key", groups * d).view(b, s, groups, d)
+    v = policy.linear(r, x, "value", groups * d).view(b, s, groups, d)
     q, k = rotary(r, q, k)
     keys = repeated(r, k, (b, s, a, d), "key")
     values = repeated(r, v, (b, s, a, d), "value")
@@ -163,7 +177,7 @@ def attention(
     fused = efficient_attention if q.dtype == "fp32" else flash_attention
     out = policy.run(r, lambda r: fused(r, q, k, v))
     out = out.view(b, s, a * d)
-    return then(r, policy.product(r, lambda r: linear(r, out, "attention_output", spec.hidden, False)))
+    return then(r, policy.linear(r, out, "attention_output", spec.hidden))
 
 
 def repeated(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
@@ -178,11 +192,11 @@ def feed_forward(
     spec = shape.spec
 
     def gated() -> Tensor:
-        gate = silu(r, policy.product(r, lambda r: linear(r, x, "gate", spec.ffn, False)))
-        return ops.multiply(r, gate, policy.product(r, lambda r: linear(r, x, "up", spec.ffn, False)), "gated")
+        gate = silu(r, policy.linear(r, x, "gate", spec.ffn))
+        return ops.multiply(r, gate, policy.linear(r, x, "up", spec.ffn), "gated")
 
     def down(product: Tensor) -> Tensor:
-        return then(r, policy.product(r, lambda r: linear(r, product, "down", spec.hidden, False)))
+        return then(r, policy.linear(r, product, "down", spec.hidden))
 
     return down(gated())
 
@@ -202,8 +216,10 @@ def embedding(r: Recorder, shape: LayerShape) -> Tensor:
     return ops.embedding(r, weight, tokens, "word_embeddings")
 
 
-def output(r: Recorder, x: Tensor, shape: LayerShape) -> Tensor:
+def output(r: Recorder, x: Tensor, shape: LayerShape, low: float8.Float8 | None = None) -> Tensor:
     """``Transformer.output``: the logits."""
+    if low is not None:
+        return float8.linear(r, x, shape.spec.vocab, "head", low, Policy(False), Category.LOGITS)
     return ops.linear(r, x, head_weight(r, shape), name="logits", category=Category.LOGITS)
 
 

@@ -151,10 +151,16 @@ class Ddp(FrameworkSection):
     )
 
 
+SMALL = "auto_filter_small_kn"
+"""Stands for small layers among names of those that are not converted."""
+
+
 class Fsdp(FrameworkSection, Terse):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"compile", "compile_loss", "cuda_graphs"})
+    unsaid: ClassVar[frozenset[str]] = frozenset(
+        {"compile", "compile_loss", "cuda_graphs", "filter_fqns", "float8_all_gather", "float8_scales"}
+    )
 
     code: Literal["transformers", "torchtitan"] = Field(
         "transformers", description="library whose model is sharded", json_schema_extra={"flag": "--fsdp-code"}
@@ -210,6 +216,23 @@ class Fsdp(FrameworkSection, Terse):
     compile_loss: bool = Field(
         False, description="torchtitan since April 2025: run the loss by torch.compile (compile.components)"
     )
+    filter_fqns: tuple[str, ...] | None = Field(
+        None,
+        max_length=1000,
+        description="torchtitan with precision.fp8: parts of names of linear layers that stay in dtype, as torchtitan "
+        "has them (attention.wk, layers.0., output); auto_filter_small_kn: small ones; default: output, the head",
+        json_schema_extra={"flag": "--filter-fqns"},
+    )
+    float8_all_gather: bool = Field(
+        False,
+        description="torchtitan with precision.fp8: shards of weights are cast before they are gathered",
+        json_schema_extra={"flag": "--enable-fsdp-float8-all-gather"},
+    )
+    float8_scales: bool = Field(
+        False,
+        description="and the scales of all of them are computed at once behind every step",
+        json_schema_extra={"flag": "--precompute-float8-dynamic-scale-for-fsdp"},
+    )
     ends_apart: bool = Field(
         False, description="torchtitan after 2024: shard the embedding as one unit, and final norm with head as another"
     )
@@ -222,6 +245,16 @@ class Fsdp(FrameworkSection, Terse):
         description="torchtitan since August 2026: a CUDA graph replays forward and backward",
         json_schema_extra={"flag": "--fsdp-cuda-graphs"},
     )
+
+    @property
+    def filters_small(self) -> bool:
+        """Small layers stay in dtype."""
+        return SMALL in (self.filter_fqns or ())
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Parts of names of layers that stay."""
+        return ("output",) if self.filter_fqns is None else tuple(one for one in self.filter_fqns if one != SMALL)
 
 
 class Deepspeed(FrameworkSection):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FrameworkName = Annotated[str, OneOf(FRAMEWORKS)]
 OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 StateDtype = Literal["fp32", "bf16", "fp16", "fp8"]
-Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"]
+Fp8Recipe = Literal["delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
 OptimizerImplementation = Literal["foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers"]
 RecomputeModule = Literal[
     "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"

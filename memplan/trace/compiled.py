@@ -9,15 +9,18 @@ them; each ``Regime`` has a structure of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..layers.compiled import Sizes, sizes_of
+from ..layers.compiled import FLOAT8_REGIMES, SKIPS, Sizes, parts, sizes_of
+from ..layers.float8 import Float8
 from .inductor import Event, Graphs, code_of, graphs_of, happened
 from .job import Checkpointing, Torchtitan
 from .models import DTYPES
@@ -31,13 +34,31 @@ GENERIC: Mapping[str, Sizes] = {
 """Sizes of which no two are alike, in each regime (``layers.compiled.regime_of``)."""
 
 
+ROWS: Mapping[str, Mapping[str, Sizes]] = {
+    "": {"mixed": Sizes(3, 7168, 40, 8, 64, 12160), "plain": Sizes(3, 1728, 56, 7, 64, 12160)},
+    "narrow": {"mixed": Sizes(3, 7168, 40, 8, 64, 8384), "plain": Sizes(3, 1920, 56, 7, 64, 7872)},
+    "widest": {"mixed": Sizes(3, 7168, 136, 4, 64, 19008), "plain": Sizes(3, 3000, 136, 4, 64, 19008)},
+}
+"""The same with scales by rows, whose numbers of parts (``layers.compiled.parts``) are not like sizes either; by what
+``layers.compiled.width_of`` tells apart."""
+
+
+def float8_layers() -> Iterator[tuple[Float8, Sizes]]:
+    """Layers in float8 that are learnt, and of which sizes."""
+    kinds = (("tensorwise", False), ("tensorwise", True), ("rowwise", False), ("rowwise_with_gw_hp", False))
+    for (recipe, gathered), skips in product(kinds, (frozenset[str](), SKIPS)):
+        widths = ROWS if recipe == "rowwise" and not skips else {"": GENERIC if recipe == "tensorwise" else ROWS[""]}
+        for sizes in widths.values():
+            yield from ((Float8(recipe, skips, gathered=gathered), sizes[regime]) for regime in FLOAT8_REGIMES)
+
+
 MODES: tuple[Checkpointing, ...] = ("none", "op", "full")
 
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "complex64": "fp32", "uint64": "int64"}
 _DTYPES |= {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
-def traced(mode: Checkpointing, sizes: Sizes, fp8: str = "") -> tuple[Graphs, FakeTensorMode]:
+def traced(mode: Checkpointing, sizes: Sizes, low: Float8 | None = None) -> tuple[Graphs, FakeTensorMode]:
     """A layer of ``sizes`` in bf16, recomputed as ``mode`` says, of a micro-batch and the table of rotary positions."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     settings = Torchtitan(
@@ -58,17 +79,25 @@ def traced(mode: Checkpointing, sizes: Sizes, fp8: str = "") -> tuple[Graphs, Fa
     with fake:
         torch.set_default_dtype(DTYPES["bf16"])
         plain = TransformerBlock(settings)
-        block = recomputed(in_float8(plain, fp8) if fp8 else plain, settings, 0)
+        block = recomputed(in_float8(plain, low) if low is not None else plain, settings, 0)
         torch.set_default_dtype(before)
         x = torch.empty(sizes.b, sizes.s, sizes.hidden, dtype=DTYPES["bf16"], requires_grad=True)
         table = torch.empty(sizes.s, sizes.head_dim // 2, dtype=torch.complex64)
     return graphs_of(block, (x, table), fake), fake
 
 
-def learnt(mode: Checkpointing, sizes: Sizes, fp8: str = "", *, reuse: bool = False) -> dict[str, Any]:
+def learnt(mode: Checkpointing, sizes: Sizes, low: Float8 | None = None, *, reuse: bool = False) -> dict[str, Any]:
     """What such a layer does: tensor 1 is its input, 2 the table of rotary positions, from 3 on are its parameters in
     the order of their use, and of backward 0 is the output's gradient."""
-    (graphs, fake), known = traced(mode, sizes, fp8), sizes_of(sizes)
+    rows = low is not None and low.by_rows
+    with inductor.patch(emulate_precision_casts=low is not None and low.recipe == "rowwise"):  # as torchtitan sets it
+        return _learnt(mode, sizes, low, {**(parts(sizes) if rows else {}), **sizes_of(sizes)}, reuse=reuse)
+
+
+def _learnt(
+    mode: Checkpointing, sizes: Sizes, low: Float8 | None, known: Mapping[str, int], *, reuse: bool
+) -> dict[str, Any]:
+    graphs, fake = traced(mode, sizes, low)
     (out,) = [node for node in graphs.forward.graph.nodes if node.op == "output"]
     saved = [node.name for node in out.args[0][1:]]
     inputs = [node for node in graphs.forward.graph.nodes if node.op == "placeholder"]
@@ -93,10 +122,28 @@ def learnt(mode: Checkpointing, sizes: Sizes, fp8: str = "", *, reuse: bool = Fa
     }
 
 
-def in_float8(block: nn.Module, recipe: str) -> nn.Module:
-    """``torchao.float8`` (``Float8Converter.convert``): every linear layer a ``Float8Linear``, which gathers bf16."""
+OWN = {"wk": "key", "wv": "value"}
+"""Names here of layers that may stay in bf16."""
+
+
+def in_float8(block: nn.Module, low: Float8) -> nn.Module:
+    """``torchao.float8`` (``Float8Converter.convert``): linear layers, but for those that ``low`` skips, are each a
+    ``Float8Linear``, whose weight has been gathered in bf16, or in 8 bits (``fsdp_post_all_gather``)."""
     float8: Any = import_module("torchao.float8")
-    float8.convert_to_float8_training(block, config=float8.Float8LinearConfig.from_recipe_name(recipe))
+    parts: Any = import_module("torchao.float8.float8_training_tensor")
+    config = float8.Float8LinearConfig.from_recipe_name(low.recipe)
+
+    def takes(_: nn.Module, name: str) -> bool:
+        return OWN.get(name.rpartition(".")[2]) not in low.skips
+
+    float8.convert_to_float8_training(block, config=config, module_filter_fn=takes)
+    for module in block.modules():
+        if low.gathered and hasattr(module, "linear_mm_config"):
+            layer: Any = module
+            data = torch.empty_like(layer.weight, dtype=torch.float8_e4m3fn)
+            role, scale = parts.GemmInputRole.WEIGHT, torch.empty((), dtype=torch.float32)
+            whole = parts.Float8TrainingTensor(data, scale, layer.weight.dtype, layer.linear_mm_config, role)
+            layer.weight = nn.Parameter(whole)
     return block
 
 

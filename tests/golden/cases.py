@@ -332,6 +332,13 @@ def fsdp() -> Iterator[str]:
 def torchtitan() -> Iterator[str]:
     job = "--model llama-3-8b --layers 8 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h100-80gb"
     for flags in (
+        "--fp8 tensorwise", "--fp8 rowwise --recompute-per-operator --filter-fqns auto_filter_small_kn",
+        "--fp8 rowwise_with_gw_hp --recompute full --filter-fqns layers.0.,output",
+        "--fp8 tensorwise --enable-fsdp-float8-all-gather --precompute-float8-dynamic-scale-for-fsdp",
+        "--fp8 rowwise --enable-fsdp-float8-all-gather", "--fp8 tensorwise --tp 2",
+    ):  # fmt: skip
+        yield f"{job} --gpus 8 {flags}"
+    for flags in (
         "--gpus 8", "--gpus 8 --recompute full", "--gpus 8 --recompute selective --recompute-every 2",
         "--gpus 8 --recompute selective --recompute-per-operator", "--gpus 8 --recompute full --recompute-every 2",
         "--gpus 8 --ends-apart", "--gpus 8 --no-reshard-after-forward", "--gpus 8 --fsdp-replicas 2",

@@ -77,9 +77,7 @@ def test_regimes() -> None:
         ({"dtype": "fp32"}, r"fsdp\.compile = true: must be false unless precision\.dtype is bf16"),
         ({"kv-heads": "32"}, r"model\.kv_heads = 32: must be from 2 to below the 32 heads"),
         ({"ffn": "14337"}, r"model\.ffn = 14337: must give a multiple of 64"),
-        ({"fp8": "delayed"}, r"precision\.fp8 = delayed: must be left out or tensorwise"),
-        ({"fp8": "tensorwise", "compile": "false"}, r"precision\.fp8 = tensorwise: needs torchtitan's compiled layers"),
-        ({"fp8": "tensorwise", "fp8-parameters": "true"}, r"precision\.fp8_parameters = true: must be left out"),
+        ({"fp8": "tensorwise", "filter-fqns": "attention.wq"}, r"fsdp\.filter_fqns = \[attention\.wq\]: must leave"),
         ({"model": "qwen3-8b"}, r"fsdp\.compile = true: must be false with torchtitan's qwen3"),
     ],
 )

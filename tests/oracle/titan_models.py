@@ -414,6 +414,7 @@ KEPT = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    aten.max.default,
 }
 """``_op_sac_save_list`` of both models; of products every second is kept."""
 EXCHANGED = torch.ops._c10d_functional.all_to_all_single.default
@@ -450,9 +451,15 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0
+    sizes: Sizes,
+    sharding: Sharding,
+    modes: Sequence[str],
+    chunks: int = 0,
+    *,
+    convert: Callable[[nn.Module], object] = lambda _: None,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
+    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some; ``convert``:
+    what becomes of the model before.
 
     A weight that embedding and head share makes one unit of both and the norm, before the layers
     (``apply_fsdp_to_decoder`` of August 2026)."""
@@ -460,6 +467,7 @@ def builder(
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = Transformer(sizes)
         model.skips_head = chunks > 0
+        convert(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
         for name, block in list(model.layers.items()):
             model.layers[name] = recomputed(block, sizes, modes[int(name)])

@@ -66,13 +66,19 @@ def recomputed(block: nn.Module, sizes: Sizes, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], *, ends_apart: bool
+    sizes: Sizes,
+    sharding: Sharding,
+    modes: Sequence[str],
+    *,
+    ends_apart: bool,
+    convert: Callable[[nn.Module], object] = lambda _: None,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``ends_apart``: embedding, and norm with head,
-    are units of their own, as later releases have it."""
+    are units of their own, as later releases have it; ``convert``: what becomes of the model before."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = llama(sizes)
+        convert(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
         if ends_apart:
             fully_shard(model.tok_embeddings, **common)

@@ -419,15 +419,14 @@ FILTERED = "2025-04-07"
 CONVERTERS = ("model.converters", "float8.enable_float8_linear", "training.enable_float8_linear")
 
 
-def float8_keys(settings: Settings) -> tuple[str, Node] | None:
-    """The key that puts a compiled job's layers, and not its head, in float8 (``Float8Converter``), and the recipe."""
-    if not settings.switch(*COMPILE).value or (settings.has(COMPONENTS) and "model" not in settings.words(COMPONENTS)):
-        return None
+def float8_keys(settings: Settings) -> tuple[str, Node, str] | None:
+    """The key that puts linear layers in float8 (``Float8Converter``, ``Float8LinearConverter``) and nothing else, the
+    recipe, and the section of its settings."""
     found = settings.first(*CONVERTERS)
     if found is None:
         return None
     name, node = found
-    section = "float8"
+    section = name.rpartition(".")[0]
     if name == CONVERTERS[0]:
         converters = settings.words(name)
         if len(converters) != 1 or converters[0] not in FLOAT8:
@@ -435,17 +434,38 @@ def float8_keys(settings: Settings) -> tuple[str, Node] | None:
         section = converters[0]
     elif not node.value:
         return None
-    if settings.era.day >= FILTERED and "output" not in settings.words(f"{section}.filter_fqns"):
+    delayed = any(_text(settings, f"{section}.scaling_type_{one}") == "delayed" for one in SCALED)
+    recipe = _text(settings, f"{section}.recipe_name") or "tensorwise"
+    if delayed or settings.switch(f"{section}.emulate").value or recipe not in framework("fsdp").supports.low_precision:
         return None
-    recipe = settings.given.get(f"{section}.recipe_name")
-    said = "tensorwise" if recipe is None or recipe.value is None else str(recipe.value)
-    return (name, Node(said, node.origin)) if said == "tensorwise" else None
+    return name, Node(recipe, node.origin), section
+
+
+SCALED = ("input", "weight", "grad_output")
+
+
+def _text(settings: Settings, name: str) -> str:
+    node = settings.given.get(name)
+    return str(node.value) if node is not None and node.value is not None else ""
 
 
 def _float8(reader: Reader) -> None:
-    found = float8_keys(reader.settings)
-    if found is not None:
-        reader.building.put("precision.fp8", found[1], found[0])
+    """A filter is of the code since ``FILTERED``; shards are gathered in 8 bits where no recipe is named."""
+    settings, building, found = reader.settings, reader.building, float8_keys(reader.settings)
+    if found is None:
+        return
+    name, recipe, section = found
+    building.put("precision.fp8", recipe, name)
+    filters = f"{section}.filter_fqns"
+    if settings.era.day >= FILTERED:
+        given = settings.given.get(filters)
+        origin = given.origin if given is not None else settings.origin
+        building.put("fsdp.filter_fqns", Node([Node(one, origin) for one in settings.words(filters)], origin), filters)
+    for field, key in (("float8_all_gather", ALL_GATHER), ("float8_scales", SCALES)):
+        building.put(f"fsdp.{field}", settings.switch(f"{section}.{key}"), f"{section}.{key}")
+
+
+ALL_GATHER, SCALES = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
 
 
 def _components(plan: Plan) -> list[str] | None:

@@ -24,7 +24,7 @@ from ...schedules.torch_schedules import ACTIVE, Place, passes
 from ...search.lower_bounds import TENSORS, Growing, Kept, LowerBounds, peaks
 from ...search.point import Extra, Point
 from ...search.space import Space
-from ...tape.events import Category
+from ...tape.events import Category, rounded
 from ...tape.program import module_states
 from ...values import dataclass, replace
 from . import programs, stages, torchtitan
@@ -172,15 +172,17 @@ class _Walk:
 
     @cached_property
     def _wholes(self) -> dict[str, int]:
-        shards, compute = self.sharding.shards, self.sharding.compute
+        shards = self.sharding.shards
         return {
-            unit.name: sum(size(one * shards, compute) for one in unit.shard_elements(shards)) for unit in self.units
+            unit.name: sum(size(one * shards, dtype) for one, dtype in unit.gathered(self.sharding))
+            for unit in self.units
         }
 
     def gathered(self, unit: Unit) -> int:
         """The flat output of its gathering."""
         shards = self.sharding.shards
-        return size(unit.flat(shards) * shards, self.sharding.compute) if shards > 1 else 0
+        flat = sum(one * ITEMSIZE[dtype] for one, dtype in unit.gathered(self.sharding))
+        return rounded(flat * shards) if shards > 1 else 0
 
     def forward(self, place: int) -> int:
         """A unit's own parameters, and the flat copy."""
@@ -381,4 +383,4 @@ def _rank(plan: ResolvedPlan, cuts: tuple[Cut, ...], modules: Sequence[Modules])
 def _gathered(sharding: Sharding, tensors: Sequence[Parameter]) -> int:
     """Whether or not they have been copied out."""
     shards = sharding.shards
-    return sum(shard(one, shards).elements * shards for one in tensors) * ITEMSIZE[sharding.compute]
+    return sum(shard(one, shards).elements * shards * ITEMSIZE[sharding.gathers(one)] for one in tensors)

@@ -61,7 +61,7 @@ class Fsdp(Framework):
         losses=("plain", "vocab-parallel", "chunked", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
-        low_precision=("tensorwise",),
+        low_precision=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     )
 
     def default_layout(self, plan: Plan) -> Layout:
@@ -114,9 +114,10 @@ class Fsdp(Framework):
         return plan.fsdp.code == "transformers"
 
     def check(self, plan: ResolvedPlan) -> None:
+        from . import float8
+
         refuse_apart(plan, "under fsdp")
-        if plan.precision.fp8:
-            _check_float8(plan)
+        float8.check(plan)
         if plan.quantisation.kind in ("int8", "awq"):
             weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
             problem = (
@@ -231,17 +232,6 @@ class Fsdp(Framework):
         from .timing import FsdpTime
 
         return FsdpTime()
-
-
-def _check_float8(plan: ResolvedPlan) -> None:
-    """torchao's ``Float8Linear``, which was learnt compiled."""
-    precision = plan.precision
-    if not plan.fsdp.compile:
-        problem = "needs torchtitan's compiled layers (--fsdp-code torchtitan --compile): no other float8 is modelled"
-        raise PlanError("precision.fp8", precision.fp8, problem)
-    for field in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
-        if value := getattr(precision, field):
-            raise PlanError(f"precision.{field}", value, "must be left out with framework fsdp, whose torchao has none")
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:

@@ -25,6 +25,8 @@ from functools import cached_property
 from itertools import compress
 from typing import Literal, NamedTuple, Protocol
 
+from ...layers.autograd import ITEMSIZE
+from ...layers.float8 import cast_shard
 from ...layers.fused_losses import CHUNKS
 from ...layers.recompute import RERUN
 from ...layers.titan_moe import AGAIN, EXPERTS
@@ -40,7 +42,10 @@ OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, INNER, PIECES, UNITS = 0, 2, 4, 
 last one on are those that a unit of several modules has for itself. Units of experts have outputs and inputs of their
 own (``INNER``), and copies of what is cut along another dimension than the first (``PIECES``)."""
 
-WHOLE, RESHARDED, GRADIENT, FROM_HOST = (kind << 16 for kind in range(4))
+SCALES = 1 << 20
+"""and from there on are scales of what is gathered in 8 bits."""
+
+WHOLE, RESHARDED, GRADIENT, FROM_HOST, LOW = (kind << 16 for kind in range(5))
 WITHIN = 1 << 15
 """Numbers from which on are tensors of a unit that one module holds (``Scope.MODULE``): for each parameter one."""
 
@@ -138,6 +143,8 @@ class _State:
     """An all-gather's output that nobody has copied out."""
     whole: list[Hold] = field(default_factory=list)
     """Unsharded parameters."""
+    scales: list[Hold] = field(default_factory=list)
+    """Of what was gathered in 8 bits."""
     resharded: list[Hold] = field(default_factory=list)
     """Pieces for fewer ranks, between forward and backward."""
     ran: bool = False
@@ -205,18 +212,50 @@ class Hooks:
             return
         ranks = self._ranks(at)
         pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
-        flat, converted = sum(pieces), sum(compress(pieces, map(sharding.casts, unit.parameters)))
+        low = any(one.gathered for one in unit.parameters)
+        converted = sum(compress(pieces, [sharding.casts(one) and not one.gathered for one in unit.parameters]))
         cast: list[Hold] = []
         if sharding.offload and not state.resharded:
             cast = self._from_host(unit, pieces)
-        elif converted:
-            cast = [
-                self.hold(Scope.HOOKS.id(CAST), converted, sharding.compute, BUFFERS, "all_gather_input", GATHERING)
-            ]
-        output = Scope.HOOKS.id(OUTPUT + self.turns[at])
-        state.gathered = self.hold(output, flat * ranks, sharding.compute, BUFFERS, "all_gather_output", GATHERING)
+        else:
+            cast = self._in_8_bits(at, pieces) if low else []
+            cast += (
+                [self.hold(Scope.HOOKS.id(CAST), converted, sharding.compute, BUFFERS, "all_gather_input", GATHERING)]
+                if converted
+                else []
+            )
+        output, flat, dtype = Scope.HOOKS.id(OUTPUT + self.turns[at]), sum(pieces), sharding.compute
+        if low:  # of more than one dtype: as bytes
+            sizes = (ITEMSIZE[sharding.gathers(one)] for one in unit.parameters)
+            flat, dtype = sum(piece * one for piece, one in zip(pieces, sizes, strict=True)), "uint8"
+        state.gathered = self.hold(output, flat * ranks, dtype, BUFFERS, "all_gather_output", GATHERING)
         for one in cast:
             self.drop(one)
+
+    def _in_8_bits(self, at: int, pieces: Sequence[int]) -> list[Hold]:
+        """Shards cast one by one (``all_gather_inputs`` of an extension), each by tensors that end before those of the
+        next one begin, but for the result and its scale."""
+        unit, sharding, kept = self.units[at], self.sharding, list[Hold]()
+        for index, (parameter, elements) in enumerate(zip(unit.parameters, pieces, strict=True)):
+            if not parameter.gathered:
+                continue
+            events, data, scale = cast_shard(elements, sharding.parameters, scaled_before=sharding.scaled_before)
+            ids = {data: Scope.MODULE.id(LOW + index), scale: self._scale_id(at, index)}
+            for event in events:
+                id = ids.get(event.tensor, Scope.MODULE.id(LOW + WITHIN + event.tensor))
+                if not isinstance(event, Hold):
+                    self.events.append(event._replace(tensor=id, category=BUFFERS))
+                    continue
+                self.events.append(hold := event._replace(tensor=id, category=BUFFERS, stream=GATHERING))
+                if event.tensor == data:
+                    kept.append(hold)
+                elif event.tensor == scale:
+                    self.states[at].scales.append(hold)
+        return kept
+
+    def _scale_id(self, at: int, index: int) -> int:
+        """Of one between a unit's gathering and its copying out, which takes turns as the output does."""
+        return Scope.HOOKS.id(SCALES + (self.turns[at] << 10) + index)
 
     def _from_host(self, unit: Unit, pieces: Sequence[int]) -> list[Hold]:
         """Shards copied to the device one by one, and cast there (``FSDPParam.all_gather_inputs``)."""
@@ -264,7 +303,7 @@ class Hooks:
                 )
             if before is not None:
                 self.drop(before)
-            state.whole.append(self.hold(id, elements, sharding.compute, GATHERED, parameter.name))
+            state.whole.append(self.hold(id, elements, sharding.gathers(parameter), GATHERED, parameter.name))
             if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
                 number = Scope.HOOKS.id(PIECES + index)
                 beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
@@ -281,6 +320,9 @@ class Hooks:
         elif state.gathered is not None:
             self.drop(state.gathered)
         state.gathered = None
+        for scale in state.scales:  # takes the place of the last one's
+            self.drop(scale)
+        state.scales.clear()
 
     def flush(self) -> None:
         """Ends the output that forward left."""

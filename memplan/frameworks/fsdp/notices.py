@@ -59,14 +59,20 @@ COMPILED = (
 )
 """Taken for granted of compiled layers."""
 
-FLOAT8 = (
-    "a layer's products in float8 by torchao 0.18 (Float8Linear, compiled), the head's in bf16; parameters are "
-    "gathered in bf16: enable_fsdp_float8_all_gather halves gathered layers, and is not counted (an upper bound)",
-    "with fewer than twice as many tokens as features in a micro-batch, Inductor orders a layer's backward by its "
-    "sizes: its own peak may be up to a tenth lower than in the order that is followed here; what is saved is the same",
-    "predicted times are of products in bf16 (an upper bound)",
+FLOAT8_COMPILED = (
+    "with fewer than twice as many tokens as features in a micro-batch, Inductor orders a layer's backward in float8 "
+    "by its sizes: its own peak may be up to a tenth lower than in the order that is followed here; what is saved is "
+    "the same",
+    "predicted times of compiled layers are of products in bf16 (an upper bound)",
 )
 """and of those in float8."""
+
+FLOAT8_EAGER = (
+    "without torch.compile every cast to 8 bits takes two tensors in fp32 beside what it casts, and with scales by "
+    "rows a product in backward takes one in fp32 as large as its result: more memory and time than in bf16, which "
+    "torch.compile saves; not counted: what kernels of maxima and of products by rows take inside",
+)
+"""Of those that are not compiled."""
 
 EXPERT_PARALLEL = (
     "experts of a layer are a unit of their own within it, of the ranks with the same experts; every rank sends as "
@@ -158,9 +164,23 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     )
     if plan.fsdp.compile:
         yield from COMPILED
-        yield from FLOAT8 if plan.precision.fp8 else ()
+    if plan.precision.fp8:
+        yield of_float8(plan)
+        yield from FLOAT8_COMPILED if plan.fsdp.compile else FLOAT8_EAGER
     if plan.fsdp.compile_loss:
         yield f"torch.compile of the loss, as torch {compiled.TORCH}'s Inductor writes it"
+
+
+def of_float8(plan: ResolvedPlan) -> str:
+    """Which layers, and what is saved and gathered."""
+    given = plan.fsdp
+    stays = ", ".join(given.filter_fqns) if given.filter_fqns else "none" if given.filter_fqns is not None else "output"
+    gathered = "in 8 bits, cast from shards" if given.float8_all_gather else "in bf16, and cast for every product"
+    return (
+        f"linear layers are torchao 0.18's Float8Linear ({plan.precision.fp8}), but for those whose name has a part of "
+        f"filter_fqns ({stays}), or whose features are no multiple of 16; inputs are saved in bf16, so that float8 "
+        f"saves no activations; weights are gathered {gathered}"
+    )
 
 
 def layouts(plan: ResolvedPlan) -> tuple[str, ...]:

@@ -117,6 +117,7 @@ def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
         adapters=plan.lora.dtype or "",
         whole_4bit=leaves_4bit(plan),
         experts=cut_of_experts(plan) if apart else None,
+        scaled_before=given.float8_scales,
     )
 
 

@@ -66,6 +66,9 @@ class Titan:
     """It has a recipe under tensor parallelism, and a search may cut it into stages."""
     compiles: bool = False
     """It has a recipe as ``torch.compile`` runs it."""
+    linears: tuple[tuple[str, str], ...] = ()
+    """Linear layers that torchao's float8 may take, by their names here and in torchtitan; none: it has no recipe with
+    them."""
     pipelined: bool = True
     """It has one in pipeline stages."""
     ends_apart: bool = True
@@ -145,6 +148,12 @@ MIXTURE = (
 NORMS = ("attention_norm", "mlp_norm")
 OF_0_2_2 = "release 0.2.2"
 
+LINEARS = (
+    *(("query", "attention.wq"), ("key", "attention.wk"), ("value", "attention.wv")),
+    *(("attention_output", "attention.wo"), ("gate", "feed_forward.w1")),
+    *(("down", "feed_forward.w2"), ("up", "feed_forward.w3")),
+)
+
 LLAMA_3 = Titan(
     "llama3",
     "Llama",
@@ -157,6 +166,7 @@ LLAMA_3 = Titan(
     early_stop=True,
     parallel=True,
     compiles=True,
+    linears=LINEARS,
     ends_apart=False,
 )
 
@@ -170,6 +180,7 @@ QWEN_3 = Titan(
     covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **TIES, **ROUTED, "qk_norm": (True,)},
     buffers=_cosines,
     table=titan_models.rope_cache,
+    linears=LINEARS,
     assumes=(KERNELS,),
 )
 

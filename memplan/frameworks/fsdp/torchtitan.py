@@ -18,6 +18,7 @@ from ...device.gpus import GPUS
 from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
+from ...layers.float8 import Float8
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
@@ -29,7 +30,7 @@ from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass, replace
 from ..plain import programs as plain
-from . import chunked
+from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, titan_of
 from .units import Cut, Unit
@@ -65,12 +66,31 @@ class Recipes:
     """Every layer runs by ``torch.compile``,"""
     compiled_loss: bool = False
     """and so does the loss."""
-    fp8: str = ""
-    """torchao's recipe, where linear layers multiply in 8 bits."""
+    low: Float8 | None = None
+    """How torchao's linear layers multiply in 8 bits,"""
+    filters: tuple[str, ...] = ()
+    """and parts of the names that others have (``filter_fqns``)."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
-        return _block(replace(self, shape=self.shape.of_layer(layer)), mode, options)
+        return _block(
+            replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), filters=()), mode, options
+        )
+
+    def low_of(self, layer: int) -> Float8 | None:
+        """What of layer ``layer`` is in 8 bits."""
+        if self.low is None or not self.filters:
+            return self.low
+        names = {name: f"layers.{layer}.{own}" for name, own in self.titan.linears}
+        skips = {name for name, full in names.items() if any(one in full for one in self.filters)}
+        return replace(self.low, skips=frozenset(skips)) if len(skips) < len(names) else None
+
+    @property
+    def low_head(self) -> Float8 | None:
+        """What of the head is."""
+        spec = self.shape.spec
+        named = any(one in float8.HEAD for one in self.filters)
+        return self.low if self.low and not named and self.low.takes("head", spec.vocab, spec.hidden) else None
 
     def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
         """Embedding, final norm, head, and the loss outside of the model; with chunks the head has it."""
@@ -111,7 +131,8 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         chunked.loss_of(plan),
         plan.fsdp.compile,
         plan.fsdp.compile_loss,
-        plan.precision.fp8 or "",
+        float8.low_of(plan),
+        plan.fsdp.words,
     )
 
 
@@ -122,20 +143,27 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     def run(r: Recorder, x: Tensor, table: Tensor | None, policy: torchtitan.Policy) -> Tensor:
         return titan.block(r, x, shape, policy, table) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
 
+    low = None if of.compiled else of.low
+
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         if of.compiled and not options.counts:
-            return Run(compiled.block(r, x, shape, mode, of.fp8))
+            return Run(compiled.block(r, x, shape, mode, float8.in_compiled(of.low, shape.spec)))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
-            return Run(run(r, hidden, table, torchtitan.Policy(False)))
+            return Run(run(r, hidden, table, torchtitan.Policy(False, low=low)))
 
         def region(policy: torchtitan.Policy) -> Tensor:
             return run(r, hidden, table, policy)
 
         return Run(
             torchtitan.checkpointed(
-                r, region, keeps=mode == "op", early_stop=titan.early_stop, keeps_exchanged=titan.keeps_exchanged
+                r,
+                region,
+                keeps=mode == "op",
+                early_stop=titan.early_stop,
+                keeps_exchanged=titan.keeps_exchanged,
+                low=low,
             )
         )
 
@@ -177,7 +205,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
         if of.chunks is not None:
             return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
         if t == 1:
-            return Run(torchtitan.output(r, x, shape))
+            return Run(torchtitan.output(r, x, shape, of.low_head))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
 
     def loss(r: Recorder, x: Tensor | None) -> Run:
@@ -318,6 +346,8 @@ def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
     if not 1 < spec.kv_heads < spec.heads or spec.heads * spec.head_dim != spec.hidden:
         problem = f"must be from 2 to below the {spec.heads} heads, of hidden / heads features, with fsdp.compile"
         raise PlanError("model.kv_heads", spec.kv_heads, f"{problem}: other layers were not learnt")
+    made = recipes(plan)
+    float8.check_compiled(plan, [float8.in_compiled(made.low_of(at), spec) for at in range(spec.layers)])
 
 
 GROUPED_MM = (9, 0)
@@ -491,6 +521,7 @@ def torchtitan_model(
     titan = made.titan
     buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
     own = with_parameters(spans, units, titan.registered)
+    buffers += float8.scales(own, precomputed=plan.fsdp.float8_scales)
     if made.chunks is None:
         return Model(spans, own, "head", buffers)
     own = chunked.apart(own, accumulates=made.chunks.accumulates or plan.fsdp.cuda_graphs)

@@ -57,6 +57,8 @@ class Sharding:
     """4-bit weights are not sharded (``ignored_params``)."""
     experts: Cut | None = None
     """How an expert's parameters are cut, where ranks share experts."""
+    scaled_before: bool = False
+    """Shards that are gathered in 8 bits have their scales already."""
 
     def cut(self, parameter: Parameter) -> Cut:
         return self.experts if self.experts is not None and parameter.expert else Cut(self.shards)
@@ -69,6 +71,10 @@ class Sharding:
     def casts(self, parameter: Parameter) -> bool:
         """Whether a parameter's shard is cast before it is gathered (``FSDPParam.param_dtype``)."""
         return (parameter.dtype or self.parameters) != self.compute
+
+    def gathers(self, parameter: Parameter) -> str:
+        """The dtype in which a parameter's shards are gathered."""
+        return parameter.gathered or self.compute
 
     def width(self, reshard_after_forward: bool | int) -> int | None:
         """Ranks across which parameters are cut after forward; ``None`` where they stay whole
@@ -134,6 +140,10 @@ class Unit:
     def flat(self, shards: int) -> int:
         """Elements of one rank's part of the all-gather: one piece of every parameter."""
         return sum(self.shard_elements(shards))
+
+    def gathered(self, sharding: Sharding) -> tuple[tuple[int, str], ...]:
+        """Of each parameter, the elements of rank 0's piece and their dtype as they are gathered."""
+        return tuple(zip(self.shard_elements(sharding.shards), map(sharding.gathers, self.parameters), strict=True))
 
     def reduced(self, shards: int) -> int:
         """Elements of one rank's part of the reduce-scatter: one piece of every parameter that is trained."""

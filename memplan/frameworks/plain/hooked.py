@@ -196,13 +196,22 @@ class HookedRecorder(Recorder):
             self.products += [(node, at, leaf) for leaf in owners if len(leaf.shape) > MATRIX]
         return node
 
-    def parameter(self, name: str, shape: Shape, dtype: str, *, expert: bool = False, low: Low | None = None) -> Tensor:
+    def parameter(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        *,
+        expert: bool = False,
+        low: Low | None = None,
+        gathered: str | None = None,
+    ) -> Tensor:
         if self.inside:
             part = self.inside[-1]
             self.modules[part] = tuple(dict.fromkeys((*self.modules[part], name)))
         elif len(shape) == 1 and name.endswith(".weight"):
             self.before(name)
-        made = super().parameter(name, shape, dtype, expert=expert, low=low)
+        made = super().parameter(name, shape, dtype, expert=expert, low=low, gathered=gathered)
         if not self.parameters[self.prefix + name].trained:
             self.frozen[id(made)] = made, self.prefix + name
         return made

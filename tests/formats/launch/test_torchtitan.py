@@ -196,12 +196,10 @@ def test_flags_lie_over_the_file(read: Read) -> None:
 
 
 def test_notes(read: Read) -> None:
-    config = (
-        RELEASE_0_2.replace("converters = []", 'converters = ["float8"]') + "\n[checkpoint]\nasync_mode = 'async'\n"
-    )
+    config = RELEASE_0_2.replace("converters = []", 'converters = ["mx"]') + "\n[checkpoint]\nasync_mode = 'async'\n"
     found = read(config + "[extra]\nmine = 1\n")
     assert codes(found) == ["argument-not-modelled", "argument-unknown", "recipes-older"]
-    assert found.warnings[0].message.startswith("model.converters = [float8] (job.toml:6) is not modelled yet")
+    assert found.warnings[0].message.startswith("model.converters = [mx] (job.toml:6) is not modelled yet")
     config = config.replace("[checkpoint]\n", "[checkpoint]\nenable = true\n")
     assert "a copy of parameters and optimizer states on the host" in read(config).warnings[1].message
     stale = RELEASE_0_2.replace("[training]\n", "[training]\nwarmup_steps = 2\n")
@@ -244,8 +242,8 @@ def test_compiled_jobs(read: Read) -> None:
     assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
 
 
-def test_float8_of_compiled_jobs(read: Read) -> None:
-    """Where every layer is compiled and the head stays in bf16; else a warning says that float8 is not modelled."""
+def test_float8(read: Read) -> None:
+    """Of linear layers; a warning says what is not modelled."""
 
     def fp8(*settings: str) -> tuple[str | None, bool]:
         found = read(RELEASE_0_2, *settings)
@@ -255,10 +253,21 @@ def test_float8_of_compiled_jobs(read: Read) -> None:
     on, converter = "compile.enable=true", "model.converters=quantize.linear.float8"
     head = "quantize.linear.float8.filter_fqns=output"
     assert fp8(on, converter, head) == ("tensorwise", False)
-    assert fp8(on, converter, head, "quantize.linear.float8.recipe_name=rowwise") == (None, True)
-    assert fp8(on, converter, "quantize.linear.float8.filter_fqns=none") == (None, True)
-    assert fp8(on, converter, head, "quantize.linear.float8.recipe_name=rowwise_with_gw_hp") == (None, True)
-    assert fp8(converter, head) == (None, True)
+    assert fp8(converter, head, "quantize.linear.float8.recipe_name=rowwise") == ("rowwise", False)
+    assert fp8(converter, head) == ("tensorwise", False)
+    assert fp8(converter, head, "quantize.linear.float8.emulate=true") == (None, True)
+    assert fp8("model.converters=quantize.linear.float8,quantize.grouped_mm.float8") == (None, True)
+    assert fp8("model.converters=quantize.linear.mx") == (None, True)
+    own = "quantize.linear.float8"
+    gathers = (f"{own}.enable_fsdp_float8_all_gather=true", f"{own}.precompute_float8_dynamic_scale_for_fsdp=true")
+    given = read(RELEASE_0_2, converter, f"{own}.filter_fqns=output,auto_filter_small_kn", *gathers).plan.fsdp
+    assert (given.filter_fqns, given.filters_small) == (("output", "auto_filter_small_kn"), True)
+    assert (given.float8_all_gather, given.float8_scales) == (True, True)
+    assert read(RELEASE_0_2.replace('filter_fqns = ["output"]', ""), converter).plan.fsdp.filter_fqns == ()
+    old = read(DECEMBER_2024, "float8.enable_float8_linear=true").plan
+    assert (old.precision.fp8, old.fsdp.filter_fqns) == ("tensorwise", None)
+    delayed = read(DECEMBER_2024, "float8.enable_float8_linear=true", "float8.scaling_type_input=delayed").plan
+    assert delayed.precision.fp8 is None
 
 
 # -- scripts ------------------------------------------------------------------------------------------

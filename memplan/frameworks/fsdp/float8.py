@@ -1,0 +1,130 @@
+"""torchao's float8 in torchtitan's models (``Float8Converter``): which linear layers, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...device.gpus import GPUS
+from ...layers import compiled
+from ...layers.float8 import MULTIPLE, Float8
+from ...layers.module import hold_bytes
+from ...plan.errors import PlanError
+from ...plan.framework_sections import SMALL
+from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
+from ...tape.events import Category, Hold
+from .titan import titan_of
+from .units import Unit
+
+HEAD = "output"
+"""The head's name."""
+CAPABLE = (8, 9)
+"""The first GPUs that multiply in 8 bits (``has_cuda_capability(8, 9)``)."""
+
+
+def low_of(plan: ResolvedPlan) -> Float8 | None:
+    """As a plan has it, of a layer that no filter names."""
+    given, recipe = plan.fsdp, plan.precision.fp8
+    if recipe is None:
+        return None
+    shards = plan.layout.dp > given.replicas  # ``dp_shard_enabled``
+    return Float8(recipe, auto=given.filters_small, gathered=given.float8_all_gather and shards)
+
+
+def scales(units: Sequence[Unit], *, precomputed: bool) -> tuple[Hold, ...]:
+    """Of weights that are gathered in 8 bits, which stay with them until they are gathered anew: one each, or a tensor
+    of all that a step has left, and the one before it (``precompute_float8_dynamic_scale_for_fsdp``)."""
+    count = sum(parameter.gathered is not None for unit in units for parameter in unit.parameters)
+    if not count:
+        return ()
+    shape = (count,) if precomputed else ()
+    one = Hold(0, hold_bytes(shape, "fp32"), Category.BUFFERS, "float8_scales", shape, "fp32")
+    return (one,) * (2 if precomputed else count)
+
+
+def check(plan: ResolvedPlan) -> None:
+    """Refuses what has no recipe, or contradicts itself."""
+    given, recipe = plan.fsdp, plan.precision.fp8
+    if recipe is None:
+        for field in ("filter_fqns", "float8_all_gather", "float8_scales"):
+            if value := getattr(given, field):
+                raise PlanError(f"fsdp.{field}", value, "must be left out without precision.fp8")
+        return
+    if given.code != "torchtitan":
+        problem = "needs torchtitan's layers (--fsdp-code torchtitan): no other float8 is modelled"
+        raise PlanError("precision.fp8", recipe, problem)
+    _check_recipe(plan, recipe)
+    if given.float8_scales and not given.float8_all_gather:
+        problem = "must be false without fsdp.float8_all_gather, whose scales they are"
+        raise PlanError("fsdp.float8_scales", True, problem)
+    if not given.float8_all_gather:
+        return
+    problems = {
+        "with tensorwise scaling alone: torchao gathers no other": recipe != "tensorwise",
+        "left out with fsdp.offload, with which it is not modelled": given.offload,
+        "left out with pipeline stages, with which it is not modelled": plan.layout.pp > 1,
+    }
+    if problem := next((one for one, wrong in problems.items() if wrong), ""):
+        raise PlanError("fsdp.float8_all_gather", True, f"must be {problem}")
+
+
+def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
+    titan, precision, layout = titan_of(plan.model), plan.precision, plan.layout
+    if not titan.linears:
+        problem = f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone"
+        raise PlanError("precision.fp8", recipe, problem)
+    for field in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
+        if value := getattr(precision, field):
+            raise PlanError(f"precision.{field}", value, "must be left out with framework fsdp, whose torchao has none")
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < CAPABLE:
+        problem = f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
+        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
+    tokens = plan.batch.mbs * plan.batch.seq
+    alone = plan.loss.kind == "chunked" or plan.model.tied_embeddings
+    if alone and not any(one in HEAD for one in plan.fsdp.words):
+        what = "an embedding that shares the head's weight" if plan.model.tied_embeddings else "chunks of the loss"
+        problem = f"must have {HEAD} with {what}: the head is modelled in bf16 there"
+        raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)
+    problems = {
+        "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled": layout.tp > 1,
+        "left out unless precision.dtype is bf16": precision.dtype != "bf16",
+        "left out with CUDA graphs, with which it is not modelled": plan.fsdp.cuda_graphs and not plan.fsdp.compile,
+        f"another with {SMALL}, which torchao has for tensorwise and rowwise": (
+            plan.fsdp.filters_small and recipe == "rowwise_with_gw_hp"
+        ),
+        f"rowwise_with_gw_hp, or left out, unless a micro-batch has a multiple of {MULTIPLE} tokens, not {tokens:,}": (
+            tokens % MULTIPLE > 0 and recipe != "rowwise_with_gw_hp"
+        ),
+    }
+    if problem := next((one for one, wrong in problems.items() if wrong), ""):
+        raise PlanError("precision.fp8", recipe, f"must be {problem}")
+
+
+def in_compiled(low: Float8 | None, spec: ModelSpec) -> Float8 | None:
+    """The same of a layer that is compiled: the layers that stay, whatever lets them, by their names."""
+    if low is None:
+        return None
+    sizes = {name.removesuffix(".weight"): size for name, size in compiled.parameters_of(spec) if len(size) > 1}
+    stay = frozenset(name for name, (n, k) in sizes.items() if not low.takes(name, n, k))
+    return None if len(stay) == len(sizes) else replace(low, skips=stay, auto=False)
+
+
+def check_compiled(plan: ResolvedPlan, every: Sequence[Float8 | None]) -> None:
+    """Refuses layers that were not learnt; ``every``: what of each one is in 8 bits."""
+    spec, batch = plan.model, plan.batch
+    sizes = compiled.Sizes(batch.mbs, batch.seq, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
+    for low in set(every) - {None}:
+        if low is None or (not low.skips - compiled.SKIPS and len(low.skips) in (0, len(compiled.SKIPS))):
+            if compiled.name_of("none", sizes, low) in compiled.structures():
+                continue
+            problem = (
+                f"with fsdp.compile is not learnt of layers of these sizes ({compiled.name_of('none', sizes, low)})"
+            )
+            raise PlanError("precision.fp8", plan.precision.fp8, problem)
+        problem = (
+            "must leave out no linear layer of a layer, attention.wk and attention.wv together, or all with "
+            f"fsdp.compile, not {', '.join(sorted(low.skips))}: others were not learnt"
+        )
+        raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)

@@ -1,0 +1,241 @@
+"""torchao's ``Float8Linear``, operator by operator, as PyTorch runs it without ``torch.compile``.
+
+torchao 0.18.0, ``torchao/float8``: ``float8_linear.py`` (``matmul_with_hp_or_float8_args``: input and weight are saved
+in 16 bits, and cast for every product), ``float8_scaling_utils.py`` and ``float8_utils.py`` (``tensor_to_scale``),
+``float8_training_tensor.py`` (``_ToFloat8ConstrFunc``: by fp32), ``float8_ops.py`` (``preprocess_addmm``: kernels read
+rows of the first and columns of the second operand, others are copied; ``addmm_float8_unwrapped``).
+Shapes: t tokens, k features in, n features out; a weight is (n, k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..tape.events import Category, Drop, Hold, Seam
+from ..values import dataclass
+from .autograd import Gradients, Recorder, Tensor, incoming
+from .shapes import ITEMSIZE, Shape
+from .work import Operator, Product, Stream
+
+if TYPE_CHECKING:
+    from .torchtitan import Policy
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""``Float8LinearRecipeName``."""
+MULTIPLE = 16
+"""Features that a converted layer has a multiple of, in and out (``module_filter_fn``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Which linear layers are converted, and how."""
+
+    recipe: str
+    skips: frozenset[str] = frozenset()
+    """Layers that stay, by their names here."""
+    auto: bool = False
+    """Small ones stay, too (``auto_filter_small_kn``)."""
+    gathered: bool = False
+    """Weights arrive in 8 bits (``enable_fsdp_float8_all_gather``)."""
+
+    def takes(self, name: str, n: int, k: int) -> bool:
+        """Whether a layer (n, k) is converted (torchtitan's ``module_filter_fn``; torchao's
+        ``_auto_filter_for_tensorwise`` and ``_auto_filter_for_rowwise``)."""
+        if name in self.skips or n % MULTIPLE or k % MULTIPLE:
+            return False
+        if not self.auto:
+            return True
+        if self.recipe == "tensorwise":
+            return k > 4096 or n > 1024
+        return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
+
+    def gathers(self, weight: str) -> bool:
+        """Whether a parameter called so arrives in 8 bits."""
+        name = weight.removesuffix(".weight")
+        return self.gathered and name not in self.skips and not name.endswith("norm")
+
+    @property
+    def by_rows(self) -> bool:
+        """A scale for every row of what is multiplied; else one for a whole tensor."""
+        return self.recipe != "tensorwise"
+
+    @property
+    def weight_gradient(self) -> bool:
+        """The product for gradients of weights is in 8 bits, too."""
+        return self.recipe != "rowwise_with_gw_hp"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Scaled:
+    """``Float8TrainingTensor``."""
+
+    data: Tensor
+    scale: Tensor
+
+
+def scaled(
+    r: Recorder, shape: Shape, dtype: str, of: Float8, along: int | None, name: str, policy: Policy | None = None
+) -> Scaled:
+    """``hp_tensor_to_float8_dynamic`` of a tensor: ``along`` one dimension its maxima are of, or of all."""
+    scales = () if along is None else (*shape[:along], 1, *shape[along + 1 :])
+    magnitudes = r.empty(shape, dtype, f"{name}_abs")
+    largest = _largest(r, scales, dtype, f"{name}_amax", policy if along is None else None)
+    del magnitudes
+    scale = _scale(r, scales, of, name)
+    del largest
+    return Scaled(eight_bits(r, shape, dtype, name), scale)
+
+
+def _largest(r: Recorder, shape: Shape, dtype: str, name: str, policy: Policy | None) -> Tensor:
+    """Selective recompute keeps what ``max`` gives, and not what ``amax`` does, of one dimension."""
+    return policy.run(r, lambda r: r.empty(shape, dtype, name)) if policy is not None else r.empty(shape, dtype, name)
+
+
+def _scale(r: Recorder, shape: Shape, of: Float8, name: str) -> Tensor:
+    """``amax_to_scale``: in fp64, and by rows the next power of 2 below."""
+    largest = r.empty(shape, "fp64", f"{name}_amax_fp64")
+    clamped = r.empty(shape, "fp64", f"{name}_amax_clamped")
+    inverse = r.empty(shape, "fp64", f"{name}_amax_inverse")
+    wide = r.empty(shape, "fp64", f"{name}_scale_fp64")
+    del inverse, clamped
+    scale = r.empty(shape, "fp32", f"{name}_scale")
+    del wide
+    if of.by_rows:
+        logarithm = r.empty(shape, "fp32", f"{name}_scale_log2")
+        floor = r.empty(shape, "fp32", f"{name}_scale_floor")
+        del logarithm
+        power = r.empty(shape, "fp32", f"{name}_scale_power")
+        del floor
+        scale = power
+    del largest
+    return scale
+
+
+def eight_bits(r: Recorder, shape: Shape, dtype: str, name: str) -> Tensor:
+    """``_ToFloat8ConstrFunc.forward``: a product in fp32, which lives until its elements have 8 bits."""
+    wide = r.empty(shape, "fp32", f"{name}_fp32") if dtype != "fp32" else None
+    product = r.empty(shape, "fp32", f"{name}_scaled")
+    del wide
+    clamped = r.empty(shape, "fp32", f"{name}_clamped")
+    data = r.empty(shape, "fp8", f"{name}_fp8")
+    del clamped, product
+    return data
+
+
+@lru_cache(maxsize=64)
+def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple[Hold | Drop, ...], int, int]:
+    """``WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`` (``fsdp_utils.py``): what it holds and drops, and which
+    tensors it gives: a shard's elements in 8 bits, and their scale (0 if it is there, ``scaled_before``)."""
+    r, shape, scale = Recorder(), (elements,), None
+    if not scaled_before:
+        magnitudes = r.empty(shape, dtype, "shard_abs")
+        largest = r.empty((), dtype, "shard_amax")
+        del magnitudes
+        reduced = r.empty((), dtype, "shard_amax_reduced")
+        del largest
+        scale = _scale(r, (), Float8("tensorwise"), "shard")
+        del reduced
+    data = eight_bits(r, shape, dtype, "shard")
+    events = tuple(one for one in r.events if not isinstance(one, Seam))
+    return events, r.hand_over(data), r.hand_over(scale) if scale is not None else 0
+
+
+def linear(
+    r: Recorder,
+    x: Tensor,
+    n: int,
+    name: str,
+    of: Float8,
+    policy: Policy,
+    category: Category = Category.TEMPORARIES,
+) -> Tensor:
+    """``Float8Linear.forward`` of (…, k), without bias."""
+    shape, dtype, k = x.shape, x.dtype, x.shape[-1]
+    t, rows = prod(shape[:-1]), of.by_rows
+    weight = r.parameter(f"{name}.weight", (n, k), dtype, gathered="fp8" if of.gathered else None)
+    taken = scaled(r, shape, dtype, of, len(shape) - 1 if rows else None, f"{name}_input", policy)
+    weights = None if of.gathered else scaled(r, (k, n), dtype, of, 0 if rows else None, f"{name}_weight", policy)
+    kept = policy.counted()
+    made = not (kept and policy.keeps and policy.again)
+    inverse = [r.empty((size,) if rows else (), "fp32", f"{name}_scale_inverse") for size in (t, n)] if made else []
+    full = (*shape[:-1], n)
+    out = (
+        policy.run(r, lambda r: r.empty(full, dtype, name, category)) if kept else r.empty(full, dtype, name, category)
+    )
+    del inverse, weights, taken
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return _backward(r, shape, n, incoming(gradients).dtype, of, f"grad_{name}")
+
+    return out.by(r.node((x, weight), (x, weight), backward, work=_work(t, n, k, dtype, of, made=made)))
+
+
+def _backward(r: Recorder, shape: Shape, n: int, dtype: str, of: Float8, name: str) -> Sequence[Tensor | None]:
+    k, t, rows = shape[-1], prod(shape[:-1]), of.by_rows
+    gradient = scaled(r, (t, n), dtype, of, 1 if rows else None, name)
+    weights = None
+    if not of.gathered:
+        along = 1 if rows and of.weight_gradient else None
+        weights = scaled(r, (k, n), dtype, of, along, f"{name}_weight")
+    turned = r.empty((k, n), "fp8", f"{name}_weight_contiguous")
+    repeated = None if of.weight_gradient else r.empty((k,), "fp32", f"{name}_weight_scales")
+    made = _product(r, (t, k), of, dtype, f"{name}_input")
+    del repeated, turned
+    of_input = made.view(*shape) if len(shape) != 2 and r.views_products else Tensor(made.storage, shape, dtype)
+    del made
+    if not of.weight_gradient:
+        return [of_input, r.empty((n, k), dtype, f"{name}_weight")]
+    columns = scaled(r, (t, n), dtype, of, 0 if rows else None, f"{name}_columns")
+    inputs = scaled(r, (t, k), dtype, of, 0 if rows else None, f"{name}_input_columns")
+    turned = r.empty((n, t), "fp8", f"{name}_contiguous")
+    inputs_turned = r.empty((k, t), "fp8", f"{name}_input_contiguous")
+    of_weight = _product(r, (n, k), of, dtype, f"{name}_weight")
+    del turned, inputs_turned, gradient, weights, columns, inputs
+    return [of_input, of_weight]
+
+
+def _product(r: Recorder, shape: Shape, of: Float8, dtype: str, name: str) -> Tensor:
+    """A product in backward: without fast accumulation scales of rows and columns are multiplied in afterwards, by an
+    fp32 tensor as large as the product."""
+    if not of.by_rows:
+        inverse = [r.empty((), "fp32", f"{name}_scale_inverse") for _ in range(2)]
+        out = r.empty(shape, dtype, name)
+        del inverse
+        return out
+    by_row, by_column = (r.empty((size,), "fp32", f"{name}_scale_inverse") for size in shape)
+    both = r.empty(shape, "fp32", f"{name}_scales")
+    one = r.empty((), "fp32", f"{name}_one")
+    del by_row
+    other = r.empty((), "fp32", f"{name}_one")
+    del by_column
+    out = r.empty(shape, dtype, name)
+    del one, other, both
+    return out
+
+
+CAST, SCALARS = 6, 5
+"""Kernels that cast a tensor, and those that make its scale, beside three that round."""
+
+
+def _work(t: int, n: int, k: int, dtype: str, of: Float8, *, made: bool) -> Operator:
+    """``made``: the product runs, whose result is not kept from before."""
+    inputs, weights, gradients = t * k, 0 if of.gathered else n * k, t * n
+    e, launches = ITEMSIZE[dtype], CAST + SCALARS + (3 if of.by_rows else 0)
+
+    def cast(elements: int) -> list[Stream]:
+        moved = 3 * e + (e + 4 if e < 4 else 0) + 8 + 8 + 4 + 1
+        return [Stream(elements * moved, launches)] if elements else []
+
+    def product(m: int, columns: int, inner: int, turned: int) -> list[Stream | Product]:
+        after = [Stream(m * columns * (4 + 4 + 2 * e), 2)] if of.by_rows else []
+        return [Stream(2 * turned, 2), Product(m, columns, inner, 1, 1, e), *after]
+
+    forward: list[Stream | Product] = [*cast(inputs), *cast(weights)]
+    forward += [Product(t, n, k, 1, 1, e)] if made else []
+    backward = [*cast(gradients), *cast(weights), *product(t, k, n, n * k)]
+    if not of.weight_gradient:
+        return Operator(forward, [*backward, Product(n, k, t, 1, e)])
+    return Operator(forward, [*backward, *cast(gradients), *cast(inputs), *product(n, k, t, t * (n + k))])
