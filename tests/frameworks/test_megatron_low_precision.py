@@ -150,7 +150,7 @@ def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -
         (
             {"fp8": "tensorwise", "framework": "fsdp", "zero": 0},
             "precision.fp8",
-            "needs torchtitan's compiled layers",
+            "needs torchtitan's layers",
         ),
         ({"fp8": "mxfp8", "gpu": "b200", "seq": 4080}, "precision.fp8", "needs a multiple of 32 tokens"),
     ],
@@ -178,7 +178,7 @@ def test_weights_in_8_bits_under_megatron_fsdp_are_gathered_as_bytes() -> None:
 
 
 @pytest.mark.parametrize(("flags", "faster", "products"), [
-    ({"fp8": "tensorwise"}, 1.15, 1280 / 720), ({"fp8": "blockwise"}, 1.2, 2.0),
+    ({"fp8": "tensorwise"}, 1.15, 1280 / 720), ({"fp8": "blockwise"}, 1.15, 2.0),
     ({"gpu": "b200", "fp8": "mxfp8"}, 1.2, 2.0), ({"gpu": "b200", "fp4": "nvfp4"}, 1.3, 4.0),
 ])  # fmt: skip
 def test_a_step_is_faster_but_not_by_as_much_as_products_are(
