@@ -16,7 +16,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
-from .keys import READ
+from .keys import K_BIT, READ
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -28,7 +28,7 @@ _TRAINERS = {f"{name}Trainer": name.lower() for name in _OF_TRL}
 _MODELS = re.compile(r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM)|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM)")
 _SCORING = re.compile(r"(?:AutoModel|\w+)ForSequenceClassification")
 """What trl's RewardTrainer trains."""
-_OTHER_HEADS = re.compile(r"(?:Auto)?Model\w*For(?:Sequence|Token|Question|Image|Speech|Vision)\w+")
+_OTHER_HEADS = re.compile(r"\w+For(?:Sequence|Token|Question|MultipleChoice|Image|Audio|Speech|Vision)\w*")
 _LORA = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save", "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
@@ -137,6 +137,11 @@ class _Reading:
             self.take(call, _BESIDE)
             self.optimizer_of(call)
         self.take(config, None)
+        for call in self.of(K_BIT):
+            self.found[K_BIT] = Node(True, Origin(self.source, call.lineno))
+            kept = _keyword(call, "use_gradient_checkpointing")
+            if kept is None or self.value(kept) is not False:
+                self.found["gradient_checkpointing"] = Node(True, Origin(self.source, call.lineno))
         if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
             self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
         script = _CONFIGS[_name(config)]

@@ -33,7 +33,7 @@ from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
-from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import K_BIT, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
 from .trl import loop_of
@@ -492,6 +492,7 @@ def _adapters(reader: Reader) -> None:
 
 ROWS = (
     Row("use_peft", "lora.rank", read=_adapters),
+    Row(K_BIT, "quantisation.prepared", kind="switch", without_effect=_given_by("kbit-preparation")),
     Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
     Row(
         "gradient_accumulation_steps",
