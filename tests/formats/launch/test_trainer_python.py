@@ -120,6 +120,11 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
     ("text", "part"),
     [
         ("print(1)", "is Python, in which no TrainingArguments stand"),
+        (
+            "a = TrainingArguments()\nfor p in model.h.parameters():\n    p.requires_grad = False",
+            "train.py:3: freezes parameters (model.h.parameters()), which only the running script knows",
+        ),
+        ("a = TrainingArguments()\nmodel.lm_head.requires_grad_(False)", "freezes parameters"),
         ("TrainingArguments(", "train.py:1: is no Python that can be read"),
         (
             "a = TrainingArguments('x')\nb = SFTConfig('y')",
