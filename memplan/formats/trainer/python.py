@@ -195,7 +195,7 @@ class _Reading:
         ]
         for of, line in lines:
             if not _ANOTHER.search(of):
-                problem = f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say of which "
+                problem = f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
                 problem += "with --freeze-layers N, from the first on, or --freeze-embedding"
                 self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, line)))
                 return
