@@ -15,7 +15,7 @@ from .arithmetic import ArithmeticTextError, evaluate
 from .budget import Budget
 from .conditions import Decision, tested
 from .expansion import Expansion
-from .syntax import Body, Evaluation, Literal, Pipeline, Redirect, Simple
+from .syntax import Body, Evaluation, Group, Literal, Pipeline, Redirect, Simple
 from .values import (
     Cause,
     ExitError,
@@ -150,8 +150,11 @@ class Written:
     """Files and outputs that the script itself writes; ``expansion`` reads them, too."""
 
     def __init__(self, variables: Variables, reading: Reading) -> None:
-        self._reading = reading
+        self._reading, self._variables = reading, variables
         self.expansion = Expansion(variables, self.printed)
+        self.functions: Mapping[str, Body] = {}
+        """The script's own, which print what their commands do."""
+        self._calls = 0
 
     def write(self, words: list[Value], redirects: Iterable[Redirect]) -> None:
         """Remembers what ``cat``, ``echo``, ``printf`` and ``tee`` write into a file."""
@@ -199,8 +202,32 @@ class Written:
         words = [value for word in command.words for value in self.expansion.fields(word)]
         given = self.input_of(command.redirects) if piped is None else piped
         budget = self._reading.ledger.budget
+        if words and (own := self.functions.get(text(words[0]))) is not None:
+            return self._by_function(own, words[1:])
         content = given if not words else printed(words, given, self._reading.files, budget)
         return None if content is None else _without_last_newlines(content)
+
+    def _by_function(self, body: Body, arguments: list[Value]) -> Value | None:
+        """What a function prints, each of whose commands does nothing else."""
+        if len(body) == 1 and isinstance(body[0], Group):
+            body = body[0].body
+        if self._calls >= DEEPEST_PRINT:
+            return None
+        self._calls += 1
+        before, self._variables.positional = self._variables.positional, arguments
+        try:
+            parts = [self.printed((command,)) for command in body]
+        finally:
+            self._calls -= 1
+            self._variables.positional = before
+        if any(part is None for part in parts):
+            return None
+        lines = [(*part, Piece("\n", part[-1].origin)) for part in parts if part]
+        return _without_last_newlines(tuple(piece for line in lines for piece in line))
+
+
+DEEPEST_PRINT = 16
+"""Functions that print what others print."""
 
 
 def _without_last_newlines(content: Value) -> Value:

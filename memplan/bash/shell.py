@@ -123,6 +123,7 @@ class Shell:
         self.written = Written(variables, self.reading)
         self.expansion = self.written.expansion
         self._functions: dict[str, Body] = {}
+        self.written.functions = self._functions
         self._budget = variables.ledger.budget
         self._calls = 0
         self._launcher: tuple[Value, ...] = ()

@@ -121,8 +121,19 @@ OF_SCRIPTS = Elsewhere(
         ("max_seq_length", "--seq"),
         ("max_seq_len", "--seq"),
         ("max_length", "--seq"),
+        ("max_len", "--seq"),
+        ("data.max_len", "--seq"),
+        ("max_context_width", "--seq"),
+        ("pretrain", "--model"),
+        ("model", "--model"),
+        ("model.model_name_or_path", "--model"),
         ("per_device_train_batch_size", "--mbs"),
         ("batch_size", "--mbs"),
+        ("micro_train_batch_size", "--mbs"),
+        ("train.micro_batch_size", "--mbs"),
+        ("train.batch_size", "--gbs"),
+        ("ds.zero_stage", "--zero"),
+        ("model.gradient_checkpointing_enable", "--recompute full"),
         ("gradient_accumulation_steps", "--accumulation"),
         ("zero_stage", "--zero"),
         ("lora_r", "--lora-rank"),
@@ -136,6 +147,24 @@ OF_SCRIPTS = Elsewhere(
     ),
 )
 """Of a training script with arguments of its own: what many call so."""
+OF_MEGATRON = Elsewhere(
+    "ms-swift's Megatron",
+    (),
+    (
+        ("model", "--model"),
+        ("tensor_model_parallel_size", "--tp"),
+        ("pipeline_model_parallel_size", "--pp"),
+        ("context_parallel_size", "--cp"),
+        ("expert_model_parallel_size", "--ep"),
+        ("sequence_parallel", "--sequence-parallel "),
+        ("micro_batch_size", "--mbs"),
+        ("global_batch_size", "--gbs"),
+        ("max_length", "--seq"),
+        ("recompute_granularity", "--recompute"),
+        ("lora_rank", "--lora-rank"),
+    ),
+    before="--framework megatron --zero 1 --gpus N",
+)
 ELSEWHERE = (
     Elsewhere(
         "torchtune",

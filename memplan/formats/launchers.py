@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,6 +19,9 @@ from ..bash.values import Reading, Started, Value, is_known, origin_of, text
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
+from . import OF_MEGATRON, OF_SCRIPTS
+from .in_flags import in_flags
+from .settings import taken_apart
 
 _SOURCED = (".sh", ".bash", ".env", ".conf", ".cfg")
 
@@ -302,8 +306,9 @@ def _no_training(reading: Reading, source: str) -> PlanError:
     origin = Origin(source)
     if reading.undecided:
         unknown = reading.undecided[0]
-        remedy = f"; give --set {unknown.ask}=value" if unknown.ask else "; keep the branch that applies"
-        problem = f"whether training starts depends on {unknown.shown}, which cannot be decided{remedy}"
+        remedy = f"give --set {unknown.ask}=value" if unknown.ask else "keep the branch that applies"
+        problem = f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
+        problem += "files of settings that it starts the training with"
         return PlanError("", ABSENT, problem, origin=unknown.origin)
     for started in reading.started:
         for before, word in zip(((), *started.words), started.words, strict=False):
@@ -313,12 +318,20 @@ def _no_training(reading: Reading, source: str) -> PlanError:
                 return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
     for started in reading.started:
         words = [text(word) for word in started.words]
-        own = next((word for word in words if word in _OWN_COMMANDS), None)
-        if own is not None:
-            problem = (
-                f"starts {_OWN_COMMANDS[own]}, whose command is not read: say the job in flags, such as {_IN_FLAGS}"
-            )
+        own = next((one for one in pairwise(words) if one[0] in _OWN_COMMANDS), None)
+        if own == ("megatron", "rlhf"):
+            problem = "starts ms-swift's training on preferences under Megatron, which is not modelled"
             return PlanError("", ABSENT, problem, origin=started.origin)
+        if own is not None and (own[0] != "megatron" or own[1] in ("sft", "pt")):
+            name, tool = _OWN_COMMANDS[own[0]]
+            problem = in_flags(tool, _arguments(started.words), f"starts {name}, whose command is not read")
+            return PlanError("", ABSENT, problem, origin=started.origin)
+    own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
+    found = max(own_ones, key=lambda one: len(one[2].mapping), default=None)
+    if found is not None and len(found[2].mapping) >= SEVERAL:
+        script, names = text(found[0].words[found[1]]), ", ".join([*found[2].mapping][:5])
+        what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
+        return PlanError("", ABSENT, in_flags(OF_SCRIPTS, found[2], what), origin=found[0].origin)
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
     what = "; ".join([what, *unread(reading)[:1], *_files_given(reading)[:1]])
     return PlanError("", ABSENT, what, origin=origin)
@@ -328,8 +341,33 @@ MAPPINGS = (".json", ".yaml", ".yml")
 """Endings of files that hold a mapping."""
 
 
-_OWN_COMMANDS = {"tune": "torchtune", "litgpt": "LitGPT"}
-_IN_FLAGS = "memplan estimate --model NAME --lora-rank 8 --mbs 1 --seq 2048 --gpus N"
+SEVERAL = 3
+"""Arguments that are not known: a script that takes so many has a parser of its own."""
+_OWN_COMMANDS = {
+    "tune": ("torchtune", OF_SCRIPTS),
+    "litgpt": ("LitGPT", OF_SCRIPTS),
+    "megatron": ("ms-swift's Megatron", OF_MEGATRON),
+}
+
+
+def _scripts(words: Sequence[Value]) -> list[int]:
+    """Position of the Python file or module that ``words`` run."""
+    files = [n for n, word in enumerate(words) if _SCRIPT.fullmatch(text(word))]
+    modules = [n + 1 for n, word in enumerate(words[:-1]) if text(word) in ("-m", "--module")]
+    return files[:1] or modules[-1:]
+
+
+def _arguments(words: Sequence[Value]) -> Node:
+    """What stands in a command behind its script, by names without hyphens."""
+    origin = Origin("")
+    known = [one for one in taken_apart(words, {}, origin)[0] if all(map(is_known, one.values))]
+    items = {
+        one.name.removeprefix("--").replace("-", "_"): scalar(text(one.values[0]), one.origin)
+        if one.values
+        else Node(True, one.origin)
+        for one in known
+    }
+    return Node(items, origin)
 
 
 def _files_given(reading: Reading) -> list[str]:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
-from ..plan.hub import twin
+from ..plan.errors import ABSENT, Node, Origin, PlanError
 from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_events import parse_yaml
-from . import ELSEWHERE, FORMATS, Elsewhere
+from . import ELSEWHERE, FORMATS
+from .in_flags import in_flags
 from .launchers import MAPPINGS, IsMark, found_from, started_by
 from .megatron_bridge.overrides import HINTS, are_overrides
 from .trainer.swift import MARKS as SWIFT
@@ -81,23 +81,6 @@ def format_of(written: Node) -> str | None:
     return next((one.name for one in FORMATS.values() if keys & {*one.marks}), None)
 
 
-def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
-    """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
-    if tool.instead:
-        return f"is {tool.name}, and no configuration: {tool.instead}"
-    given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
-    said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
-    means = [
-        flags
-        for key, begins, flags in tool.implied
-        if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
-    ]
-    same = (
-        f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
-    )
-    return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
-
-
 def _recipe(text: str, name: str) -> PlanError | None:
     """What to give in place of a Python file that calls a recipe of another tool."""
     for tool in ELSEWHERE:
@@ -114,31 +97,6 @@ def _recipe(text: str, name: str) -> PlanError | None:
         problem = in_flags(tool, Node(values, origin), f"is a recipe of {tool.name}, which is not read")
         return PlanError("", ABSENT, problem, origin=origin)
     return None
-
-
-def _at(written: Node, path: str) -> Node | None:
-    node: Node | None = written
-    if path in written.mapping:
-        return written.mapping[path]
-    for key in path.split("."):
-        node = node.mapping.get(key) if node is not None else None
-    return node
-
-
-def _said(flag: str, node: Node, shortened: str) -> str:
-    """``flag`` as the value of another tool's key says it; nothing where that is off."""
-    if node.value in (None, False, "false", []):
-        return ""
-    if " " in flag:
-        return flag.strip()
-    items = node.value if isinstance(node.value, list) else [node]
-    if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
-        return ""
-    if flag == "--model":
-        model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
-        return f"{flag} {twin(model, node) or one_line(model)}"
-    text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
-    return f"{flag} {one_line(text)}"
 
 
 def holds_arguments(folder: Path) -> IsMark:

@@ -50,6 +50,7 @@ BY_ITSELF = "single"
 STAND_FOR = {
     "fsdp1": {"framework": "fsdp", "fsdp-version": "1"},
     "torchtitan": {"framework": "fsdp", "fsdp-code": "torchtitan"},
+    "megatronfsdp": {"framework": "megatron", "megatron-fsdp": "optim_grads_params"},
     **{
         f"{engine}zero{stage}": {"framework": "deepspeed", "zero": str(stage)}
         for stage in (1, 2, 3)

@@ -93,7 +93,7 @@ def load_spec(name: str) -> ModelSpec:
     """The built-in spec ``name``, or the spec or configuration at that path."""
     from .validation import validated_spec
 
-    found = _base(Node(name, Origin("model")), Path())
+    found = _base(Node(name, MODEL), Path())
     return validated_spec(found.spec)
 
 
@@ -106,7 +106,7 @@ def _base(base: Node, folder: Path) -> Found:
     check_no_address(name, base)
     if name in model_specs() or name in learned_models():
         return _built_in(name)
-    path = model_path(name, folder)
+    path = model_path(name, folder, base.origin)
     same = None if is_there(path) else twin(name, base)
     if same is not None:
         told = (text_part(one_line(name)),) if name.lower() in text_parts() else ()
@@ -135,11 +135,12 @@ def _base(base: Node, folder: Path) -> Found:
     raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
 
 
+MODEL = Origin("model")
 MOST_ALIKE = 6
 """Models of a size that are all named."""
 
 
-def model_path(name: str, folder: Path) -> Path:
+def model_path(name: str, folder: Path, origin: Origin = MODEL) -> Path:
     """The file or folder that ``name`` means, from ``folder``; else the configuration of the learned model that it
     means; else its configuration in the Hub's local cache, unless a built-in model has it."""
     path = path_of(name, folder)
@@ -147,7 +148,7 @@ def model_path(name: str, folder: Path) -> Path:
         return learned_models()[name].config
     if name in model_specs() or is_there(path):
         return path
-    same = twin(name, Node(name, Origin("model")))
+    same = twin(name, Node(name, origin))
     if same is None:
         return cached_config(name) or path
     return learned_models()[same].config if same in learned_models() else path

@@ -147,6 +147,7 @@ _MEANT = {
     "--fsdp-offload (fsdp) or --offload-optimizer cpu (deepspeed)": ("cpu-offload", "offload", "offload-to-cpu"),
     "--trainer dpo": ("rlhf",),
     "--framework fsdp": ("fsdp", "fsdp2", "fully-shard"),
+    "--framework fsdp1": ("fsdp1",),
     "--framework ddp": ("ddp",),
     "--framework megatron": ("megatron",),
     "--framework deepspeed, or its ds_config.json in place of a plan": ("deepspeed", "deepspeed-config", "ds-config"),

@@ -224,7 +224,7 @@ def known_from_traces(error: PlanError, model: Node) -> PlanError:
 def _config_path(base: Node | None, folder: Path) -> Path | None:
     if base is None or not isinstance(base.value, str):
         return None
-    path = model_path(base.value, folder)
+    path = model_path(base.value, folder, base.origin)
     path = path / "config.json" if is_folder(path) else path
     return path if path.suffix == ".json" and is_there(path) else None
 

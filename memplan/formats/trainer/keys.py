@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+K_BIT = "prepare_model_for_kbit_training"
+"""A call of a training script, in the place of an argument."""
+
 READ = frozenset(
     {
+        K_BIT,
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
         "gradient_accumulation_steps",

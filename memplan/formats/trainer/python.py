@@ -16,7 +16,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
-from .keys import READ
+from .keys import K_BIT, READ
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -28,7 +28,7 @@ _TRAINERS = {f"{name}Trainer": name.lower() for name in _OF_TRL}
 _MODELS = re.compile(r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM)|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM)")
 _SCORING = re.compile(r"(?:AutoModel|\w+)ForSequenceClassification")
 """What trl's RewardTrainer trains."""
-_OTHER_HEADS = re.compile(r"(?:Auto)?Model\w*For(?:Sequence|Token|Question|Image|Speech|Vision)\w+")
+_OTHER_HEADS = re.compile(r"\w+For(?:Sequence|Token|Question|MultipleChoice|Image|Audio|Speech|Vision)\w*")
 _LORA = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save", "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
@@ -109,6 +109,7 @@ def _parsed(text: str, source: str) -> ast.Module:
 class _Reading:
     def __init__(self, module: ast.Module, source: str, asked: frozenset[str]) -> None:
         self.source, self.asked = source, asked
+        self.module = module
         self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
         self.names = _constants(module)
         self.imported = {name.partition(".")[0] for name in _imports(module)}
@@ -137,8 +138,17 @@ class _Reading:
             self.take(call, _BESIDE)
             self.optimizer_of(call)
         self.take(config, None)
+        for call in self.of(K_BIT):
+            self.found[K_BIT] = Node(True, Origin(self.source, call.lineno))
+            kept = _keyword(call, "use_gradient_checkpointing")
+            if kept is None or self.value(kept) is not False:
+                self.found["gradient_checkpointing"] = Node(True, Origin(self.source, call.lineno))
         if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
             self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
+        for call in self.of("compile"):
+            if _owner(call) == "torch":
+                self.found["torch_compile"] = Node(True, Origin(self.source, call.lineno))
+        self.frozen()
         script = _CONFIGS[_name(config)]
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
             script = _TRAINERS[_name(trainers[0])]
@@ -166,6 +176,29 @@ class _Reading:
             given = _keyword(call, "model")
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
+
+    def frozen(self) -> None:
+        """Parameters that the script freezes itself, unless adapters leave all of them frozen, or a flag says which."""
+        if self.of("LoraConfig", "get_peft_model") or self.asked & {"lora-rank", "freeze-layers", "freeze-embedding"}:
+            return
+        loops = [one for one in ast.walk(self.module) if isinstance(one, ast.For)]
+        lines = [
+            (ast.unparse(loop.iter), node.lineno)
+            for loop in loops
+            for node in ast.walk(loop)
+            if isinstance(node, ast.Assign) and _freezes(node.targets[0], node.value)
+        ]
+        lines += [
+            (ast.unparse(call.func), call.lineno)
+            for call in self.methods("requires_grad_")
+            if call.args and self.value(call.args[0]) is False
+        ]
+        for of, line in lines:
+            if not _ANOTHER.search(of):
+                problem = f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
+                problem += "with --freeze-layers N, from the first on, or --freeze-embedding"
+                self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, line)))
+                return
 
     def optimizer_of(self, call: ast.Call) -> None:
         """An optimizer that the script makes itself is none that the arguments name."""
@@ -218,6 +251,15 @@ class _Reading:
 
     def refused(self, problem: str, where: ast.Call | None) -> PlanError:
         return PlanError("", ABSENT, problem, origin=Origin(self.source, where.lineno if where is not None else None))
+
+
+_ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
+"""Models beside the one that is trained."""
+
+
+def _freezes(target: ast.expr, value: ast.expr) -> bool:
+    named = isinstance(target, ast.Attribute) and target.attr == "requires_grad"
+    return named and isinstance(value, ast.Constant) and value.value is False
 
 
 class _Unknown:

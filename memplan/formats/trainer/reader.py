@@ -25,13 +25,15 @@ from ...plan.yaml_events import parse_yaml
 from .. import OF_SCRIPTS
 from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
+from ..in_flags import in_flags
 from ..launch import Asked, Launch, guessed, left_out
-from ..recognised import in_flags, is_python, is_script
+from ..launchers import SEVERAL
+from ..recognised import is_python, is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
-from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import K_BIT, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
 from .trl import loop_of
@@ -253,10 +255,6 @@ MEANT = {
     "lora_dim": "lora_r",
 }
 """Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
-
-
-SEVERAL = 3
-"""Arguments that look like the Trainer's and are not: a script that takes so many has a parser of its own."""
 
 
 def _unread(written: Node, script: str, *, strict: bool) -> Iterator[Note]:
@@ -494,6 +492,7 @@ def _adapters(reader: Reader) -> None:
 
 ROWS = (
     Row("use_peft", "lora.rank", read=_adapters),
+    Row(K_BIT, "quantisation.prepared", kind="switch", without_effect=_given_by("kbit-preparation")),
     Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
     Row(
         "gradient_accumulation_steps",

@@ -244,7 +244,8 @@ _NOT_MODELLED = {
 
 LOOPS = (_SFT, _DPO, _GRPO, _REWARD, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
 
-OF_SEVERAL = ("beta", "num_generations", "max_completion_length", "use_vllm", "vllm_mode", "sync_ref_model")
+OF_PAIRS = ("beta", "sync_ref_model")
+OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode", *OF_PAIRS)
 """Keys that several of trl's trainers have, and transformers' has not."""
 
 
@@ -270,5 +271,7 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
     for key in OF_SEVERAL:
         if (node := written.mapping.get(key)) is not None:
             problem = "belongs to several of trl's trainers: say which one (--trainer dpo, grpo or reward)"
+            if key not in OF_PAIRS:
+                problem += "; of grpo also what vLLM keeps in the same process (--generation-memory 20GiB)"
             raise PlanError(key, node.plain(), problem, origin=node.origin)
     return TRAINER

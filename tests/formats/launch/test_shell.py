@@ -74,6 +74,7 @@ python a.py "$T\"""",
 one $V
 EOF
 ); python a.py "$V" "$W" `echo x` $(expr 2 \\* 3)""",
+    "output of a function": """f() { echo "--a $1" b; }; g() { f 1; f "2 3"; }; python a.py $(f x) "$(g)\"""",
     "positional": """set -- a 'b c' d; python a.py $1 "$2" $# "$@" "${@:2}"; """,
     "pipes": """X=1 python a.py 1 2>&1 | cat""",
     "subshell": """X=1; (python a.py $X)""",

@@ -10,6 +10,7 @@ import pytest
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.trainer.python import _DEFAULTS, holds_arguments, script_in
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
 
 TRAIN = """
 import torch
@@ -37,7 +38,7 @@ SFTTrainer(model=model, args=config, peft_config=lora)
 """
 
 
-def plan_of(folder: Path, name: str, text: str, **flags: str) -> object:
+def plan_of(folder: Path, name: str, text: str, **flags: str) -> Plan:
     place = folder / name
     place.write_text(text, encoding="utf-8")
     return read_given(str(place), flags_of_launch(str(place), None), flags).plan
@@ -61,6 +62,17 @@ def test_adapters_and_weights_in_four_bits(tmp_path: Path) -> None:
         "optim": "paged_adamw_8bit", "gradient_checkpointing": True, "bf16": True,
     }  # fmt: skip
     assert plan_of(tmp_path, "sft.py", QLORA) == plan_of(tmp_path, "sft.json", json.dumps(same), trainer="sft")
+
+
+def test_preparation_for_four_bits_is_its_flag(tmp_path: Path) -> None:
+    """peft's function checkpoints layers, too, unless it is told not to."""
+    prepared = QLORA.replace("lora = ", "model = prepare_model_for_kbit_training(model)\nlora = ")
+    same = plan_of(tmp_path, "sft.py", QLORA, **{"kbit-preparation": "true"})
+    assert plan_of(tmp_path, "prepared.py", prepared) == same
+    off = prepared.replace("_training(model)", "_training(model, use_gradient_checkpointing=False)")
+    off = off.replace("max_length=2048", "gradient_checkpointing=False")
+    on = off.replace("model, use_gradient_checkpointing=False", "model")
+    assert [plan_of(tmp_path, "p.py", text).recompute.mode for text in (off, on)] == ["none", "full"]
 
 
 REWARD = """
@@ -108,6 +120,11 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
     ("text", "part"),
     [
         ("print(1)", "is Python, in which no TrainingArguments stand"),
+        (
+            "a = TrainingArguments()\nfor p in model.h.parameters():\n    p.requires_grad = False",
+            "train.py:3: freezes parameters (model.h.parameters()), which only the running script knows",
+        ),
+        ("a = TrainingArguments()\nmodel.lm_head.requires_grad_(False)", "freezes parameters"),
         ("TrainingArguments(", "train.py:1: is no Python that can be read"),
         (
             "a = TrainingArguments('x')\nb = SFTConfig('y')",

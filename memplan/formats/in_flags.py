@@ -1,0 +1,51 @@
+"""A job of another tool in memplan's flags."""
+
+from __future__ import annotations
+
+import re
+
+from ..plan.errors import Node, one_line
+from ..plan.hub import twin
+from . import Elsewhere
+
+
+def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
+    """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
+    if tool.instead:
+        return f"is {tool.name}, and no configuration: {tool.instead}"
+    given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
+    said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
+    means = [
+        flags
+        for key, begins, flags in tool.implied
+        if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
+    ]
+    same = (
+        f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
+    )
+    return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
+
+
+def _at(written: Node, path: str) -> Node | None:
+    node: Node | None = written
+    if path in written.mapping:
+        return written.mapping[path]
+    for key in path.split("."):
+        node = node.mapping.get(key) if node is not None else None
+    return node
+
+
+def _said(flag: str, node: Node, shortened: str) -> str:
+    """``flag`` as the value of another tool's key says it; nothing where that is off."""
+    if node.value in (None, False, "false", []):
+        return ""
+    if " " in flag:
+        return flag.strip()
+    items = node.value if isinstance(node.value, list) else [node]
+    if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
+        return ""
+    if flag == "--model":
+        model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
+        return f"{flag} {twin(model, node) or one_line(model)}"
+    text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
+    return f"{flag} {one_line(text)}"
