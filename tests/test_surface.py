@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import pickle
@@ -56,6 +57,22 @@ def test_every_name_is_there_and_functions_stay_functions() -> None:
     assert callable(memplan.estimate)
     with pytest.raises(AttributeError, match="no attribute 'estimat'"):
         memplan.estimat  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_names_and_arguments_are_those_that_are_promised() -> None:
+    """docs/python.md says every function with its arguments and their defaults; a name that is there stays."""
+    errors, answers = {"PlanError", "LackingError"}, {"Plan", "Estimate", "Suggestion", "Explanation", "Record"}
+    functions = {"read_plan", "estimate", "suggest", "explain", "validate"}
+    assert set(memplan.__all__) == {"__version__", *errors, *answers, *functions}
+    promised = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    for name in sorted(functions):
+        signature = inspect.signature(getattr(memplan, name))
+        said = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+        words = str(signature.replace(parameters=said)).replace("'", '"')
+        result = str(signature.return_annotation).rpartition(".")[2]
+        assert f"`{name}{words.partition(' -> ')[0]} -> {result}`" in promised
+    for name in sorted(answers - {"Plan"}):
+        assert {"to_dict", "to_html"} <= set(dir(getattr(memplan, name)))
 
 
 @pytest.mark.parametrize(

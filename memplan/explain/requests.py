@@ -295,7 +295,7 @@ def _by_memory(one: _Seen, message: OutOfMemory) -> _Points:
     """How near what the plan has allocated before it is to what the message says. What comes only when more is
     allocated than the GPU has, no run has come to."""
     if message.capacity is not None and one.least > message.capacity:
-        yield -2, ""
+        yield -1, ""
     allocated = message.allocated
     if allocated is None:
         return
