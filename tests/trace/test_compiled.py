@@ -83,7 +83,7 @@ def test_peaks_are_those_of_inductors_code(mode: Checkpointing, name: str) -> No
     assert ours[2] <= again[2] <= most * ours[2]
 
 
-LOW = {
+LOW: dict[str, tuple[Float8, str, Checkpointing]] = {
     "gathered": (Float8("tensorwise", gathered=True), "8b", "op"),
     "rowwise": (Float8("rowwise"), "8b", "op"),
     "rowwise-70b": (Float8("rowwise"), "70b", "none"),

@@ -181,7 +181,11 @@ def of_float8(plan: ResolvedPlan) -> str:
     """Which layers, and what is saved and gathered."""
     given = plan.fsdp
     stays = ", ".join(given.filter_fqns) if given.filter_fqns else "none" if given.filter_fqns is not None else "output"
-    gathered = "in 8 bits, cast from shards" if given.float8_all_gather else "in bf16, and cast for every product"
+    gathered = (
+        "in 8 bits, cast from shards (in predicted times in bf16)"
+        if given.float8_all_gather
+        else "in bf16, and cast for every product"
+    )
     return (
         f"linear layers are torchao 0.18's Float8Linear ({plan.precision.fp8}), but for those whose name has a part of "
         f"filter_fqns ({stays}), or whose features are no multiple of 16; inputs are saved in bf16, so that float8 "
