@@ -88,7 +88,6 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
     problems = {
         "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled": layout.tp > 1,
         "left out unless precision.dtype is bf16": precision.dtype != "bf16",
-        "left out with CUDA graphs, with which it is not modelled": plan.fsdp.cuda_graphs and not plan.fsdp.compile,
         f"another with {SMALL}, which torchao has for tensorwise and rowwise": (
             plan.fsdp.filters_small and recipe == "rowwise_with_gw_hp"
         ),
