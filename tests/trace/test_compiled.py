@@ -95,7 +95,7 @@ LOW: dict[str, tuple[Float8, str, Checkpointing]] = {
 
 @pytest.mark.parametrize("name", LOW)
 def test_peaks_of_layers_in_float8(name: str) -> None:
-    """Within a megabyte: maxima are made in parts whose number Inductor chooses by the layer's own sizes."""
+    """With few tokens the peak of backward is an upper bound, by up to a tenth (``FLOAT8_REGIMES``)."""
     pytest.importorskip("torchao")
     from memplan.trace.compiled import learnt
 
@@ -103,7 +103,9 @@ def test_peaks_of_layers_in_float8(name: str) -> None:
     sizes = SIZES[of]
     shipped = json.loads(FILE.read_text(encoding="utf-8"))
     ours, theirs = (levels(one, sizes) for one in (shipped[name_of(mode, sizes, low)], learnt(mode, sizes, low)))
-    assert all(abs(one - other) <= 2**20 for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+    most = 1.1 if regime_of(sizes) != "mixed" else 1.0
+    assert (ours[0], ours[1], ours[3]) == (theirs[0], theirs[1], theirs[3])
+    assert theirs[2] <= ours[2] <= most * theirs[2]
 
 
 SMALL = {"hidden": "512", "heads": "8", "kv-heads": "2", "head-dim": "64", "ffn": "1408", "vocab": "1008"}
