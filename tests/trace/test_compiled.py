@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from math import prod
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from memplan.estimate import programs_of
 from memplan.layers.autograd import ITEMSIZE
-from memplan.layers.compiled import FILE, SKIPS, Sizes, name_of, parts, regime_of, sizes_of
+from memplan.layers.compiled import FILE, SKIPS, Sizes, name_of, parts, parts_of, regime_of, sizes_of
 from memplan.layers.float8 import Float8
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
@@ -81,6 +84,19 @@ def test_peaks_are_those_of_inductors_code(mode: Checkpointing, name: str) -> No
     assert ours[0] == again[0]
     most = 1.02 if regime_of(sizes) == "few" else 1.0  # Inductor's estimate of a peak is not the allocator's
     assert ours[2] <= again[2] <= most * ours[2]
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 4096, 14336, 16384, 131072])
+@pytest.mark.parametrize("columns", [128, 1024, 3584, 4096, 8192])
+def test_parts_of_maxima_are_inductors(rows: int, columns: int) -> None:
+    from torch._inductor import choices
+
+    from memplan.trace.inductor import H100
+
+    gpu = SimpleNamespace(**vars(H100), warp_size_or_default=H100.warp_size)
+    with patch("torch._inductor.choices.DeviceProperties.create", lambda _: gpu):
+        split = choices.InductorChoices.reduction_split_factor(torch.device("cuda"), rows, columns, False)
+    assert parts_of(rows, columns) == split
 
 
 LOW: dict[str, tuple[Float8, str, Checkpointing]] = {
