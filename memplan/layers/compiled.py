@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from ..plan.spec import ModelSpec
 from ..values import dataclass
-from .autograd import Gradients, Recorder, Shape, Tensor, incoming
+from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, incoming
 from .float8 import Float8
 from .huggingface import LayerShape
+from .work import Kernel, Operator, Product, Stream, fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,9 @@ class Structure:
     backward: tuple[Begins | int, ...]
     gradients: tuple[int, ...]
     """Of the input and of each parameter."""
+    work: tuple[tuple[str, ...], tuple[str, ...]]
+    """Kernels of both directions: products of (m, n, k) and bytes of an operand's element, fused attention, and how
+    many others there are, with bytes that they move of each size; none where only tensors were learnt."""
 
 
 ALIGNED = 64
@@ -162,6 +167,7 @@ def structures() -> dict[str, Structure]:
             tuple(one["saved"]),
             tuple(map(_event, one["backward"])),
             tuple(one["gradients"]),
+            (tuple(one["work"][0]), tuple(one["work"][1])) if "work" in one else ((), ()),
         )
         for name, one in written.items()
     }
@@ -206,6 +212,35 @@ def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
     )
 
 
+def has_kernels(shape: LayerShape, mode: str, low: Float8 | None) -> bool:
+    """Whether kernels of such a layer were learnt, too."""
+    return bool(structures()[name_of(mode, sizes_in(shape), low)].work[0])
+
+
+def kernels(lines: Sequence[str], shape: LayerShape, *, backward: bool) -> Sequence[Kernel]:
+    """Of one direction; the last attention of ``backward`` is attention's."""
+    sizes, found = sizes_in(shape), list[Kernel]()
+    known = {**parts(sizes), **sizes_of(sizes), "1": 1}
+
+    def value(name: str) -> int:
+        return prod(known.get(one) or int(one) for one in name.split("*"))
+
+    last = max((at for at, line in enumerate(lines) if line == "attention"), default=-1)
+    heads = (sizes.b, sizes.s, sizes.heads, sizes.head_dim)
+    of_attention = fused(heads, sizes.heads, sizes.s, shape.dtype, causal=True)
+    for at, line in enumerate(lines):
+        kind, *given = line.split()
+        if kind == "attention":
+            found.append(of_attention[backward and at == last])
+        elif kind == "product":
+            m, n, k = map(value, given[:3])
+            found.append(Product(m, n, k, 1, int(given[3]), ITEMSIZE[shape.dtype]))
+        else:
+            moved = (one.split(":") for one in given[1:])
+            found.append(Stream(sum(value(size) * int(count) for size, count in moved), int(given[0])))
+    return found
+
+
 def sizes_in(shape: LayerShape) -> Sizes:
     spec = shape.spec
     return Sizes(shape.b, shape.s, spec.heads, spec.kv_heads, spec.head_dim, spec.ffn)
@@ -219,6 +254,8 @@ def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, low: Float8 | No
     learnt = structures()[name_of(mode, sizes, low)]
     dtypes = {name: "fp8" if low is not None and low.gathers(name) else None for name, _ in parameters_of(spec)}
     parameters = [r.parameter(name, size, x.dtype, gathered=dtypes[name]) for name, size in parameters_of(spec)]
+    if r.counts:
+        return _counted(r, x, parameters, shape, learnt)
     live: dict[int, Tensor] = {1: x}
 
     def run(r: Recorder, events: Sequence[Begins | int]) -> None:
@@ -246,3 +283,13 @@ def block(r: Recorder, x: Tensor, shape: LayerShape, mode: str, low: Float8 | No
     if node is None:
         live.clear()
     return output.by(node)
+
+
+def _counted(r: Recorder, x: Tensor, parameters: Sequence[Tensor], shape: LayerShape, learnt: Structure) -> Tensor:
+    """What its kernels do."""
+    likes = [(one.shape, one.dtype) for one in (x, *parameters)]
+    forward, backward = (kernels(lines, shape, backward=at > 0) for at, lines in enumerate(learnt.work))
+    node = r.node(
+        (x, *parameters), (), lambda r, _: [r.outside(*like) for like in likes], work=Operator(forward, backward)
+    )
+    return r.outside(*likes[0]).by(node)

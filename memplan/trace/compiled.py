@@ -114,11 +114,12 @@ def _learnt(
         backward = happened(code, given, numbers, known, above=largest)
     gradients = [number for number in backward.returned if number is not None]
     return {
-        "forward": [_written(one) for one in forward.events],
+        "forward": [_written(one) for one in forward.events if isinstance(one, list) or one == 1 or one > len(inputs)],
         "output": forward.returned[0],
         "saved": [one for one in forward.returned[1:] if one == 1 or (one or 0) > len(inputs)],
         "backward": [_written(one) for one in backward.events if isinstance(one, list) or one < 2 or one > len(inputs)],
         "gradients": gradients,
+        "work": [forward.work, backward.work],
     }
 
 

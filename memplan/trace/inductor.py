@@ -12,12 +12,13 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations_with_replacement
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,6 +34,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._pytree import tree_iter
 
 from ..tape.events import Drop, Hold
 from ..values import dataclass
@@ -63,6 +65,14 @@ class _WrittenError(Exception):
     """The code is there; nothing is built."""
 
 
+class Launched(NamedTuple):
+    """A kernel that has run: a product, fused attention, or one that streams, and tensors that it reads or writes,
+    twice those that it writes over."""
+
+    kind: Literal["product", "attention", "stream"]
+    tensors: list[tuple[tuple[int, ...], torch.dtype]]
+
+
 @dataclass(frozen=True, eq=False)
 class Code:
     """One direction of a compiled function."""
@@ -71,6 +81,8 @@ class Code:
     """Of the list of its arguments, which it empties."""
     kernels: list[str]
     """What first has each buffer that it makes, in order."""
+    launched: list[Launched]
+    """What it has launched, once it has run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +139,8 @@ def code_of(graph: GraphModule, *, is_backward: bool, reuse: bool = False) -> Co
             except Exception:
                 if not written:
                     raise
-    call = _call_of(written[-1])
-    return Code(_runner(call), _made_by(call))
+    call, launched = _call_of(written[-1]), list[Launched]()
+    return Code(_runner(call, written[-1], launched), _made_by(call), launched)
 
 
 def _moved(graph: GraphModule, mode: FakeTensorMode) -> list[Any]:
@@ -214,10 +226,39 @@ class _Nothing:
         return
 
 
+_SIGNATURE = re.compile(r"^def (triton_\w+)\((.*?)\):", re.MULTILINE)
+
+
+class _Kernels(_Nothing):
+    """A kernel of Triton's, or all of libraries': says what it is given, and does nothing."""
+
+    def __init__(self, launched: list[Launched], names: Sequence[str] = ()) -> None:
+        self.launched = launched
+        self.names = names
+
+    def run(self, *given: Any, **_: Any) -> None:
+        named = zip(self.names, given, strict=False)
+        each = [(one, 2 if name.startswith("in_out") else 1) for name, one in named if isinstance(one, torch.Tensor)]
+        tensors = [(tuple(one.shape), one.dtype) for one, times in each for _ in range(times)]
+        self.launched.append(Launched("stream", tensors))
+
+    def mm(self, *given: Any, **_: Any) -> None:
+        self.launched.append(Launched("product", [(tuple(one.shape), one.dtype) for one in given[:2]]))
+
+    _scaled_mm = mm
+
+
 class _Names(dict[str, Any]):
-    """Names of the written module that its ``call`` uses: kernels do nothing."""
+    """Names of the written module that its ``call`` uses."""
+
+    signatures: Mapping[str, Sequence[str]]
+    launched: list[Launched]
 
     def __missing__(self, name: str) -> Any:
+        if name == "extern_kernels":
+            return _Kernels(self.launched)
+        if name in self.signatures:
+            return _Kernels(self.launched, self.signatures[name])
         return getattr(builtins, name, None) or _Nothing()
 
 
@@ -244,10 +285,12 @@ def _call_of(text: str) -> ast.FunctionDef:
     return call
 
 
-def _runner(call: ast.FunctionDef) -> Callable[[list[Any]], Sequence[Any]]:
+def _runner(call: ast.FunctionDef, text: str, launched: list[Launched]) -> Callable[[list[Any]], Sequence[Any]]:
     names = _Names(
         torch=_Torch(), empty_strided_cuda=_empty, reinterpret_tensor=_viewed, copy_if_misaligned=lambda one: one
     )
+    names.signatures = {name: given.replace(" ", "").split(",") for name, given in _SIGNATURE.findall(text)}
+    names.launched = launched
     exec(compile(ast.Module([call], []), "<inductor>", "exec"), names)
     return lambda arguments: names["call"](None, arguments)
 
@@ -283,6 +326,17 @@ Event = int | list[Any]
 
 
 class _Numbered(Follow):  # type: ignore[no-untyped-call]
+    launched: list[Launched]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        given, made = _tensors((args, kwargs)), _tensors(out)
+        views = {one.untyped_storage()._cdata for one in given}
+        if given and any(one.untyped_storage()._cdata not in views for one in made):
+            kind: Literal["attention", "stream"] = "attention" if "attention" in str(func) else "stream"
+            self.launched.append(Launched(kind, [(tuple(one.shape), one.dtype) for one in (*given, *made)]))
+        return out
+
     def number(self, tensor: torch.Tensor) -> int:
         """Of the storage of ``tensor``, as events have it."""
         return self._followed[tensor.untyped_storage()._cdata].hold.tensor
@@ -294,6 +348,9 @@ class Happened:
 
     events: list[Event]
     returned: list[int | None]
+    work: list[str]
+    """What ``layers.compiled`` reads as kernels: ``product`` of sizes and bytes of an element, ``attention``, and all
+    that streams together: how many kernels, and bytes of each product of sizes."""
 
 
 def happened(
@@ -303,6 +360,7 @@ def happened(
     larger ones, and above ``above``. It empties ``arguments``."""
     recording = Recording()
     follow = _Numbered(recording, lambda: Place(0, FORWARD, ""), sums_in_place=False)
+    follow.launched = code.launched
     own: dict[int, int] = {}
     with follow:
         for one, number in zip(arguments, numbers, strict=True):
@@ -325,7 +383,27 @@ def happened(
             first += 1
         elif isinstance(event, Drop):
             made.append(own[event.tensor])
-    return Happened(made, [None if one is None else own[one] for one in numbered])
+    return Happened(made, [None if one is None else own[one] for one in numbered], _work(code.launched, sizes))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [one for one in tree_iter(given) if isinstance(one, torch.Tensor)]
+
+
+def _work(launched: Sequence[Launched], sizes: Mapping[str, int]) -> list[str]:
+    result, moved, streams = list[str](), Counter[str](), 0
+    for kind, tensors in launched:
+        if kind == "product":
+            ((m, k), dtype), ((_, n), _) = tensors
+            dims = ["*".join(_named((size,), sizes)) or "1" for size in (m, n, k)]
+            result.append(f"product {' '.join(dims)} {dtype.itemsize}")
+        elif kind == "attention":
+            result.append(kind)
+        else:
+            streams += 1
+            for shape, dtype in tensors:
+                moved["*".join(sorted(_named(shape, sizes))) or "1"] += dtype.itemsize
+    return [*result, f"stream {streams} {' '.join(f'{size}:{count}' for size, count in moved.items())}"]
 
 
 FEW = 1 << 16

@@ -22,6 +22,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND, Drop, Hold
 from memplan.tape.program import fold_program
+from memplan.trace.framework import job_of_plan
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_scalars
 from ..oracle.float8 import CASES, RECORDED, Case
@@ -155,3 +156,8 @@ def test_filters_need_float8() -> None:
     flags = {name: value for name, value in LLAMA.items() if name != "fp8"}
     with pytest.raises(PlanError, match=r"fsdp\.filter_fqns = .*: must be left out without precision\.fp8"):
         resolve(read_plan(None, {**flags, "filter-fqns": "output"}).plan)
+
+
+def test_does_not_run_here() -> None:
+    with pytest.raises(PlanError, match=r"precision\.fp8 = tensorwise: must be left out: no torchao runs here"):
+        job_of_plan(resolved())

@@ -336,6 +336,9 @@ def torchtitan() -> Iterator[str]:
         "--fp8 rowwise_with_gw_hp --recompute full --filter-fqns layers.0.,output",
         "--fp8 tensorwise --enable-fsdp-float8-all-gather --precompute-float8-dynamic-scale-for-fsdp",
         "--fp8 rowwise --enable-fsdp-float8-all-gather", "--fp8 tensorwise --tp 2",
+        "--compile --seq 8192 --mbs 2 --fp8 rowwise --filter-fqns auto_filter_small_kn,output --recompute full",
+        "--compile --seq 8192 --mbs 2 --fp8 tensorwise --enable-fsdp-float8-all-gather --recompute-per-operator",
+        "--compile --fp8 rowwise_with_gw_hp", "--compile --fp8 tensorwise --filter-fqns attention.wq",
     ):  # fmt: skip
         yield f"{job} --gpus 8 {flags}"
     for flags in (

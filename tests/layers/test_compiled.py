@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Literal
+
 import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp.torchtitan import recipes
 from memplan.layers.compiled import Begins, Sizes, parameters_of, regime_of, sizes_of, structures
-from memplan.layers.module import Options
+from memplan.layers.module import Options, Passes
+from memplan.layers.work import Product, Stream
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
 from memplan.plan.read import read_plan
@@ -52,6 +56,35 @@ def test_what_a_layer_saves_by_hand() -> None:
     states = 2 * 512  # of attention's random numbers
     assert made.block("full", Options()).first.forward_fold.net == hidden
     assert made.block("op", Options()).first.forward_fold.net == 3 * hidden + value + ffn + logarithms + states
+
+
+def test_kernels_multiply_as_the_layer_does_and_stream_less() -> None:
+    """The products of a layer without torch.compile, in another order; fewer bytes, by fewer kernels."""
+
+    def work(compiles: str, mode: Literal["none", "op"]) -> Passes:
+        plan = plan_of(mbs=str(B), seq=str(S), compile=compiles)
+        return recipes(plan).block(mode, Options(counts="first")).work
+
+    def products(passes: Passes) -> Counter[frozenset[int]]:
+        found = Counter[frozenset[int]]()
+        for kernel, times in (*passes.forward, *passes.backward):
+            if isinstance(kernel, Product):
+                found[frozenset((kernel.m, kernel.n, kernel.k))] += times
+        return found
+
+    def streams(passes: Passes) -> tuple[float, int]:
+        moved, launches = 0.0, 0
+        for kernel, times in (*passes.forward, *passes.backward):
+            if isinstance(kernel, Stream):
+                moved, launches = moved + kernel.bytes * times, launches + kernel.launches * times
+        return moved, launches
+
+    eager, compiled = work("false", "none"), work("true", "none")
+    assert products(eager) == products(compiled)
+    assert eager.flops == compiled.flops
+    assert streams(compiled)[0] < streams(eager)[0] / 2
+    assert streams(compiled)[1] == 11 + 15  # as Inductor's code has them
+    assert work("true", "op").flops > compiled.flops
 
 
 def test_the_loss_saves_two_numbers_a_token() -> None:

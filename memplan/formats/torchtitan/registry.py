@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together
 from ...plan.text import is_there, text_at
@@ -210,6 +211,8 @@ class _Written:
             value = fields.get(name)
             if value is not None and (node := self.node(f"model_spec.{name}", value)) is not None:
                 found[name] = node
+        if (float8 := _float8_of(fields.get("converters"))) is not None:
+            found["float8"] = self.node("model_spec.float8", float8) or Node(None, made.origin)
         if not module and kind.rpartition(".")[2] != "ModelSpec":
             problem = f"is made by {kind}, which is not followed; {INSTEAD}"
             self.wrong.append(PlanError("model_spec", ABSENT, problem, origin=made.origin))
@@ -244,6 +247,18 @@ class _Written:
             self.other("optimizer", made.name, _REMEDIES["optimizer"], made)
             return None
         return self.node("optimizer", Made(made.name, fields, made.origin))
+
+
+def _float8_of(converters: Value | None) -> Made | None:
+    """The converter to torchao's float8, if there is one, and of its fields those that matter."""
+    items: Any = converters.value if isinstance(converters, Node) else None
+    kept = [one.value.value for one in (items if isinstance(items, list) else ()) if isinstance(one.value, Kept)]
+    found = [one for one in kept if isinstance(one, Made) and one.name.endswith("Float8LinearConverter.Config")]
+    if len(found) != 1:
+        return None
+    names = ("recipe_name", "filter_fqns", "emulate")
+    fields = {name: value for name, value in found[0].fields.items() if name in names}
+    return Made(found[0].name, fields, found[0].origin)
 
 
 def _plain(value: object, origin: Origin) -> Node:

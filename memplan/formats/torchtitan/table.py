@@ -414,9 +414,11 @@ def _compile(reader: Reader) -> None:
 
 FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")
 """Sections of torchao's converter, which bear its name in ``model.converters``."""
+IN_PYTHON = ("model_spec.converters", "Float8LinearConverter", "model_spec.float8")
+"""The same in a configuration in Python: its key, its class, and where its arguments stand."""
 FILTERED = "2025-04-07"
 """The day from which a configuration names the layers that stay in bf16; before, the head did."""
-CONVERTERS = ("model.converters", "float8.enable_float8_linear", "training.enable_float8_linear")
+CONVERTERS = ("model.converters", "float8.enable_float8_linear", "training.enable_float8_linear", IN_PYTHON[0])
 
 
 def float8_keys(settings: Settings) -> tuple[str, Node, str] | None:
@@ -426,8 +428,12 @@ def float8_keys(settings: Settings) -> tuple[str, Node, str] | None:
     if found is None:
         return None
     name, node = found
-    section = name.rpartition(".")[0]
-    if name == CONVERTERS[0]:
+    section, default = name.rpartition(".")[0], "tensorwise"
+    if name == IN_PYTHON[0]:
+        if settings.words(name) != [IN_PYTHON[1]] or settings.integer(*TP, default=1).value != 1:
+            return None
+        section, default = IN_PYTHON[2], "rowwise"
+    elif name == CONVERTERS[0]:
         converters = settings.words(name)
         if len(converters) != 1 or converters[0] not in FLOAT8:
             return None
@@ -435,7 +441,7 @@ def float8_keys(settings: Settings) -> tuple[str, Node, str] | None:
     elif not node.value:
         return None
     delayed = any(_text(settings, f"{section}.scaling_type_{one}") == "delayed" for one in SCALED)
-    recipe = _text(settings, f"{section}.recipe_name") or "tensorwise"
+    recipe = _text(settings, f"{section}.recipe_name") or default
     if delayed or settings.switch(f"{section}.emulate").value or recipe not in framework("fsdp").supports.low_precision:
         return None
     return name, Node(recipe, node.origin), section
@@ -460,7 +466,8 @@ def _float8(reader: Reader) -> None:
     if settings.era.day >= FILTERED:
         given = settings.given.get(filters)
         origin = given.origin if given is not None else settings.origin
-        building.put("fsdp.filter_fqns", Node([Node(one, origin) for one in settings.words(filters)], origin), filters)
+        words = [one.replace("lm_head", "output") for one in settings.words(filters)]
+        building.put("fsdp.filter_fqns", Node([Node(one, origin) for one in words], origin), filters)
     for field, key in (("float8_all_gather", ALL_GATHER), ("float8_scales", SCALES)):
         building.put(f"fsdp.{field}", settings.switch(f"{section}.{key}"), f"{section}.{key}")
 

@@ -90,7 +90,6 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
     problems = {
         "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled": layout.tp > 1,
         "left out unless precision.dtype is bf16": precision.dtype != "bf16",
-        "left out with CUDA graphs, with which it is not modelled": plan.fsdp.cuda_graphs and not plan.fsdp.compile,
         f"another with {SMALL}, which torchao has for tensorwise and rowwise": (
             plan.fsdp.filters_small and recipe == "rowwise_with_gw_hp"
         ),
@@ -119,9 +118,8 @@ def check_compiled(plan: ResolvedPlan, every: Sequence[Float8 | None]) -> None:
         if low is None or (not low.skips - compiled.SKIPS and len(low.skips) in (0, len(compiled.SKIPS))):
             if compiled.name_of("none", sizes, low) in compiled.structures():
                 continue
-            problem = (
-                f"with fsdp.compile is not learnt of layers of these sizes ({compiled.name_of('none', sizes, low)})"
-            )
+            kind = " ".join(compiled.name_of("none", sizes, low).split()[2:])
+            problem = f"must be left out or another with fsdp.compile: layers of these sizes were not learnt ({kind})"
             raise PlanError("precision.fp8", plan.precision.fp8, problem)
         problem = (
             "must leave out no linear layer of a layer, attention.wk and attention.wv together, or all with "

@@ -54,8 +54,7 @@ COMPILED = (
     "tensors: what its partitioner saves, and each buffer between kernels, made and let go of at once (it takes a "
     "buffer again where that leaves the peak as it is, but for up to 2 % of a layer with few tokens); "
     "other releases may choose otherwise",
-    "predicted times are of the same layers without torch.compile, whose products and attention are the same; fewer "
-    "kernels stream",
+    "predicted times are of the kernels that Inductor writes, each of which reads and writes its tensors once",
 )
 """Taken for granted of compiled layers."""
 
@@ -63,9 +62,14 @@ FLOAT8_COMPILED = (
     "with fewer than twice as many tokens as features in a micro-batch, Inductor orders a layer's backward in float8 "
     "by its sizes: its own peak may be up to a tenth lower than in the order that is followed here; what is saved is "
     "the same",
-    "predicted times of compiled layers are of products in bf16 (an upper bound)",
 )
 """and of those in float8."""
+
+SAVES_WEIGHTS = (
+    "weights of the feed-forward that were gathered in 8 bits are saved as copies laid out for backward, as large as "
+    "they are (AOTAutograd of torch 2.13 does not know all of them for parameters); recompute saves none"
+)
+"""Of compiled layers without recompute."""
 
 FLOAT8_EAGER = (
     "without torch.compile every cast to 8 bits takes two tensors in fp32 beside what it casts, and with scales by "
@@ -167,6 +171,8 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     if plan.precision.fp8:
         yield of_float8(plan)
         yield from FLOAT8_COMPILED if plan.fsdp.compile else FLOAT8_EAGER
+        if plan.fsdp.compile and plan.fsdp.float8_all_gather and plan.recompute.mode == "none":
+            yield SAVES_WEIGHTS
     if plan.fsdp.compile_loss:
         yield f"torch.compile of the loss, as torch {compiled.TORCH}'s Inductor writes it"
 
@@ -175,7 +181,11 @@ def of_float8(plan: ResolvedPlan) -> str:
     """Which layers, and what is saved and gathered."""
     given = plan.fsdp
     stays = ", ".join(given.filter_fqns) if given.filter_fqns else "none" if given.filter_fqns is not None else "output"
-    gathered = "in 8 bits, cast from shards" if given.float8_all_gather else "in bf16, and cast for every product"
+    gathered = (
+        "in 8 bits, cast from shards (in predicted times in bf16)"
+        if given.float8_all_gather
+        else "in bf16, and cast for every product"
+    )
     return (
         f"linear layers are torchao 0.18's Float8Linear ({plan.precision.fp8}), but for those whose name has a part of "
         f"filter_fqns ({stays}), or whose features are no multiple of 16; inputs are saved in bf16, so that float8 "

@@ -179,6 +179,8 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
     for field in ("compile", "compile_loss"):
         if getattr(plan.fsdp, field):
             raise PlanError(f"fsdp.{field}", True, "must be false: a whole step runs here without torch.compile")
+    if plan.precision.fp8:
+        raise PlanError("precision.fp8", plan.precision.fp8, "must be left out: no torchao runs here")
     if plan.fsdp.cuda_graphs:
         raise PlanError("fsdp.cuda_graphs", True, "must be false: torchtitan's code runs without CUDA graphs here")
     if is_tuned(plan):

@@ -143,15 +143,17 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     def run(r: Recorder, x: Tensor, table: Tensor | None, policy: torchtitan.Policy) -> Tensor:
         return titan.block(r, x, shape, policy, table) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
 
-    low = None if of.compiled else of.low
+    low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
+    in_kernels = of.compiled and (not options.counts or compiled.has_kernels(shape, mode, low))
+    eager = None if of.compiled else low  # of compiled kernels that were not learnt: as in bf16
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        if of.compiled and not options.counts:
-            return Run(compiled.block(r, x, shape, mode, float8.in_compiled(of.low, shape.spec)))
+        if in_kernels:
+            return Run(compiled.block(r, x, shape, mode, low))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
-            return Run(run(r, hidden, table, torchtitan.Policy(False, low=low)))
+            return Run(run(r, hidden, table, torchtitan.Policy(False, low=eager)))
 
         def region(policy: torchtitan.Policy) -> Tensor:
             return run(r, hidden, table, policy)
@@ -163,7 +165,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
                 keeps=mode == "op",
                 early_stop=titan.early_stop,
                 keeps_exchanged=titan.keeps_exchanged,
-                low=low,
+                low=eager,
             )
         )
 

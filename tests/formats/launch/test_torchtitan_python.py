@@ -192,6 +192,22 @@ def test_a_weight_that_embedding_and_head_share(read: Read, flavour: str) -> Non
     check(plan)
 
 
+def test_float8(read: Read) -> None:
+    """By rows unless it says otherwise, and of the head, too; under tensor parallelism a warning says that it is not
+    modelled."""
+
+    def job(given: str, **more: str) -> str:
+        return one(model_spec=f'model_registry("8B", converters=[Float8LinearConverter.Config({given})])', **more)
+
+    plan = resolve(read("job.py", text=job('filter_fqns=["lm_head"], model_compile_enabled=True')).plan)
+    assert (plan.precision.fp8, plan.fsdp.filter_fqns) == ("rowwise", ("output",))
+    plan = resolve(read("job.py", text=job('recipe_name="rowwise_with_gw_hp"')).plan)
+    assert (plan.precision.fp8, plan.fsdp.filter_fqns) == ("rowwise_with_gw_hp", ())
+    found = read("job.py", text=job("", parallelism="ParallelismConfig(tensor_parallel_degree=2)"))
+    assert found.plan.precision.fp8 is None
+    assert any("model_spec.converters = [Float8LinearConverter]" in note.message for note in found.warnings)
+
+
 def test_a_function_that_changes_another(read: Read) -> None:
     plan = resolve(read(LLAMA, "CONFIG=llama3_70b", GRAPHS, loss="plain").plan)
     assert (plan.model.name, plan.layout.tp, plan.layout.dp, plan.recompute.mode) == ("llama-3-70b", 8, 2, "full")
