@@ -206,7 +206,6 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
         ({"fp8": "tensorwise", "gpu": "rtx-pro-6000"}, "compute capability 12.0"),
         ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
         ({"attention_backend": "flash"}, "attention_backend"),
-        ({"cp": 2, "cp_communication": "all_gather"}, "by all_gather, of which it is not modelled yet"),
         ({"fp8": "mxfp8", "gpu": "b200", "cp": 2, "seq": 4352}, "multiples of 128 tokens"),
         ({"head_dim": 64}, "64 features"),
         ({"log_max_attention_logit": True}, "largest score"),

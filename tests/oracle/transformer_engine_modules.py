@@ -44,6 +44,10 @@ def _counts(change: Change, case: Case) -> bool:
     return not on_host and not (case.recipe and change.bytes <= SINGLE)
 
 
+def _rank(group: Any) -> int:
+    return torch.distributed.get_rank(group=group)
+
+
 CHUNKS = ("_seq_chunk_ids_cache_for_reordering_before_attn", "_seq_chunk_ids_cache_for_reordering_after_attn")
 
 
@@ -59,6 +63,9 @@ def _choose(case: Case) -> None:
     steps: Any = importlib.import_module(f"{package}.attention.dot_product_attention.context_parallel")
     for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
         getattr(steps, name, {}).clear()
+    steps.get_distributed_rank = (
+        (lambda group: 0) if case.communication == "all_gather" else _rank
+    )  # as recipes have it
     CAPABILITY[0] = case.major
     of_device: Any = importlib.import_module(f"{package}.utils")
     of_device.is_non_tn_fp8_gemm_supported.cache_clear()

@@ -131,8 +131,6 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),
-        f"must be false with context parallelism (cp > 1) by {megatron.cp_communication}, of which it is not modelled "
-        "yet: p2p and a2a are": plan.layout.cp > 1 and megatron.cp_communication == "all_gather",
         "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
         "must be false with a padding mask, with which it is not modelled yet": not model.causal,
         "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,

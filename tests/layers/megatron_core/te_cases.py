@@ -132,6 +132,7 @@ LOW_CASES += [
     for recipe, major in LOW
     for module in ("column", "norm_column")
 ]
+WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
 CASES = [
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
@@ -157,7 +158,7 @@ CASES = [
     ),
     *(
         Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, communication=communication)
-        for communication in ("p2p", "a2a")
+        for communication in WAYS
         for attention in ("flash", "fused")
         for b, rope, groups, cp in ((2, False, 8, 2), (1, True, 4, 4), (2, True, 8, 4))
     ),
@@ -186,7 +187,7 @@ CASES = [
             communication=way,
             **LARGE,
         )
-        for way in ("a2a", "p2p")
+        for way in WAYS
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
     ),
