@@ -55,6 +55,7 @@ def _choose(case: Case) -> None:
     """Allows the case's back end alone, and forgets what earlier cases left: fake tensors end with their mode."""
     for name in ("flash", "fused", "unfused"):
         os.environ[f"NVTE_{name.upper()}_ATTN"] = str(int(case.attention == name))
+    os.environ["NVTE_FP8_DPA_BWD"] = str(int(case.low_backward))
     package = "transformer_engine.pytorch"
     dot_product: Any = importlib.import_module(f"{package}.attention.dot_product_attention.dot_product_attention")
     dot_product._attention_backends["backend_selection_requires_update"] = True
@@ -142,7 +143,7 @@ def _recipe(case: Case) -> Any:
         "blockwise": recipes.Float8BlockScaling,
         "mxfp8": recipes.MXFP8BlockScaling,
     }
-    return kinds[case.recipe](fp8_dpa=case.module == "attention")
+    return kinds[str(case.recipe)](fp8_dpa=case.module == "attention")
 
 
 def _norm(case: Case, te: Any) -> Made:

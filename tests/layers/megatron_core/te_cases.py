@@ -9,7 +9,7 @@ from typing import Any
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
 from memplan.layers.megatron_core import te, te_attention, te_facts, te_low_attention
-from memplan.layers.megatron_core.precision import Low, Recipe
+from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
 from memplan.plan.spec import ModelSpec
@@ -43,6 +43,7 @@ class Case:
     recipe: Recipe | None = None
     major: int = 9
     original: bool = False
+    low_backward: bool = True
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -89,7 +90,7 @@ class Case:
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
-            low_attention=self.recipe,
+            low_attention=LowAttention(self.recipe, self.low_backward) if self.recipe is not None else None,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -174,6 +175,21 @@ CASES = [
         for recipe, major in LOW
         for groups, rope in ((8, False), (8, True), (2, True))
         if recipe == "delayed" or (major > 9 and recipe != "blockwise")
+    ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=groups,
+            rope=rope,
+            dropout=0.0,
+            low_backward=False,
+            **LARGE,
+        )
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+        for groups, rope in ((8, False), (2, True))
     ),
     *(
         Case(
