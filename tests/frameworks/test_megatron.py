@@ -291,6 +291,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.fp32_gradients_of": [{"fp32_gradients_of": "*linear_fc1.weight", "gradients": "bf16"}],
     "megatron.logits_dtype": [{"logits_dtype": "fp32"}],
     "megatron.precision_of": [{"precision_of_modules": "*linear_fc1=16bit", "fp8": "tensorwise"}],
+    "megatron.fp8_output": [{"fp8_output_proj": "true", "gpu": "b200", "fp8": "mxfp8", "tied_embeddings": "false"}],
     "megatron.fp8_attention": [
         {"fp8_dot_product_attention": "true", "fp8": "delayed", "heads": 2, "kv_heads": 2, "head_dim": 128}
     ],
@@ -303,7 +304,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
 
 
 def footprint(**flags: object) -> list[object]:
-    given = plan(pp=1, mbs=2, gpu="h100-80gb", hidden_dropout=0.1, **flags)
+    given = plan(**{"pp": 1, "mbs": 2, "gpu": "h100-80gb", "hidden_dropout": 0.1} | flags)
     (program,) = programs(given, Options(kernel_workspaces=True))
     folded = fold_program(program)
     kept = program.kept

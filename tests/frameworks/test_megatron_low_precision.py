@@ -206,11 +206,11 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
         ({"fp8": "tensorwise", "gpu": "rtx-pro-6000"}, "compute capability 12.0"),
         ({"te_version": "2.17"}, "before Transformer Engine 2.18"),
         ({"attention_backend": "flash"}, "attention_backend"),
-        ({"cp": 2, "cp_communication": "all_gather"}, "by all_gather, of which it is not modelled yet"),
         ({"fp8": "mxfp8", "gpu": "b200", "cp": 2, "seq": 4352}, "multiples of 128 tokens"),
         ({"head_dim": 64}, "64 features"),
         ({"log_max_attention_logit": True}, "largest score"),
-        ({"NVTE_FP8_DPA_BWD": "0"}, "NVTE_FP8_DPA_BWD"),
+        ({"NVTE_FP8_DPA_BWD": "0", "cp": 2}, "NVTE_FP8_DPA_BWD"),
+        ({"NVTE_DPA_FP8CS_O_in_F16": "0"}, "NVTE_DPA_FP8CS_O_in_F16"),
     ],
 )
 def test_attention_in_8_bits_is_refused_where_it_would_be_another(flags: dict[str, Any], why: str) -> None:
@@ -256,12 +256,22 @@ def test_an_output_layer_in_8_bits_is_refused_where_megatron_does(flags: dict[st
         plan_of(SMALL | {"gpu": "b200", "fp8": "mxfp8", "fp8_output_proj": True} | flags)
 
 
-@pytest.mark.parametrize(("recipe", "history"), [("delayed", 1024), ("tensorwise", 1)])
-def test_attention_in_8_bits_keeps_scales_and_amaxes_of_each_layer(recipe: str, history: int) -> None:
+@pytest.mark.parametrize(
+    ("flags", "named", "history"),
+    [
+        ({"fp8": "delayed", "amax_history": 1024}, {}, 1024),
+        ({"fp8": "tensorwise"}, {}, 1),
+        ({"fp8": "mxfp8"}, {"NVTE_DPA_FP8_RECIPE": "DelayedScaling", "NVTE_DPA_FP8DS_AMAX_HISTLEN": "512"}, 512),
+        ({"fp8": "mxfp8"}, {}, 0),
+        ({"fp8": "mxfp8"}, {"NVTE_DPA_FP8_RECIPE": "F16"}, 0),
+    ],
+)
+def test_attention_in_8_bits_keeps_scales_and_amaxes_of_each_layer(
+    flags: dict[str, Any], named: dict[str, str], history: int
+) -> None:
     """Nine tensors forward and six backward (``DelayedScalingRecipeState``), in fp32; with tensorwise scaling of scores
-    alone, and without a history."""
-    flags = (
-        {"fp8": recipe, "gpu": "b200", "amax_history": 1024} if recipe == "delayed" else {"fp8": recipe, "gpu": "b200"}
-    )
-    more = static(**flags, fp8_dot_product_attention=True) - static(**flags)
-    assert more == 4 * sum(rounded(4 * count) + rounded(4 * count * history) for count in (9, 6))
+    alone, and without a history; none of MXFP8."""
+    plans = (plan_of(BLACKWELL | flags, **named), plan_of(SMALL | flags | {"gpu": "b200"}))
+    low, plain = (estimate(plan).stages[0].static for plan in plans)
+    sizes = [rounded(4 * count) + rounded(4 * count * history) for count in (9, 6) if history]
+    assert low - plain == 4 * sum(sizes)

@@ -516,7 +516,13 @@ def low_precision() -> Iterator[str]:
     yield f"{job} --gpu b200 --fp4 nvfp4 --fp8-dot-product-attention --env NVTE_DPA_FP8_RECIPE=Float8CurrentScaling"
     yield f"{job} --gpu b200 --fp4 nvfp4 --fp8-dot-product-attention"  # of which there is none
     yield f"{job} --gpu b200 --fp8 tensorwise --fp8-output-proj"
-    for recipe in ("delayed --cp-communication a2a", "mxfp8 --cp-communication a2a", "delayed", "mxfp8"):
+    for recipe in (
+        "delayed --cp-communication a2a",
+        "mxfp8 --cp-communication a2a",
+        "delayed",
+        "mxfp8",
+        "tensorwise --cp-communication all_gather",
+    ):
         yield (
             "--model llama-3-8b --layers 4 --seq 8192 --framework megatron --zero 1 --dp 2 --cp 4 --gpu b200 "
             f"--fp8 {recipe} --fp8-dot-product-attention"

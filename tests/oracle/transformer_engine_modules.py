@@ -44,6 +44,10 @@ def _counts(change: Change, case: Case) -> bool:
     return not on_host and not (case.recipe and change.bytes <= SINGLE)
 
 
+def _rank(group: Any) -> int:
+    return torch.distributed.get_rank(group=group)
+
+
 CHUNKS = ("_seq_chunk_ids_cache_for_reordering_before_attn", "_seq_chunk_ids_cache_for_reordering_after_attn")
 
 
@@ -51,6 +55,7 @@ def _choose(case: Case) -> None:
     """Allows the case's back end alone, and forgets what earlier cases left: fake tensors end with their mode."""
     for name in ("flash", "fused", "unfused"):
         os.environ[f"NVTE_{name.upper()}_ATTN"] = str(int(case.attention == name))
+    os.environ["NVTE_FP8_DPA_BWD"] = str(int(case.low_backward))
     package = "transformer_engine.pytorch"
     dot_product: Any = importlib.import_module(f"{package}.attention.dot_product_attention.dot_product_attention")
     dot_product._attention_backends["backend_selection_requires_update"] = True
@@ -59,6 +64,9 @@ def _choose(case: Case) -> None:
     steps: Any = importlib.import_module(f"{package}.attention.dot_product_attention.context_parallel")
     for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
         getattr(steps, name, {}).clear()
+    steps.get_distributed_rank = (
+        (lambda group: 0) if case.communication == "all_gather" else _rank
+    )  # as recipes have it
     CAPABILITY[0] = case.major
     of_device: Any = importlib.import_module(f"{package}.utils")
     of_device.is_non_tn_fp8_gemm_supported.cache_clear()
@@ -135,7 +143,7 @@ def _recipe(case: Case) -> Any:
         "blockwise": recipes.Float8BlockScaling,
         "mxfp8": recipes.MXFP8BlockScaling,
     }
-    return kinds[case.recipe](fp8_dpa=case.module == "attention")
+    return kinds[str(case.recipe)](fp8_dpa=case.module == "attention")
 
 
 def _norm(case: Case, te: Any) -> Made:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...trace.framework import FrameworkRunning
     from ..base import Communicator
 
-from .kernel_rules import SELECTORS, keeps_scores
+from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -55,7 +55,7 @@ class Megatron(Framework):
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
-        environment=(*SELECTORS, "NVTE_DPA_FP8_RECIPE"),
+        environment=(*SELECTORS, *OF_LOW_ATTENTION),
         pipeline=(
             "first_layers",
             "last_layers",

@@ -7,7 +7,7 @@ from ...layers.megatron_core import (
     te_facts,
 )
 from ...layers.megatron_core.graphs import parts_of_own
-from ...layers.megatron_core.precision import Low, Recipe
+from ...layers.megatron_core.precision import Low, LowAttention, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...plan.errors import PlanError
@@ -178,12 +178,16 @@ OF_ATTENTION: dict[str, Recipe | None] = {
 (``DotProductAttention.init_fp8_metadata``)."""
 
 
-def low_attention(plan: ResolvedPlan) -> Recipe | None:
+def low_attention(plan: ResolvedPlan) -> LowAttention | None:
     """In what attention multiplies, if that is not the plan's dtype."""
-    if not plan.megatron.fp8_attention or plan.precision.low is None:
+    own, environment = plan.precision.low, plan.environment
+    if not plan.megatron.fp8_attention or own is None:
         return None
-    named = plan.environment.get("NVTE_DPA_FP8_RECIPE", "")
-    return OF_ATTENTION[named] if named in OF_ATTENTION else RECIPES[plan.precision.low]
+    named = environment.get("NVTE_DPA_FP8_RECIPE", "")
+    recipe = OF_ATTENTION[named] if named in OF_ATTENTION else RECIPES[own]
+    history = environment.get("NVTE_DPA_FP8DS_AMAX_HISTLEN", "1")
+    kept = plan.precision.amax_history if own == recipe == "delayed" else int(history) if history.isdecimal() else 1
+    return LowAttention(recipe, environment.get("NVTE_FP8_DPA_BWD", "1") != "0", kept) if recipe is not None else None
 
 
 def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:

@@ -89,13 +89,14 @@ def check_modules(plan: ResolvedPlan) -> None:
 def check_low_attention(plan: ResolvedPlan) -> None:
     """What Transformer Engine asks of attention in 8 bits (``get_attention_backend``, ``nvte_get_fused_attn_backend``
     with cuDNN 9.21 or later), as far as it is modelled."""
-    megatron, model, recipe = plan.megatron, plan.model, low_attention(plan)
+    megatron, model, low = plan.megatron, plan.model, low_attention(plan)
     if not megatron.fp8_attention:
         return
     if plan.precision.low is None:
         raise PlanError("megatron.fp8_attention", True, "must be false without precision.fp8 or fp4: it scales so")
-    if recipe is None:
+    if low is None:
         return
+    recipe = low.recipe
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
     capability = (gpu.compute_capability if gpu is not None else None) or (0, 0)
     version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
@@ -109,7 +110,6 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     cut, ranks = (plan.layout.cp, 1) if megatron.cp_communication == "a2a" else (1, plan.layout.cp)
     tokens = plan.batch.seq // ranks // (2 if ranks > 1 else 1)  # a step of the ring may have half of the keys
     whole = not tokens % 128 and not any(plan.batch.mbs * one // (plan.layout.tp * cut) % 128 for one in rows)
-    own = sorted(set(plan.environment) & set(OF_LOW_ATTENTION))
     reasons = {
         "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability
         == (0, 0),
@@ -131,8 +131,6 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),
-        f"must be false with context parallelism (cp > 1) by {megatron.cp_communication}, of which it is not modelled "
-        "yet: p2p and a2a are": plan.layout.cp > 1 and megatron.cp_communication == "all_gather",
         "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
         "must be false with a padding mask, with which it is not modelled yet": not model.causal,
         "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,
@@ -152,7 +150,12 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with multi-token prediction, of which it is modelled with mxfp8 scaling alone": (
             bool(model.mtp_layers) and recipe != "mxfp8"
         ),
-        f"must be false where {', '.join(own)} is set, with which it is not modelled yet": bool(own),
+        "must be false where NVTE_DPA_FP8CS_O_in_F16 is set, with which it is not modelled yet": (
+            "NVTE_DPA_FP8CS_O_in_F16" in plan.environment
+        ),
+        "must be false with context parallelism and NVTE_FP8_DPA_BWD=0, with which it is not modelled yet": (
+            plan.layout.cp > 1 and not low.backward
+        ),
     }
     for problem, applies in reasons.items():
         if applies:
@@ -189,7 +192,7 @@ def check_low_output(plan: ResolvedPlan) -> None:
             raise PlanError("megatron.fp8_output", True, problem)
 
 
-OF_LOW_ATTENTION = ("NVTE_DPA_FP8CS_O_in_F16", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_FP8_DPA_BWD")
+OF_LOW_ATTENTION = ("NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_FP8_DPA_BWD")
 """Variables with which attention in 8 bits saves or keeps other tensors."""
 
 

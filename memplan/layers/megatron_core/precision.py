@@ -221,6 +221,17 @@ class Low:
         return Stream(looks + elements * (2.0 + copies * self.element), 2 if looks else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class LowAttention:
+    """In what attention multiplies."""
+
+    recipe: Recipe
+    backward: bool = True
+    """Its gradients, too, are in 8 bits (``NVTE_FP8_DPA_BWD``)."""
+    history: int = 1
+    """Amaxes that are kept of each tensor, where it scales by those of earlier steps."""
+
+
 class Copy:
     """A quantised copy while it lives; dropped tensors end."""
 

@@ -11,7 +11,7 @@ from ...plan.spec import ModelSpec
 from ...values import HashedOnce, dataclass, replace
 from ..shapes import ITEMSIZE
 from ..work import Ranks
-from .precision import Low, Recipe, up
+from .precision import Low, LowAttention, up
 
 TransformerImpl = Literal["local", "transformer_engine"]
 CoreAttention = Literal["local", "unfused", "fused", "flash"]
@@ -216,7 +216,7 @@ class CoreShape(HashedOnce):
     """Layers run in parts, beside which those of another micro-batch run."""
     low: Low | None = None
     """Precision of linear layers' products, if that is not ``dtype``,"""
-    low_attention: Recipe | None = None
+    low_attention: LowAttention | None = None
     """and that of attention (``fp8_dpa``);"""
     low_head: bool = False
     """the output layer is one of Transformer Engine's linear layers, and multiplies so, too (``fp8_output_proj``)."""

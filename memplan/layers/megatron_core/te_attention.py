@@ -18,7 +18,7 @@ from typing import Literal
 from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops, work
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from . import te_context, te_facts, te_low_attention, te_low_context
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
@@ -46,7 +46,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if shape.attention == "fused":
         if shape.low_attention is not None and shape.low is not None:
             sinks = [_sinks(r, q.shape[2], q.dtype)] if shape.spec.attention_sinks else []
-            return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v))
+            wide = _gradients(q, k, v, shape)
+            return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
         return fused(r, q, k, v, lengths, shape)
     if lengths:
         problem = "attention with a padding mask (BERT): flash attention packs sequences, which is not covered"
@@ -243,15 +244,22 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
 
     The gradients are three tensors, or one packed like the inputs.
     """
-    s, b, a, d = q.shape
-    dtype, packed = q.dtype, is_packed(q, k, v)
-    likes, d_v = (q.shape, k.shape, v.shape), v.shape[-1]
-    has_sinks = shape.spec.attention_sinks
-    sinks = [_sinks(r, a, dtype)] if has_sinks else []
+    (s, b, a, _), dtype, d_v = q.shape, q.dtype, v.shape[-1]
+    sinks = [_sinks(r, a, dtype)] if shape.spec.attention_sinks else []
     out = r.empty((s, b, a, d_v), dtype, "context")
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
     largest = [r.empty((b, a, s, 1), "fp32", "softmax_largest")] if shape.largest_logit else []
+    saved = (q, k, v, out, *lengths, statistics, rng_state, *sinks)
+    out.node = r.node((q, k, v, *sinks), saved, _gradients(q, k, v, shape), work=_work(shape, q, k, v))
+    largest.clear()  # of which a number of each head stays until the step, 512 B that are not counted
+    return out.view(s, b, a * d_v)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Backward:
+    """Its backward, in 16 bits."""
+    (s, b, a, d), dtype, packed = q.shape, q.dtype, is_packed(q, k, v)
+    likes, has_sinks = (q.shape, k.shape, v.shape), shape.spec.attention_sinks
     workspaces = te_facts.backward_workspaces(b, s, a, d, shape, grouped=False)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -266,11 +274,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
             inside.clear()
         return [*made, *(r.empty((1, a, 1, 1), "fp32", "grad_sinks") for _ in range(has_sinks))]
 
-    done = _work(shape, q, k, v)
-    saved = (q, k, v, out, *lengths, statistics, rng_state, *sinks)
-    out.node = r.node((q, k, v, *sinks), saved, backward, work=done)
-    largest.clear()  # of which a number of each head stays until the step, 512 B that are not counted
-    return out.view(s, b, a * d_v)
+    return backward
 
 
 def _sinks(r: Recorder, a: int, dtype: str) -> Tensor:

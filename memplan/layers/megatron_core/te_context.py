@@ -22,7 +22,7 @@ from ..work import Exchange, Operator, Stream, fused
 from . import te_facts
 from .shape import CoreShape
 
-COMMUNICATION, WORKSPACES = Category.COMMUNICATION_BUFFERS, Category.WORKSPACES
+COMMUNICATION, WORKSPACES, TEMPORARIES = Category.COMMUNICATION_BUFFERS, Category.WORKSPACES, Category.TEMPORARIES
 
 
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -134,15 +134,17 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
     likes, like_out, part = (q.shape, k.shape, v.shape), of_context(q, v), (b, s // 2, a, d)
     copies = shape.attention == "flash" and b > 1  # of what lies in another order than the back end's
-    every = [(shape.cp * first, *rest) for first, *rest in likes[1:]]
-    seen = [[(one[0] * chunks // (2 * shape.cp), *one[1:]) for one in every] for chunks in (1, 2 * shape.cp)]
+    every = [_of_chunks(one, 2 * shape.cp) for one in likes[1:]]
+    seen = [[_of_chunks(one, chunks) for one in likes[1:]] for chunks in (1, 2 * shape.cp)]
+    lengths = [r.empty((b + 1,), "int32", "cu_seqlens_of_chunk")] if shape.attention == "fused" else []
     own = [_like(r, one, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
-    whole = _gathered_keys(r, every, dtype)
+    whole = gathered_keys(r, every, dtype)
     out = r.empty(like_out, dtype, "context")
     unused = [r.empty(like_out, dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
     outs, kept, inside = list[Tensor](), list[Tensor](), list[Tensor]()
     for keys in seen:
-        inside = _copied(r, (half(likes[0]), *keys), dtype) if copies else []
+        if copies:
+            _copied(r, inside, [half(likes[0])], keys, [], dtype)
         step, logsumexp, state = attended(r, half(like_out), dtype, part, shape)
         outs.append(step)
         kept += [logsumexp, state]
@@ -156,33 +158,68 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad_q = r.empty(likes[0], dtype, "grad_q")
         sums = [r.empty(one, dtype, "grad_keys_or_values_of_all") for one in every]
-        again = _gathered_keys(r, every, dtype)
-        made, inside = list[Tensor](), list[Tensor]()
-        for keys in seen:
-            inside = _copied(r, (half(likes[0]), half(like_out), *keys), dtype) if copies else []
-            made += gradients_of(r, (half(likes[0]), keys[0], keys[1]), dtype, part, shape)
-        inside.clear()
-        made.clear()
-        again.clear()
-        for name, like, category in (("ordered", every, Category.TEMPORARIES), ("reduced", likes[1:], COMMUNICATION)):
+        again = gathered_keys(r, every, dtype)
+        made, inside = list[list[Tensor]](), list[Tensor]()
+        for at in range(3):
+            if at < 2:
+                if copies:
+                    given = [half(like_out)] * (1 if te_facts.all_gather_keeps_steps(shape.te) else 2)
+                    _copied(r, inside, [half(likes[0])], seen[at], given, dtype)
+                made.append(gradients_of(r, (half(likes[0]), seen[at][0], seen[at][1]), dtype, part, shape))
+            if at == 2 and copies:
+                made.append(made[1][1:])  # which arguments of the last call hold
+            if at > 0 and copies:
+                made[at - 1][1:] = [r.empty(one, dtype, "grad_by_sequence") for one in seen[at - 1]]
+        of_rank = likes[1:]
+        steps = [
+            ("ordered", every, TEMPORARIES),
+            ("reduced", of_rank, COMMUNICATION),
+            ("contiguous", of_rank, TEMPORARIES),
+        ]
+        for name, like, category in steps if copies else steps[:2]:
             for at, size in enumerate(like):
                 sums[at] = r.empty(size, dtype, f"grad_keys_or_values_{name}", category)
+        inside.clear()  # with the frame
+        made.clear()
+        again.clear()
         return [grad_q, *sums]
 
-    groups = prod(likes[1]) // (b * s * d)
-    there, back = fused((b, s, a, d), groups, s * shape.cp, dtype, causal=True, values=v.shape[-1])
-    moved = float(sum(size_of(one, dtype) for one in every))
-    gathers, ordered = Exchange("all-gather", moved, "cp"), Stream(2 * moved, 2)
-    work = Operator((there, gathers, ordered), (back, gathers, Exchange("reduce-scatter", moved, "cp"), ordered))
-    out.node = r.node((q, k, v), (q, *own, *outs, *kept), backward, work=work)
+    out.node = r.node((q, k, v), (q, *own, *outs, *kept, *lengths), backward, work=gathers(q, k, v, shape))
     return out
 
 
-def _copied(r: Recorder, like: Sequence[Shape], dtype: str) -> list[Tensor]:
-    return [r.empty(one, dtype, "copy_of_step") for one in like]
+def gathers(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0) -> Operator:
+    """Attention to keys of all ranks, of elements of ``size`` times the dtype's while they travel."""
+    dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
+    groups = prod(k.shape) // (b * s * d)
+    there, back = fused((b, s, a, d), groups, s * shape.cp, dtype, causal=True, values=v.shape[-1])
+    moved = float(shape.cp * (size_of(k.shape, dtype) + size_of(v.shape, dtype)))
+    gathers, ordered = Exchange("all-gather", size * moved, "cp"), Stream(2 * moved, 2)
+    return Operator((there, gathers, ordered), (back, gathers, Exchange("reduce-scatter", moved, "cp"), ordered))
 
 
-def _gathered_keys(r: Recorder, every: Sequence[Shape], dtype: str) -> list[Tensor]:
+def _of_chunks(like: Shape, chunks: int) -> Shape:
+    """So many chunks of a sequence, of which a rank has two; which dimension they are does not matter here."""
+    return (*like[:3], like[3] * chunks // 2)
+
+
+def _copied(
+    r: Recorder, held: list[Tensor], first: Sequence[Shape], keys: Sequence[Shape], last: Sequence[Shape], dtype: str
+) -> None:
+    """A step's copies take the place of those of the step before: of keys and values both at once, of others each."""
+    before = held[:]
+    held.clear()
+    for one in first:
+        held.append(r.empty(one, dtype, "copy_of_step"))
+        del before[:1]
+    del before[: len(keys)]
+    held += [r.empty(one, dtype, "copy_of_step") for one in keys]
+    for one in last:
+        held.append(r.empty(one, dtype, "copy_of_step"))
+        del before[:1]
+
+
+def gathered_keys(r: Recorder, every: Sequence[Shape], dtype: str) -> list[Tensor]:
     """Keys and values of all ranks, as they arrive, then each in the order of the sequence."""
     whole = [r.empty(one, dtype, "gathered_by_rank", COMMUNICATION) for one in every]
     for at, one in enumerate(every):

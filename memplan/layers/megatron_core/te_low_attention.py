@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Backward, Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, MX, Low, Part, up
 from .shape import CoreShape
 
 OLDEST = (2, 18)
 """Before it statistics are two tensors, or the layout of copies is another."""
-HISTORY = 1
-"""Amaxes kept where attention scales by numbers of earlier steps and linear layers do not
-(``NVTE_DPA_FP8DS_AMAX_HISTLEN``)."""
 
 
 def fused(
@@ -34,9 +31,11 @@ def fused(
     sinks: list[Tensor],
     shape: CoreShape,
     done: Operator,
+    wide: Backward,
 ) -> Tensor:
     """The context (s, b, a d) from q, k, v (s, b, a, d), which are parts of one tensor or contiguous, and sinks
-    (1, a, 1, 1) of heads, if they have them."""
+    (1, a, 1, 1) of heads, if they have them. Where gradients are computed in 16 bits, ``wide`` does that, of inputs and
+    a context that are saved so."""
     (q, k, v), has_sinks = qkv, len(sinks)
     (s, b, a, _), d_v, dtype, low = q.shape, v.shape[-1], q.dtype, low_of(shape)
     delayed, packed, by_block = low.recipe == "delayed", q.storage is k.storage, low.recipe == "mxfp8"
@@ -86,17 +85,22 @@ def fused(
     assert done.backward is not None
     copies = 2 if by_block else 1
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    low_backward = shape.low_attention is None or shape.low_attention.backward
+    if not low_backward:
+        copy, kept = [*qkv], [out]
+        scale.clear()
     saved = (*copy, *kept, *lengths, statistics, rng_state, *sinks, *scale)
     copy.clear()
     kept.clear()
-    return Tensor(out.storage, out.shape, dtype, r.node((*qkv, *sinks), saved, backward, work=work)).view(s, b, a * d_v)
+    node = r.node((*qkv, *sinks), saved, backward if low_backward else wide, work=work)
+    return Tensor(out.storage, out.shape, dtype, node).view(s, b, a * d_v)
 
 
 def low_of(shape: CoreShape) -> Low:
     """The quantisation of attention, which may be another than that of linear layers (``NVTE_DPA_FP8_RECIPE``)."""
     assert shape.low is not None
     assert shape.low_attention is not None
-    return replace(shape.low, recipe=shape.low_attention)
+    return replace(shape.low, recipe=shape.low_attention.recipe)
 
 
 def cast(r: Recorder, like: Shape, name: str, low: Low) -> list[Tensor]:
@@ -140,9 +144,9 @@ def by_head(r: Recorder, likes: Sequence[Shape], dtype: str, low: Low) -> list[T
 def state(shape: CoreShape) -> tuple[Part, ...]:
     """Scales and amaxes of nine tensors forward and six backward, which each layer's attention keeps
     (``DelayedScalingRecipeState``; three products, ``init_fp8_metadata``); of MXFP8 there are none."""
-    if shape.low is None or shape.low_attention in (None, "mxfp8"):
+    if shape.low is None or shape.low_attention is None or shape.low_attention.recipe == "mxfp8":
         return ()
-    history = shape.low.history if shape.low.recipe == shape.low_attention == "delayed" else HISTORY
+    history = shape.low_attention.history
     return tuple(
         part
         for count in (9, 6)

@@ -15,10 +15,12 @@ from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
-from .te_context import COMMUNICATION, a2a_after, a2a_before, a2a_work, ring, sizes
+from .te_context import COMMUNICATION, TEMPORARIES, a2a_after, a2a_before, a2a_work, gathered_keys, gathers, ring, sizes
 from .te_low_attention import EACH, by_sequence, cast, low_of
 
-Three = tuple[Tensor, Tensor, Tensor]
+ONWARD = (True, True, False), (False, False, True)
+BACK = EACH, (True, True, False)
+"""Whether rows, and columns, of queries, keys and values are wanted (``combine_and_quantize``)."""
 
 
 def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -87,8 +89,7 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
             buffers.append(r.empty(both, sent, "keys_and_values_received", COMMUNICATION))
         if step < cp:
             keys = [one if step == 0 else _half(one) for one in likes[1:]]
-            rows, columns = (True, True, False), (False, False, True)
-            inside = by_sequence(r, [likes[0], *keys], "qkv_of_step", low, rows, columns) if by_block else []
+            inside = by_sequence(r, [likes[0], *keys], "qkv_of_step", low, *ONWARD) if by_block else []
             outs.append(
                 cast(r, like_out, "context_of_step", low) if delayed else [r.empty(like_out, dtype, "context_of_step")]
             )
@@ -122,7 +123,7 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         made = list[Tensor]()
         for step in range(cp):
             parts = [likes[0], *(one if step == cp - 1 else _half(one) for one in likes[1:])]
-            inside = by_sequence(r, parts, "qkv_of_step", low, EACH, (True, True, False)) if by_block else []
+            inside = by_sequence(r, parts, "qkv_of_step", low, *BACK) if by_block else []
             inside += by_sequence(r, [like_out], "grad_context", low) if by_block else []
             made.clear()
             made += [r.empty(one, narrow, "grad_of_step") for one in parts]
@@ -148,6 +149,72 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
     return Tensor(context.storage, like_out, dtype, r.node((q, k, v), saved, backward, work=work))
+
+
+def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """``AttnFuncWithCPAndKVAllGather`` on the first rank (``te_context.all_gather``). Keys and values are gathered as
+    they travel, outputs and gradients of the two steps are put together in 16 bits."""
+    low, dtype, (s, b, a, _) = low_of(shape), q.dtype, q.shape
+    delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
+    likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
+    whole, narrow = (sum(map(prod, likes)),), BYTE if delayed else dtype
+    every = [(shape.cp * first, *rest) for first, *rest in likes[1:]]
+    seen = [[(one[0] * chunks // (2 * shape.cp), *one[1:]) for one in every] for chunks in (1, 2 * shape.cp)]
+    lengths = r.empty((b + 1,), "int32", "cu_seqlens_of_chunk")
+    copy = [] if by_block else _joined_cast(r, whole, dtype, low)
+    gathered = gathered_keys(r, every, dtype if by_block else BYTE)
+    out, unused = r.empty(like_out, dtype, "context"), [r.empty(like_out, dtype, "context_of_thd")]
+    inside, outs, kept = list[Tensor](), list[Tensor](), list[Tensor]()
+    for keys in seen:
+        inside.clear()
+        parts = [_half(likes[0]), *keys]
+        inside += by_sequence(r, parts, "qkv_of_step", low, *ONWARD) if by_block else []
+        step = (
+            cast(r, _half(like_out), "context_of_step", low)
+            if delayed
+            else [r.empty(_half(like_out), dtype, "context_of_step")]
+        )
+        state = r.empty((2,), "int64", "rng_state")
+        kept += [r.empty((b, a, s // 2, 1), "fp32", "softmax_statistics"), state]
+        if delayed:
+            step = [r.empty(_half(like_out), dtype, "context_of_step")]
+        outs += step
+        del step, state
+    saved = [q, k, v] if by_block else copy
+    result = cast(r, like_out, "context", low) if delayed else [out]
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    for ended in (inside, outs, unused, gathered):
+        ended.clear()
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = [] if by_block else cast(r, like_out, "grad_context", low)
+        grad_q = r.empty(likes[0], dtype, "grad_q")
+        sums = [r.empty(one, dtype, "grad_keys_or_values_of_all") for one in every]
+        again = gathered_keys(r, every, dtype if by_block else BYTE)
+        made, inside = list[Tensor](), list[Tensor]()
+        for keys in seen:
+            parts = [_half(likes[0]), *keys]
+            inside.clear()
+            inside += by_sequence(r, parts, "qkv_of_step", low, *BACK) if by_block else []
+            inside += by_sequence(r, [_half(like_out)], "grad_context", low) if by_block else []
+            step = [r.empty(one, narrow, "grad_of_step") for one in parts]
+            if delayed:
+                step = [r.empty(one, dtype, "grad_of_step") for one in parts]
+            made += step
+            del step
+        for name, like, category in (("ordered", every, TEMPORARIES), ("reduced", likes[1:], COMMUNICATION)):
+            for at, size in enumerate(like):
+                sums[at] = r.empty(size, dtype, f"grad_keys_or_values_{name}", category)
+        for ended in (inside, made, again, grad):
+            ended.clear()
+        return [grad_q, *sums]
+
+    done, copies = gathers(q, k, v, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
+    assert done.forward is not None
+    assert done.backward is not None
+    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    node = r.node((q, k, v), (*saved, *result, *kept, lengths, *scales), backward, work=work)
+    return Tensor(out.storage, like_out, dtype, node)
 
 
 def _summed(
@@ -186,5 +253,4 @@ def _half(like: Shape) -> Shape:
     return like[0] // 2, *like[1:]
 
 
-WAYS = {"a2a": a2a, "p2p": p2p}
-"""Other ways are not modelled yet."""
+WAYS = {"a2a": a2a, "p2p": p2p, "all_gather": all_gather}

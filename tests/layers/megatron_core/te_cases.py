@@ -9,7 +9,7 @@ from typing import Any
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
 from memplan.layers.megatron_core import te, te_attention, te_facts, te_low_attention
-from memplan.layers.megatron_core.precision import Low, Recipe
+from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
 from memplan.plan.spec import ModelSpec
@@ -43,6 +43,7 @@ class Case:
     recipe: Recipe | None = None
     major: int = 9
     original: bool = False
+    low_backward: bool = True
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -89,7 +90,7 @@ class Case:
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
-            low_attention=self.recipe,
+            low_attention=LowAttention(self.recipe, self.low_backward) if self.recipe is not None else None,
         )
 
     def input(self) -> tuple[int, ...]:
@@ -132,6 +133,7 @@ LOW_CASES += [
     for recipe, major in LOW
     for module in ("column", "norm_column")
 ]
+WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
 CASES = [
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
@@ -157,7 +159,7 @@ CASES = [
     ),
     *(
         Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, communication=communication)
-        for communication in ("p2p", "a2a")
+        for communication in WAYS
         for attention in ("flash", "fused")
         for b, rope, groups, cp in ((2, False, 8, 2), (1, True, 4, 4), (2, True, 8, 4))
     ),
@@ -181,12 +183,27 @@ CASES = [
             recipe=recipe,
             major=10,
             kv_heads=groups,
+            rope=rope,
+            dropout=0.0,
+            low_backward=False,
+            **LARGE,
+        )
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+        for groups, rope in ((8, False), (2, True))
+    ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=groups,
             dropout=0.0,
             cp=cp,
             communication=way,
             **LARGE,
         )
-        for way in ("a2a", "p2p")
+        for way in WAYS
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
     ),

@@ -52,7 +52,13 @@ def left(module: Module) -> list[tuple[str, int]]:
 def test_up_to_2_14_the_steps_outputs_are_saved() -> None:
     """q is the input, k and v are its own; the whole output is another tensor than those of the two steps."""
     states = [("rng_state", 512)] * 2
-    saved = [("context", QUERY), *[("context_of_step", QUERY // 2)] * 2, ("key", KEYS), *states]
+    saved = [
+        ("context", QUERY),
+        *[("context_of_step", QUERY // 2)] * 2,
+        ("cu_seqlens_of_chunk", 512),
+        ("key", KEYS),
+        *states,
+    ]
     assert left(attention((2, 11))) == [*saved, *[("softmax_statistics", STATISTICS)] * 2, ("value", KEYS)]
 
 
@@ -70,7 +76,7 @@ def test_what_is_there_at_once(te: Version) -> None:
     module = attention(te)
     two = te >= (2, 18)
     kept = 2 * KEYS + 2 * CP * KEYS
-    small = 2 * STATISTICS + 2 * 512
+    small = 2 * STATISTICS + 3 * 512  # beside statistics two random states, and a chunk's lengths
     assert module.steady.forward_fold.peak == kept + (2 + two) * QUERY + small
     steps = QUERY + 2 * (KEYS * CP + KEYS // 2)
     begun = 2 * CP * KEYS * 2 + QUERY + steps
