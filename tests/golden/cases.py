@@ -574,6 +574,8 @@ def experts() -> Iterator[str]:
         yield f"--model llama-4-scout --layers 4 --seq 1024 --gpu h200 --gpus 4 --framework {more}"
     yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200"
     yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200 --attention eager"
+    for more in ("", " --recompute full --framework fsdp --gpus 4", " --attention eager"):
+        yield f"--model llama-4-scout --layers 4 --seq 1024 --gpu h200 --versions transformers=4.57.1{more}"
     for more in ("--ep 3", "--ep 16", "--moe-dispatcher flex", "--moe-pad-to-capacity", "--expert-top-k 9", "--etp 3"):
         yield f"--model mixtral-8x7b --framework megatron --gpus 8 {more}"
 
