@@ -98,6 +98,8 @@ class Submodules:
     parts: tuple[str, ...] = ()
     """Submodules that have several operators, and their hooks at the ends of what a recipe calls so
     (``Recorder.entered``)."""
+    own: tuple[str, ...] = ()
+    """Parameters of containers themselves, which come before those of submodules in ``parameters()``."""
     products_of_leaves: bool = False
     """Products of parts take stacked weights themselves, not views of them: autograd keeps the variable, whose data
     ends with its release."""

@@ -13,7 +13,7 @@ from ..plan.spec import ModelSpec
 from ..values import replace
 from .base import Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
-from .mixtral import MIXTRAL
+from .mixtral import MIXTRAL, NO_LEAF
 
 
 def norm(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -133,7 +133,12 @@ GPT_OSS = replace(
     registered=(*ATTENTION, "sinks", "router", "experts", "attention_norm", "mlp_norm"),
     since=SORTED_ONCE,
     not_followed=None,
-    submodules=None,
+    submodules={
+        **NO_LEAF,
+        "layer": replace(
+            NO_LEAF["layer"], parts=(experts.ROUTER, experts.EXPERTS), products_of_leaves=True, own=("sinks",)
+        ),
+    },
 )
 
 FAMILIES = {"gpt_oss": GPT_OSS}

@@ -20,7 +20,7 @@ from ..layers.ends import (
 )
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, linear
 from ..layers.tuning import folded
-from ..plan.releases import SORTED_ONCE
+from ..plan.releases import SUMMED_POSITIONS
 from ..plan.spec import ModelSpec
 from ..values import replace
 from .base import Config, Family, Submodules, key
@@ -81,9 +81,10 @@ def rotary(r: Recorder, q: Tensor, k: Tensor, table: Tensor, shape: LayerShape) 
     return ops.cast(r, q_out, q.dtype, "query_rotary"), ops.cast(r, k_out, k.dtype, "key_rotary")
 
 
-def temperatures(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """``log1p(floor((positions.float() + 1) / floor_scale)) * attn_scale + 1`` as (1, s, 1, 1) fp32, and positions."""
-    numbers = positions(r, shape.s)
+def temperatures(r: Recorder, given: Tensor | None, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """``log1p(floor((positions.float() + 1) / floor_scale)) * attn_scale + 1`` as (1, s, 1, 1) fp32, and positions,
+    which before 5.0 are those of the model (``cache_position``)."""
+    numbers = positions(r, shape.s) if shape.transformers >= SUMMED_POSITIONS or given is None else given
     scales = ops.cast(r, numbers.view(shape.s), "fp32", "positions_fp32")
     for name in ("one", "divided", "floor", "log1p", "scaled", "shifted"):
         scales = ops.add_constant(r, scales, f"temperatures_{name}")
@@ -105,7 +106,7 @@ def llama4_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
         q = normed(r, q, "query_norm")
         k = normed(r, k, "key_norm")
     if not shape.turns:
-        scales, numbers = temperatures(r, shape)
+        scales, numbers = temperatures(r, shared.position_ids, shape)
         q = ops.cast(r, ops.multiply(r, q, scales, "query_scaled_fp32"), q.dtype, "query_temperature")
     queries, keys, values = (Heads(x.view(b, x.shape[2], s, spec.head_dim), True) for x in (q, k, v))
     out, weights = attention(r, queries, keys, values, shared, shape)
@@ -247,7 +248,7 @@ def pairs_of_chunks(r: Recorder, shape: LayerShape) -> Tensor:
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``Llama4TextModel.forward`` up to the first layer: a mask of each kind, and angles as complex numbers."""
     inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
+    position_ids = positions(r, shape.s, summed=shape.transformers >= SUMMED_POSITIONS)
     full = causal_mask(r, shape)
     mask = chunked_mask(r, shape)
     table, _ = rotary_tables(r, shape)
@@ -330,7 +331,7 @@ LLAMA4_TEXT = replace(
     linear_layers={**{name: LLAMA_FAMILY.linear_layers[name] for name in ATTENTION[:4]}, **FEED_FORWARD},
     lora_targets=None,
     registered=(*ATTENTION, *SHARED_REGISTERED),
-    since=SORTED_ONCE,
+    since=(4, 57),
     submodules=SUBMODULES,
     megatron_core=CORE_GPT,
 )

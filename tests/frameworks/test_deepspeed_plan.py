@@ -216,4 +216,4 @@ def test_which_mixtures_deepspeed_takes_as_a_leaf() -> None:
     leaves = {one.name for one in taken if one.submodules and one.submodules["layer"].leaf}
     assert leaves == {"mixtral", "qwen3_moe"}
     parts = {one.name for one in taken if one.submodules and one.submodules["layer"].parts}
-    assert parts == {"olmoe", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "llama4_text"}
+    assert parts == {"olmoe", "granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "llama4_text", "gpt_oss"}

@@ -599,10 +599,14 @@ def experts() -> Iterator[str]:
     for framework in ("fsdp", "deepspeed", "single"):
         yield f"--model mixtral-8x7b --framework {framework}"
     yield "--model llama-4-maverick --layers 4 --seq 1024 --gpu h200 --recompute full"
+    for more in ("2", "3 --recompute full", "3 --stage3-param-persistence-threshold 8"):
+        yield f"--model gpt-oss-20b --layers 4 --seq 1024 --gpu h200 --gpus 4 --framework deepspeed --zero {more}"
     for more in ("fsdp", "fsdp --fsdp-version 1", "deepspeed --zero 2", "deepspeed --zero 3", "ddp", "device-map"):
         yield f"--model llama-4-scout --layers 4 --seq 1024 --gpu h200 --gpus 4 --framework {more}"
     yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200"
     yield "--model llama-4-scout --layers 4 --seq 8192 --gpu h200 --attention eager"
+    for more in ("", " --recompute full --framework fsdp --gpus 4", " --attention eager"):
+        yield f"--model llama-4-scout --layers 4 --seq 1024 --gpu h200 --versions transformers=4.57.1{more}"
     for more in ("--ep 3", "--ep 16", "--moe-dispatcher flex", "--moe-pad-to-capacity", "--expert-top-k 9", "--etp 3"):
         yield f"--model mixtral-8x7b --framework megatron --gpus 8 {more}"
 

@@ -36,6 +36,10 @@ SIZES = {
         **{name: value for name, value in LLAMA.items() if name.startswith(("vocab", "max", "num_hidden", "hidden"))},
         **{"model_type": "gpt_bigcode", "num_attention_heads": 4, "n_inner": 448, "tie_word_embeddings": False},
     },
+    "llama4_text": {
+        **{**LLAMA, "model_type": "llama4_text", "intermediate_size": 96, "intermediate_size_mlp": 448},
+        **{"num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [0, 2], "no_rope_layer_interval": 2},
+    },
     "granite": {**LLAMA, "model_type": "granite", "hidden_size": 288, "embedding_multiplier": 8.0},
 }
 
@@ -96,6 +100,7 @@ CASES = (
     Case("4.57.1", 2, "full", "flash_attention_2", autocast=True, lora=True),
     *(Case("4.48.1", b, recompute, model="mixtral") for b, recompute in ((1, "none"), (2, "full"))),
     Case("4.48.1", 2, "full", "flash_attention_2", autocast=True, lora=True, model="mixtral"),
+    *(Case("4.57.1", b, recompute, model="llama4_text") for b, recompute in ((1, "none"), (2, "full"))),
     *(
         Case(release, b, recompute, model="granite")
         for release in RELEASES

@@ -115,3 +115,11 @@ def test_a_trace_runs_what_is_installed(flags: dict[str, str], field: str) -> No
     with pytest.raises(PlanError) as caught:
         job_of_plan(plan(**{"seq": "64", "layers": "2", **flags}))
     assert caught.value.field == field
+
+
+def test_masks_of_chunks_of_older_releases() -> None:
+    given = {"model": "llama-4-scout", "layers": "2", "seq": "1024", "versions": "transformers=4.57.1"}
+    assert estimate(plan(**given, attention="flash")).stages
+    with pytest.raises(PlanError, match="masks of chunks of releases before") as caught:
+        estimate(plan(**given, attention="eager"))
+    assert caught.value.field == "attention"

@@ -64,7 +64,20 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         check_recompute(plan.model)
     if known.no_zero3 and zero.stage == 3:
         raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
+    if plan.model.attention_sinks and zero.stage == 3:
+        _check_sinks(plan, zero)
     check_settings(plan, zero)
+
+
+def _check_sinks(plan: ResolvedPlan, zero: Zero) -> None:
+    """A parameter of attention itself, around its linear layers, whose gathers are not modelled: it has to persist."""
+    least, heads = zero.stage3_param_persistence_threshold, plan.model.heads
+    if heads > least:
+        problem = f"must be {heads} or more: attention's sinks are modelled as parameters that stay whole"
+        raise PlanError("deepspeed.stage3_param_persistence_threshold", least, problem)
+    if plan.trainer.runs_reference and plan.lora.rank is not None:
+        problem = "must be another at stage 3 with adapters: the reference's pass releases attention's sinks, too"
+        raise PlanError("trainer.loop", plan.trainer.loop, problem)
 
 
 def check_adapters(plan: ResolvedPlan, zero: Zero) -> None:

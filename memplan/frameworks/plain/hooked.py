@@ -620,7 +620,8 @@ def _registered(model: Sequence[Instance], family: str, tied: bool) -> dict[str,
     """
     result: dict[str, Parameter] = {}
     known = family_of(family)
-    orders = {**REGISTERED, "layer": known.registered, **({"head": BERT_HEAD} if family == "bert" else {})}
+    own = (known.submodules or {}).get("layer", NONE).own
+    orders = {**REGISTERED, "layer": (*own, *known.registered), **({"head": BERT_HEAD} if family == "bert" else {})}
     if known.norm_before_layers:
         model = sorted(model, key=lambda one: {"embedding": 0, "final_norm": 1}.get(one.name, 2))
     for instance in model:

@@ -28,7 +28,7 @@ from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
-from ...plan.releases import CLAMPED_SLICES, MASKS, casts_back, parsed, release, sdpa_kernel, shown
+from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
@@ -344,6 +344,9 @@ def check_release(plan: ResolvedPlan) -> None:
     if parsed(named) < known.alone_before and plan.attention != "flash_attention_2":
         problem = f"must be flash_attention_2 with transformers {named}: the family's other attention is not modelled"
         raise PlanError("attention", plan.attention, problem)
+    if parsed(named) < SUMMED_POSITIONS and plan.model.attention_chunk and not plan.flash:
+        problem = f"must be flash with transformers {named}: masks of chunks of releases before "
+        raise PlanError("attention", "eager", f"{problem}{shown(SUMMED_POSITIONS)} are not modelled")
     if parsed(named) < MASKS and not plan.flash:
         problem = f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
         raise PlanError("attention", "eager", f"{problem}{shown(MASKS)} are not modelled")
