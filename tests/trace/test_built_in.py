@@ -4,6 +4,7 @@ and as a user names them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from memplan.trace import learned as lookup
 from memplan.trace.comparison import compared
 from memplan.trace.framework import job_of_plan
 from memplan.trace.learned import fit_of, job_of
+from memplan.trace.periods import shortened
 from memplan.trace.step import traced_step
 from memplan.trace.worker import evaluated_step
 
@@ -128,6 +130,18 @@ def test_same_as_a_direct_trace_under_fsdp(name: str) -> None:
             assert row.estimated is not None
             assert abs(row.traced.net - row.estimated.net) <= 512, row
             assert abs(row.traced.peak - row.estimated.peak) <= SCALARS, row
+
+
+def test_kinds_of_layers_in_turn_are_learnt_with_few_of_them() -> None:
+    """Gemma 3 4B has 34 layers, of which every sixth has full attention: 16 = 34 - 3 x 6 of them are two periods, and
+    the last, which may differ. What a configuration says of each layer is cut."""
+    job = job_of(plan_of("gemma-3-4b"))
+    kinds = [("full" if at % 6 == 5 else "sliding") + "_attention" for at in range(34)]
+    config, period, layers = shortened(job) or ({}, 0, 0)
+    assert (config["num_hidden_layers"], period, layers) == (16, 6, 34)
+    config, *_ = shortened(replace(job, config={**job.config, "layer_types": kinds})) or ({},)
+    assert config["layer_types"] == kinds[:16]
+    assert shortened(job_of(plan_of("olmo-2-7b"))) is None
 
 
 READY = {

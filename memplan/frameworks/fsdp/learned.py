@@ -50,7 +50,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     check_dtype(in_compute(plan), piece, plan.precision.dtype)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
-    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
+    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, plan.microbatches > 1, model, sharding)
     tensors = [one for span in model.spans for one in span.module.parameters]
     return Program(
         stage=0,
@@ -182,7 +182,14 @@ def _is_cast(hold: Hold) -> bool:
 
 @lru_cache(maxsize=16)
 def _unrolled(
-    piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bool, model: Model, sharding: Sharding
+    piece: Piece,
+    row: tuple[Places, ...],
+    b: int,
+    s: int,
+    workspaces: bool,
+    several: bool,
+    model: Model,
+    sharding: Sharding,
 ) -> tuple[Span, ...]:
     """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
     own = owned(model.spans, model.units, sharding)
@@ -191,15 +198,21 @@ def _unrolled(
         pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
         for role in (Role.FIRST, Role.STEADY)
     ]
-    return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes)
+    return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes, several)
 
 
 def joined_row(
-    row: Row, modules: Sequence[tuple[Module, str]], renamed: Sequence[Ids], passes: Sequence[Sequence[Around]]
+    row: Row,
+    modules: Sequence[tuple[Module, str]],
+    renamed: Sequence[Ids],
+    passes: Sequence[Sequence[Around]],
+    several: bool,
 ) -> tuple[Span, ...]:
-    """``row`` with what hooks do around its ``modules`` in the first micro-batch and in others (``passes``)."""
+    """``row`` with what hooks do around its ``modules`` in the first micro-batch and, if there are ``several``, in
+    others (``passes``)."""
     made = _HookedRow(row, modules, renamed, passes)
-    whole = Module("model", made.tapes(FIRST), made.tapes(FURTHER), (), ())
+    first = made.tapes(FIRST)
+    whole = Module("model", first, made.tapes(FURTHER) if several else first, (), ())
     return (Span(whole, ("model",)),)
 
 
