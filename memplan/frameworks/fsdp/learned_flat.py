@@ -17,7 +17,7 @@ from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
 from . import flat
 from .flat import Flat
-from .learned import joined_row, seamed
+from .learned import joined_row, seamed, told_apart
 
 
 def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
@@ -28,7 +28,7 @@ def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     piece = piece_of(plan, fit, b, s)
-    row = row_of(plan, fit, piece)
+    row = told_apart(row_of(plan, fit, piece))
     compute, trained = plan.precision.dtype, plan.lora.dtype or plan.precision.dtype
     check_dtype(plan, piece, compute)
     made = seamed(piece, row, b, s)
