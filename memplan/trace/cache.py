@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
@@ -55,6 +54,8 @@ def versions() -> Versions:
 
 
 def _installed(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -74,7 +75,7 @@ def tracer() -> str:
 
 NO_TRACER = frozenset(
     {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "run", "tapes", "timed", "worker"}
-    | {"gathering", "marks"}
+    | {"gathering", "marks", "periods"}
     | {"compiled", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
@@ -94,8 +95,13 @@ def folder() -> Path:
 
 def path_of(settings: Mapping[str, Any], known: Versions) -> Path:
     """The file of a fit under ``settings``."""
+    return folder() / f"{_stem(settings)}-{_digest(known._asdict())}{SUFFIX}"
+
+
+def _stem(settings: Mapping[str, Any]) -> str:
+    """What names of files of fits under ``settings`` begin with, whatever versions they are of."""
     kind = re.sub(r"[^a-z0-9]+", "-", str(settings["config"].get("model_type", "")).lower())[:40]
-    return folder() / f"{kind}-{_digest(settings)}-{_digest(known._asdict())}{SUFFIX}"
+    return f"{kind}-{_digest(settings)}"
 
 
 def _digest(value: Mapping[str, Any]) -> str:
@@ -135,23 +141,24 @@ def is_stale(path: Path) -> bool:
 
 def _of_user(settings: Mapping[str, Any]) -> Fit | None:
     """The fit for this environment; where torch or transformers are not installed, the newest of this tracer's."""
-    known = versions()
-    exact = path_of(settings, known)
-    if known.installed:
-        return _read(exact, settings, known)
-    stem = exact.name.rpartition("-")[0]
     try:
-        found = sorted(folder().glob(f"{stem}-*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        found = sorted(
+            folder().glob(f"{_stem(settings)}-*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True
+        )
     except OSError:
         return None
+    if not found:  # before finding out which versions are installed, which takes longer
+        return None
+    known = versions()
+    if known.installed:
+        return _read(path_of(settings, known), settings, known)
     return next((fit for path in found if (fit := _read(path, settings, known)) is not None), None)
 
 
 def others(settings: Mapping[str, Any]) -> str:
     """Of which other versions than this environment's there is a fit; those of one."""
     known = versions()
-    stem = path_of(settings, known).name.rpartition("-")[0]
-    for path in folder().glob(f"{stem}-*{SUFFIX}"):
+    for path in folder().glob(f"{_stem(settings)}-*{SUFFIX}"):
         data = _json(path)
         if data is None or data.get("settings") != settings or not _is_whole(data):
             continue

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..frameworks import framework, frameworks
 from ..layers.module import Options
@@ -29,7 +29,9 @@ from . import cache
 from .fit import Born, Fit
 from .framework import job_of_plan
 from .job import Job
-from .run import Steps, answer_of
+
+if TYPE_CHECKING:
+    from .run import Steps
 
 OPTIONAL = frozenset({"b", "s", "optimizer", "implementation", "momentum", "weight_decay", "microbatches"})
 """Fields of a job that change nothing of forward and backward."""
@@ -305,6 +307,8 @@ def fit_by_traces(
     job: Job, plan: ResolvedPlan, longest: int, name: str, report: Steps = lambda done, of: None
 ) -> tuple[Fit, int]:
     """The fit and how many steps were traced for it; compared with one of them under ``plan``."""
+    from .run import answer_of
+
     answer = answer_of("learned", job, {"longest": longest}, name, report)
     fit = Fit.from_json(answer["fit"])
     _compare(plan, fit, answer["point"], answer["points"], name)

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
-from unittest.mock import patch
 
 from .job import Job
 from .recording import Traced
@@ -90,6 +89,8 @@ def traced_job(job: Job, within: Surroundings) -> Traced:
 def copied_fakes() -> Iterator[None]:
     """``copy.deepcopy`` of a fake tensor, as peft's of modules that are trained whole, has a storage of which every
     view is another one in torch 2.13; a clone has not."""
+    from unittest.mock import patch
+
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -116,6 +117,8 @@ def training_of(job: Job, within: Surroundings) -> AbstractContextManager[AnyTra
 def evaluated_step(job: Job) -> Traced:
     """A step of transformers' with an evaluation behind it. 4-bit weights stay as they are in it: that ``Linear4bit``
     packs them anew is for CPUs with AVX-512 alone (bitsandbytes 0.50, ``nn/modules.py``)."""
+    from unittest.mock import patch
+
     from .gathering import gathering
     from .step import traced_step
 
@@ -135,7 +138,7 @@ def traced(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[
 def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """The fit up to sequences of ``longest`` tokens, and a traced step to compare it with."""
     from .comparison import compared
-    from .learning import learn
+    from .periods import learn
 
     traces = 0
 

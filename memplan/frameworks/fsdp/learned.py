@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import count, islice
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Tapes
@@ -46,11 +47,11 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     piece = piece_of(plan, fit, b, s)
-    row = row_of(plan, fit, piece)
+    row = told_apart(row_of(plan, fit, piece))
     check_dtype(in_compute(plan), piece, plan.precision.dtype)
     sharding, model = sharding_of(plan, given), model_of(plan, piece, row)
     hooked = sharded(model.spans, model.units, model.end, sharding)
-    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, model, sharding)
+    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, plan.microbatches > 1, model, sharding)
     tensors = [one for span in model.spans for one in span.module.parameters]
     return Program(
         stage=0,
@@ -72,16 +73,13 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
 def lacks(plan: ResolvedPlan, fit: Fit) -> str:
     """Why ``fully_shard`` around what was learnt is not known; nothing where it is."""
     piece = fit.piece_at(plan.batch.mbs, plan.batch.seq or 1) or fit.pieces[0]
-    named = {name for _, names in piece.row for name in names if not name.startswith(LAYER)}
-    if not named <= ENDS:
-        return "it has more than one list of layers"
     if plan.fsdp.version == "1":  # one dtype, in which nothing is cast
         return ""
     if plan.fsdp.parameters != plan.precision.dtype and any(
         bytes > ITEMSIZE[dtype] for bytes, dtype in _follow(plan, piece)
     ):
         return f"it has buffers in {plan.precision.dtype}, which are in the dtype of the shards there"
-    cast = "" if fit.casts else cast_of(piece, piece.row, plan.precision.dtype)
+    cast = "" if fit.casts else cast_of(piece, told_apart(piece.row), plan.precision.dtype)
     if not cast:
         return ""
     learn = " ".join(["memplan trace --learn --model", shlex.quote(plan.model.source), *advised(plan)])
@@ -122,6 +120,24 @@ def cast_of(piece: Piece, row: tuple[Places, ...], compute: str) -> str:
             if dtype != compute:
                 return dtype
     return ""
+
+
+@lru_cache(maxsize=1024)
+def told_apart(row: tuple[Places, ...]) -> tuple[Places, ...]:
+    """``row`` with a name for each entry: layers of several lists are counted on, and what stands between two lists is
+    told from what stands around them. A row with one list is as it was."""
+    names = [name for one in row for name in one.names]
+    layers = count()
+    last = {name: at for at, name in enumerate(names)}
+
+    def named(at: int, name: str) -> str:
+        if name not in ENDS:
+            return f"{LAYER}{next(layers)}"
+        keeps = at == 0 or (at == last[name] and names[0] != name)
+        return name if keeps else f"{name}.{at}"
+
+    found = iter([named(at, name) for at, name in enumerate(names)])
+    return tuple(Places(one.kind, tuple(islice(found, len(one.names)))) for one in row)
 
 
 # -- the model --------------------------------------------------------------------------------------
@@ -182,7 +198,14 @@ def _is_cast(hold: Hold) -> bool:
 
 @lru_cache(maxsize=16)
 def _unrolled(
-    piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bool, model: Model, sharding: Sharding
+    piece: Piece,
+    row: tuple[Places, ...],
+    b: int,
+    s: int,
+    workspaces: bool,
+    several: bool,
+    model: Model,
+    sharding: Sharding,
 ) -> tuple[Span, ...]:
     """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
     own = owned(model.spans, model.units, sharding)
@@ -191,15 +214,21 @@ def _unrolled(
         pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
         for role in (Role.FIRST, Role.STEADY)
     ]
-    return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes)
+    return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes, several)
 
 
 def joined_row(
-    row: Row, modules: Sequence[tuple[Module, str]], renamed: Sequence[Ids], passes: Sequence[Sequence[Around]]
+    row: Row,
+    modules: Sequence[tuple[Module, str]],
+    renamed: Sequence[Ids],
+    passes: Sequence[Sequence[Around]],
+    several: bool,
 ) -> tuple[Span, ...]:
-    """``row`` with what hooks do around its ``modules`` in the first micro-batch and in others (``passes``)."""
+    """``row`` with what hooks do around its ``modules`` in the first micro-batch and, if there are ``several``, in
+    others (``passes``)."""
     made = _HookedRow(row, modules, renamed, passes)
-    whole = Module("model", made.tapes(FIRST), made.tapes(FURTHER), (), ())
+    first = made.tapes(FIRST)
+    whole = Module("model", first, made.tapes(FURTHER) if several else first, (), ())
     return (Span(whole, ("model",)),)
 
 

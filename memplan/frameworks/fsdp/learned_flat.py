@@ -17,7 +17,7 @@ from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
 from . import flat
 from .flat import Flat
-from .learned import joined_row, seamed
+from .learned import joined_row, seamed, told_apart
 
 
 def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
@@ -28,14 +28,14 @@ def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     b, s = plan.batch.mbs, plan.batch.seq
     assert s is not None
     piece = piece_of(plan, fit, b, s)
-    row = row_of(plan, fit, piece)
+    row = told_apart(row_of(plan, fit, piece))
     compute, trained = plan.precision.dtype, plan.lora.dtype or plan.precision.dtype
     check_dtype(plan, piece, compute)
     made = seamed(piece, row, b, s)
     ahead = given.backward_prefetch == "pre" and not plan.recompute.reentrant
     units = flat.units_of(made, compute, given.reshard_after_forward, False, False)
     how = (units, made[-1].names[0], ranks, compute, False, ahead)
-    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, *how)
+    unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, plan.microbatches > 1, *how)
     flats = tuple(sorted({unit.holder: unit for unit in units if not flat.is_adapter(unit.holder)}.items()))
     tensors = [one for span in made for one in span.module.parameters]
     pieces = flat.pieces_of(tensors, dict(flats), ranks, trained)
@@ -61,6 +61,7 @@ def _unrolled(
     b: int,
     s: int,
     workspaces: bool,
+    several: bool,
     units: tuple[Flat, ...],
     end: str,
     ranks: int,
@@ -71,4 +72,4 @@ def _unrolled(
     """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
     around = flat.around_modules(seamed(piece, row, b, s), units, end, ranks, compute, mixed, ahead)
     made = Row(piece, row, b, s, workspaces)
-    return joined_row(made, around.modules, around.renamed, (around.first, around.steady))
+    return joined_row(made, around.modules, around.renamed, (around.first, around.steady), several)
