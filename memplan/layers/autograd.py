@@ -558,6 +558,10 @@ class Recorder:
                     del produced_one
                     continue
                 target, slot = edge
+                ended = waiting[target] == 1 and target not in buffers
+                if produced_one is None and ended and isinstance(target, Accumulate):  # an operator has added it
+                    del produced_one, target
+                    continue
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
                     self._arrive(buffer, slot, produced_one, self.accumulates_in_place and not target.apart)

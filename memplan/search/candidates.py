@@ -72,14 +72,13 @@ class Clock:
 
     def family(self, point: Point) -> _Family:
         """Times of a layer and of both ends, and of sends between stages."""
-        extras = tuple([extra for extra in point.extras if extra.changes_passes])
-        accumulates = self.space.microbatches(point) > 1
         recompute, experts = point.recompute, (point.ep, point.etp)
-        key = (point.tp, point.cp, experts, point.mbs, recompute.kind, extras, accumulates, point.pp > 1)
+        accumulates = self.space.microbatches(point) > 1
+        key = (point.tp, point.cp, experts, point.mbs, recompute.kind, _passing(point), accumulates, point.pp > 1)
         known = self._families.get(key)
         if known is None:
             try:
-                known = self._family(point, extras, accumulates)
+                known = self._family(point)
             except PlanError as error:
                 known = error
             self._families[key] = known
@@ -87,15 +86,20 @@ class Clock:
             raise known
         return known
 
-    def _family(self, point: Point, extras: tuple[Extra, ...], accumulates: bool) -> _Family:
+    def _shape(self, point: Point) -> tuple[Shape, Rates]:
+        """Of few replicas on one stage."""
         recompute = Recomputing(point.recompute.mode, modules=point.recompute.modules)
+        extras, accumulates = _passing(point), self.space.microbatches(point) > 1
         key = (point.tp, point.cp, point.ep, point.etp, recompute, extras, accumulates)
         if key not in self._shapes:
             zero = self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
             self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan))
         shapes, rates = self._shapes[key]
-        shape = shapes.of(point.mbs)
+        return shapes.of(point.mbs), rates
+
+    def _family(self, point: Point) -> _Family:
+        shape, rates = self._shape(point)
         times = times_of(shape, rates, False, False)
         ratios = _ratios(times, point.recompute, self.space.first)
         if point.pp > 1:
@@ -120,7 +124,11 @@ class Clock:
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
-        return ranking_seconds(resolve(self.space.plan(point)))
+        plan = resolve(self.space.plan(point))
+        if not self.space.search.shares_shapes or self.space.base.model.mtp_layers:
+            return ranking_seconds(plan)
+        shape, _ = self._shape(point)
+        return ranking_seconds(plan, replace(shape, overlapped_sends=self._overlapped_sends(point.vpp)))
 
     def _given(self, point: Point) -> StageLayers:
         """The cut that the plan has, which all points share."""
@@ -165,6 +173,11 @@ class Clock:
         if known is None:
             known = self._groups[key] = cut, grouped(cut, recompute, self.space.base.model.final_norm)
         return known[1]
+
+
+def _passing(point: Point) -> tuple[Extra, ...]:
+    """What of it changes passes."""
+    return tuple([extra for extra in point.extras if extra.changes_passes])
 
 
 def _ratios(times: EntryTimes, recompute: Recomputing, first: int) -> Ratios:

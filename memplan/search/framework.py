@@ -44,6 +44,8 @@ class FrameworkSearch:
     """ZeRO stages differ even where there is one rank."""
     stops_early = False
     """``fullest`` with ``enough`` may be less than the whole answer."""
+    shares_shapes = False
+    """What a layer does depends on neither stages nor replicas."""
     expandable_segments = True
     """The PyTorch that the framework runs on has the allocator's expandable segments."""
     flash_attention = True

@@ -113,7 +113,7 @@ class Search:
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
         """With the replay of the fullest stage alone."""
-        if not self.asked.chooses_cut:
+        if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self.replayed += 1
         plan = resolve(suggestion.plan)

@@ -56,7 +56,7 @@ class FsdpTime(PlainTime):
 
         def work(at: int) -> StageWork:
             last = at == total - 1
-            return StageWork(sizes[at], recomputed(plan, sizes[at]), not at, last, last)
+            return StageWork(sizes[at], recomputed(plan.recompute, sizes[at]), not at, last, last)
 
         return tuple(tuple(work(chunk * pp + stage) for chunk in range(chunks)) for stage in range(pp))
 

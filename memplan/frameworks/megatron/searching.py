@@ -36,7 +36,7 @@ from ...search.cuts import (
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import LayerNeeds, LowerBounds, Needs, States
+from ...search.lower_bounds import LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -84,7 +84,7 @@ LONG_SEQUENCE = 8192
 
 class MegatronSearch(FrameworkSearch):
     chooses_cut = True
-    stops_early = True
+    stops_early = shares_shapes = True
 
     def searched(self, base: Plan) -> bool:
         """Cuts are of layers that are alike, but for the first ones; those of hybrids nobody chooses."""
@@ -377,7 +377,18 @@ class _OfLeast(LowerBounds):
         return Needs(self.space)
 
     def __call__(self, point: Point) -> int:
-        return int(self._needs.at_best(point))
+        """Layers lie evenly, but where the plan says otherwise of as many stages and chunks."""
+        layers, rest = divmod(self.space.base.model.layers, point.pp * point.vpp)
+        layout, load = self.space.base.layout, self._needs.load(point)
+        if rest or (layout.pp, layout.vpp) == (point.pp, point.vpp):
+            return int(self._needs.at_best(point))
+        return at_least(load, _even(point.pp, point.vpp, layers, load.microbatches))
+
+
+@lru_cache(maxsize=4096)
+def _even(pp: int, vpp: int, layers: int, microbatches: int) -> tuple[StageLoad, ...]:
+    """Of stages whose every chunk has so many ``layers``."""
+    return loads(tuple(stage_layers(stage, pp, (layers,) * vpp) for stage in range(pp)), microbatches)
 
 
 HYBRIDS, LINEAR = HybridSearch(), LinearSearch()

@@ -13,6 +13,7 @@ from ...layers.work import Exchange, Kernel, Together
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of
 from ...plan.module_precision import names_layers, wide_modules
+from ...plan.plan import Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...search.time.framework import FrameworkTime
@@ -127,6 +128,11 @@ def _entries(
     return Entries(embedding, *layer(shape), norm, head, *(dense or (NO_PASSES, NO_PASSES)), further)
 
 
+@lru_cache(maxsize=4096)
+def _work(entries: tuple[tuple[tuple[str, ...], ...], ...], spec: ModelSpec, recompute: Recompute) -> Work:
+    return tuple(tuple(named(chunk, spec, recompute) for chunk in stage) for stage in entries)
+
+
 def _needed(spec: ModelSpec, kind: str) -> bool:
     """Whether the model has layers with experts (E), or with an MLP."""
     return spec.experts > 0 if kind == "E" else not spec.experts or bool(spec.dense_layers)
@@ -167,7 +173,7 @@ class MegatronTime(FrameworkTime):
         return super().overlapped_sends(plan, vpp) and not before(plan, SCATTERED)
 
     def stages(self, plan: ResolvedPlan) -> Work:
-        return tuple(tuple(named(chunk, plan) for chunk in stage) for stage in stage_entries(plan))
+        return _work(stage_entries(plan), plan.model, plan.recompute)
 
     def gradient_dtype(self, plan: ResolvedPlan) -> str:
         return plan.precision.gradients or "fp32"

@@ -43,7 +43,8 @@ class MegatronDeepspeedTime(FrameworkTime):
 
 def _work(names: list[str], plan: ResolvedPlan) -> StageWork:
     """Only a group of transformer layers alone is recomputed (``PipelineModule.forward``)."""
-    work, recompute = named(names, plan), plan.recompute
+    recompute = plan.recompute
+    work = named(names, plan.model, recompute)
     size = recompute.layers or 1
     if not work.recomputed or recompute.mode != "full" or recompute.method != "uniform" or size == 1:
         return work

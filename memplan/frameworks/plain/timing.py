@@ -57,6 +57,6 @@ class DeviceMapTime(PlainTime):
         held = [len(plan.device_map[device]) for device in sorted(plan.device_map)]
         last, tied = len(held) - 1, plan.model.tied_embeddings
         return tuple(
-            (StageWork(n, recomputed(plan, n), not at, at == last, at == (0 if tied else last)),)
+            (StageWork(n, recomputed(plan.recompute, n), not at, at == last, at == (0 if tied else last)),)
             for at, n in enumerate(held)
         )

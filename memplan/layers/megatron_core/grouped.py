@@ -11,6 +11,7 @@ been read, and are there again when backward needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -91,8 +92,14 @@ def joined(r: Recorder, outputs: Sequence[Tensor], gradients: Gradients) -> Tens
 FC1, FC2 = "linear_fc1", "linear_fc2"
 
 
-def parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes of what a rank's experts have, in the order in which they register."""
+@lru_cache(maxsize=128)
+def parameters(shape: CoreShape, name: str = "") -> tuple[tuple[str, Shape], ...]:
+    """Names and shapes of what a rank's experts have, in the order in which they register; of one linear layer alone
+    where that has a ``name``."""
+    return tuple(one for one in _parameters(shape) if not name or f".{name}." in one[0])
+
+
+def _parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
     experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
     assert experts is not None
     first = inner * (2 if shape.spec.gated else 1)
@@ -216,8 +223,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
     one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
     count, dtype = shape.local_experts, x.dtype
-    mine = {own: size for own, size in parameters(shape) if f".{name}." in own}
-    own = [r.parameter(one, size, shape.dtype) for one, size in mine.items()]
+    own = [r.parameter(one, size, shape.dtype) for one, size in parameters(shape, name)]
     weight = own[0].shape
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]

@@ -41,7 +41,7 @@ class FrameworkTime:
     def stages(self, plan: ResolvedPlan) -> Work:
         """The stages of a resolved plan. ``PlanError`` where they cannot be cut."""
         layers = plan.model.layers
-        return ((StageWork(layers, recomputed(plan, layers), True, plan.model.final_norm, True),),)
+        return ((StageWork(layers, recomputed(plan.recompute, layers), True, plan.model.final_norm, True),),)
 
     # -- replicas ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ...plan.errors import PlanError
 from ...plan.layer_blocks import LINEAR, NONE, block_of
 from ...plan.layer_blocks import kinds_of as blocks_of
 from ...plan.lora import saved
+from ...plan.plan import Recompute
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec, of_any_depth
 from ...values import dataclass, replace
@@ -175,21 +176,20 @@ def work_of(plan: ResolvedPlan) -> Work:
     return framework(plan.framework).time.stages(plan)
 
 
-def named(names: Sequence[str], plan: ResolvedPlan) -> StageWork:
+def named(names: Sequence[str], spec: ModelSpec, recompute: Recompute) -> StageWork:
     """Entries of these ``names``."""
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
-    again = recomputed(plan, len(layers))
-    dense = [bool(plan.model.experts) and not plan.model.has_experts(layer) for layer in layers]
+    again = recomputed(recompute, len(layers))
+    dense = [bool(spec.experts) and not spec.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    held = held_kinds(plan.model, layers)
-    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(plan.model))
+    held = held_kinds(spec, layers)
+    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(spec))
     return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
 
 
-def recomputed(plan: ResolvedPlan, layers: int) -> int:
+def recomputed(recompute: Recompute, layers: int) -> int:
     """Of ``layers`` of a chunk."""
-    recompute = plan.recompute
     if recompute.mode == "none":
         return 0
     if recompute.mode == "full" and recompute.method == "block" and recompute.layers is not None:

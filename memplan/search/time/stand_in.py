@@ -6,6 +6,7 @@ from ...device.gpus import MULTIPROCESSORS
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from .hardware import SPEEDS
+from .shape import Shape
 from .step import StepTime, step_time, step_total
 
 STAND_IN = "a100-80gb"
@@ -36,6 +37,6 @@ def ranking_time(plan: ResolvedPlan) -> StepTime:
     return step_time(on_timed_gpu(plan))
 
 
-def ranking_seconds(plan: ResolvedPlan) -> float:
-    """The total of that alone."""
-    return step_total(on_timed_gpu(plan))
+def ranking_seconds(plan: ResolvedPlan, shape: Shape | None = None) -> float:
+    """The total of that alone; the ``shape`` may be known."""
+    return step_total(on_timed_gpu(plan), shape)

@@ -135,9 +135,9 @@ def step_time(plan: ResolvedPlan, efficiency: Efficiency | None = None) -> StepT
     return _with_rates(found, plan, shape.entries, work, rates.peak, assumptions(plan, efficiency))
 
 
-def step_total(plan: ResolvedPlan) -> float:
+def step_total(plan: ResolvedPlan, shape: Shape | None = None) -> float:
     """``step_time(plan).total`` alone."""
-    return _assembled(plan, shape_of(plan), rates_of(plan), work_of(plan)).total
+    return _assembled(plan, shape or shape_of(plan), rates_of(plan), work_of(plan)).total
 
 
 def _assembled(plan: ResolvedPlan, shape: Shape, rates: Rates, work: Work) -> StepTime:
