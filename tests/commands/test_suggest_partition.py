@@ -139,7 +139,7 @@ def test_objectives(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("objective", ["memory", "gpus"])
 def test_a_gpu_without_a_published_speed(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Has no times, which the least memory and the fewest GPUs do not need."""
-    job = [flag for flag in JOB if not flag.startswith("--gpu=")] + ["--gpu=mi355x"]
+    job = [flag for flag in JOB if not flag.startswith("--gpu=")] + ["--gpu=mi250x"]
     found = answer(capsys, *job, f"--objective={objective}")
     for one in (found["recommended"], *found["alternatives"], *found["front"]):
         assert one["device_bytes"] is None or one["device_bytes"] < found["limit_bytes"]
@@ -148,7 +148,7 @@ def test_a_gpu_without_a_published_speed(objective: str, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert " s · " not in out
     assert "Memory against time" not in out
-    assert "Nobody has published the speed of mi355x" in out
+    assert "Nobody has published the speed of mi250x" in out
     assert main(suggest(*job)) == 2
     assert "has no published speed, and so no time: --objective memory and gpus need none" in capsys.readouterr().err
 

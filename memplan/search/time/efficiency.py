@@ -122,6 +122,25 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     }
 )
 
+_SAME_CHIP: Mapping[str, str] = MappingProxyType(
+    {"a800-80gb": "a100-80gb", "h800": "h100-80gb", "gh200-144gb": "h200", "mi325x": "mi300x"}
+)
+"""GPUs whose products are computed by another one's chip, with other memory or fewer links."""
+
+
+def _measured(gpu: str) -> Fraction | None:
+    return _MATRIX.get(_SAME_CHIP.get(gpu, gpu))
+
+
+def unmeasured(gpu: str) -> float | None:
+    """Where nobody measured products on ``gpu``: how far GPUs on which somebody did are from the median that stands
+    in, at most; as a part of it."""
+    if _measured(gpu) is not None:
+        return None
+    parts = [one.value for one in _MATRIX.values()]
+    return max(abs(part / _median(parts) - 1) for part in parts)
+
+
 _HOPPER_EIGHT = 1280 / 1979
 """H100 and H200, fp8 with a scale for each tensor, Llama 70B's products on random numbers (``_SEMIANALYSIS``); the
 sweeps' short runs reach 0.725 and 0.690."""
@@ -209,7 +228,7 @@ def default(
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
     the attention's, ``older`` before FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time."""
-    matrix = _MATRIX.get(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    matrix = _measured(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
     if narrow and memory is _HOPPER:
@@ -237,6 +256,6 @@ def default(
         base,
         hop,
         _EXCHANGE.get(major),
-        _LOW.get(gpu),
+        _LOW.get(_SAME_CHIP.get(gpu, gpu)),
         sources,
     )

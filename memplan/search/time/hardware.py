@@ -77,6 +77,25 @@ _MI300X = (
 )
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
+_A800 = "https://tweakers.net/nieuws/203182/nvidia-introduceert-a800-gpu-voor-china-die-niet-onder-exportrestricties-vs-valt.html"
+_H20 = (
+    "https://www.tomshardware.com/pc-components/gpus/new-nvidia-ai-gpus-designed-to-get-around-us-export-bans-come-to-"
+    "china-h20-l20-and-l2-to-fill-void-left-by-restricted-models"
+)
+_MI325X = "https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html"
+_MI355X = "https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html"
+_TURING = (
+    "https://images.nvidia.com/aem-dam/en-zz/Solutions/design-visualization/technologies/turing-architecture/"
+    "NVIDIA-Turing-Architecture-Whitepaper.pdf"
+)
+_ADA_PRO = (
+    "https://images.nvidia.com/aem-dam/en-zz/Solutions/technologies/"
+    "NVIDIA-ADA-GPU-PROVIZ-Architecture-Whitepaper_1.1.pdf"
+)
+_BLACKWELL_PRO = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/"
+    "NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
+)
 _RTX_BLACKWELL = (
     "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
 )
@@ -135,6 +154,7 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "v100-32gb": _speed(_V100, 125, None, 15.7, 900, 16, link=150, link_gpus=8, network=_DGX_1, bf16=False),
         "a100-40gb": _speed(_AMPERE, 312, 156, 19.5, 1555, 32, link=300, link_gpus=8, network=_DGX_A),
         "a100-80gb": _speed(_A100, 312, 156, 19.5, 2039, 32, link=300, link_gpus=8, network=_DGX_A),
+        "a800-80gb": _speed(_A100, 312, 156, 19.5, 2039, 32, link=200, link_gpus=8, link_source=_A800),
         "h100-80gb": _speed(_HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=450, link_gpus=8, network=_DGX_H),
         "h800": _speed(
             _HOPPER, 989.4, 494.7, 66.9, 3350, 64, link=200, link_gpus=8, link_source=_H800, network=_H800_NODE
@@ -144,12 +164,14 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "h100-96gb": _speed(_GH200, 989.4, 494.7, 67, 4000, 450, link=450, link_gpus=8, network=_TETON),
         "gh200-144gb": _speed(_GH200, 989.4, 494.7, 67, 4900, 450, link=450, link_gpus=8, network=_TETON),
         "h200": _speed(_H200, 989.4, 494.7, 67, 4800, 64, link=450, link_gpus=8, network=_DGX_H),
+        "h20": _speed(_H20, 148, 74, 44, 4000, 64, link=450, link_gpus=8),
         "b200": _speed(_BLACKWELL, 2250, 1100, 75, 7700, 64, link=900, link_gpus=8, network=_DGX_B),
         "gb200": _speed(_GB200, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72),
         "b300": _speed(_B300, 2250, 1125, 75, 7750, 128, link=900, link_gpus=8, network=_DGX_B300),
         "gb300": _speed(_GB300, 2500, 1250, 80, 8000, 225, link=900, link_gpus=72, network=_NVL72_300),
         "l40s": _speed(_L40S, 362.05, 183, 91.6, 864, 32),
         "l40": _speed(_L40, 181.05, 90.5, 90.5, 864, 32),
+        "l20": _speed(_H20, 119.5, 59.8, 59.8, 864, 32),
         "a30": _speed(_A30, 165, 82, 10.3, 933, 32, link=100, link_gpus=2),
         "a40": _speed(_A40, 149.7, 74.8, 37.4, 696, 32, link=56.25, link_gpus=2),
         "a10": _speed(_A10, 125, 62.5, 31.2, 600, 32),
@@ -157,9 +179,16 @@ SPEEDS: Mapping[str, Speed] = MappingProxyType(
         "l4": _speed(_L4, 121, 60, 30.3, 300, 32),
         "t4": _speed(_T4, 65, None, 8.1, 320, 16, bf16=False),
         "mi300x": _speed(_MI300X, 1307.4, 653.7, 163.4, 5300, 64, link=448, link_gpus=8),
+        "mi325x": _speed(_MI325X, 1307.4, 653.7, 163.4, 6000, 64, link=448, link_gpus=8),
+        "mi355x": _speed(_MI355X, 2516.6, None, 157.3, 8000, 64, link=537.6, link_gpus=8),
         "rtx-5090": _speed(_RTX_BLACKWELL, 209.5, 104.8, 104.8, 1792, 64),
         "rtx-4090": _speed(_ADA, 165.2, 82.6, 82.6, 1008, 32),
+        "rtx-4080": _speed(_ADA, 97.5, 48.7, 48.7, 716.8, 32),
+        "rtx-3090-ti": _speed(_ADA, 80, 40, 40, 1008, 32, link=56.25, link_gpus=2, link_source=_GA102),
         "rtx-3090": _speed(_GA102, 71, 35.6, 35.6, 936, 32, link=56.25, link_gpus=2),
+        "rtx-2080-ti": _speed(_TURING, 56.9, None, 14.2, 616, 16, link=50, link_gpus=2, bf16=False),
+        "rtx-pro-6000": _speed(_BLACKWELL_PRO, 503.8, 251.9, 126, 1792, 64),
+        "rtx-6000-ada": _speed(_ADA_PRO, 364.2, 182.1, 91.1, 960, 32),
         "rtx-a6000": _speed(_GA102, 154.8, 77.4, 38.7, 768, 32, link=56.25, link_gpus=2),
     }
 )
@@ -193,7 +222,15 @@ LOW_PRECISION: Mapping[str, Mapping[float, Figure]] = MappingProxyType(
         "l4": _low(_L4, 242.5),
         "rtx-4090": _low(_ADA, 330.3),
         "rtx-5090": _low(_RTX_BLACKWELL, 419, 1676),
+        "gh200-144gb": _low(_GH200, 1979),
+        "h20": _low(_H20, 296),
+        "l20": _low(_H20, 239),
+        "rtx-4080": _low(_ADA, 194.9),
+        "rtx-pro-6000": _low(_BLACKWELL_PRO, 1007.6, 2015),
+        "rtx-6000-ada": _low(_ADA_PRO, 728.5),
         "mi300x": _low(_MI300X, 2614.9),
+        "mi325x": _low(_MI325X, 2614.9),
+        "mi355x": _low(_MI355X, 5033.2, 10066.3),
     }
 )
 """Without sparsity, by the bytes of an operand's element; sheets that state it with sparsity alone say twice that."""
@@ -211,7 +248,15 @@ CLOCKS: Mapping[str, Figure] = MappingProxyType(
         "rtx-4090": Figure(2.52 * GIGA, _ADA),
         "rtx-3090": Figure(1.695 * GIGA, _GA102),
         "rtx-a6000": Figure(1.8 * GIGA, _GA102),
+        "rtx-4080": Figure(2.505 * GIGA, _ADA),
+        "rtx-3090-ti": Figure(1.86 * GIGA, _ADA),
+        "rtx-2080-ti": Figure(1.635 * GIGA, _TURING),
+        "rtx-6000-ada": Figure(2.505 * GIGA, _ADA_PRO),
+        "rtx-pro-6000": Figure(2.617 * GIGA, _BLACKWELL_PRO),
+        "a800-80gb": Figure(1.41 * GIGA, _AMPERE),
         "mi300x": Figure(2.1 * GIGA, _MI300X),
+        "mi325x": Figure(2.1 * GIGA, _MI325X),
+        "mi355x": Figure(2.4 * GIGA, _MI355X),
     }
 )
 """Boost clock in Hz, at which the peaks are reckoned; the others' makers state none."""

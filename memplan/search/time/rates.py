@@ -19,7 +19,7 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import Fused
-from .efficiency import Efficiency, default
+from .efficiency import Efficiency, default, unmeasured
 from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
@@ -39,13 +39,18 @@ ERROR_OF_ADAPTERS = 0.053
 
 def published_error(plan: ResolvedPlan) -> float:
     """Median relative error of a step's time on the plan's GPU; the largest published one where no step on it was
-    compared, or none of the plan's loop (one of trl's)."""
+    compared, or none of the plan's loop (one of trl's). Where not even products were measured on it, how far those of
+    other GPUs are from what stands in."""
+    gpu = plan.hardware.gpu
+    unknown = unmeasured(gpu) if gpu is not None and gpu in SPEEDS else None
+    if unknown is not None:
+        return unknown
     if plan.model.experts or plan.model.layer_pattern:
         return ERROR_OF_EXPERTS
     largest = max(PUBLISHED_ERRORS.values())
     if plan.trainer.kind.own_loss:
         return largest
-    dense = PUBLISHED_ERRORS.get(plan.hardware.gpu or "", largest)
+    dense = PUBLISHED_ERRORS.get(gpu or "", largest)
     return dense if plan.lora.rank is None else max(dense, ERROR_OF_ADAPTERS)
 
 

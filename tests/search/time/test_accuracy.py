@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.device.gpus import GPUS
 from memplan.search.time import best_published, published_error
+from memplan.search.time.efficiency import default
 from memplan.search.time.hardware import SPEEDS
 from memplan.search.time.rates import (
     BEST_MFU,
@@ -25,7 +27,16 @@ def of(gpu: str, **flags: object) -> float:
 
 
 def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
-    assert of("l4") == max(PUBLISHED_ERRORS.values()) > of("a100-80gb")
+    assert of("mi300x") == of("a800-80gb") == max(PUBLISHED_ERRORS.values()) > of("a100-80gb")
+
+
+def test_a_gpu_whose_products_nobody_measured_has_the_spread_of_those_of_others() -> None:
+    """B200's median and MI300X's are both a third below that of all."""
+    shares = [default(gpu, GPUS[gpu].compute_capability).matrix for gpu in SPEEDS]
+    middle = default("l4", GPUS["l4"].compute_capability).matrix
+    spread = max(abs(share / middle - 1) for share in shares)
+    assert of("l4") == of("h20") == of("mi355x", model="mixtral-8x7b", framework="megatron") == spread > 0.3
+    assert of("l40s") < spread
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "nemotron-h-8b"])
