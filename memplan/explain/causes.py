@@ -149,7 +149,8 @@ def _others(message: OutOfMemory) -> Told:
         yield (
             "another-process",
             (
-                f"another process has memory of this GPU: {names}{more}, {printed(total)} together"
+                f"another process has memory of this GPU: {names}{more}"
+                + (f", {printed(total)} together" if len(message.others) > 1 else "")
                 + ("; without it this request fits" if enough else "")
                 + ": end it (nvidia-smi), or give each rank its own GPU (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
             ),

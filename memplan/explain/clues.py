@@ -10,8 +10,8 @@ scores of attention as sequences × heads × length² × bytes, matrices as thei
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from math import prod
@@ -310,7 +310,7 @@ def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) 
     about = next((one.name for one in clues.about), "")
     allowed = (message.allocated or 1 << 60) / BYTES_A_PARAMETER
     named = _named(clues)
-    specs = named or tuple(one for one in _specs() if one.parameters <= allowed)
+    specs = named or tuple(sorted((one for one in _specs() if one.parameters <= allowed), key=_is_large(message)))
     if model is not None and model.has_sizes:
         specs = (_Spec(model.name, model.vocab, model.hidden, model.ffn, model.heads, model.layers),)
         named = specs if about == "the logits" else ()
@@ -332,6 +332,12 @@ def guesses(message: OutOfMemory, clues: Clues, model: ModelSpec | None = None) 
     return tuple(islice(found, MOST if about else 2))
 
 
+def _is_large(message: OutOfMemory) -> Callable[[_Spec], bool]:
+    """Whether a model's weights in 16 bits are more than what was allocated: only a sharded or quantised one is."""
+    most = (message.allocated or 1 << 60) // 2
+    return lambda spec: spec.parameters > most
+
+
 def _named(clues: Clues) -> tuple[_Spec, ...]:
     """The models whose code the frames name: ``transformers/models/qwen2/modeling_qwen2.py``."""
     for file in [*([clues.frame.file] if clues.frame else []), *clues.files]:
@@ -350,7 +356,9 @@ def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool)
     the roundest. In fp32, which losses compute in, or in 16 bits and twice as many. Megatron pads vocabularies and
     cuts them."""
     megatron = any("megatron" in file.lower() for file in clues.files)
-    known = Counter(spec.vocab for spec in specs)
+    known: defaultdict[int, list[_Spec]] = defaultdict(list)
+    for spec in specs:
+        known[spec.vocab].append(spec)
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for vocab, models in known.items():
         for parts in (1, 2, 4, 8) if megatron else (1,):
@@ -361,12 +369,12 @@ def _logits(tried: Size, specs: tuple[_Spec, ...], clues: Clues, *, named: bool)
                 usual[0] if usual else named and _roundest(max((tried.least - SEGMENT) // row, 1), tried.most // row)
             )
             if tokens and _fits(tried, tokens * row):
-                found.setdefault((parts, tokens), []).append((models, padded, vocab))
+                found.setdefault((parts, tokens), []).append((len(models), padded, vocab))
     for (parts, tokens), alike in sorted(found.items(), key=lambda one: (one[0][0], -max(one[1])[0])):
         alike.sort(key=lambda one: -one[0])
         sides = [f"{padded:,}" for _, padded, _ in alike]
         side = _or(sides) if parts == 1 else f"{_or(sides)} / {parts}"
-        names = [spec.name for _, _, vocab in alike for spec in specs if spec.vocab == vocab]
+        names = [spec.name for _, _, vocab in alike for spec in known[vocab]]
         yield Guess("logits", f"{tokens:,} tokens × {side} × 4 bytes, or {2 * tokens:,} × 2 bytes", _listed(names))
 
 
@@ -412,7 +420,7 @@ def _scores(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
 def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
     """Those that most models have first; 8-bit weights, and a gate in one with what it gates (GLM, Phi-3), after the
     others. Embedding and head stay in 16 bits or more."""
-    shapes: dict[tuple[bool, str, str], list[str]] = {}
+    shapes: dict[tuple[bool, str, str], list[_Spec]] = {}
     for spec in specs:
         for half_bytes, text in ((8, "4 bytes"), (4, "2 bytes"), (2, "1 byte"), (1, "half a byte")):
             for times, side, what in ((1, spec.ffn, "MLP"), (2, spec.ffn, "MLP"), (1, spec.vocab, "embedding or head")):
@@ -423,6 +431,6 @@ def _matrices(tried: Size, specs: tuple[_Spec, ...]) -> Iterator[Guess]:
                 ):
                     continue
                 factors = f"{'2 × ' * (times - 1)}{side:,} × {spec.hidden:,} × {text}"
-                shapes.setdefault((half_bytes == 2 or times == 2, factors, what), []).append(spec.name)
-    for (_, factors, what), names in sorted(shapes.items(), key=lambda one: (one[0][0], -len(one[1]))):
-        yield Guess("weights", factors, f"{what} of {_listed(names)}")
+                shapes.setdefault((half_bytes == 2 or times == 2, factors, what), []).append(spec)
+    for (_, factors, what), alike in sorted(shapes.items(), key=lambda one: (one[0][0], -len(one[1]))):
+        yield Guess("weights", factors, f"{what} of {_listed([one.name for one in alike])}")
