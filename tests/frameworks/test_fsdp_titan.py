@@ -102,7 +102,14 @@ def plan_of(given: Sizes, **flags: str) -> ResolvedPlan:
     return plan.model_copy(update={"fsdp": fsdp, "model": plan.model.model_copy(update=changed)})
 
 
-@pytest.fixture(params=CASES.values(), ids=list(CASES), scope="module")
+SLOW = ("qwen3-tied",)
+
+
+@pytest.fixture(
+    params=[pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+    ids=list(CASES),
+    scope="module",
+)
 def case(request: pytest.FixtureRequest) -> Case:
     assert isinstance(request.param, Case)
     return request.param

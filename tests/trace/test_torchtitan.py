@@ -136,6 +136,8 @@ def test_what_else_does_not_run_here_is_refused() -> None:
         job_of_plan(plan_of({"fsdp-cuda-graphs": "true"}))
     with pytest.raises(PlanError, match=r"^loss\.kind = chunked: must be plain or vocab-parallel"):
         job_of_plan(plan_of({"loss": "chunked", "ends-apart": "true"}))
+    with pytest.raises(PlanError, match=r"^model\.tied_embeddings = true: must be false: the module"):
+        job_of_plan(plan_of({"tied-embeddings": "true", "ends-apart": "true"}))
 
 
 def test_stage_without_a_pipeline() -> None:

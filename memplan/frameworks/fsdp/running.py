@@ -174,6 +174,9 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
             plan.loss.kind,
             "must be plain or vocab-parallel, without logits_to_keep: no other loss of torchtitan's runs here",
         )
+    if plan.model.tied_embeddings:
+        problem = "must be false: the module of torchtitan's Llama that runs here has a head of its own"
+        raise PlanError("model.tied_embeddings", True, problem)
     if plan.fsdp.offload:
         raise PlanError("fsdp.offload", True, NO_OFFLOAD)
     for field in ("compile", "compile_loss"):
