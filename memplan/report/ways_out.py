@@ -32,11 +32,13 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
 
 
 def costs(way: WayOut) -> str:
-    """``+29 % time; adapters of rank 16 alone are trained``, or ``5.4 × the time``."""
+    """``+29 % time; adapters of rank 16 alone are trained``, ``3 % less time``, or ``5.4 × the time``."""
     if way.slower is None:
         time = ["time not known"]
     elif way.slower >= 1:
         time = [f"{1 + way.slower:.{1 if way.slower < 9 else 0}f} × the time"]
+    elif round(100 * way.slower) < 0:
+        time = [f"{change_percent(1 + way.slower, 1).lstrip('−')} less time"]
     else:
         time = [f"{change_percent(1 + way.slower, 1)} time"] if round(100 * way.slower) else ["no time"]
     return "; ".join([*time, *([way.costs] if way.costs else [])])
