@@ -132,10 +132,10 @@ def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     that is rotated, gathered along the sequence."""
     spec, alone = shape.spec, replace(shape, t=1, sequence_parallel=False)
     q_rank, kv_rank, p = spec.latent_q_rank, spec.latent_kv_rank, spec.rope_head_dim
-    queries, choices = hidden, {"bias": False, "skip_bias": False, "original": "layernorm" in shape.recompute_modules}
+    queries, original = hidden, "layernorm" in shape.recompute_modules
     if q_rank:
-        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, **choices)
-    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, **choices)
+        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, bias=False, skip_bias=False, original=original)
+    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, bias=False, skip_bias=False, original=original)
     lead = both.shape[:-1]
     keys, rotated = ops.split(r, both, [(*lead, kv_rank), (*lead, p)], "kv_compressed")
     return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated
