@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
-from ..values import dataclass
+from ..values import dataclass, replace
 
 if TYPE_CHECKING:
     from ..formats.launch import Launch

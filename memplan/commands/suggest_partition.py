@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -15,7 +14,7 @@ from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
-from ..values import dataclass
+from ..values import dataclass, replace
 from .files import check_files, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
 from .launched import (

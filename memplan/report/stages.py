@@ -7,7 +7,6 @@ A stage over one iteration in a line of the terminal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console, RenderableType
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from ..allocator.timeline import Point, Timeline
 from ..result import Estimate, StageEstimate, Verdict
-from ..values import dataclass
+from ..values import dataclass, replace
 from .names import DASH, Unit, elements, in_order, kind_of, modules_text, ranks_text, size, span, stage_word, unit_for
 from .printing import BAD, FAINT, GAP, Breakable, bar, folded, left, plain_table, right, shares
 

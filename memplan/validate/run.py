@@ -10,7 +10,6 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import ceil
@@ -31,7 +30,7 @@ from ..search.time import step_time
 from ..search.time.shape import model_flops
 from ..trace.job import MOST_MICROBATCHES
 from ..trace.run import traced
-from ..values import dataclass
+from ..values import dataclass, replace
 from .cluster import Elastic, InTurn, Joined, Membership, Way, membership
 from .devices import Device, check_free, check_host, gpu_of, gpus_for
 from .failing import explained

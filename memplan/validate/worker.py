@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from itertools import count, groupby
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..tape.program import Program
 from ..trace.comparison import Row, compared
 from ..trace.recording import EVALUATION, Traced
 from ..trace.worker import traced_job, training_of
-from ..values import dataclass
+from ..values import dataclass, replace
 from .devices import devices, visible
 from .failing import full, is_full
 from .native import own_code

@@ -30,6 +30,10 @@ EXPERTS = {
     **TINY, "model": "qwen3-30b-a3b", "dtype": "bf16", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200",
     "experts": "8", "expert-top-k": "2", "expert-ffn": "320", "seq": "256",
 }  # fmt: skip
+DELTA = {
+    "model": "qwen3-next-80b-a3b", "layers": "8", "experts": "8", "expert-top-k": "2", "seq": "256", "gpu": "h200",
+    "framework": "megatron", "dtype": "bf16",
+}  # fmt: skip
 DEEPSPEED = {"framework": "deepspeed", "gpus": "4", "gbs": "24"}
 SPACES: dict[str, tuple[dict[str, str], float]] = {
     "single": ({**LLAMA, "framework": "single", "gbs": "24"}, 0.97),
@@ -70,6 +74,7 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
         0.5,
     ),
     "torchtitan, experts": ({**EXPERTS, "gpus": "8", "gbs": "96"}, 0.5),
+    "megatron, gated delta nets": ({**DELTA, "gpus": "4", "gbs": "32"}, 0.3),
     "torchtitan, GPipe": ({**TITAN, "gpus": "8", "gbs": "96", "schedule": "gpipe"}, 0.6),
 }  # fmt: skip
 

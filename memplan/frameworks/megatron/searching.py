@@ -82,6 +82,20 @@ LONG_SEQUENCE = 8192
 """Tokens of a sequence up to which tensor parallelism divides latent attention enough."""
 
 
+NOT_SEARCHED = (
+    ("fsdp", "none", "with Megatron-FSDP"),
+    ("torch_fsdp", "none", "with PyTorch's FSDP2 in Megatron-Core"),
+    ("optimizer_offload", "0", "with states on the host"),
+    ("offload_modules", "left out", "with activations on the host"),
+    ("offload_layers", "0", "with layers on the host"),
+    ("defer_embedding_wgrad", "false", "that defer weight gradients"),
+    ("distribute_saved", "false", "with it"),
+    ("optimizer_graph", "false", "with it"),
+    ("cuda_graphs", "none", "with CUDA graphs"),
+)
+"""Fields of the section, what each must be in a search, and what layouts it makes otherwise."""
+
+
 class MegatronSearch(FrameworkSearch):
     chooses_cut = True
     stops_early = shares_shapes = True
@@ -134,33 +148,11 @@ class MegatronSearch(FrameworkSearch):
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones, and so are those of parameters in 8 bits."""
-        if base.megatron.fsdp != "none":
-            problem = "must be none: layouts with Megatron-FSDP are not searched yet; estimate --vary compares some"
-            raise PlanError("megatron.fsdp", base.megatron.fsdp, problem)
-        if base.megatron.torch_fsdp != "none":
-            problem = "must be none: layouts with PyTorch's FSDP2 in Megatron-Core are not searched yet; estimate "
-            raise PlanError("megatron.torch_fsdp", base.megatron.torch_fsdp, f"{problem}--vary compares some")
-        if base.megatron.optimizer_offload:
-            problem = "must be 0: layouts with states on the host are not searched yet; estimate --vary compares some"
-            raise PlanError("megatron.optimizer_offload", base.megatron.optimizer_offload, problem)
-        if base.megatron.offload_modules is not None:
-            problem = "must be left out: layouts with activations on the host are not searched yet; estimate --vary "
-            problem += "compares some"
-            raise PlanError("megatron.offload_modules", list(base.megatron.offload_modules), problem)
-        if base.megatron.offload_layers:
-            problem = "must be 0: layouts with layers on the host are not searched yet; estimate --vary compares some"
-            raise PlanError("megatron.offload_layers", base.megatron.offload_layers, problem)
-        if base.megatron.defer_embedding_wgrad:
-            problem = "must be false: layouts that defer weight gradients are not searched yet; estimate --vary "
-            problem += "compares some"
-            raise PlanError("megatron.defer_embedding_wgrad", True, problem)
-        for name in ("distribute_saved", "optimizer_graph"):
-            if getattr(base.megatron, name):
-                problem = "must be false: layouts with it are not searched yet; estimate --vary compares some"
-                raise PlanError(f"megatron.{name}", True, problem)
-        if base.megatron.cuda_graphs != "none":
-            problem = "must be none: layouts with CUDA graphs are not searched yet; estimate --vary compares some"
-            raise PlanError("megatron.cuda_graphs", base.megatron.cuda_graphs, problem)
+        for name, allowed, what in NOT_SEARCHED:
+            value = getattr(base.megatron, name)
+            if value not in ("none", None, False):
+                problem = f"must be {allowed}: layouts {what} are not searched yet; estimate --vary compares some"
+                raise PlanError(f"megatron.{name}", list(value) if isinstance(value, tuple) else value, problem)
         if not self.searched(base):
             field = "nope_interval" if base.model.nope_interval else "dense_layers"
             wanted = "0" if base.model.nope_interval else "the first ones"
