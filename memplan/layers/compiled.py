@@ -138,7 +138,7 @@ class Structure:
     """Of the input and of each parameter."""
     work: tuple[tuple[str, ...], tuple[str, ...]]
     """Kernels of both directions: products of (m, n, k) and bytes of an operand's element, fused attention, and how
-    many others there are, with bytes that they move of each size; none where only tensors were learnt."""
+    many others there are, with bytes that they move of each size."""
 
 
 ALIGNED = 64
@@ -167,7 +167,7 @@ def structures() -> dict[str, Structure]:
             tuple(one["saved"]),
             tuple(map(_event, one["backward"])),
             tuple(one["gradients"]),
-            (tuple(one["work"][0]), tuple(one["work"][1])) if "work" in one else ((), ()),
+            (tuple(one["work"][0]), tuple(one["work"][1])),
         )
         for name, one in written.items()
     }
@@ -210,11 +210,6 @@ def parameters_of(spec: ModelSpec) -> tuple[tuple[str, Shape], ...]:
         ("up.weight", (f, h)),
         ("down.weight", (h, f)),
     )
-
-
-def has_kernels(shape: LayerShape, mode: str, low: Float8 | None) -> bool:
-    """Whether kernels of such a layer were learnt, too."""
-    return bool(structures()[name_of(mode, sizes_in(shape), low)].work[0])
 
 
 def kernels(lines: Sequence[str], shape: LayerShape, *, backward: bool) -> Sequence[Kernel]:

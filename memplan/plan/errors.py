@@ -162,10 +162,12 @@ def nearest(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str | None
 def is_slip(wrong: str, meant: str) -> bool:
     """Whether ``wrong`` is surely ``meant``, misspelt: a letter or two are left out, added, another or swapped. Other
     digits are another name."""
+    if abs(len(wrong) - len(meant)) > 2:
+        return False
     wrong, meant = (name.lower().replace("_", "-") for name in (wrong, meant))
     if [c for c in wrong if c.isdigit()] != [c for c in meant if c.isdigit()]:
         return False
-    return abs(len(wrong) - len(meant)) <= 2 and _apart(wrong, meant) <= (2 if len(meant) >= 12 else 1)
+    return _apart(wrong, meant) <= (2 if len(meant) >= 12 else 1)
 
 
 def _apart(one: str, other: str) -> int:

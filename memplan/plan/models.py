@@ -121,7 +121,8 @@ def _base(base: Node, folder: Path) -> Found:
         raise (
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )
-    like = f", `memplan models {name}` those like it" if any(plain(name) in plain(one) for one in hub_ids()) else ""
+    own = plain(name)
+    like = f", `memplan models {name}` those like it" if any(own in plain(one) for one in hub_ids()) else ""
     alike = of_same_size(name) or of_size(name)
     if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
         problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"

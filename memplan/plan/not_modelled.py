@@ -43,9 +43,13 @@ _MODELS: tuple[tuple[str, str], ...] = (
 that is found counts."""
 
 
+LONGEST = 96
+"""Letters of a repository's name on the Hub, at most."""
+
+
 def what_is_missing(name: str) -> str:
     """What of the model called ``name`` is not modelled; empty where nobody here knows that model."""
-    own = name.rpartition("/")[2].lower().replace("_", "-")
+    own = name.rpartition("/")[2][:LONGEST].lower().replace("_", "-")
     return next((what for pattern, what in _MODELS if re.search(pattern, own)), "")
 
 

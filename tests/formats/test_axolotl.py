@@ -119,6 +119,13 @@ def test_a_sharded_model(folder: Path) -> None:
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
         (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),
         (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
+        (
+            FULL.replace("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin") + "num_labels: 2\n",
+            "(2) config.yml:8: plugins = CutCrossEntropyPlugin: must be left out: Apple's cut cross entropy",
+        ),
+        (QLORA + "process_reward_model: true\nlisa_n_layers: 4\n", "2 errors: (1) "),
+        (QLORA + "model_type: AutoModelForTokenClassification\n", "must be AutoModelForCausalLM: heads other"),
+        (SHARDED + "dp_shard_size: 4\n", "dp_shard_size = 4: must be the number of GPUs, 1 (--gpus N)"),
     ],
 )
 def test_what_is_not_modelled_is_refused(

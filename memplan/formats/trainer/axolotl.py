@@ -119,7 +119,7 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
     own = written.mapping
-    if wrong := [*_refused(own)]:
+    if wrong := [*_refused(own, processes)]:
         raise together(wrong)
     items = {key: node for key, node in own.items() if key in _SAME and node.value is not None}
     items |= {_RENAMED[key]: node for key, node in own.items() if key in _RENAMED and node.value is not None}
@@ -131,13 +131,17 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     return Node(items, written.origin)
 
 
-def _refused(own: Mapping[str, Node]) -> Iterator[PlanError]:
+def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
     for key, why in _REFUSED.items():
         if key in own and own[key].value not in (None, False, []):
             yield PlanError(key, ABSENT, f"must be left out: {why}", origin=own[key].origin)
     for key in _ALONE:
         if key in own and own[key].value not in (None, 1):
             yield PlanError(key, own[key].plain(), "must be 1: it is not modelled here", origin=own[key].origin)
+    shards = own.get("dp_shard_size")
+    if shards is not None and shards.value not in (None, processes):
+        problem = f"must be the number of GPUs, {processes} (--gpus N): replicas of shards are --fsdp-replicas"
+        yield PlanError("dp_shard_size", shards.plain(), problem, origin=shards.origin)
     listed = own["plugins"].value if "plugins" in own else None
     for node in listed if isinstance(listed, list) else ():
         name = str(node.value).rpartition(".")[2]

@@ -144,16 +144,14 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
         return titan.block(r, x, shape, policy, table) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
 
     low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
-    in_kernels = of.compiled and (not options.counts or compiled.has_kernels(shape, mode, low))
-    eager = None if of.compiled else low  # of compiled kernels that were not learnt: as in bf16
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        if in_kernels:
+        if of.compiled:
             return Run(compiled.block(r, x, shape, mode, low))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
-            return Run(run(r, hidden, table, torchtitan.Policy(False, low=eager)))
+            return Run(run(r, hidden, table, torchtitan.Policy(False, low=low)))
 
         def region(policy: torchtitan.Policy) -> Tensor:
             return run(r, hidden, table, policy)
@@ -165,7 +163,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
                 keeps=mode == "op",
                 early_stop=titan.early_stop,
                 keeps_exchanged=titan.keeps_exchanged,
-                low=eager,
+                low=low,
             )
         )
 
