@@ -103,6 +103,8 @@ LOW: dict[str, tuple[Float8, str, Checkpointing]] = {
     "gathered": (Float8("tensorwise", gathered=True), "8b", "op"),
     "rowwise": (Float8("rowwise"), "8b", "op"),
     "rowwise-70b": (Float8("rowwise"), "70b", "none"),
+    "rowwise-405b": (Float8("rowwise"), "405b", "op"),
+    "rowwise-1b": (Float8("rowwise"), "1b", "op"),
     "rowwise-kv": (Float8("rowwise", SKIPS), "8b", "full"),
     "gw_hp": (Float8("rowwise_with_gw_hp"), "8b", "none"),
     "rowwise-short": (Float8("rowwise"), "8b-short", "op"),
