@@ -30,7 +30,7 @@ def test_published_steps(name: str, limit: float) -> None:
     [
         ("bigscience_a100.jsonl", timing.bigscience, 0.045, 0.09),
         ("megatron_b200.jsonl", timing.b200, 0.1, 0.2),
-        ("torchtitan_h100.jsonl", timing.torchtitan, 0.16, 0.16),
+        ("torchtitan_h100.jsonl", timing.torchtitan, 0.16, 0.18),
     ],
 )
 def test_measured_steps(name: str, read: Callable[[Sequence[Any]], timing.Table], limit: float, worst: float) -> None:
