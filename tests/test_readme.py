@@ -31,6 +31,17 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) >= 6
 
 
+def test_the_answer_that_it_shows_is_given(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    example = re.search(r"```\n\$ (memplan .*?)\n(.*?)```", README, re.DOTALL)
+    assert example
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(shlex.split(example[1])[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = [line for line in example[2].splitlines() if line != "…"]
+    assert len(shown) >= 6
+    assert [line for line in shown if line not in printed] == []
+
+
 def test_the_plan_is_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
     assert plan
