@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ...frameworks import ROOMS as FRAMEWORKS
@@ -72,7 +73,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found.script, strict=asked.strict))
+    unread = tuple(_unread(written, found.script, dialect, strict=asked.strict))
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
     if loop.own_loss:
@@ -257,14 +258,16 @@ MEANT = {
 """Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
 
 
-def _unread(written: Node, script: str, *, strict: bool) -> Iterator[Note]:
+def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
-    guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, known))
+    named = known if dialect is None else (*dialect.KEYS, *known)
+    told = {**NOTED, **getattr(dialect, "NOTED", {})}
+    guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, named))
     wrong: list[PlanError] = []
     for key, node in written.mapping.items():
-        if key in NOTED:
-            harmless, assumed = NOTED[key]
+        if key in told:
+            harmless, assumed = told[key]
             if node.plain() in harmless:
                 continue
             code, problem = "argument-not-modelled", f"is not modelled: {assumed}"
