@@ -72,11 +72,26 @@ def test_the_same_job_in_different_files(folder: Path, capsys: pytest.CaptureFix
     for words in (
         ["args.json", "zero3.json", "--gpus=4"],
         ["args.json", "engine.yaml"],
+        ["args.json", "--config_file=engine.yaml"],
+        ["--config", "args.json", "--deepspeed", "zero3.json", "--gpus=4"],
         ["engine.yaml", "args.json", "zero3.json"],
         ["many.yaml", "args.json", "zero3.json"],
         ["--from=trainer", "args.json", "--from=accelerate", "engine.yaml"],
     ):
         assert figures(answer(capsys, *words)) == expected, words
+
+
+def test_a_recipes_folder_says_which_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``recipes/zephyr-7b-beta/dpo/config_full.yaml`` of the alignment handbook; a flag says it before the folder."""
+    for name in ("dpo", "kto"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({**ARGUMENTS, "beta": 0.01}))
+    found = answer(capsys, "dpo/config.json", "--config-file", "many.yaml")
+    assert found["plan"]["trainer"]["loop"] == "dpo"
+    assert [one["code"] for one in found["warnings"]].count("trainer-assumed") == 1
+    assert main(["estimate", "kto/config.json"]) == 2
+    assert "kto: is not modelled" in capsys.readouterr().err
+    assert answer(capsys, "kto/config.json", "--trainer", "dpo")["plan"]["trainer"]["loop"] == "dpo"
 
 
 def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

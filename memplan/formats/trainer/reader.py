@@ -37,7 +37,7 @@ from .arguments import EVALUATION_OF_LOSS, Arguments
 from .keys import K_BIT, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
-from .trl import loop_of
+from .trl import loop_of, named_by_folder
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -68,7 +68,8 @@ def launched(found: Started, asked: Asked) -> Launch:
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
-    loop = loop_of(found.script, written, asked)
+    by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
+    loop = loop_of(found.script or by_folder, written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
     building = Building(written.origin)
@@ -84,6 +85,10 @@ def launched(found: Started, asked: Asked) -> Launch:
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
     told = [*(getattr(dialect, "TOLD", ())), *building.notes]
+    if by_folder:
+        told.append(
+            ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
+        )
     return replace(launch, notes=(*unread, *(Note(*note) for note in told), *launch.notes))
 
 
