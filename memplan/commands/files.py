@@ -20,6 +20,10 @@ _RETRY = 0.05
 _NO_DESCRIPTOR = 2**31 - 1
 
 
+ENDINGS: Mapping[str, tuple[str, ...]] = {"--html": (".html", ".htm")}
+"""Of flags whose files other programs open by their names: what a name with an ending ends in."""
+
+
 def check_writable(name: str, *, force: bool) -> None:
     """Refuses early what ``write_whole`` would refuse after long work."""
     try:
@@ -35,6 +39,9 @@ def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
         *others, last = files
         raise PlanError("", ABSENT, f"is for {', '.join(others)} and {last}", origin=Origin("--overwrite"))
     for at, (flag, file) in enumerate(given):
+        ending = path_of(file).suffix.lower()
+        if flag in ENDINGS and ending and ending not in ENDINGS[flag]:
+            raise PlanError("", ABSENT, f"{file} must end in {' or '.join(ENDINGS[flag])}", origin=Origin(flag))
         check_writable(file, force=force)
         for other, same in given[:at]:
             if same == file:

@@ -62,7 +62,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
     change nothing, which are left out. ``unknown``: those that the command has not."""
     from ..formats.own_settings import without_effect
     from ..plan.fields import by_flag
-    from ..plan.near_misses import CHANGES_NOTHING, SAME
+    from ..plan.near_misses import CHANGES_NOTHING, FILES, SAME
 
     end = words.index("--") if "--" in words else len(words)
     made: list[str] = []
@@ -83,6 +83,8 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
         if many is not None:
             left_out.append(flag)
             del rest[: 0 if equals else many - 1]
+        elif flag in FILES and (value if equals else "".join(rest[:1])).endswith((".yaml", ".yml", ".json")):
+            made.append(value if equals else rest.pop(0))
         else:
             own = SAME.get(flag, flag if flag[2:] in by_flag() else word.partition("=")[0])
             if flag.startswith("--"):

@@ -406,9 +406,11 @@ def of_series(name: str) -> tuple[str, ...]:
 
 def alike(name: str) -> tuple[str, ...]:
     """Those of ``GPUS`` that ``name``, which is none of them, may be meant for: of its series, or with its number."""
-    numbers = {*_NUMBER.findall(name)}
-    return of_series(name) or tuple(gpu for gpu in GPUS if not numbers or numbers & {*_NUMBER.findall(gpu)})
+    numbers, once = {*_NUMBER.findall(name)}, _TWICE.sub(r"\1", name)
+    numbered = tuple(gpu for gpu in GPUS if not numbers or numbers & {*_NUMBER.findall(gpu)})
+    return of_series(name) or numbered or of_series(once)
 
 
 _NUMBER = re.compile(r"[0-9]+")
+_TWICE = re.compile(r"([0-9])\1$")
 _SERIES = re.compile(r"[a-z]+[0-9]+")

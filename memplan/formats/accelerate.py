@@ -7,6 +7,7 @@ Keys and defaults: ``commands/config/config_args.py`` and ``utils/dataclasses.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ WITHOUT_EFFECT = frozenset(
     compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip main_process_port
     main_training_function num_machines rdzv_backend rdzv_conf same_network gpu_ids tpu_env tpu_use_cluster
     tpu_use_sudo tpu_name tpu_zone commands command_file tpu_vm max_restarts monitor_interval mpirun_config
-    zero3_init_flag
+    zero3_init_flag use_parallelism_config
     """.split()  # noqa: SIM905 - a list of that many lines reads no better
 )
 """Keys of the file without effect on a rank's memory."""
@@ -38,7 +39,6 @@ WITHOUT_EFFECT = frozenset(
 REFUSED: Mapping[str, str] = {
     "megatron_lm_config": "Accelerate's Megatron-LM is not modelled; --from megatron reads Megatron-LM's own scripts",
     "fp8_config": "fp8 is not modelled under Accelerate yet",
-    "parallelism_config": "Accelerate's parallelism beside FSDP is not modelled yet",
     "ipex_config": "it is for Intel's devices",
     "use_cpu": "there is no GPU then",
 }
@@ -49,6 +49,7 @@ READ = (
     "mixed_precision",
     "num_processes",
     "fsdp_config",
+    "parallelism_config",
     "deepspeed_config",
     "dynamo_config",
     "dynamo_backend",
@@ -143,15 +144,47 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         processes = Node(1, processes.origin)  # simple_launcher
     sections = framework_of(framework).supports.sections
     fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))
+    groups = _groups(written, processes, is_sharded="fsdp" in sections)
     deepspeed = written.mapping.get("deepspeed_config", Node({}, kind.origin))
     return Accelerated(
         framework,
         processes,
         written.mapping.get("mixed_precision"),
-        sharding_keys(fsdp) if "fsdp" in sections else None,
+        sharding_keys(fsdp.with_items(groups)) if "fsdp" in sections else None,
         ds_config(deepspeed, folder) if "deepspeed" in sections else None,
         kind,
     )
+
+
+_NO_GROUPS = ("tp_size", "cp_size", "sp_size")
+_REPLICAS = "parallelism_config_dp_replicate_size"
+
+
+def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[str, Node]:
+    """Replicas of shards, as ``parallelism_config`` says them, among the keys of ``fsdp_config``. They are the mesh of
+    ``fully_shard`` (``fsdp_dim_names`` of ``parallelism_config.py``), must come to all processes
+    (``_validate_accelerator``), and are for FSDP 2 alone (``_validate_launch_command``)."""
+    section = written.mapping.get("parallelism_config")
+    if section is None or not section.mapping:
+        return {}
+    if not is_sharded:
+        problem = "must be left out: Accelerate takes it with FSDP 2 alone"
+        raise PlanError("parallelism_config", ABSENT, problem, origin=section.origin)
+    given = {key.removeprefix("parallelism_config_"): node for key, node in section.mapping.items()}
+    sizes = {name: given.get(name, Node(1, section.origin)) for name in ("dp_replicate_size", "dp_shard_size")}
+    for name in (*sizes, *_NO_GROUPS):
+        size = given.get(name, Node(1, section.origin))
+        if type(size.value) is not int or size.value < 1:
+            raise PlanError(name, size.plain(), "must be a whole number from 1 on", origin=size.origin)
+        if name in _NO_GROUPS and size.value > 1:
+            problem = "must be 1: of Accelerate's parallelism replicas of shards are modelled alone"
+            raise PlanError(name, size.value, problem, origin=size.origin)
+    total = math.prod(size.value for size in sizes.values() if isinstance(size.value, int))
+    if processes is not None and total not in (1, processes.value):
+        problem = f"comes to {total} GPUs, and num_processes is {processes.plain()}: Accelerate stops where they differ"
+        raise PlanError("parallelism_config", ABSENT, problem, origin=section.origin)
+    replicas = sizes["dp_replicate_size"]
+    return {_REPLICAS: replicas} if replicas.value != 1 else {}
 
 
 def sharding_keys(section: Node) -> Keys:
@@ -181,7 +214,8 @@ def _resharded(reader: Reader) -> None:
     meant = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
     value = node.value if isinstance(node.value, bool) else meant.get(str(node.value).lower())
     if value is None:
-        problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP); other ways of sharding are not modelled"
+        problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP)"
+        problem += "; replicas of shards are modelled of FSDP 2, where parallelism_config says dp_replicate_size"
         name = "reshard_after_forward" if reader.settings.has("reshard_after_forward") else "sharding_strategy"
         raise PlanError(f"fsdp_{name}", node.plain(), problem, origin=node.origin)
     reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))
@@ -206,6 +240,7 @@ FSDP_ROWS = (
     Row("auto_wrap_policy", "", read=_wrapped),
     Row("activation_checkpointing", "recompute.mode", read=_recomputed),
     Row("version", "", read=elsewhere),
+    Row(_REPLICAS, "fsdp.replicas"),
 )
 
 

@@ -29,6 +29,8 @@ _OF_DEEPSPEED = (
     "deepspeed_",
     "zero3_",
 )
+_GROUPS = "parallelism_config_"
+_SECTIONS = {"fsdp_config": ("fsdp_",), "parallelism_config": (_GROUPS,), "deepspeed_config": _OF_DEEPSPEED}
 _FILES = ("config_file", "accelerate_config")
 _OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug"})
 """Flags that the Trainer's parser has, too, and takes."""
@@ -59,7 +61,7 @@ def split_off(arguments: Node) -> tuple[Node, dict[str, Node]]:
 
 def _is_launchers(key: str) -> bool:
     known = key in READ or key in WITHOUT_EFFECT or key in _FILES or key in _PARTS
-    parts = ("fsdp_", "dynamo_", *_OF_DEEPSPEED)
+    parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
     return (known or key.startswith(parts)) and key != "fsdp_config" and key not in _OF_TRAINER
 
 
@@ -70,9 +72,7 @@ def configured(flags: Mapping[str, Node], origin: Node, folder: Path) -> Acceler
         written, folder = _file(file, folder)
         items = dict(written.mapping)
     for name, node in flags.items():
-        section = (
-            "fsdp_config" if name.startswith("fsdp_") else "deepspeed_config" if name.startswith(_OF_DEEPSPEED) else ""
-        )
+        section = next((part for part, begins in _SECTIONS.items() if name.startswith(begins)), "")
         if name in _PARTS and node.value is True:
             items[_PARTS[name][0]] = Node(_PARTS[name][1], node.origin)
         elif section:

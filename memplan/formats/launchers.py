@@ -308,7 +308,7 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         unknown = reading.undecided[0]
         remedy = f"give --set {unknown.ask}=value" if unknown.ask else "keep the branch that applies"
         problem = f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
-        problem += "files of settings that it starts the training with"
+        problem += "files of settings that it starts the training with: memplan estimate CONFIG.yaml ACCELERATE.yaml"
         return PlanError("", ABSENT, problem, origin=unknown.origin)
     for started in reading.started:
         for before, word in zip(((), *started.words), started.words, strict=False):

@@ -150,8 +150,8 @@ _MEANT = {
     "--framework fsdp1": ("fsdp1",),
     "--framework ddp": ("ddp",),
     "--framework megatron": ("megatron",),
-    "--framework deepspeed, or its ds_config.json in place of a plan": ("deepspeed", "deepspeed-config", "ds-config"),
-    "Accelerate's file in place of a plan": ("config-file", "accelerate-config", "fsdp-config"),
+    "--framework deepspeed, or its ds_config.json beside PLAN": ("deepspeed", "deepspeed-config", "ds-config"),
+    "Accelerate's file beside PLAN": ("config-file", "accelerate-config", "fsdp-config"),
     "memplan explain 'MESSAGE'": ("oom", "oom-message", "out-of-memory", "error"),
     "--framework": ("engine", "backend", "strategy"),
     "--headroom": ("reserve", "margin"),
@@ -233,6 +233,8 @@ CHANGES_NOTHING = frozenset(
 )
 """Flags of other tools that no tensor's size depends on: read, told and left out."""
 
+FILES = tuple(f"--{name}" for name in ("config", "config-file", "accelerate-config", "deepspeed", "deepspeed-config"))
+"""What launchers call a file of settings, which is one of PLAN here."""
 NODES = ("--nodes", "--nnodes", "--num-nodes", "--num-machines")
 PER_NODE = ("--gpus-per-node", "--nproc-per-node", "--gpus-per-machine", "--ntasks-per-node")
 """What launchers call the number of nodes, and of GPUs of each: of both follows ``--gpus``."""

@@ -176,6 +176,10 @@ def _capacity(hardware: Hardware) -> int | None:
         problem = f"is not listed, for {SHARED[hardware.gpu]}: say what a job may have in its place: --capacity 110GiB"
         raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None:
+        from ..device.instances import flags_of
+
+        if (flags := flags_of(hardware.gpu)) is not None:
+            raise PlanError("hardware.gpu", hardware.gpu, f"is no GPU, but means {flags}")
         series = ", ".join(of_series(hardware.gpu))
         known = f": of its series are {series}" if series else f" (`memplan gpus` lists {len(GPUS)})"
         problem = f"is not a known GPU{known}; of another one give the memory instead: --capacity 24GiB"

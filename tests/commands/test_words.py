@@ -71,7 +71,7 @@ def test_all_unknown_flags_and_missing_values_are_told_at_once(capsys: pytest.Ca
     ("flag", "guess"),
     [
         ("--fsdp", "--framework fsdp"),
-        ("--deepspeed", "--framework deepspeed, or its ds_config.json in place of a plan"),
+        ("--deepspeed", "--framework deepspeed, or its ds_config.json beside PLAN"),
         ("--oom", "memplan explain 'MESSAGE'"),
         ("--gradient-checkpoint", "--recompute full"),
         ("--tpp", "--tp"),

@@ -8,6 +8,7 @@ import pytest
 
 from memplan.device.facts import cuda_context
 from memplan.device.gpus import GPUS, Gpu
+from memplan.device.instances import flags_of, machines
 
 MIB, GIB = 1 << 20, 1 << 30
 BOX = {
@@ -127,3 +128,26 @@ def test_gpus_cannot_change() -> None:
         GPUS["h200"].capacity_bytes = 0  # type: ignore[misc]
     with pytest.raises(TypeError):
         GPUS["h200"] = GPUS["t4"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus"),
+    [
+        ("p4d.24xlarge", "8 x a100-40gb: --gpu a100-40gb --gpus 8"),
+        ("ml.p4de.24xlarge", "8 x a100-80gb: --gpu a100-80gb --gpus 8"),
+        ("p5.48xlarge", "8 x h100-80gb: --gpu h100-80gb --gpus 8"),
+        ("p5", "machines with h100-80gb: --gpu h100-80gb --gpus N"),
+        ("g6.12xlarge", "4 x l4: --gpu l4 --gpus 4"),
+        ("a2-ultragpu-4g", "4 x a100-80gb: --gpu a100-80gb --gpus 4"),
+        ("a3-megagpu-8g", "8 x h100-80gb: --gpu h100-80gb --gpus 8"),
+        ("Standard_ND96amsr_A100_v4", "8 x a100-80gb: --gpu a100-80gb --gpus 8"),
+        ("ND96isr_H100_v5", "8 x h100-80gb: --gpu h100-80gb --gpus 8"),
+        *((name, None) for name in ("", "p4", "h100", "nd96isr", "p4d.48xlarge")),
+    ],
+)
+def test_machines_of_clouds_are_told_by_their_gpus(machine: str, gpus: str | None) -> None:
+    assert flags_of(machine) == gpus
+
+
+def test_machines_of_clouds_have_gpus_that_are_known() -> None:
+    assert {gpu for _, gpu, _ in machines()} <= GPUS.keys()

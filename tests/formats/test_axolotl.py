@@ -126,9 +126,34 @@ def test_a_sharded_model(folder: Path) -> None:
         (QLORA + "process_reward_model: true\nlisa_n_layers: 4\n", "2 errors: (1) "),
         (QLORA + "model_type: AutoModelForTokenClassification\n", "must be AutoModelForCausalLM: heads other"),
         (SHARDED + "dp_shard_size: 4\n", "dp_shard_size = 4: must be the number of GPUs, 1 (--gpus N)"),
+        (QLORA + "selective_checkpointing: true\n", "selective_checkpointing: must be left out: checkpoints that keep"),
+        (QLORA + "context_parapllel_size: 2\n", "is no key that is read; did you mean context_parallel_size?"),
+        (QLORA + "max_seq_length: 4096\n", "max_seq_length: is no key of Axolotl; did you mean sequence_len?"),
+        (QLORA + "optim_target_modules: [q_proj]\n", "optim_target_modules: must be left out: optimizers of some"),
     ],
 )
 def test_what_is_not_modelled_is_refused(
     text: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert line in told(text, capsys)
+
+
+def test_keys_that_nobody_knows_are_told(folder: Path) -> None:
+    """Those without effect are passed over, as is a key without a value, and an evaluation of no more sequences."""
+    silent = (
+        "wandb_project: mine\nval_set_size: 0.05\neval_batch_size: 1\nspecial_tokens:\n  pad_token: x\ntrainer_cls:\n"
+    )
+    Path("silent.yml").write_text(QLORA + silent)
+    told = (
+        "full_finetune: true\ntokens: [one]\neval_batch_size: 4\nplugins:\n  - mine.TeacherPlugin\n  - a.LigerPlugin\n"
+    )
+    Path("told.yml").write_text(QLORA + told)
+    files = ("silent.yml", "told.yml")
+    before, after = ({note.message.partition(" (")[0] for note in memplan.estimate(one).warnings} for one in files)
+    assert after - before == {"full_finetune", "tokens", "eval_batch_size", "plugins"}
+
+
+def test_accumulation_as_the_whole_batch_says_it(folder: Path) -> None:
+    """``normalize_config``: ``batch_size`` over ``micro_batch_size``, where the steps are left out."""
+    Path("old.yml").write_text(FULL.replace("gradient_accumulation_steps: 1", "batch_size: 8"))
+    assert memplan.estimate("old.yml").plan.batch.accumulation == 4

@@ -72,11 +72,71 @@ def test_the_same_job_in_different_files(folder: Path, capsys: pytest.CaptureFix
     for words in (
         ["args.json", "zero3.json", "--gpus=4"],
         ["args.json", "engine.yaml"],
+        ["args.json", "--config_file=engine.yaml"],
+        ["--config", "args.json", "--deepspeed", "zero3.json", "--gpus=4"],
         ["engine.yaml", "args.json", "zero3.json"],
         ["many.yaml", "args.json", "zero3.json"],
         ["--from=trainer", "args.json", "--from=accelerate", "engine.yaml"],
     ):
         assert figures(answer(capsys, *words)) == expected, words
+
+
+GROUPS = """
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_tp_size: 1
+"""
+
+
+def test_replicas_of_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``parallelism_config`` in the file, as flags of the launcher, and what memplan calls it."""
+    Path("groups.yaml").write_text(SHARDED + GROUPS)
+    Path("run.sh").write_text(
+        "accelerate launch --config_file sharded.yaml --use_parallelism_config true --parallelism_config_dp_shard_size "
+        "2 --parallelism_config_dp_replicate_size 2 train.py args.json\n"
+    )
+    found = answer(capsys, "args.json", "groups.yaml")
+    assert found["plan"]["fsdp"]["replicas"] == 2
+    whole = figures(answer(capsys, "args.json", "sharded.yaml"))
+    assert figures(answer(capsys, "args.json", "sharded.yaml", "--fsdp-replicas=2")) == figures(found) != whole
+    assert figures(answer(capsys, "run.sh")) == figures(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (SHARDED + GROUPS.replace("tp_size: 1", "tp_size: 2"), "tp_size = 2: must be 1: of Accelerate's parallelism"),
+        (SHARDED + GROUPS.replace("shard_size: 2", "shard_size: 4"), "comes to 8 GPUs, and num_processes is 4"),
+        (SHARDED + GROUPS.replace("shard_size: 2", "shard_size: two"), "dp_shard_size = two: must be a whole number"),
+        (SHARDED.replace("version: 2", "version: 1") + GROUPS, "must be left out with fsdp.version 1"),
+        (
+            "distributed_type: MULTI_GPU" + GROUPS,
+            "parallelism_config: must be left out: Accelerate takes it with FSDP 2",
+        ),
+        (
+            SHARDED.replace("version: 2", "version: 1, fsdp_sharding_strategy: HYBRID_SHARD"),
+            "fsdp_sharding_strategy = HYBRID_SHARD: must be true (FULL_SHARD) or false (SHARD_GRAD_OP); replicas",
+        ),
+    ],
+)
+def test_groups_that_are_not_modelled(text: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("groups.yaml").write_text(text)
+    assert main(["estimate", "args.json", "groups.yaml"]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_recipes_folder_says_which_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``recipes/zephyr-7b-beta/dpo/config_full.yaml`` of the alignment handbook; a flag says it before the folder."""
+    for name in ("dpo", "kto"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps({**ARGUMENTS, "beta": 0.01}))
+    found = answer(capsys, "dpo/config.json", "--config-file", "many.yaml")
+    assert found["plan"]["trainer"]["loop"] == "dpo"
+    assert [one["code"] for one in found["warnings"]].count("trainer-assumed") == 1
+    assert main(["estimate", "kto/config.json"]) == 2
+    assert "kto: is not modelled" in capsys.readouterr().err
+    assert answer(capsys, "kto/config.json", "--trainer", "dpo")["plan"]["trainer"]["loop"] == "dpo"
 
 
 def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

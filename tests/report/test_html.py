@@ -236,7 +236,7 @@ def test_the_script_is_javascript() -> None:
         (["estimate", "gpt2-xl-4gpu", "--html", "x.html", "--vary", "mbs=1,2"], "--html shows one plan"),
         (["estimate", "gpt2-xl-4gpu", "--overwrite"], "--overwrite: is for --csv, --html"),
         (["runs", "--html", "x.html", "--import", "y.json"], "--html shows runs"),
-        (["suggest-partition", "gpt2-xl-4gpu", "--html", "a.yaml", "--write", "a.yaml"], "is the file of --write, too"),
+        (["suggest-partition", "gpt2-xl-4gpu", "--html", "a.html", "--write", "a.html"], "is the file of --write, too"),
     ],
 )
 def test_what_is_refused(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

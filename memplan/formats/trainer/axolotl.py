@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from ...plan.errors import ABSENT, Node, PlanError, Value, together
+from ..launch import guessed
+from .axolotl_keys import HARMLESS_PLUGINS, NOTED, PLUGINS, REFUSED, WITHOUT_EFFECT
+from .keys import READ
 
 MARKS = ("base_model", "sequence_len", "sample_packing")
 """Keys of which each of its files has one."""
@@ -36,55 +39,13 @@ _RENAMED = MappingProxyType(
 _DEFAULTS: Mapping[str, Value] = MappingProxyType(
     {"max_length": 512, "per_device_train_batch_size": 1, "optim": "adamw_torch_fused"}
 )
-_REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "rl": "preference and reinforcement learning of Axolotl are not read: say the job in trl's arguments",
-        "cut_cross_entropy": "Apple's cut cross entropy is not modelled",
-        "chunked_cross_entropy": "a loss in chunks of Axolotl's own is not modelled",
-        "tiled_mlp": "an MLP that runs in tiles is not modelled",
-        "activation_offloading": "activations that are kept on the host are not modelled",
-        "layer_offloading": "layers that are kept on the host are not modelled",
-        "lora_on_cpu": "adapters that are loaded on the host are not modelled",
-        "quantize_moe_experts": "experts in 4 bits are not modelled",
-        "relora": "ReLoRA is not modelled",
-        "unfrozen_parameters": "parameters chosen by pattern are not modelled; --freeze-layers N is",
-        "qat": "training for a quantised model is not modelled",
-        "fp8": "torchao's float8 is not modelled here",
-        "unsloth_cross_entropy_loss": "Unsloth's own functions are not modelled",
-        "unsloth_lora_mlp": "Unsloth's own functions are not modelled",
-        "unsloth_lora_qkv": "Unsloth's own functions are not modelled",
-        "processor_type": "models of more than text are not modelled",
-        "reward_model": "reward models are not modelled",
-        "process_reward_model": "heads that score steps are not modelled",
-        "num_labels": "heads other than a language model's are not modelled here",
-        "lisa_n_layers": "LISA, which trains other layers by turns, is not modelled",
-        "peft_layers_to_transform": "adapters of some layers alone are not modelled",
-        "gptq": "weights that are quantised already are not read here; --quantisation gptq over a plan is",
-        "use_eaft": "a loss weighed by entropy is not modelled",
-        "fused_attn_kernel": "Axolotl's own kernels of attention are not modelled",
-        **dict.fromkeys(
-            ("use_scattermoe", "use_sonicmoe", "llama4_linearized_experts"),
-            "Axolotl's own kernels of experts are not modelled",
-        ),
-        "use_onebitllms": "layers of one bit are not modelled",
-    }
+_ALONE = (
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel_degree",
+    "expert_parallel_size",
+    "dp_replicate_size",
 )
-"""Keys that change the estimate, and why one that is set is refused."""
-_PLUGINS: Mapping[str, str] = MappingProxyType(
-    {
-        "CutCrossEntropyPlugin": _REFUSED["cut_cross_entropy"],
-        "GrokfastPlugin": "a moving average of gradients is not modelled",
-        "SpectrumPlugin": "parameters chosen by pattern are not modelled; --freeze-layers N is",
-        "KDPlugin": "a teacher's logits are not modelled",
-        "LLMCompressorPlugin": "sparse weights are not modelled",
-        "DenseMixerPlugin": "its own routing of experts is not modelled",
-        "DiffusionPlugin": "a loss of diffusion is not modelled",
-        "ExpertParallelPlugin": "its experts on several GPUs are not modelled",
-        "MoraPlugin": "MoRA is not modelled",
-    }
-)
-"""Of ``integrations``, by class: those that change the estimate, and why; the first may be turned off by its key."""
-_ALONE = ("tensor_parallel_size", "context_parallel_size", "expert_parallel_size", "dp_replicate_size")
 _ATTENTION = MappingProxyType(
     {
         "flash_attention": "flash_attention_2",
@@ -108,6 +69,29 @@ _LIGER = MappingProxyType(
     }
 )
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+_OWN = frozenset(
+    """
+    plugins adapter lora_target_linear load_in_8bit fp16 float16 bf16 bfloat16 sample_packing multipack_real_batches
+    gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size batch_size attn_implementation
+    model_type
+    """.split()  # noqa: SIM905
+)
+"""Keys that are looked at below."""
+KEYS = frozenset(
+    {*_SAME, *_RENAMED, *_OWN, *_ALONE, *_ATTENTION, *_LIGER, *_KERNELS, *REFUSED, *NOTED, *WITHOUT_EFFECT}
+)
+"""Every key of it that is known."""
+_MEANT = MappingProxyType(
+    {
+        **{theirs: own for own, theirs in _RENAMED.items()},
+        **dict.fromkeys(("max_seq_length", "model_max_length", "block_size"), "sequence_len"),
+        **dict.fromkeys(("dtype", "torch_dtype"), "bf16"),
+        "use_peft": "adapter",
+        "padding_free": "sample_packing",
+        "use_flash_attention_2": "attn_implementation",
+    }
+)
+"""Arguments of the Trainer and of trl that Axolotl does not take, and its own key."""
 
 
 def is_it(written: Node) -> bool:
@@ -123,6 +107,7 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
         raise together(wrong)
     items = {key: node for key, node in own.items() if key in _SAME and node.value is not None}
     items |= {_RENAMED[key]: node for key, node in own.items() if key in _RENAMED and node.value is not None}
+    items |= {key: node for key, node in _kept(own) if node.value is not None}
     for key, value in _DEFAULTS.items():
         items.setdefault(key, Node(value, written.origin))
     whole = is_whole and not own.keys() & {"deepspeed", "fsdp", "fsdp_config"}
@@ -131,8 +116,36 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     return Node(items, written.origin)
 
 
+def _kept(own: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """What the reader of the Trainer's arguments looks at: what is told, and what is no key of Axolotl's own."""
+    for key, node in own.items():
+        if key not in KEYS or (key in NOTED and key not in _OWN):
+            yield key, node
+    if others := [one for one in _plugins(own) if _class(one) not in {*PLUGINS, *HARMLESS_PLUGINS}]:
+        yield "plugins", others[0]
+    size, trained = own.get("eval_batch_size"), own.get("micro_batch_size")
+    most = trained.value if trained is not None and isinstance(trained.value, int) else 1
+    if size is not None and isinstance(size.value, int) and size.value > most:
+        yield "eval_batch_size", size
+    whole = own.get("batch_size")  # normalize_config
+    if whole is not None and isinstance(whole.value, int) and own.get("gradient_accumulation_steps") is None:
+        yield "gradient_accumulation_steps", Node(max(1, whole.value // max(1, most)), whole.origin)
+
+
+def _plugins(own: Mapping[str, Node]) -> list[Node]:
+    listed = own["plugins"].value if "plugins" in own else None
+    return listed if isinstance(listed, list) else []
+
+
+def _class(plugin: Node) -> str:
+    return str(plugin.value).rpartition(".")[2]
+
+
 def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
-    for key, why in _REFUSED.items():
+    for key in own.keys() & READ - KEYS:
+        problem = guessed("is no key of Axolotl", _MEANT.get(key))
+        yield PlanError(key, ABSENT, problem, origin=own[key].origin)
+    for key, why in REFUSED.items():
         if key in own and own[key].value not in (None, False, []):
             yield PlanError(key, ABSENT, f"must be left out: {why}", origin=own[key].origin)
     for key in _ALONE:
@@ -142,12 +155,11 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
     if shards is not None and shards.value not in (None, processes):
         problem = f"must be the number of GPUs, {processes} (--gpus N): replicas of shards are --fsdp-replicas"
         yield PlanError("dp_shard_size", shards.plain(), problem, origin=shards.origin)
-    listed = own["plugins"].value if "plugins" in own else None
-    for node in listed if isinstance(listed, list) else ():
-        name = str(node.value).rpartition(".")[2]
+    for node in _plugins(own):
+        name = _class(node)
         off = name == "CutCrossEntropyPlugin" and own.get("cut_cross_entropy", node).value is False
-        if name in _PLUGINS and not off:
-            yield PlanError("plugins", name, f"must be left out: {_PLUGINS[name]}", origin=node.origin)
+        if name in PLUGINS and not off:
+            yield PlanError("plugins", name, f"must be left out: {PLUGINS[name]}", origin=node.origin)
     kind = own.get("model_type")
     if kind is not None and str(kind.value).endswith(("Classification", "ImageTextToText", "ConditionalGeneration")):
         problem = "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
@@ -243,4 +255,4 @@ def _attention(own: Mapping[str, Node]) -> Node | None:
     )
 
 
-__all__ = ["MARKS", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "NOTED", "is_it", "translated"]

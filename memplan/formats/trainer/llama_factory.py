@@ -73,6 +73,8 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
+KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
+"""Every key of it that is known."""
 
 
 def is_it(written: Node) -> bool:
@@ -91,8 +93,7 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     ]
     if wrong:
         raise together(wrong)
-    kept = written.mapping.keys() - _OWN - _RENAMED.keys() - _WITHOUT_EFFECT - _REFUSED.keys()
-    items = {key: node for key, node in written.mapping.items() if key in kept}
+    items = {key: node for key, node in written.mapping.items() if key not in KEYS}
     items |= {_RENAMED[key]: node for key, node in written.mapping.items() if key in _RENAMED}
     items.setdefault("max_length", Node(2048, written.origin))
     for key, value, node in _method(written, is_whole=is_whole):
@@ -151,4 +152,4 @@ def _targets(node: Node) -> Value:
     return [one if isinstance(one, Node) else Node(one.strip(), node.origin) for one in names]
 
 
-__all__ = ["MARKS", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "is_it", "translated"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ...frameworks import ROOMS as FRAMEWORKS
@@ -36,7 +37,7 @@ from .arguments import EVALUATION_OF_LOSS, Arguments
 from .keys import K_BIT, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
-from .trl import loop_of
+from .trl import loop_of, named_by_folder
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -67,12 +68,13 @@ def launched(found: Started, asked: Asked) -> Launch:
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
-    loop = loop_of(found.script, written, asked)
+    by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
+    loop = loop_of(found.script or by_folder, written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found.script, strict=asked.strict))
+    unread = tuple(_unread(written, found.script, dialect, strict=asked.strict))
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
     if loop.own_loss:
@@ -83,6 +85,10 @@ def launched(found: Started, asked: Asked) -> Launch:
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
     told = [*(getattr(dialect, "TOLD", ())), *building.notes]
+    if by_folder:
+        told.append(
+            ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
+        )
     return replace(launch, notes=(*unread, *(Note(*note) for note in told), *launch.notes))
 
 
@@ -257,14 +263,16 @@ MEANT = {
 """Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
 
 
-def _unread(written: Node, script: str, *, strict: bool) -> Iterator[Note]:
+def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
-    guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, known))
+    named = known if dialect is None else (*dialect.KEYS, *known)
+    told = {**NOTED, **getattr(dialect, "NOTED", {})}
+    guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, named))
     wrong: list[PlanError] = []
     for key, node in written.mapping.items():
-        if key in NOTED:
-            harmless, assumed = NOTED[key]
+        if key in told:
+            harmless, assumed = told[key]
             if node.plain() in harmless:
                 continue
             code, problem = "argument-not-modelled", f"is not modelled: {assumed}"

@@ -93,6 +93,8 @@ _STAGES: Mapping[str, Mapping[str, Value]] = MappingProxyType(
 )
 """``zero_optimization`` of ``swift/config/zero*.json``."""
 _TO_HOST = ("offload_optimizer", "offload_param")
+KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
+"""Every key of it that is known."""
 
 
 def is_it(written: Node) -> bool:
@@ -108,8 +110,7 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
         node = written.mapping.get(key)
         if node is not None and node.plain() not in harmless:
             raise PlanError(key, node.plain(), f"must be left out: {why}", origin=node.origin)
-    kept = written.mapping.keys() - _OWN - _RENAMED.keys() - _WITHOUT_EFFECT - _REFUSED.keys()
-    items = {key: node for key, node in written.mapping.items() if key in kept}
+    items = {key: node for key, node in written.mapping.items() if key not in KEYS}
     items |= {_RENAMED[key]: node for key, node in written.mapping.items() if key in _RENAMED}
     items.setdefault("per_device_train_batch_size", Node(1, written.origin))
     items.setdefault("dtype", Node("bfloat16", written.origin))
@@ -250,4 +251,4 @@ TOLD = (
 )
 """What it does that depends on the data and on the checkpoint."""
 
-__all__ = ["MARKS", "TOLD", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "TOLD", "is_it", "translated"]

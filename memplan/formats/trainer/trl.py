@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import field
+from pathlib import Path
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
@@ -254,6 +255,14 @@ def _before_tiles(asked: Asked) -> bool:
     words = str(asked.flags.get("versions", "")).split(",")
     named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
     return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
+
+
+def named_by_folder(folder: Path, written: Node) -> str:
+    """The trainer that a recipe's folder is called by, ``recipes/zephyr-7b-beta/dpo/config.yaml``, where ``written``
+    leaves open which one it is; empty where it does not."""
+    name = folder.absolute().name
+    is_open = written.mapping.keys() & {*OF_SEVERAL} and not any(written.mapping.keys() & {*one.alone} for one in LOOPS)
+    return name if is_open and any(name in one.scripts for one in LOOPS) else ""
 
 
 def loop_of(script: str, written: Node, asked: Asked) -> Loop:

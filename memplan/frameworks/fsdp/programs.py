@@ -79,9 +79,14 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         raise PlanError("lora.rank", plan.lora.rank, "must be left out: torchtitan trains all parameters")
     if given.code == "torchtitan":
         _check_recompute(plan, given)
-    own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.compile or given.compile_loss
+    compiled = "compile" if given.compile else "compile_loss" if given.compile_loss else ""
+    if given.code != "torchtitan" and compiled:
+        problem = "must be false: compiled code is modelled of torchtitan's Llama alone (--framework torchtitan); of "
+        problem += "others the code is estimated as it stands without torch.compile"
+        raise PlanError(f"fsdp.{compiled}", True, problem)
+    own = given.per_operator or given.recompute_every != 1 or given.ends_apart
     if given.code != "torchtitan" and own:
-        problem = "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart, compile and compile_loss"
+        problem = "must be torchtitan for fsdp.per_operator, recompute_every and ends_apart"
         raise PlanError("fsdp.code", given.code, problem)
 
 
