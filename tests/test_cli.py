@@ -266,6 +266,10 @@ def test_the_help_fits_two_screens(run: Run, monkeypatch: pytest.MonkeyPatch, co
         ("memplan estimate --framework meg", {"megatron", "megatron-deepspeed"}),
         ("memplan estimate bigscience", {"bigscience-104b-250k"}),
         ("memplan validate --lora-r", {"--lora-rank"}),
+        ("memplan explain run.log big", {"bigscience-104b-250k"}),
+        ("memplan estimate --compare big", {"bigscience-104b-250k"}),
+        ("memplan estimate --from torch", {"torchtitan"}),
+        ("memplan export --to dev", {"device-map"}),
     ],
 )
 def test_a_shell_completes(run: Run, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]) -> None:

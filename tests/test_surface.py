@@ -265,6 +265,14 @@ def test_no_flags_in_errors_of_python() -> None:
         assert "--" not in str(caught.value)
 
 
+def test_wrong_kinds_of_values_in_python() -> None:
+    with pytest.raises(memplan.PlanError, match=r"a plan is a path, an example's name, .*, not 3$"):
+        memplan.estimate(3)  # type: ignore[arg-type]
+    for message in (None, Path("run.log")):
+        with pytest.raises(memplan.PlanError, match="argument: message: is the text of a message or a log"):
+            memplan.explain(message)  # type: ignore[arg-type]
+
+
 def test_names_of_other_tools_in_python() -> None:
     found = memplan.estimate({"model": "gpt2", "num_gpus": 2}, per_device_train_batch_size=2, framework="ddp")
     assert (found.plan.hardware.gpus, found.plan.batch.mbs) == (2, 2)

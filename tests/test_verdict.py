@@ -246,6 +246,15 @@ def test_the_worst_stage_decides() -> None:
     assert worst([fails, Judged(), retries]) == fails
 
 
+def test_what_fails_first_is_not_said_in_place_of_what_the_job_needs() -> None:
+    """Llama 3 8B with all of Adam on one GPU fails while it is made, with 76 GiB; its iterations need twice as much."""
+    found = estimated(model="llama-3-8b", framework="megatron", gpus="8", gpu="h100-80gb", capacity="76GiB")
+    said = verdict(found).plain
+    assert found.failures[0][1].moment == "initialisation"
+    assert said.startswith(f"Does not fit: each GPU needs {found.stages[0].headline / GIB:.2f} GiB of 76.00 GiB")
+    assert "too much" in said
+
+
 def test_what_an_initialisation_needs_is_more_than_there_is() -> None:
     """Where requests are replayed: what was held when one failed, that request, and the least that lies beside."""
     found = estimated(
@@ -255,4 +264,7 @@ def test_what_an_initialisation_needs_is_more_than_there_is() -> None:
     beside = sum(cause.least for cause in found.stages[0].outside)
     needed = (beside + failure.allocated + failure.request) / GIB
     assert needed > 79.11
-    assert f"initialisation on each GPU needs at least {needed:.2f} GiB of 79.11 GiB" in str(verdict(found))
+    assert "each GPU needs 105.02 GiB of 79.11 GiB" in str(verdict(found))  # its iterations need more
+    stage = replace(found.stages[0], moments={**found.stages[0].moments, "steady": None})
+    alone = replace(found, stages=(stage,))
+    assert f"initialisation on each GPU needs at least {needed:.2f} GiB of 79.11 GiB" in str(verdict(alone))

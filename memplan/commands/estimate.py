@@ -15,6 +15,7 @@ import typer
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.fields import Kind, by_flag
+from ..plan.library import examples
 from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..values import dataclass
@@ -46,6 +47,7 @@ from .output import (
     Plot,
     Quiet,
     Verbose,
+    beginning,
     console,
     file_of,
     print_json,
@@ -188,7 +190,13 @@ def estimate(
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", metavar="PLAN2 …", help="other plans to compare with PLAN", rich_help_panel=_SEVERAL),
+        typer.Option(
+            "--compare",
+            metavar="PLAN2 …",
+            help="other plans to compare with PLAN",
+            rich_help_panel=_SEVERAL,
+            autocompletion=beginning(examples),
+        ),
     ] = None,
     vary: Annotated[
         list[str] | None,

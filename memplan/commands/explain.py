@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
 from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
-from .output import Json, NoColor, Quiet, console, print_json, printing, without_collection
+from .output import Json, NoColor, Quiet, beginning, console, print_json, printing, without_collection
 from .recorded import NoRecords, measured_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ def explain(
         typer.Argument(metavar="[LOG|-|SNAPSHOT]", help="a log, its last lines, the message itself, or a snapshot"),
     ] = None,
     plan: Annotated[
-        list[str] | None, typer.Argument(metavar="[PLAN]", help="the job's plan, or its launch files")
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN]", help="the job's plan, or its launch files", autocompletion=beginning(examples)
+        ),
     ] = None,
     from_: From = None,
     set_: Set = None,

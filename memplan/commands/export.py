@@ -12,7 +12,7 @@ from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, placed, read_given
-from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, print_file, print_json
+from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, beginning, print_file, print_json
 
 if TYPE_CHECKING:
     from ..formats.exported import Exported
@@ -27,6 +27,7 @@ def export(
             metavar="TARGET",
             help="megatron, megatron-deepspeed, deepspeed, torchtitan or device-map; default: the plan's framework",
             rich_help_panel=OUTPUT,
+            autocompletion=beginning(lambda: WRITTEN),
         ),
     ] = None,
     output: Annotated[

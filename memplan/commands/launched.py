@@ -13,6 +13,7 @@ from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
 from ..values import dataclass, replace
+from .output import beginning
 
 if TYPE_CHECKING:
     from ..formats.launch import Launch
@@ -29,6 +30,7 @@ From = Annotated[
         "script of trainer, or the configuration of accelerate; of several files, one each; default: known by what "
         "stands in it",
         rich_help_panel=LAUNCH,
+        autocompletion=beginning(lambda: READ),
     ),
 ]
 Set = Annotated[

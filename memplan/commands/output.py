@@ -69,7 +69,7 @@ Csv = Annotated[
     typer.Option(
         "--csv",
         metavar="[FILE.csv]",
-        help="print CSV only, a row per stage or layout; with a file, write it there, too",
+        help="print CSV only, a row per stage or layout; with a file, write it there beside the report",
         rich_help_panel=OUTPUT,
     ),
 ]

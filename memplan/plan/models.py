@@ -118,6 +118,8 @@ def _base(base: Node, folder: Path) -> Found:
         except PlanError as error:
             if error.problem != "no such file":
                 raise
+        if is_folder(path):
+            raise PlanError("model", name, "is a folder without config.json", origin=base.origin)
         raise (
             refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
         )

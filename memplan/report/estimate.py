@@ -104,14 +104,16 @@ def _times(count: int) -> str:
 def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, free: int) -> str:
     """What ``stage`` needs beyond what there is, and for what."""
     failures = {failure.moment: failure for failure in stage.judged.failures}
-    if "steady" in failures or not failures:
+    beside, limit = sum(one.least for one in stage.outside), limit_of(estimate)
+    assert limit is not None
+    if "steady" in failures or not failures or beside + (stage.moments.get("steady") or 0) > limit:
         over = f", {size(-free)} too much" if free < 0 else ""
         return f"{who} needs {need} of {_limit(estimate)}{over} — {_cause(stage)}{_others(estimate)}"
     moment, failure = next(iter(failures.items()))
     what = f" — {_place(failure)}" if failure.tensor else ""
-    known = stage.moments.get(moment)
-    beside = sum(one.least for one in stage.outside)
-    needed = f"at least {size(beside + failure.allocated + failure.request)}" if known is None else size(known)
+    known = stage.moments.get(moment) or 0
+    least = beside + max(known, failure.allocated + failure.request)
+    needed = size(known) if known > limit else f"at least {size(least)}"
     return f"{moment} on {who} needs {needed} of {_limit(estimate)}{what}"
 
 

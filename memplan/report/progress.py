@@ -21,7 +21,7 @@ FORESEEN = 2.0
 """Seconds of one kind of work from which on it is told how long the rest of it will take."""
 
 Report = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, and of how much."""
+"""What is being done, how much of it is done, and of how much: 0 where it may end at any moment."""
 
 
 @contextmanager
@@ -76,7 +76,7 @@ class _Shown:
     def report(self, what: str, done: int, of: int) -> None:
         if what != self._what:
             self._what, self._began, self._first = what, monotonic(), done
-        text = f"{what}: {done:,} of {of:,}{self._left(done, of)}" if of else what
+        text = f"{what}: {done:,} of {of:,}{self._left(done, of)}" if of else f"{what}: {done:,}"
         if text != self.text:
             self.text = text
             if self._status is not None:

@@ -199,7 +199,7 @@ class Search:
                 self._waiting += self._chosen(candidate)
             elif candidate.timed:
                 taken += 1
-                self.report("layouts, fastest first", taken, len(self.candidates))
+                self.report(f"layouts tried, of {len(self.candidates):,} at most", taken, 0)
                 yield candidate
             else:
                 self._waiting.append(self._timed(candidate))

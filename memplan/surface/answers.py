@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from .. import result
 from ..device.measured import NOTHING, Measured
 from ..explain import result as explanations
-from ..plan.errors import PlanError
+from ..plan.errors import ABSENT, Origin, PlanError
 from ..records import record as records
 from ..report.suggestion import Answer
 from .plans import Given, Plan, as_arguments, constructed, flags_of, read_any
@@ -246,6 +246,9 @@ def explain(message: str, plan: Given = None, /, *, records: bool = True, **fiel
     from ..explain import explain as explained
 
     with as_arguments():
+        if not isinstance(message, str):
+            problem = f"is the text of a message or a log, as Path(…).read_text(), not {message!r:.60}"
+            raise PlanError("message", ABSENT, problem, origin=Origin("argument"))
         known, _ = measured_of(no_records=not records)
         flags = flags_of(fields)
         read = read_any(plan, flags) if plan is not None or flags else None

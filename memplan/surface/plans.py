@@ -128,6 +128,9 @@ def asked_of(plan: Given, from_: str | None, flags: Flags) -> _Asked:
             return _Asked(parts, None, flags)
         document, own = _mapping(plan)
         return _Asked(Source(document, Path()), None, {**own, **flags})
+    if not isinstance(plan, Sequence):
+        problem = f"a plan is a path, an example's name, a mapping, a Plan or a list of launch files, not {plan!r}"
+        raise PlanError("", ABSENT, problem, origin=Origin("arguments"))
     parts = _parts(plan)
     if len(parts) != len(plan):
         problem = "a list is of launch files of one job: paths, TrainingArguments.to_dict(), a ds_config"

@@ -47,7 +47,10 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ({"optimizer": "lion", "embeddings_32bit": "false"}, "unlike adam8bit and lion8bit"),
         ({"framework": "megatron-deepspeed", "optimizer": "adafactor"}, "must be one of sgd, adam, adamw, adam8bit"),
         ({"framework": "megatron-deepspeed", "optimizer": "adam8bit", "paged_optimizer": "true"}, "must be false with"),
-        ({"framework": "fsdp", "optimizer": "adam8bit"}, "bitsandbytes' kernels take no DTensor"),
+        (
+            {"framework": "fsdp", "optimizer": "adam8bit"},
+            "bitsandbytes' kernels take no DTensor (FSDP2), and their states of flat shards (FSDP1) are not modelled",
+        ),
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
         ({"framework": "fsdp", "optimizer": "muon"}, "the gathers of its matrix products are not modelled"),
         ({"framework": "fsdp", "optimizer": "sgd", "optimizer_implementation": "fused"}, "fused SGD takes no DTensor"),

@@ -121,7 +121,7 @@ def test_every_reader_refuses_the_rest_in_a_line(
 ) -> None:
     for name, said in nothing_to_read.items():
         if reader in ("model", "config.json", "init") and name.endswith("/folder"):
-            said = "no such file"  # a model's folder has a config.json
+            said = "is a folder without config.json"
         began = time.monotonic()
         assert main(command(reader, name)[0]) == 2, name
         lines = capsys.readouterr().err.splitlines()

@@ -25,3 +25,12 @@ def test_the_rest_is_as_quick_as_what_is_done(monkeypatch: pytest.MonkeyPatch) -
         shown.report(what, done, 100)
         said.append(shown.text)
     assert said == ["layouts: 0 of 100", "layouts: 10 of 100", "layouts: 20 of 100, about 40 s left", "cuts: 50 of 100"]
+
+
+def test_work_that_may_end_at_any_moment_foresees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of 107,076 layouts that ends after 250 in half a minute is not "about 3.8 h" from its end."""
+    shown = progress._Shown("searching")
+    for now, done in ((0.0, 1), (10.0, 250)):
+        monkeypatch.setattr(progress, "monotonic", lambda now=now: now)
+        shown.report("layouts tried, of 107,076 at most", done, 0)
+    assert shown.text == "layouts tried, of 107,076 at most: 250"

@@ -28,7 +28,8 @@ SAVING = (
 OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
-NO_KERNEL = "bitsandbytes' kernels take no DTensor"
+NO_KERNEL = "bitsandbytes' kernels take no DTensor (FSDP2), and their states of flat shards (FSDP1) are not modelled"
+"""bitsandbytes issues 1403 (FSDP2) and 2080 (FSDP1: which states have 8 bits depends on a flat shard's size)."""
 
 
 NO_INTEGERS = "Cannot flatten integer dtype tensors"
@@ -49,7 +50,8 @@ class Fsdp(Framework):
         pipeline=("schedule", "partition"),
         optimizers=("sgd", "adam", "adamw"),
         optimizers_refused={
-            "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards",
+            "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards (FSDP2); on flat ones "
+            "(FSDP1) it is not modelled",
             "adam8bit": NO_KERNEL,
             "lion": NO_KERNEL,
             "lion8bit": NO_KERNEL,
