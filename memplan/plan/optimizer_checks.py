@@ -43,14 +43,15 @@ def _check_name(plan: ResolvedPlan) -> None:
 
 
 def _check_fields(plan: ResolvedPlan) -> None:
-    """Refuses fields that change nothing in the framework."""
+    """Refuses fields that change nothing in the framework, and paged states where they are not modelled."""
     known = framework(plan.framework).supports.optimizer_fields
     for name in FIELDS:
         value, default = getattr(plan.optimizer, name), Optimizer.model_fields[name].default
         if value != default and name not in known:
             others = [one.name for one in frameworks() if name in one.supports.optimizer_fields]
             must = str(default).lower() if isinstance(default, bool) else "left out"
-            problem = f"must be {must} with framework {plan.framework}, where it changes nothing"
+            why = "with which it is not modelled" if name == "paged" else "where it changes nothing"
+            problem = f"must be {must} with framework {plan.framework}, {why}"
             have = "has" if len(others) == 1 else "have"
             raise PlanError(f"optimizer.{name}", value, f"{problem}; {listed(others, 'and')} {have} it")
 
