@@ -21,9 +21,10 @@ from memplan.validate.worker import Task
 ROOT = Path(__file__).parents[2]
 LLAMA = "--model llama-3-8b --layers 4 --vocab 2048 --hidden 256 --ffn 512 --heads 4 --kv-heads 2 --seq 128"
 GPT = "--model gpt2 --layers 2 --hidden 256 --heads 4 --ffn 1024 --vocab 4096 --seq 128 --attention eager --dtype fp32"
-TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan --gpus 4"
+TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan"
 CASES = {
-    "pp2-tp2": f"{TITAN} --pp 2 --tp 2 --gbs 4",
+    "pp2": f"{TITAN} --gpus 2 --pp 2 --gbs 4",
+    "pp2-tp2": f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4",
     "fsdp2": f"{LLAMA} --framework fsdp --gpus 2 --dtype fp32 --attention eager",
     "ddp2": f"{GPT} --framework ddp --gpus 2",
     "zero1": f"{GPT} --framework ddp --zero 1 --gpus 2",
@@ -49,10 +50,11 @@ def estimated(record: dict[str, Any], stage: int) -> int:
     return int(found)
 
 
-ALSO_RUN_BY_THE_COMMAND = {"ddp2": pytest.mark.slow}
+MARKS = {"ddp2": pytest.mark.slow, "pp2-tp2": pytest.mark.slow}
+"""The command runs the first, too; the second takes four processes."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=ALSO_RUN_BY_THE_COMMAND.get(case, ())) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_real_processes(case: str) -> None:
     """Each rank's storages are what PyTorch's own tracker sees in the same process, the most loaded rank of each stage
     needs what was estimated, and what all train gets better at it."""
@@ -87,7 +89,7 @@ def test_the_command() -> None:
 
 def test_ranks_that_are_played() -> None:
     """One rank of each stage, alone; what others would have computed means nothing."""
-    record = validated(f"{TITAN} --pp 2 --tp 2 --gbs 4 --device cpu --emulate --warmup 1 --tolerance 0.5%")
+    record = validated(f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4 --device cpu --emulate --warmup 1 --tolerance 0.5%")
     ranks = record["run"]["ranks"]
     assert record["run"]["world"] == "emulated"
     assert [rank["rank"] for rank in ranks] == [0, 2]
@@ -97,7 +99,7 @@ def test_ranks_that_are_played() -> None:
 
 
 def test_fake_tensors_of_a_stage_alone_need_no_device() -> None:
-    record = validated(f"{TITAN} --pp 2 --tp 2 --gbs 4 --device fake --stage 1")
+    record = validated(f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4 --device fake --stage 1")
     assert record["run"]["device"] == "fake"
     assert record["verdict"] == "agrees"
     (rank,) = record["run"]["ranks"]
