@@ -143,14 +143,15 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     if processes is not None and "distributed_type" in written.mapping and named == "NO":
         processes = Node(1, processes.origin)  # simple_launcher
     sections = framework_of(framework).supports.sections
+    shards = "fsdp" in sections
     fsdp = written.mapping.get("fsdp_config", Node({}, written.origin))
-    groups = _groups(written, processes, is_sharded="fsdp" in sections)
+    groups = _groups(written, processes, is_sharded=shards)
     deepspeed = written.mapping.get("deepspeed_config", Node({}, kind.origin))
     return Accelerated(
         framework,
         processes,
         written.mapping.get("mixed_precision"),
-        sharding_keys(fsdp.with_items(groups)) if "fsdp" in sections else None,
+        sharding_keys(fsdp.with_items(groups)) if shards else None,
         ds_config(deepspeed, folder) if "deepspeed" in sections else None,
         kind,
     )

@@ -19,7 +19,7 @@ from ..bash.values import Reading, Started, Value, is_known, origin_of, text
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from . import OF_MEGATRON, OF_SCRIPTS
+from . import OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .in_flags import in_flags
 from .settings import taken_apart
 
@@ -318,12 +318,13 @@ def _no_training(reading: Reading, source: str) -> PlanError:
                 return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
     for started in reading.started:
         words = [text(word) for word in started.words]
-        own = next((one for one in pairwise(words) if one[0] in _OWN_COMMANDS), None)
-        if own == ("megatron", "rlhf"):
+        pairs = [*pairwise(words)]
+        if _PREFERENCES in pairs:
             problem = "starts ms-swift's training on preferences under Megatron, which is not modelled"
             return PlanError("", ABSENT, problem, origin=started.origin)
-        if own is not None and (own[0] != "megatron" or own[1] in ("sft", "pt")):
-            name, tool = _OWN_COMMANDS[own[0]]
+        own = next((_OWN_COMMANDS[one] for pair in pairs for one in (pair, pair[:1]) if one in _OWN_COMMANDS), None)
+        if own is not None:
+            name, tool = own
             problem = in_flags(tool, _arguments(started.words), f"starts {name}, whose command is not read")
             return PlanError("", ABSENT, problem, origin=started.origin)
     own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
@@ -343,11 +344,14 @@ MAPPINGS = (".json", ".yaml", ".yml")
 
 SEVERAL = 3
 """Arguments that are not known: a script that takes so many has a parser of its own."""
-_OWN_COMMANDS = {
-    "tune": ("torchtune", OF_SCRIPTS),
-    "litgpt": ("LitGPT", OF_SCRIPTS),
-    "megatron": ("ms-swift's Megatron", OF_MEGATRON),
+_PREFERENCES = ("megatron", "rlhf")
+_OWN_COMMANDS: Mapping[tuple[str, ...], tuple[str, Elsewhere]] = {
+    ("tune",): ("torchtune", OF_SCRIPTS),
+    ("litgpt",): ("LitGPT", OF_SCRIPTS),
+    ("megatron", "sft"): ("ms-swift's Megatron", OF_MEGATRON),
+    ("megatron", "pt"): ("ms-swift's Megatron", OF_MEGATRON),
 }
+"""Commands, with what follows them where that says which, that are not read."""
 
 
 def _scripts(words: Sequence[Value]) -> list[int]:
