@@ -44,9 +44,11 @@ else:
 
     @cache
     def _read(cls):
-        """Of the fields: how many are positional, the places of all, the names of the others, and what reads them."""
-        named = [field.name for field in dataclasses.fields(cls) if field.kw_only]
-        names = [field.name for field in dataclasses.fields(cls) if not field.kw_only] + named
+        """Of the fields that ``__init__`` takes: how many are positional, the places of all, the names of the others,
+        and what reads them."""
+        taken = [field for field in dataclasses.fields(cls) if field.init]
+        named = [field.name for field in taken if field.kw_only]
+        names = [field.name for field in taken if not field.kw_only] + named
         places = {name: at for at, name in enumerate(names)}
         return len(names) - len(named), places, named, attrgetter(*names, "__class__")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from dataclasses import FrozenInstanceError, field, replace
+from dataclasses import FrozenInstanceError, field
 from typing import Any
 
 import pytest
 
-from memplan.values import HashedOnce, dataclass
+from memplan.values import HashedOnce, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
