@@ -51,7 +51,7 @@ from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict
 from .tape.events import Category, Hold
-from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node
+from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
 from .values import replace
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def judge(
         left = limit - program.set_aside
         summed = (
             _initialisation(program, limit),
-            _evaluation(evaluated, left),
+            _evaluation(evaluated, replayed, left),
             _checkpoint(program, replayed.static, left),
         )
         failures = [one for one in summed if one is not None]
@@ -127,12 +127,24 @@ def _initialisation(program: Program, limit: int) -> Failure | None:
     return Failure("initialisation", "", "", "", None, 0, 0, needed, needed)
 
 
-def _evaluation(program: Program | None, limit: int) -> Failure | None:
-    """Where more is live in a forward pass without a graph than there is."""
-    needed = fold_evaluation(program) if program is not None else None
+def evaluation_peak(program: Program, replayed: Replayed) -> int | None:
+    """Bytes: blocks that are held between iterations, cuBLAS's workspaces among them, and a forward pass's tensors."""
+    needed = fold_evaluation(program)
+    return None if needed is None else needed + _beside_tensors(program, replayed)
+
+
+def _beside_tensors(program: Program, replayed: Replayed) -> int:
+    """Bytes that blocks take between iterations beyond the tensors in them."""
+    return replayed.static - static(program).net
+
+
+def _evaluation(program: Program | None, replayed: Replayed, limit: int) -> Failure | None:
+    """Where a forward pass without a graph needs more than there is."""
+    needed = evaluation_peak(program, replayed) if program is not None else None
     if program is None or needed is None or needed <= limit:
         return None
-    module, hold = evaluation_beyond(program, limit) or ("", Hold(0, 0, Category.LOGITS, "gathered_outputs"))
+    beyond = evaluation_beyond(program, limit - _beside_tensors(program, replayed))
+    module, hold = beyond or ("", Hold(0, 0, Category.LOGITS, "gathered_outputs"))
     return Failure("evaluation", "forward", module, hold.name, None, hold.bytes, hold.bytes, needed, needed)
 
 
@@ -301,7 +313,7 @@ def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> 
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
     if _evaluates(plan):
-        moments.append(fold_evaluation(evaluation_programs(plan, programs_of(plan, Options()))[stage]) or 0)
+        moments.append(evaluation_peak(evaluation_programs(plan, programs_of(plan, Options()))[stage], replayed) or 0)
     low, high = outside_range(causes(plan, stage, known))
     return max(moments) + (low + high) // 2, max(moments) + high
 
@@ -389,7 +401,7 @@ def _stage(
         moments={
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
-            "evaluation": fold_evaluation(evaluated),
+            "evaluation": evaluation_peak(evaluated, replayed),
             "checkpoint": replayed.static + program.saving,
             "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },

@@ -46,6 +46,7 @@ class Megatron(Framework):
     name = "megatron"
     configuration = "megatron"
     measured_code = "megatron"
+    own_streams = True
     holds_workspaces = True
     supports = Supports(
         loops=(),
