@@ -74,6 +74,11 @@ def code_of(name: str) -> str:
     return framework(name).measured_code if name in ROOMS else "torch"
 
 
+def holds_workspaces(name: str) -> bool:
+    """Whether recipes of the framework do; a record of another release may name one that this one has not."""
+    return name in ROOMS and framework(name).holds_workspaces
+
+
 def _own_streams(name: str) -> bool:
     return name in ROOMS and framework(name).own_streams
 

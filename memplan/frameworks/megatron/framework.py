@@ -68,7 +68,7 @@ class Megatron(Framework):
             "overlap_p2p_warmup",
         ),
         optimizers=("sgd", "adam", "adamw", "muon"),
-        implementations=("apex",),
+        implementations=("apex", "foreach"),
         default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex", "muon": None},
         optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq", "fp8_recipe"}),
         losses=("vocab-parallel",),
