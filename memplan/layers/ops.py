@@ -258,8 +258,8 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved."""
-    if p == 0.0:
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved. None in evaluation."""
+    if p == 0.0 or r.evaluates:
         return x
     out = r.empty(x.shape, x.dtype, name)
     mask = r.empty(x.shape, "bool", f"{name}_mask")
