@@ -46,7 +46,7 @@ NOT_KEPT = ("tail", "command")
 CAUSES = {
     "context": "the middle of a range, 740 to 766 MiB, and 70 more with a second stream",
     "device": "reserved",
-    "evaluation": "modules that stay gathered are reckoned otherwise",
+    "evaluation": "this run evaluated without the loss, which is estimated and now runs, too",
 }
 """Of the worst of a kind of reading, where it is known."""
 
