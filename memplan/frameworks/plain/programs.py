@@ -282,7 +282,6 @@ def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
     shape, autocast = layer_shape(plan), plan.precision.dtype if plan.precision.autocast else None
     return replace(
         options,
-        kernel_workspaces=options.kernel_workspaces and shape.flash,
         autocast=autocast,
         parameters=shape.dtype if autocast else None,
         converts_outputs=trainer.converts_outputs(plan),
