@@ -420,8 +420,7 @@ class Run:
 
     def first_step(self) -> None:
         """The step with which optimizer states appear."""
-        self.keep(self.first_states())
-        self.step()
+        self.step(self.first_states())
         self.end_carried()
 
     def end_carried(self) -> None:
@@ -523,14 +522,15 @@ class Run:
         """A thread multiplies matrices for the first time (``getCurrentCUDABlasHandle``)."""
         self.keep(self.untaken.pop(thread))
 
-    def step(self) -> None:
-        """The optimizer's step, with which gradients end."""
+    def step(self, states: Iterable[Hold] = ()) -> None:
+        """The optimizer's step, with which ``states`` appear and gradients end."""
         program = self.program
         if program.empties >= 1:
             self.rank.empty_cache()
         if program.kept is not None and self.stepped:
             self.pool = program.kept.pool
-        self.keep(program.step if program.kept is None else program.kept.step)
+        step = program.step if program.kept is None else program.kept.step
+        self.keep((*step[: program.clipping], *states, *step[program.clipping :]))
         self.pool, self.stepped = 0, True
         self.end_gradients(program.gradients_kept)
         self.keep(program.late_step)
@@ -574,7 +574,10 @@ def states(program: Program, *, named: bool = False) -> Iterator[Hold]:
         yield from (event for event in program.kept.states if isinstance(event, Hold))
         return
     late = [state for state in program.states if _is_late(program, state)]
-    yield from (*_holds(late, program.parameter_tensors(), named), *program.late_extra)
+    tensors = program.parameter_tensors()
+    if program.clipping:
+        tensors.sort(key=lambda parameter: not parameter.decays)
+    yield from (*_holds(late, tensors, named), *program.late_extra)
 
 
 def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
