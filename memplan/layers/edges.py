@@ -157,24 +157,32 @@ def with_waiting_gradient(embedding: Module, head: Module, *, apart: bool = Fals
         for event in head.steady.forward + head.steady.backward
         if isinstance(event, Hold) and event.tensor == gradient.tensor
     )
-    tapes = head.steady
-    steady = replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
-    first, later = embedding.first.backward, embedding.steady.backward
+
+    def waits(tapes: Tapes) -> Tapes:
+        return replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
+
+    hooked = any(isinstance(event, Seam) and event.hook is not None for event in head.first.backward)
+    in_head, first, later = head.first, embedding.first.backward, embedding.steady.backward
     if apart:
-        first, later = _summed_apart(first, word), _summed_apart(later, word)
+        first, later = _summed_apart(first, word, stays=not hooked), _summed_apart(later, word)
+        in_head = in_head if hooked else waits(in_head)
     ended = behind(later, (Drop(TIED_GRADIENT, hold.bytes, hold.category),))
     made = replace(
         embedding,
         first=replace(embedding.first, backward=first),
         steady=replace(embedding.steady, backward=ended),
     )
-    return made, replace(head, steady=steady)
+    return made, replace(head, first=in_head, steady=waits(head.steady))
 
 
-def _summed_apart(backward: Tape, word: Shape) -> Tape:
-    """The embedding's, with the sum of its gradient and the head's from when both are there until its own has ended."""
+def _summed_apart(backward: Tape, word: Shape, *, stays: bool = False) -> Tape:
+    """The embedding's, with the sum of its gradient and the head's from when both are there. The sum ``stays`` and the
+    head's ends, or, which comes to as many bytes, the other way round."""
     gradient = next(one for one in reversed(backward) if isinstance(one, Hold) and one.shape == word)
     at = next(at for at, one in enumerate(backward) if isinstance(one, Drop) and one.tensor == gradient.tensor)
     id = 1 + max(one.tensor for one in backward if not isinstance(one, Seam))
-    total = gradient._replace(tensor=id, category=Category.WORKSPACES, name="grad_tied_sum")
-    return (*backward[:at], total, backward[at], Drop(id, total.bytes, total.category), *backward[at + 1 :])
+    kind = Category.GRADIENTS if stays else Category.WORKSPACES
+    total = gradient._replace(tensor=id, category=kind, name="grad_tied_sum")
+    ends = Drop(TIED_GRADIENT if stays else id, total.bytes, kind)
+    after = (ends, backward[at]) if stays else (backward[at], ends)
+    return (*backward[:at], total, *after, *backward[at + 1 :])
