@@ -38,6 +38,7 @@ from .device.measured import (
     outside_range,
     reading_warnings,
     taken_assumptions,
+    torch_version,
 )
 from .frameworks import framework
 from .layers.module import Options
@@ -457,7 +458,11 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
 
 
 def allocator_settings(plan: ResolvedPlan) -> AllocatorSettings:
-    """The allocator as the plan's environment configures it."""
+    """The allocator as the plan's environment configures it, of its torch's release."""
+    return replace(_environment_settings(plan), oldest_first=torch_version(plan) >= (2, 13))
+
+
+def _environment_settings(plan: ResolvedPlan) -> AllocatorSettings:
     for name in OF_ALLOCATOR:
         value = plan.environment.get(name)
         if value is not None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..tape.events import PRODUCT, Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 from ..values import dataclass
-from .reductions import sum_inside
+from .reductions import summed
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
@@ -601,9 +601,7 @@ class Recorder:
             if isinstance(one, Unsummed):
                 needed = node.inputs[at] is not None
                 whole, dtype = one.gradient.shape, one.gradient.dtype
-                returned[at] = self.empty(one.shape, dtype, one.name) if needed else None
-                if needed and self.threads:
-                    sum_inside(self, whole, one.shape, dtype)
+                returned[at] = summed(self, whole, one.shape, dtype, one.name) if needed else None
                 self._did([one.gradient], 1, None)
             del one
             if node.dtypes and node.inputs[at] is not None:

@@ -246,14 +246,21 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
 
 
 def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
-    """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
+    """Saves its result. ``_softmax`` may convert (half to float) within the kernel; its backward multiplies gradient
+    and result first (``aten/src/ATen/native/cuda/SoftMax.cu``, ``softmax_backward_cuda_out``)."""
     taken = x
     if dtype is None and (dtype := set_by_autocast(r, "softmax")):
         taken = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
     out = r.empty(x.shape, dtype or x.dtype, name)
-    shape, back = x.shape, taken.dtype
+    shape, back, kept = x.shape, taken.dtype, out.dtype
 
-    out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")])
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = r.empty(shape, back, f"grad_{name}")
+        if r.kernel_workspaces:
+            r.empty(shape, kept, f"grad_{name}_product", Category.WORKSPACES)
+        return [gradient]
+
+    out.node = r.node((taken,), (out,), backward)
     del taken
     return out
 

@@ -50,6 +50,13 @@ def partial_sums(outputs: int, rows: int, threads: int) -> tuple[int, int]:
     return (4 * outputs * blocks * width * vector, 4 * grid) if blocks > 1 else (0, 0)
 
 
+def summed(r: Recorder, whole: Shape, kept: Shape, dtype: str, name: str) -> Tensor:
+    """The sum of a tensor of the shape ``whole`` to its last dimensions ``kept``."""
+    made = r.empty(kept, dtype, name)
+    sum_inside(r, whole, kept, dtype)
+    return made
+
+
 def sum_inside(r: Recorder, whole: Shape, kept: Shape, dtype: str) -> None:
     """What the sum of a tensor of the shape ``whole`` to the last dimensions ``kept`` allocates, one after the other;
     sums over the last dimension are one block's, or of few numbers.

@@ -18,7 +18,7 @@ from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
 from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.ends import Embedding
-from ...layers.fused_losses import PLAIN, HeadLoss
+from ...layers.fused_losses import LOG_PROBABILITIES, PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
@@ -27,7 +27,7 @@ from ...layers.tuning import Tuning
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
-from ...plan.loss_checks import liger_version
+from ...plan.loss_checks import FUSED, liger_version
 from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -403,7 +403,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     returning = head.first.grad_input != 0
     waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
     if waits and (tuning is None or tuning.trains("word.weight")):
-        embedding, head = with_waiting_gradient(embedding, head)
+        fused = head_loss(plan).kind in (*FUSED, LOG_PROBABILITIES)
+        embedding, head = with_waiting_gradient(embedding, head, apart=options.kernel_workspaces and not fused)
 
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
         own = shape.of_kind(kind.mixture, kind.turns)
