@@ -26,6 +26,7 @@ from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
 from .caches import begin_plan
 from .device.facts import Cause
+from .device.gpus import threads_of
 from .device.measured import (
     NOTHING,
     Measured,
@@ -37,6 +38,7 @@ from .device.measured import (
     outside_range,
     reading_warnings,
     taken_assumptions,
+    torch_version,
 )
 from .frameworks import framework
 from .layers.module import Options
@@ -175,6 +177,12 @@ def check(plan: Plan) -> ResolvedPlan:
     return plan
 
 
+def kernel_programs(plan: ResolvedPlan) -> tuple[Program, ...]:
+    """``programs_of`` with what kernels allocate inside on the plan's GPU."""
+    gpu = plan.hardware.gpu
+    return programs_of(plan, Options(kernel_workspaces=True, threads=threads_of(gpu) if gpu is not None else 0))
+
+
 def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     """Requested bytes of every stage of a resolved plan: what a search evaluates."""
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
@@ -186,7 +194,7 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
     begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
-    every = programs, programs_of(plan, Options(kernel_workspaces=True)), evaluation_programs(plan, programs)
+    every = programs, kernel_programs(plan), evaluation_programs(plan, programs)
     own, with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     folds = [fold_program(program) for program in own]
     _check_addresses(plan, (folded.peak for folded in folds))
@@ -288,7 +296,7 @@ def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured =
 
     plan = estimated.plan
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    programs = programs_of(plan, Options(kernel_workspaces=True))
+    programs = kernel_programs(plan)
     for at in stages or range(len(programs)):
         yield timeline(programs[at], settings, workspaces, estimated.stages[at].breakdown)
 
@@ -296,7 +304,7 @@ def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured =
 def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
     whole report, but that what is tight there does not fit here."""
-    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    program = kernel_programs(plan)[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     (replayed,) = replay((program,), settings, workspaces)
@@ -309,7 +317,7 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
 def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
     """Of one stage of a resolved plan: the bytes of the device that its worst moment takes where the allocator gives
     nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
-    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    program = kernel_programs(plan)[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
     if _evaluates(plan):
@@ -450,7 +458,11 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
 
 
 def allocator_settings(plan: ResolvedPlan) -> AllocatorSettings:
-    """The allocator as the plan's environment configures it."""
+    """The allocator as the plan's environment configures it, of its torch's release."""
+    return replace(_environment_settings(plan), oldest_first=torch_version(plan) >= (2, 13))
+
+
+def _environment_settings(plan: ResolvedPlan) -> AllocatorSettings:
     for name in OF_ALLOCATOR:
         value = plan.environment.get(name)
         if value is not None:

@@ -59,7 +59,7 @@ def test_parts_of_a_pass_are_its_requests_one_by_one(conf: str, monkeypatch: pyt
         found = run_until_it_fails(program, settings, limit << 20, one_by_one=False)
         assert found == run_until_it_fails(program, settings, limit << 20, one_by_one=True)
         ends.add("fails" if len(found) != 4 or isinstance(found[-1], int) else "retries" if found[-1][-1] else "fits")
-    assert ends == {"fails", "fits"} | ({"retries"} if conf else set())
+    assert ends == {"fails", "fits", "retries"}
 
 
 def test_enough_memory_changes_nothing() -> None:
@@ -266,7 +266,7 @@ def test_what_an_initialisation_needs_is_more_than_there_is() -> None:
     beside = sum(cause.least for cause in found.stages[0].outside)
     needed = (beside + failure.allocated + failure.request) / GIB
     assert needed > 79.11
-    assert "each GPU needs 105.01 GiB of 79.11 GiB" in str(verdict(found))  # its iterations need more
+    assert "each GPU needs 104.95 GiB of 79.11 GiB" in str(verdict(found))  # its iterations need more
     stage = replace(found.stages[0], moments={**found.stages[0].moments, "steady": None})
     alone = replace(found, stages=(stage,))
     assert f"initialisation on each GPU needs at least {needed:.2f} GiB of 79.11 GiB" in str(verdict(alone))

@@ -8,7 +8,8 @@ most one free block, and a dictionary from edges to codes finds both neighbours 
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.13; each
 docstring names the function that it follows. Addresses only break ties between blocks of equal
-size; they rise in the order in which segments are taken, by which torch 2.13 breaks ties.
+size; they rise in the order in which segments are taken, by which torch 2.13 breaks ties, or fall, as
+``cudaMalloc`` gives them.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class Rules(NamedTuple):
     """Blocks of this size or more are not split, and serve no smaller request."""
     max_rounding: int = 0
     """A request of ``max_split`` or more takes no block that is larger by this or more."""
+    falls: bool = False
+    """Each segment lies below those that were taken before."""
     reach: int = 0
     """Addresses of one expandable segment, in whole pages; 0: without end."""
 
@@ -162,7 +165,7 @@ class SegmentPool:
         self.edges: dict[int, int] = {}
         self.segments: dict[int, int] = {}
         self.reserved = 0
-        self.top = 0
+        self.top = ADDRESS if rules.falls else 0
 
     def take(self, units: int) -> int:
         """Hand out a block; its code: ``reuse``, failing that ``grow``."""
@@ -353,8 +356,9 @@ class SegmentPool:
         size = self.segment_size(units)
         if size > room:
             return 0
-        address = self.top
-        self.top += size + 1  # the gap keeps blocks of different segments from being neighbours
+        gap = size + 1  # keeps blocks of different segments from being neighbours
+        self.top += -gap if self.rules.falls else gap
+        address = self.top - (0 if self.rules.falls else gap)
         self.segments[address] = size
         self.reserved += size
         return size << SHIFT | address

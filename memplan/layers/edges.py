@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Tape, behind
+from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam, Tape, behind
 from ..values import replace
 from .autograd import Shape
 from .module import SHARED, Module, Tapes, hold_bytes
@@ -125,12 +125,14 @@ TIED_GRADIENT = SHARED - 6
 
 
 @lru_cache(maxsize=1024)
-def with_waiting_gradient(embedding: Module, head: Module) -> tuple[Module, Module]:
+def with_waiting_gradient(embedding: Module, head: Module, *, apart: bool = False) -> tuple[Module, Module]:
     """Embedding and head that share a weight, whose gradients are one parameter's.
 
     The head's gradient waits in the input buffer of the weight's one ``AccumulateGrad`` node, where the
     embedding's is added to it in place; only then is their sum added to what earlier micro-batches left.
     In the first micro-batch it becomes the gradient itself, which the head's ``first`` tape says already.
+    ``apart``: on a GPU the head's gradient is a view (``nn.Linear``'s, of a transposed product), to which nothing
+    is added in place (``can_accumulate_inplace``): the sum is a third tensor, which fake traces leave out.
     Source: torch 2.13, ``engine.cpp`` (``Engine::evaluate_function``), ``input_buffer.cpp``
     (``InputBuffer::add``), ``accumulate_grad.h`` (``accumulateGrad``).
     """
@@ -155,7 +157,32 @@ def with_waiting_gradient(embedding: Module, head: Module) -> tuple[Module, Modu
         for event in head.steady.forward + head.steady.backward
         if isinstance(event, Hold) and event.tensor == gradient.tensor
     )
-    tapes = head.steady
-    steady = replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
-    ended = behind(embedding.steady.backward, (Drop(TIED_GRADIENT, hold.bytes, hold.category),))
-    return replace(embedding, steady=replace(embedding.steady, backward=ended)), replace(head, steady=steady)
+
+    def waits(tapes: Tapes) -> Tapes:
+        return replace(tapes, forward=waiting(tapes.forward), backward=waiting(tapes.backward))
+
+    hooked = any(isinstance(event, Seam) and event.hook is not None for event in head.first.backward)
+    in_head, first, later = head.first, embedding.first.backward, embedding.steady.backward
+    if apart:
+        first, later = _summed_apart(first, word, stays=not hooked), _summed_apart(later, word)
+        in_head = in_head if hooked else waits(in_head)
+    ended = behind(later, (Drop(TIED_GRADIENT, hold.bytes, hold.category),))
+    made = replace(
+        embedding,
+        first=replace(embedding.first, backward=first),
+        steady=replace(embedding.steady, backward=ended),
+    )
+    return made, replace(head, first=in_head, steady=waits(head.steady))
+
+
+def _summed_apart(backward: Tape, word: Shape, *, stays: bool = False) -> Tape:
+    """The embedding's, with the sum of its gradient and the head's from when both are there. The sum ``stays`` and the
+    head's ends, or, which comes to as many bytes, the other way round."""
+    gradient = next(one for one in reversed(backward) if isinstance(one, Hold) and one.shape == word)
+    at = next(at for at, one in enumerate(backward) if isinstance(one, Drop) and one.tensor == gradient.tensor)
+    id = 1 + max(one.tensor for one in backward if not isinstance(one, Seam))
+    kind = Category.GRADIENTS if stays else Category.WORKSPACES
+    total = gradient._replace(tensor=id, category=kind, name="grad_tied_sum")
+    ends = Drop(TIED_GRADIENT if stays else id, total.bytes, kind)
+    after = (ends, backward[at]) if stays else (backward[at], ends)
+    return (*backward[:at], total, *after, *backward[at + 1 :])

@@ -20,6 +20,7 @@ from . import ops
 from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .module import STALE
 from .recompute import recomputed_reentrant
+from .reductions import summed
 from .work import NOTHING, Exchange, Operator, Ranks, Stream, in_place, parallel_cross_entropy
 
 LOGITS = Category.LOGITS
@@ -70,7 +71,7 @@ def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelSh
         gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
         grad = r.empty((s, b, h), dtype, f"grad_{name}_input")
         grad_weight = r.empty((n, h), dtype, f"grad_{name}_weight")
-        grad_bias = [r.empty((n,), dtype, f"grad_{name}_bias")] if bias else []
+        grad_bias = [summed(r, (s * b, n), (n,), dtype, f"grad_{name}_bias")] if bias else []
         scattered = r.empty(shard, dtype, f"grad_{name}_scattered")
         del gathered, grad
         return [scattered, grad_weight, *grad_bias]

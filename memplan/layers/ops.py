@@ -15,6 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
 
@@ -245,24 +246,33 @@ def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: 
 
 
 def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = None) -> Tensor:
-    """Saves its result. ``_softmax`` may convert (half to float) within the kernel."""
+    """Saves its result. ``_softmax`` may convert (half to float) within the kernel; its backward multiplies gradient
+    and result first (``aten/src/ATen/native/cuda/SoftMax.cu``, ``softmax_backward_cuda_out``)."""
     taken = x
     if dtype is None and (dtype := set_by_autocast(r, "softmax")):
         taken = x if x.dtype == "fp16" else cast(r, x, dtype, f"{name}_input_fp32")
     out = r.empty(x.shape, dtype or x.dtype, name)
-    shape, back = x.shape, taken.dtype
+    shape, back, kept = x.shape, taken.dtype, out.dtype
 
-    out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")])
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        gradient = r.empty(shape, back, f"grad_{name}")
+        if r.kernel_workspaces:
+            r.empty(shape, kept, f"grad_{name}_product", Category.WORKSPACES)
+        return [gradient]
+
+    out.node = r.node((taken,), (out,), backward)
     del taken
     return out
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved. None in evaluation."""
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA's
+    kernel makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
     if p == 0.0 or r.evaluates:
         return x
+    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces else []
     out = r.empty(x.shape, x.dtype, name)
-    mask = r.empty(x.shape, "bool", f"{name}_mask")
+    mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
 
     out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
@@ -271,12 +281,12 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
 
 def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:
     """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
-    table, dtype = weight.shape, weight.dtype
+    table, dtype, rows = weight.shape, weight.dtype, prod(indices.shape)
 
     return r.output(
         (weight,),
         (indices,),
-        lambda r, gradients: [r.empty(table, dtype, f"grad_{name}_weight")],
+        lambda r, gradients: [table_gradient(r, table, dtype, rows, name)],
         (*indices.shape, weight.shape[1]),
         weight.dtype,
         name,

@@ -18,7 +18,7 @@ from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
 from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.ends import Embedding
-from ...layers.fused_losses import PLAIN, HeadLoss
+from ...layers.fused_losses import LOG_PROBABILITIES, PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
@@ -27,7 +27,7 @@ from ...layers.tuning import Tuning
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.errors import PlanError
-from ...plan.loss_checks import liger_version
+from ...plan.loss_checks import FUSED, liger_version
 from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -282,7 +282,6 @@ def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
     shape, autocast = layer_shape(plan), plan.precision.dtype if plan.precision.autocast else None
     return replace(
         options,
-        kernel_workspaces=options.kernel_workspaces and shape.flash,
         autocast=autocast,
         parameters=shape.dtype if autocast else None,
         converts_outputs=trainer.converts_outputs(plan),
@@ -404,7 +403,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     returning = head.first.grad_input != 0
     waits = plan.model.tied_embeddings and plan.loss.kind != "chunked"  # each chunk has a backward of its own
     if waits and (tuning is None or tuning.trains("word.weight")):
-        embedding, head = with_waiting_gradient(embedding, head)
+        fused = head_loss(plan).kind in (*FUSED, LOG_PROBABILITIES)
+        embedding, head = with_waiting_gradient(embedding, head, apart=options.kernel_workspaces and not fused)
 
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
         own = shape.of_kind(kind.mixture, kind.turns)
@@ -491,18 +491,19 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
         extra += preferences.reference_parameters(tensors, buffers(plan, stage), dtype)
     extra += preferences.generation(plan)
+    groups = trained = registered(groups)
     if is_tuned(plan):
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
-        groups = trained_only(groups)
+        trained = trained_only(groups)
         extra += shared_table(plan)
-    groups = registered(groups)
-    step = optimizer_step(groups, plan.optimizer, dtype)
+    step, clipping = optimizer_step(trained, plan.optimizer, dtype), 0
     if trainer.runs(plan):
         extra += trainer.SCALARS
-        step = trainer_step(groups, plan.optimizer, dtype, options.kernel_workspaces)
+        step, clipping = trainer_step(trained, plan.optimizer, dtype, options.kernel_workspaces)
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
         step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
+        clipping += bool(clipping)
     return Program(
         stage=stage,
         ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
@@ -511,6 +512,8 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states=states,
         extra=tuple(extra),
         step=step,
+        clipping=clipping,
+        groups=groups,
         evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
         late_states=True,
     )

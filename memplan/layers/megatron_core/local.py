@@ -9,6 +9,7 @@ from ...plan.layer_blocks import LINEAR
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from ..reductions import summed
 from ..work import NOTHING, Operator, Stream, in_place, scaled_scores
 from .ends import input_of, mask_id
 from .shape import CoreShape
@@ -188,7 +189,7 @@ def _linear(
         grad = r.empty(whole, dtype, f"grad_{name}_input")
         shard = r.empty(saved, dtype, f"grad_{name}_scattered") if gathers else grad
         grad_weight = None if fused else r.empty((n, k), dtype, f"grad_{name}_weight")
-        grad_bias = [r.empty((n,), dtype, f"grad_{name}_bias")] if has_bias else []
+        grad_bias = [summed(r, (prod(whole[:-1]), n), (n,), dtype, f"grad_{name}_bias")] if has_bias else []
         return [shard, grad_weight, *grad_bias]
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
