@@ -1,9 +1,11 @@
-"""The way back: a campaign's file as a section of docs/accuracy.md, and its validations as records.
+"""The way back: a campaign's file as a section of docs/accuracy.md and as docs/gpu-results.md, its runs as records.
 
-    python benchmarks/gpu.py report FILE… [--write]
+    python benchmarks/gpu.py report [FILE…] [--write]
 
-``--write`` keeps what was measured in ``benchmarks/measured_on_gpu.jsonl``, from which the page is made, and every
-validation that ended as a record in ``benchmarks/records``. What a CPU rehearsed is never kept.
+``--write`` keeps what was measured in ``benchmarks/measured_on_gpu.jsonl``, from which both pages are made, and every
+validation that ended as a record in ``benchmarks/records``. What a CPU rehearsed is never kept. Without a file it is
+what is kept. Beside what was measured stands what today's code estimates of the runs, from the plans in their records;
+of single kernels, libraries and the allocator's programs what was estimated when they ran.
 """
 
 from __future__ import annotations
@@ -12,34 +14,48 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from memplan.plan.errors import PlanError
-from memplan.records.record import Record, from_json
+from memplan.records.record import Record, from_json, read_record
 from memplan.records.sharing import shared_text
 
-from . import journal
-from .summary import Row, compared, failures, figure, medians, rows_of, summary
+from . import journal, results
+from .summary import failures, rows_of, summary
+from .validations import readings_today
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "benchmarks" / "measured_on_gpu.jsonl"
 RECORDS = ROOT / "benchmarks" / "records"
 PAGE = ROOT / "docs" / "accuracy.md"
+RESULTS = ROOT / "docs" / "gpu-results.md"
+HEAD = """# Results on a GPU
+
+Written by `python benchmarks/gpu.py report --write`; do not edit by hand. How it was measured: [on a GPU](gpu.md). In
+short: [accuracy](accuracy.md#on-a-gpu-of-our-own).
+"""
 BEGIN, END = "<!-- campaign: python benchmarks/gpu.py report -->", "<!-- end of campaign -->"
 NONE = (
     "None has been run yet: no figure on this page was measured on a GPU of this project's own. The campaign that "
     "would do so is [ready](gpu.md)."
 )
-NOT_KEPT = ("record", "tail", "command")
-"""Of a line: the record has a file of its own, and logs stay where they are."""
+NOT_KEPT = ("tail", "command")
+"""Of a line: logs stay where they are, and of a record, which has a file of its own, its name is kept."""
+CAUSES = {
+    "context": "the middle of a range, 740 to 766 MiB, and 70 more with a second stream",
+    "device": "reserved",
+    "evaluation": "this run evaluated without the loss, which is estimated and now runs, too",
+}
+"""Of the worst of a kind of reading, where it is known."""
 
 
 def reported(arguments: Sequence[str]) -> int:
     """``gpu.py report``. Exit code 2: a file cannot be read, or nothing in it was measured on a GPU."""
     parser = argparse.ArgumentParser(prog="gpu.py report", description="prints what a campaign measured")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--write", action="store_true", help="keep the figures and records, and write docs/accuracy.md")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", default=[KEPT])
+    parser.add_argument("--write", action="store_true", help="keep the figures and records, and write both pages")
     given = parser.parse_args(arguments)
     try:
         lines = journal.read(given.files)
@@ -53,12 +69,16 @@ def reported(arguments: Sequence[str]) -> int:
     if not rows_of(kept):
         print("gpu.py: nothing in these files was measured on a GPU, so nothing is written", file=sys.stderr)
         return 2
-    for record in records_of(lines):
+    records = list(records_of(lines))
+    for record in records:
         path = RECORDS / f"{record.ran.model.name}_{record.run.gpu or 'cuda'}_{record.id}.json"
         path.write_text(shared_text(record), encoding="utf-8")
+    kept = [today(line) for line in kept]
     KEPT.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), kept), encoding="utf-8")
-    print(f"wrote {KEPT.relative_to(ROOT)}, {PAGE.relative_to(ROOT)} and {len(list(records_of(lines)))} records")
+    RESULTS.write_text(whole(kept), encoding="utf-8")
+    named = ", ".join(str(path.relative_to(ROOT)) for path in (KEPT, PAGE, RESULTS))
+    print(f"wrote {named} and {len(records)} records")
     return 0
 
 
@@ -67,13 +87,27 @@ def on_gpu(lines: Iterable[journal.Line]) -> list[dict[str, Any]]:
     whole = list(lines)
     machines = [line for line in journal.machines(whole) if line["machine"]["device"] == "cuda"]
     found = journal.last_of_each(line for line in whole if line.get("device") == "cuda").values()
-    return [{name: value for name, value in line.items() if name not in NOT_KEPT} for line in (*machines, *found)]
+    return [
+        {name: _kept(value) for name, value in line.items() if name not in NOT_KEPT} for line in (*machines, *found)
+    ]
+
+
+def _kept(value: Any) -> Any:
+    """Of a record its name."""
+    return value["id"] if isinstance(value, dict) and "sha256" in value else value
+
+
+def today(line: journal.Line) -> dict[str, Any]:
+    """With what is estimated now, where the line is of a run whose record is kept."""
+    found = sorted(RECORDS.glob(f"*_{line['record']}.json")) if line.get("record") else []
+    readings = [asdict(one) for one in readings_today(read_record(found[0]))] if found else line.get("readings")
+    return {**line, "readings": readings} if readings is not None else dict(line)
 
 
 def records_of(lines: Iterable[journal.Line]) -> Iterator[Record]:
     """Of validations on a GPU, whatever their verdict. A record that cannot be read back is left out."""
     for line in journal.last_of_each(line for line in lines if line.get("device") == "cuda").values():
-        if line.get("record") is None:
+        if not isinstance(line.get("record"), dict):
             continue
         try:
             yield from_json(line["record"], line["case"])
@@ -106,24 +140,26 @@ def _body(lines: Sequence[journal.Line]) -> Iterator[str]:
     if not rows:
         yield NONE
         return
-    for line in journal.machines(lines):
-        yield f"- {hardware(line['machine'])}"
+    yield from _machines(lines)
     yield ""
-    yield from (f"- {text}" for text in medians(rows))
-    yield ""
-    yield "| case | reading | measured | estimated | difference |"
-    yield "| --- | --- | ---: | ---: | ---: |"
-    yield from map(cells, compared(rows))
+    yield from results.short(rows, CAUSES)
+    yield from _wrong(lines)
+
+
+def _machines(lines: Sequence[journal.Line]) -> Iterator[str]:
+    yield from dict.fromkeys(f"- {hardware(line['machine'])}" for line in journal.machines(lines))
+
+
+def _wrong(lines: Sequence[journal.Line]) -> Iterator[str]:
     wrong = list(failures(lines))
     if wrong:
         yield from ("", "Not measured:", "", *(f"- {text}" for text in wrong))
 
 
-def cells(row: Row) -> str:
-    reading = row.reading
-    part = "" if reading.part is None else f"{reading.part:+.3%}"
-    figures = figure(reading.measured, reading.unit), figure(reading.estimated, reading.unit)
-    return f"| {row.case} | {reading.name} | {' | '.join(figures)} | {part} |"
+def whole(lines: Sequence[journal.Line]) -> str:
+    """The page of all results."""
+    shown = results.whole(rows_of(lines))
+    return "\n".join([HEAD, *_machines(lines), "", *shown, *_wrong(lines), ""])
 
 
 def hardware(machine: dict[str, Any]) -> str:

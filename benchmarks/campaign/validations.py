@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from memplan.estimate import estimate
+from memplan.frameworks.megatron import validating as megatron
 from memplan.plan.errors import PlanError
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
-from memplan.records.readings import RankReading, Stage
+from memplan.records.readings import Estimated, RankReading, Stage
 from memplan.records.record import Record, differences, from_json
+from memplan.report.json import to_json
 from memplan.search.time import step_time
 
 from .readings import Reading
@@ -20,6 +23,15 @@ def readings_of(data: Mapping[str, Any]) -> tuple[list[Reading], str]:
     record = from_json(data, "memplan validate")
     failures = record.run.failures
     return list(_readings(record)), f"{failures[0].kind}: {failures[0].message}" if failures else ""
+
+
+def readings_today(record: Record) -> list[Reading]:
+    """Of a record, beside what today's code estimates of the plan that ran."""
+    plan = ResolvedPlan.model_validate(record.estimate.to_json()["plan"])
+    if record.run.code == megatron.CODE and not {"transformer-engine", "apex"} & set(record.run.versions.others):
+        plan = megatron.stepped_by_torch(plan)
+    estimated = Estimated.model_validate(to_json(estimate(plan)))
+    return list(_readings(record.model_copy(update={"estimate": estimated})))
 
 
 def _readings(record: Record) -> Iterator[Reading]:

@@ -236,6 +236,8 @@ class Recorder:
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, Leaf] = field(default_factory=dict)
     grad_enabled: bool = True
+    evaluates: bool = False
+    """As after ``model.eval()``: dropout hands its input on."""
     closed: bool = False
     next_id: int = 1
     sequence: int = 0

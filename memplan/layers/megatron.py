@@ -103,7 +103,7 @@ def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: flo
     """``bias_dropout_add_fused_train``: one fused kernel that keeps the mask; the bias is added here."""
     bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
     out = r.empty(x.shape, x.dtype, f"{name}_residual")
-    mask = [r.empty(x.shape, "bool", f"{name}_dropout_mask")] if p > 0 else []
+    mask = [r.empty(x.shape, "bool", f"{name}_dropout_mask")] if p > 0 and not r.evaluates else []
     shape, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

@@ -481,7 +481,7 @@ def _convert(recorder: Recorder, run: Run) -> None:
 
 def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> Tape:
     """Forward without a graph, on a fresh ``recorder`` that records none."""
-    x = None
+    x, recorder.evaluates = None, True
     if interface.shape is not None:
         x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=True)
     if options.seams:

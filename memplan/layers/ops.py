@@ -266,9 +266,9 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved. CUDA's kernel makes the
-    mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
-    if p == 0.0:
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA's
+    kernel makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
+    if p == 0.0 or r.evaluates:
         return x
     early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces else []
     out = r.empty(x.shape, x.dtype, name)

@@ -47,6 +47,9 @@ LEAST = {
 ALWAYS = ("torch", "transformers")
 LEAST_OF_TORCHTITAN = (2, 11)
 """And one of torchtitan's code, which follows ``DTensor`` from within."""
+LEAST_OF_4_BIT_SHARDS = (2, 13)
+"""Of ``fully_shard`` over 4-bit weights in ``uint8``: 2.11 makes each shard a parameter with a gradient before it takes
+that away (``FSDPParam._init_sharded_param``), which integers cannot have."""
 LEAST_OF_PIPELINES = (2, 13)
 """Whose stages know shapes as those that are followed do."""
 
@@ -61,7 +64,10 @@ def needed(job: Job) -> dict[str, tuple[int, int]]:
     """Packages that the trace of ``job`` needs, and their oldest releases."""
     if job.torchtitan is not None:
         return {"torch": LEAST_OF_TORCHTITAN if job.torchtitan.stages is None else LEAST_OF_PIPELINES}
-    return {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
+    found = {package: LEAST[package] for package in (*ALWAYS, *job.packages)}
+    if job.fsdp is not None and job.tuned is not None and job.tuned.four_bit is not None:
+        found["torch"] = LEAST_OF_4_BIT_SHARDS
+    return found
 
 
 Steps = Callable[[int, int], None]

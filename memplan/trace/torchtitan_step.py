@@ -133,8 +133,9 @@ class TitanTraining(Training):
         return cross_entropy(self.replica.inner(self.tokens), self.labels)
 
     def evaluate(self) -> None:
-        """A forward pass of the model alone."""
-        self.replica.inner(self.tokens)
+        """A forward pass and the loss, as torchtitan's ``Validator`` (``components/validate.py``)."""
+        with self.synced(0):
+            self.loss()
 
 
 def _run(

@@ -226,7 +226,7 @@ def test_every_hold_is_dropped_once_or_handed_over(names: list[str], recompute: 
         assert all(hold.category is Category.GRADIENTS for hold in gradients)
         expected = made.parameters if tapes is made.first else ()
         assert sorted(hold.bytes for hold in gradients) == sorted(p.bytes("fp32") for p in expected)
-    assert len(left_behind(made.evaluation)) == 1
+    assert len(left_behind(made.evaluation)) == int(set(names) != {"dropout"}), "or the input itself"
 
 
 BASES = {"gpt2": "gpt2", "bert": "bert-large", "llama": "llama-3-8b", "mistral": "mistral-7b", "qwen3": "qwen3-8b"}

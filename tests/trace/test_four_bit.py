@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from memplan.plan.errors import LackingError
+from memplan.plan.read import read_plan
 from memplan.tape.events import Category, rounded
 from memplan.trace import run
 from memplan.trace.recording import FORWARD
 from memplan.trace.run import planned
 from memplan.trace.step import traced_step
+from memplan.validate.native import native
 
 from ..layers.test_four_bit import CASES, RECORDED, B, Case, S
 from ..layers.tuned_comparison import config_of
@@ -39,6 +41,10 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "version", lambda package: {"bitsandbytes": "0.45.0"}.get(package, "99.0"))
     with pytest.raises(LackingError, match=r"needs bitsandbytes 0\.50 or later, not 0\.45\.0: pip install 'bitsan"):
         run.traced(job, "llama")
+    sharded = native(read_plan(None, {**flags, "framework": "fsdp", "gpus": "2"}).plan).job(0)
+    monkeypatch.setattr(run, "version", lambda package: {"torch": "2.11.0"}.get(package, "99.0"))
+    with pytest.raises(LackingError, match=r"needs torch 2\.13 or later, not 2\.11\.0"):
+        run.traced(sharded, "llama")
 
 
 @pytest.fixture(autouse=True)

@@ -47,6 +47,9 @@ def test_no_mode_sees_operators(case: str) -> None:
     with training_of(job_of(case), Surroundings(fake=False, device="cpu", alone=True)) as training:
         training.iterate(Looking())
         training.iterate(Watch())
+        if isinstance(training, Training):
+            with torch.no_grad():
+                training.evaluate()
     assert seen
     assert not any(seen)
 

@@ -430,6 +430,15 @@ def _torch_sharded(
     return replace(_made(stage, (hooked,), order, per_stage, states, kept), elements=elements)
 
 
+def _held_in_evaluation(stage: _Stage) -> int:
+    """Bytes that callers hold beside a forward pass without a graph, as in a first stage's allocations on an H200: what
+    the micro-batch before sent (``output_tensor`` in ``schedules.py``), and the embedding's output while layers behind
+    the first run (``decoder_input`` in ``GPTModel.forward``)."""
+    layers = sum(name.startswith("layer.") for name in stage.names)
+    embedded = stage.received if "embedding" in stage.names and layers > 1 else 0
+    return embedded + (stage.sent if "head" not in stage.names else 0)
+
+
 def _made(
     stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule, per_stage: int, states: Rules, kept: Kept
 ) -> Program:
@@ -439,6 +448,7 @@ def _made(
         entries=stage.names,
         order=_order(stage, chunks, order),
         initialisation=kept.construction.excursion.peak,
+        evaluated=(_held_in_evaluation(stage), 0),
         kept=kept,
         saving=saved(kept, states),
         host=kept.host,

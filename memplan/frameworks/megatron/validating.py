@@ -132,13 +132,13 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise PlanError("megatron.precision_of", list(given.megatron.precision_of), problem)
     engine = _installed("transformer-engine")
     if engine is None:
-        return MegatronCore(given, given if find_spec("apex") is not None else _stepped_by_torch(given))
+        return MegatronCore(given, given if find_spec("apex") is not None else stepped_by_torch(given))
     release = ".".join(engine.split("+")[0].split(".")[:2])
     megatron = given.megatron.model_copy(update={"transformer_engine": release})
     return MegatronCore(given, resolve(given.model_copy(update={"megatron": megatron})))
 
 
-def _stepped_by_torch(plan: ResolvedPlan) -> ResolvedPlan:
+def stepped_by_torch(plan: ResolvedPlan) -> ResolvedPlan:
     """With ``torch.optim``'s step in place of a fused one (``megatron/core/optimizer/__init__.py``)."""
     if plan.optimizer.implementation is None:
         return plan

@@ -20,14 +20,17 @@ from .shape import CoreShape
 def bias_dropout_add(
     r: Recorder, x: Tensor, bias: Tensor | None, residual: Tensor, name: str, shape: CoreShape
 ) -> Tensor:
-    """``get_bias_dropout_add`` in training: ``residual + dropout(x + bias)``, in the dtype of the residual.
+    """``get_bias_dropout_add``: ``residual + dropout(x + bias)``, in the dtype of the residual; in place in evaluation,
+    if there is no bias (which requires a gradient).
 
     ``TransformerLayer`` runs it with gradients enabled even in a forward pass that is recomputed later
     (``bias_dropout_add_exec_handler``), so that its mask lives until the region's output has a new node.
     """
+    if r.evaluates and bias is None and x.dtype == residual.dtype:
+        return x
     enabled, r.grad_enabled = r.grad_enabled, r.grad_enabled or residual.node is not None
     function = _fused_bias_dropout_add if shape.bias_dropout_fusion else _unfused_bias_dropout_add
-    out = function(r, x, bias, residual, name, shape.spec.hidden_dropout)
+    out = function(r, x, bias, residual, name, 0.0 if r.evaluates else shape.spec.hidden_dropout)
     r.grad_enabled = enabled
     return out
 
