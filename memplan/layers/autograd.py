@@ -33,7 +33,7 @@ from ..values import dataclass
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
-from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls
+from .work import NO_CALLS, SUM_OF_ROWS, Calls, Kernel, Operator, Stream, Work, calls, issued
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -104,6 +104,10 @@ def _bytes(x: Tensor) -> int:
     return size_of(x.shape, x.dtype)
 
 
+def _sized(given: Gradients | Sequence[Tensor]) -> list[tuple[Shape, str]]:
+    return [(x.shape, x.dtype) for x in given if x is not None]
+
+
 DERIVED = Operator()
 
 GRAPHS = 8
@@ -129,8 +133,8 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "outputs", "pool", "read", "saved", "sequence",
-        "work",
+        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "issue", "outputs", "pool", "read", "saved",
+        "sequence", "work",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +158,8 @@ class Node:
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
         """and bytes of the tensors that it saved."""
+        self.issue: int | None = None
+        """As of ``Operator``."""
         self.pool = 0
         """The stream whose memory its backward function takes."""
         self.apart = False
@@ -281,7 +287,9 @@ class Recorder:
     launches: int = 0
     """how many they are,"""
     of_loss: bool = False
-    """and whether some of them are logits."""
+    """and whether some of them are logits;"""
+    last: tuple[Shape, str] = ((), "fp32")
+    """shape and dtype of the last."""
     later_products: list[Delayed] | None = None
     """Products for gradients of weights that are computed behind the backward pass, where they are,"""
     delayed_experts: list[Delayed] | None = None
@@ -301,6 +309,7 @@ class Recorder:
         if self.counts and category not in BESIDE:
             self.made += size
             self.launches += 1
+            self.last = shape, dtype
             self.of_loss |= category is Category.LOGITS
         size = rounded(size)
         identity = self.next_id
@@ -429,11 +438,12 @@ class Recorder:
         otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
         and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
         outputs_made = self.launches > 0
+        issue = work.issue and work.issue[0]
         if outputs_made:
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=issue)
         node = self._linked(inputs, saved, backward, outputs, work)
         if not outputs_made:  # inputs are saved before the kernel runs: it does not, if recomputing ends with them
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=issue)
         return node
 
     def _linked(
@@ -454,6 +464,7 @@ class Recorder:
         node.pool = self.pool
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
+            node.issue = work.issue and work.issue[1]
         dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
             node.dtypes = dtypes
@@ -493,7 +504,8 @@ class Recorder:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
         if self.counts and work.forward is None:
             moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
-            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS),))
+            own = issued(_sized(inputs), shape, dtype) if work.issue is None else work.issue[0]
+            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, own),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
@@ -507,14 +519,22 @@ class Recorder:
         if self.pool == GRAPHS:
             self.replayed = self.replayed.plus(*map(calls, work))
 
-    def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
+    def _did(
+        self,
+        given: Gradients | Sequence[Tensor],
+        launches: int,
+        work: Work | None,
+        saved: int = 0,
+        issue: int | None = None,
+    ) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
         reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
         if not self.counts:
             return
         if work is None and self.launches:
             read = launches * sum(_bytes(x) for x in given if x is not None) + saved
-            work = (Stream(read + self.made, launches, self.of_loss),)
+            own = issued(_sized(given), *self.last) if issue is None else issue
+            work = (Stream(read + self.made, launches, self.of_loss, own),)
         self.work += work or ()
         self._called(work or ())
         self.made, self.launches, self.of_loss = 0, 0, False
@@ -544,7 +564,7 @@ class Recorder:
             self.unpacked = node.saved if node.frame is not None else node.saved[::-1]
             returned = list(node.backward(self, arrived))
             self.unpacked = ()
-            self._did(given, self.launches, node.work, node.read)
+            self._did(given, self.launches, node.work, node.read, node.issue)
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
             produced = self._summed(returned, node)
@@ -581,7 +601,8 @@ class Recorder:
             if isinstance(one, Unsummed):
                 needed = node.inputs[at] is not None
                 returned[at] = self.empty(one.shape, one.gradient.dtype, one.name) if needed else None
-                self._did([one.gradient], 1, None)
+                rows = prod(one.gradient.shape) // max(1, prod(one.shape))
+                self._did([one.gradient], 1, None, issue=SUM_OF_ROWS.of(prod(one.gradient.shape), rows))
             del one
             if node.dtypes and node.inputs[at] is not None:
                 self._cast_back(returned, at, node.dtypes[at])

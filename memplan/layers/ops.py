@@ -50,18 +50,21 @@ def elementwise(
     shape: Shape | None = None,
     saves_output: bool = False,
     category: Category = TEMPORARIES,
+    issue: tuple[work.Issue, work.Issue] | None = None,
 ) -> Tensor:
-    """An operator with one fresh output whose gradients are one fresh tensor per input that needs one."""
+    """An operator with one fresh output whose gradients are one fresh tensor per input that needs one. ``issue``: of
+    each direction's kernel."""
     like = tuple((x.shape, x.dtype) if x.node is not None else None for x in inputs)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [x and r.empty(*x, f"grad_{name}", category) for x in like]
 
     shape, dtype = shape or inputs[0].shape, dtype or inputs[0].dtype
+    done = work.Operator(issue=issue and (issue[0].of(prod(shape)), issue[1].of(prod(shape))))
     if not saves_output:
-        return r.output(inputs, saves, backward, shape, dtype, name, category)
+        return r.output(inputs, saves, backward, shape, dtype, name, category, done)
     out = r.empty(shape, dtype, name, category)
-    return out.by(r.node(inputs, (*saves, out), backward))
+    return out.by(r.node(inputs, (*saves, out), backward, work=done))
 
 
 def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False) -> Tensor:
@@ -121,7 +124,12 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
         grad_x = gradient(r, shape_x, f"grad_{name}_self") if need_x else None
         return [grad_x, grad_y]
 
-    return r.output((x, y), saves, backward, full, dtype, name)
+    read, size = 2 * size_of(full, dtype), ((full, dtype),)
+    back = [
+        work.Stream(read + size_of(own.shape, own.dtype), 1, False, work.issued((*size, (own.shape, own.dtype)), *size[0]))
+        for own in saves[::-1]
+    ]
+    return r.output((x, y), saves, backward, full, dtype, name, work=work.Operator(None, back))
 
 
 def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEMPORARIES) -> Tensor:
@@ -252,7 +260,9 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
     out = r.empty(x.shape, dtype or x.dtype, name)
     shape, back = x.shape, taken.dtype
 
-    out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")])
+    n = prod(shape)
+    done = work.Operator(issue=(work.SOFTMAX.of(n), work.SOFTMAX_BACKWARD.of(n)))
+    out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")], work=done)
     del taken
     return out
 
@@ -264,8 +274,9 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     out = r.empty(x.shape, x.dtype, name)
     mask = r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
+    done = work.Operator(issue=(work.DROPOUT.of(prod(shape)), 0))
 
-    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], work=done)
     return out
 
 
@@ -299,17 +310,25 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
         return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias") if needs_bias else None]
 
     saved = (x, mean, rstd) if r.autocast is None else (bias, x, weight, mean, rstd)
-    out.node = r.node((x, weight, bias), saved, backward)
+    n, rows = prod(shape), prod(shape[:-1])
+    done = work.Operator(issue=(work.LAYER_NORM.of(n, rows), work.LAYER_NORM_BACKWARD.of(n, rows)))
+    out.node = r.node((x, weight, bias), saved, backward, work=done)
     del mean, rstd
     return out
 
 
 def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tensor:
-    """Saves its result; logits-sized in both directions."""
+    """Saves its result; logits-sized in both directions. Forward reads a row for its maximum, its sum and the result,
+    backward the gradient for its sum and both for the result (``SoftMax.cu``, ``cunn_SoftMaxForward`` and
+    ``cunn_SoftMaxBackward``: rows too long to keep)."""
     out = r.empty(x.shape, x.dtype, name, Category.LOGITS)
     shape, dtype = x.shape, x.dtype
 
-    out.node = r.node((x,), (out,), lambda r, gradients: [r.empty(shape, dtype, "grad_logits", Category.LOGITS)])
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, "grad_logits", Category.LOGITS)]
+
+    each = (work.Stream(4.0 * size_of(shape, dtype), 1, True),)
+    out.node = r.node((x,), (out,), backward, work=work.Operator(each, each))
     return out
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Together
 from . import attention
 from .collectives import Group, collective, group, send
+from .power import Drawn
 from .rates import Rates
 
 CHANNELS = 24
@@ -65,7 +66,7 @@ def matmul(
         return 0.0
     multiple = ALIGNMENT / element
     aligned = not (m % multiple or n % multiple or k % multiple)
-    sustained = rates.ordinary
+    sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and element <= 2:
         sustained = rates.matrix if element == 2 else dict(rates.low)[element]
     work = 2.0 * k / (sustained / rates.processors)
@@ -76,7 +77,8 @@ def matmul(
     for rows, columns, area in TILES if min(m, n) >= 64 else SKINNY:
         tiles = batch * -(-m // rows) * -(-n // columns)
         for split in {1, _spare(tiles, rates.processors)}:
-            computed = work * _busiest(tiles, rates.processors, area) / split
+            busiest = -(-tiles // rates.processors) * area if element > 2 else _busiest(tiles, rates.processors, area)
+            computed = work * busiest / split
             back = result + (split * partial if split > 1 else 0.0)
             moved = operands + back
             one = max(computed, moved) if rates.overlapped_epilogue else max(computed + back, moved)
@@ -84,9 +86,9 @@ def matmul(
     return max(least, LAUNCH)
 
 
-def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
-    """Seconds of ``kernels`` that read and write ``moved`` bytes together."""
-    return max(moved / rates.memory, kernels * LAUNCH) if moved else 0.0
+def streamed(rates: Rates, moved: float, kernels: int = 1, issue: int = 0) -> float:
+    """Seconds of ``kernels`` that read and write ``moved`` bytes together; ``issue`` as of ``Stream``."""
+    return max(moved / rates.memory, issue * 1e-15 * rates.issue, kernels * LAUNCH) if moved else 0.0
 
 
 def _spare(tiles: int, processors: int) -> int:
@@ -110,6 +112,7 @@ class Seconds(NamedTuple):
     exposed: float = 0.0
     """Communication that nothing hides."""
     launches: int = 0
+    drawn: Drawn = Drawn()
 
 
 class Ranks(NamedTuple):
@@ -123,15 +126,31 @@ class Ranks(NamedTuple):
 
 def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> Seconds:
     """Of kernels, each so often, on one of ``ranks``."""
-    device, exposed, launches = 0.0, 0.0, 0
+    device, exposed, launches, drawn = 0.0, 0.0, 0, Drawn()
     for kernel, times in work:
         if isinstance(kernel, Exchange):
             exposed += times * kernel.times * exchanged(kernel, rates, ranks)
             launches += times * kernel.times
         else:
-            device += times * alone(kernel, rates)
+            spent = times * alone(kernel, rates)
+            device += spent
             launches += times * (1 if isinstance(kernel, Product) else kernel.launches)  # a group is one call
-    return Seconds(device, exposed, launches)
+            if rates.power is not None:
+                drawn = drawn.plus(_drawn(kernel, times, spent, rates))
+    return Seconds(device, exposed, launches, drawn)
+
+
+def _drawn(kernel: Alone, times: int, spent: float, rates: Rates) -> Drawn:
+    """What ``times`` runs of a kernel draw, which take ``spent`` seconds."""
+    if isinstance(kernel, Scan):
+        return _drawn(kernel.kernel, times, spent, rates)
+    if isinstance(kernel, Product):
+        return Drawn(times * kernel.flops * min(1.0, kernel.element / 2), 0.0, spent)
+    moved = times * kernel.bytes
+    if isinstance(kernel, Attention):
+        return Drawn(times * kernel.flops * kernel.part, moved, spent)
+    streams = moved / rates.memory >= spent * 0.99
+    return Drawn(0.0, moved, 0.0 if streams else spent, spent if streams else 0.0)
 
 
 def alone(kernel: Alone, rates: Rates) -> float:
@@ -144,9 +163,9 @@ def alone(kernel: Alone, rates: Rates) -> float:
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward
         spent = attention.seconds(kernel, fused, rates.processors)
-        return max(spent, streamed(rates, kernel.bytes, kernel.launches))
+        return max(spent + streamed(rates, attention.beside(kernel)), streamed(rates, kernel.bytes, kernel.launches))
     slower = rates.memory / rates.loss if kernel.loss else 1.0
-    return streamed(rates, kernel.bytes * slower, kernel.launches)
+    return streamed(rates, kernel.bytes * slower, kernel.launches, kernel.issue)
 
 
 def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
