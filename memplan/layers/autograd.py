@@ -104,10 +104,6 @@ def _bytes(x: Tensor) -> int:
     return size_of(x.shape, x.dtype)
 
 
-def _sized(given: Gradients | Sequence[Tensor]) -> list[tuple[Shape, str]]:
-    return [(x.shape, x.dtype) for x in given if x is not None]
-
-
 DERIVED = Operator()
 
 GRAPHS = 8
@@ -158,7 +154,7 @@ class Node:
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
         """and bytes of the tensors that it saved."""
-        self.issue: int | None = None
+        self.issue = 0
         """As of ``Operator``."""
         self.pool = 0
         """The stream whose memory its backward function takes."""
@@ -287,9 +283,7 @@ class Recorder:
     launches: int = 0
     """how many they are,"""
     of_loss: bool = False
-    """and whether some of them are logits;"""
-    last: tuple[Shape, str] = ((), "fp32")
-    """shape and dtype of the last."""
+    """and whether some of them are logits."""
     later_products: list[Delayed] | None = None
     """Products for gradients of weights that are computed behind the backward pass, where they are,"""
     delayed_experts: list[Delayed] | None = None
@@ -309,7 +303,6 @@ class Recorder:
         if self.counts and category not in BESIDE:
             self.made += size
             self.launches += 1
-            self.last = shape, dtype
             self.of_loss |= category is Category.LOGITS
         size = rounded(size)
         identity = self.next_id
@@ -438,12 +431,11 @@ class Recorder:
         otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
         and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
         outputs_made = self.launches > 0
-        issue = work.issue and work.issue[0]
         if outputs_made:
-            self._did(inputs, 1, work.forward, issue=issue)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         node = self._linked(inputs, saved, backward, outputs, work)
         if not outputs_made:  # inputs are saved before the kernel runs: it does not, if recomputing ends with them
-            self._did(inputs, 1, work.forward, issue=issue)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         return node
 
     def _linked(
@@ -464,7 +456,7 @@ class Recorder:
         node.pool = self.pool
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
-            node.issue = work.issue and work.issue[1]
+            node.issue = work.issue[1]
         dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
             node.dtypes = dtypes
@@ -504,8 +496,7 @@ class Recorder:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
         if self.counts and work.forward is None:
             moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
-            own = issued(_sized(inputs), shape, dtype) if work.issue is None else work.issue[0]
-            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, own),))
+            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, work.issue[0]),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
@@ -525,7 +516,7 @@ class Recorder:
         launches: int,
         work: Work | None,
         saved: int = 0,
-        issue: int | None = None,
+        issue: int = 0,
     ) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
         reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
@@ -533,8 +524,7 @@ class Recorder:
             return
         if work is None and self.launches:
             read = launches * sum(_bytes(x) for x in given if x is not None) + saved
-            own = issued(_sized(given), *self.last) if issue is None else issue
-            work = (Stream(read + self.made, launches, self.of_loss, own),)
+            work = (Stream(read + self.made, launches, self.of_loss, issue),)
         self.work += work or ()
         self._called(work or ())
         self.made, self.launches, self.of_loss = 0, 0, False
@@ -617,7 +607,8 @@ class Recorder:
             empty = not prod(gradient.shape)
             cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
-            self._did([gradient], 1, None)
+            operand = (gradient.shape, gradient.dtype)
+            self._did([gradient], 1, None, issue=issued((operand,), gradient.shape, dtype))
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
         """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to

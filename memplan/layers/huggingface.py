@@ -446,7 +446,7 @@ def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
     assert shared.sin is not None
     kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
     turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
-    return ops.add(r, kept, turned, f"{name}_rotary")
+    return ops.add(r, kept, turned, f"{name}_rotary", issue=work.STRIDED)  # heads before tokens, and behind
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:

@@ -60,17 +60,21 @@ def elementwise(
         return [x and r.empty(*x, f"grad_{name}", category) for x in like]
 
     shape, dtype = shape or inputs[0].shape, dtype or inputs[0].dtype
-    done = work.Operator(issue=issue and (issue[0].of(prod(shape)), issue[1].of(prod(shape))))
+    done = work.Operator(issue=(issue[0].of(prod(shape)), issue[1].of(prod(shape))) if issue else (0, 0))
     if not saves_output:
         return r.output(inputs, saves, backward, shape, dtype, name, category, done)
     out = r.empty(shape, dtype, name, category)
     return out.by(r.node(inputs, (*saves, out), backward, work=done))
 
 
-def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False) -> Tensor:
+def add(
+    r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False, issue: work.Issue | None = None
+) -> Tensor:
     """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast.
 
-    ``negated``: ``x - y``, whose gradient of y is a fresh tensor.
+    ``negated``: ``x - y``, whose gradient of y is a fresh tensor. ``issue``: of forward's kernel, where elements of
+    both
+    are in different orders.
     """
     out = r.empty(x.shape, promoted(x.dtype, y.dtype), name)
     shape = y.shape
@@ -81,8 +85,13 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool =
         other = r.empty(gradient.shape, gradient.dtype, f"grad_{name}_negated") if negates else gradient.alias()
         return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
-    out.node = r.node((x, y), (), backward)
+    own = _issued(x.shape, out.dtype, x, y) if issue is None else issue.of(prod(x.shape))
+    out.node = r.node((x, y), (), backward, work=work.Operator(issue=(own, 0)))
     return out
+
+
+def _issued(shape: Shape, dtype: str, *operands: Tensor) -> int:
+    return work.issued([(x.shape, x.dtype) for x in operands], shape, dtype)
 
 
 def add_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
@@ -94,9 +103,9 @@ def add_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
 
 def add_constant(r: Recorder, x: Tensor, name: str = "add", y: Tensor | None = None) -> Tensor:
     """``x + c`` with a number, or with ``y``, a tensor without gradient (an attention mask)."""
-    return r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name).by(
-        r.node((x,), (), lambda r, gradients: gradients)
-    )
+    dtype = x.dtype if y is None else promoted(x.dtype, y.dtype)
+    done = work.Operator(issue=(0 if y is None else _issued(x.shape, dtype, x, y), 0))
+    return r.empty(x.shape, dtype, name).by(r.node((x,), (), lambda r, gradients: gradients, work=done))
 
 
 def scale(r: Recorder, x: Tensor, name: str = "scaled") -> Tensor:
@@ -124,12 +133,12 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
         grad_x = gradient(r, shape_x, f"grad_{name}_self") if need_x else None
         return [grad_x, grad_y]
 
-    read, size = 2 * size_of(full, dtype), ((full, dtype),)
+    read, whole = 2 * size_of(full, dtype), Tensor(x.storage, full, dtype)
     back = [
-        work.Stream(read + size_of(own.shape, own.dtype), 1, False, work.issued((*size, (own.shape, own.dtype)), *size[0]))
-        for own in saves[::-1]
+        work.Stream(read + size_of(own.shape, own.dtype), issue=_issued(full, dtype, whole, own)) for own in saves[::-1]
     ]
-    return r.output((x, y), saves, backward, full, dtype, name, work=work.Operator(None, back))
+    done = work.Operator(None, back, (_issued(full, dtype, x, y), 0))
+    return r.output((x, y), saves, backward, full, dtype, name, work=done)
 
 
 def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEMPORARIES) -> Tensor:
@@ -141,7 +150,9 @@ def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEM
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(incoming(gradients).shape, back, f"grad_{name}", category)]
 
-    return r.empty(x.shape, dtype, name, category).by(r.node((x,), (), backward))
+    wide = Tensor(x.storage, x.shape, dtype)
+    done = work.Operator(issue=(_issued(x.shape, dtype, x), _issued(x.shape, back, wide)))
+    return r.empty(x.shape, dtype, name, category).by(r.node((x,), (), backward, work=done))
 
 
 def contiguous(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
@@ -374,7 +385,12 @@ def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
     """``x.mean(-1, keepdim=True)``: saves nothing; the gradient is expanded and divided (full size)."""
     shape, dtype = x.shape, x.dtype
     return r.empty((*x.shape[:-1], 1), x.dtype, name).by(
-        r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+        r.node(
+            (x,),
+            (),
+            lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")],
+            work=work.Operator(issue=(0, work.STRIDED.of(prod(shape)))),
+        )
     )
 
 
@@ -414,8 +430,10 @@ def sliced_whole(r: Recorder, x: Tensor, times: int, name: str, category: Catego
 def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
     """A view of part of the last dimension; ``slice_backward`` fills a tensor of the whole size."""
     whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")])
-    return Tensor(x.storage, (*x.shape[:-1], width), dtype, node)
+    shape = (*x.shape[:-1], width)
+    done = work.Operator(issue=(0, work.STRIDED.of(prod(shape))))
+    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")], work=done)
+    return Tensor(x.storage, shape, dtype, node)
 
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:

@@ -186,8 +186,8 @@ class Operator(NamedTuple):
 
     forward: Work | None = None
     backward: Work | None = None
-    issue: tuple[int, int] | None = None
-    """As of ``Stream``, in each direction, where that does not follow from shapes and dtypes."""
+    issue: tuple[int, int] = (0, 0)
+    """As of ``Stream``, of what follows from tensors in each direction."""
 
 
 def exchanged(kind: Kind, size: float, back: Kind, axis: Axis = "tp") -> Operator:

@@ -20,8 +20,8 @@ FOREACH = 80
 
 
 FOREACH_ISSUE, FUSED_ISSUE, BITSANDBYTES_ISSUE = 11_500, {2: 8_600, 4: 9_800}, 10_000
-"""Femtoseconds a parameter on an H200 (torch 2.11, bitsandbytes 0.50, 26 November 2026): ``foreach`` in bf16 in steps of
-Llama 3 and GPT-2 XL (in fp32 it is as fast as the memory), ``fused`` alone by the parameter's bytes
+"""Femtoseconds a parameter on an H200 (torch 2.11, bitsandbytes 0.50, 26 November 2026): ``foreach`` in bf16 in steps
+of Llama 3 and GPT-2 XL (in fp32 it is as fast as the memory), ``fused`` alone by the parameter's bytes
 (``benchmarks/measured_kernels_h200.json``), and ``kOptimizer32bit2State`` on an embedding's."""
 
 

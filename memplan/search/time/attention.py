@@ -72,8 +72,8 @@ HOPPER_CUDNN_NEWEST = Kernels(
 MEMORY_EFFICIENT = Kernels(
     Fused(0.51, 0.51, 0.9),
     Fused(0.65, 0.65, 2.0, _TAIL),
-    "benchmarks/measured_kernels_h200.json (fp32, 8 x 12 causal heads of 64 features and 1,024 tokens in a step of GPT-2 "
-    "on an H200, torch 2.11: 635 and 1,290 microseconds, as parts of the ordinary cores' peak)",
+    "benchmarks/measured_kernels_h200.json (fp32, 8 x 12 causal heads of 64 features and 1,024 tokens in a step of "
+    "GPT-2 on an H200, torch 2.11: 635 and 1,290 microseconds, as parts of the ordinary cores' peak)",
 )
 BLACKWELL = Kernels(
     Fused(0.60, 0.34, 0.9, queries=256),

@@ -81,7 +81,7 @@ class Efficiency:
     ordinary: float | None = None
     """Of the ordinary cores' peak, by products; ``None``: as ``matrix``."""
     odd: float | None = None
-    """Of the tensor cores' peak, by products whose rows are no whole 16 bytes; ``None``: ordinary cores compute them."""
+    """Of the tensor cores' peak, by products whose rows are no whole 16 bytes; ``None``: ordinary cores do."""
     power: Power | None = None
     """``None``: rates are sustained ones."""
     sources: tuple[str, ...] = ()
@@ -144,21 +144,19 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     }
 )
 
-_NEWEST: Mapping[str, Fraction] = MappingProxyType(
-    {"h100-80gb": Fraction(0.855, _OWN), "h200": Fraction(0.855, _OWN)}
-)
-"""Where cuBLAS 13 multiplies (``nvjet`` kernels), before the power limit."""
+_NEWEST: Mapping[str, Fraction] = MappingProxyType({"h100-80gb": Fraction(0.855, _OWN), "h200": Fraction(0.855, _OWN)})
+"""Where cuBLAS has ``nvjet`` kernels, before the power limit."""
 
 _ORDINARY = 50.06 / 66.9
 """The same GPU, fp32: a product of 4,096 x 4,096 x 4,096."""
 _ODD = 121 / 989.5
-"""The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s, gradients 134
-to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
+"""The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
+gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
 
 _POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
-"""The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of 8
-layers 688, GPT-2 XL 586, GPT-2 under autocast 498, Llama with 8-bit Adam 479) and of a copy (563) are those of this sum
-within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684 TFLOP/s):
+"""The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
+8 layers 688, GPT-2 XL 586, GPT-2 under autocast 498, Llama with 8-bit Adam 479) and of a copy (563) are those of this
+sum within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684 TFLOP/s):
 the exponent."""
 
 _SAME_CHIP: Mapping[str, str] = MappingProxyType(
@@ -248,7 +246,8 @@ _EXCHANGE: Mapping[int, float] = MappingProxyType({8: 203 / 300, 9: 317 / 450, 1
 
 _BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
 """B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
-_HOST = 12.0 / 16.0
+_HOST, _HOST_HOPPER = 12.0 / 16.0, 55.4 / 64
+"""NCCL's figure, and 256 MiB of pinned memory, either way, on an H200 (``_OWN``)."""
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
 _NETWORK = 0.96
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
@@ -268,7 +267,7 @@ def default(
     newest: bool = False,
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where cuDNN has attention's, ``older`` before
-    FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS 13 multiplies."""
+    FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``."""
     limited = newest and _SAME_CHIP.get(gpu, gpu) in _NEWEST
     matrix = _measured(gpu, newest) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
@@ -276,6 +275,7 @@ def default(
     if narrow and memory is _HOPPER:
         memory = _HOPPER_NARROW
     link = _LINK.get(major, _NO_LINK)
+    host = _HOST_HOPPER if major == 9 else _HOST
     forward, backward, attention = kernels_of(
         major, matrix.value, fused_kernels=fused_kernels, older=older, newest=newest
     )
@@ -286,7 +286,7 @@ def default(
         f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
         f"network adapters {_NETWORK:.0%}: {_NET}",
-        f"host {_HOST:.0%}: {_PCI}",
+        f"host {host:.0%}: {_PCI if host == _HOST else _OWN.partition(', torch')[0]})",
     )
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
     return Efficiency(
@@ -296,7 +296,7 @@ def default(
         backward,
         link.value,
         _NETWORK,
-        _HOST,
+        host,
         loss,
         base,
         hop,

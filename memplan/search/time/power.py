@@ -1,8 +1,8 @@
 """The clock that a GPU's power limit leaves, measured on one of the H100's chip.
 
 What a kernel computes and moves takes energy; where a pass would take more than the limit, the multiprocessors' clock
-falls until it does not, and with it every rate but the memory's. A lower clock needs a lower voltage, so that the energy
-of an operation falls, too.
+falls until it does not, and with it every rate but the memory's. A lower clock needs a lower voltage, so that an
+operation takes less energy, too.
 """
 
 from __future__ import annotations

@@ -137,9 +137,12 @@ IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
 FLASH2 = (2, 2)
 """PyTorch whose own fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
 
+NVJET = (2, 8)
+"""PyTorch whose wheels, unless one asks for others, are of CUDA 12.8 or later, whose cuBLAS has ``nvjet`` kernels in
+place of ``sm90_xmma_gemm`` (https://forums.developer.nvidia.com/t/348958)."""
 CUDA_13 = (2, 11)
-"""PyTorch whose wheels, unless one asks for others, are of CUDA 13: of cuBLAS 13, and of a cuDNN whose attention
-``scaled_dot_product_attention`` prefers on Hopper and Blackwell (``sdp_utils.cpp``, ``check_prefer_cudnn_attention``),"""
+"""Those of CUDA 13, whose cuDNN's attention ``scaled_dot_product_attention`` prefers on Hopper and Blackwell
+(``sdp_utils.cpp``, ``check_prefer_cudnn_attention``),"""
 DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """unless this variable is set."""
 
@@ -178,10 +181,11 @@ class Software(NamedTuple):
 
 
 def _software(plan: ResolvedPlan) -> Software:
-    fused, newest = framework(plan.framework).time.fused_attention, not before(plan, CUDA_13)
+    fused = framework(plan.framework).time.fused_attention
     older = before(plan, FLASH2) and plan.attention != "flash_attention_2"
-    cudnn = fused or (newest and plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED))
-    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), newest)
+    preferred = plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED)
+    cudnn = fused or (preferred and not before(plan, CUDA_13))
+    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET))
 
 
 def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:
