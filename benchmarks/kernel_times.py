@@ -2,15 +2,15 @@
 
     python -m benchmarks.kernel_times
 
-``measured_kernels_h200.json`` says how each was timed. Kernels of less than ``LEAST`` are left out of the table: they end
-before the host has started the next.
+``measured_kernels_h200.json`` says how each was timed. Kernels of less than ``LEAST`` are left out of the table: they
+end before the host has started the next.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks.measured import plan_of
 from memplan import read_plan
 from memplan.layers import work
-from memplan.layers.work import Kernel, Product, Stream
+from memplan.layers.work import Alone, Product, Stream
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.records.record import read_record
@@ -60,7 +60,7 @@ def _with_flash(plan: ResolvedPlan, flash: bool = True) -> ResolvedPlan:
 
 # -- what a name says ---------------------------------------------------------------------------------
 
-Made = Sequence[Kernel]
+Made = Sequence[Alone]
 MOVED = {"add": 6, "mul": 12, "cast bf16 fp32": 6, "cast fp32 bf16": 6, "dropout": 5, "native_dropout": 5}
 """Bytes that move for each element; else 4, backward 6."""
 SLOW = {
@@ -117,7 +117,7 @@ def kernels() -> list[Timed]:
 
     def add(group: str, name: str, spent: float, made: Made, of: Rates = plain) -> None:
         if made and spent >= LEAST:
-            found.append(Timed(group, name, spent, sum(alone(one, of) for one in made)))  # type: ignore[arg-type]
+            found.append(Timed(group, name, spent, sum(alone(one, of) for one in made)))
 
     for name, micro in measured()["kernels"]:
         spent = micro * 1e-6
@@ -181,10 +181,8 @@ def main() -> int:
         print(f"{one.group:20s} {one.name:55s} {both} {one.modelled / one.measured - 1:+6.0%}")
     print("\n| kernels | how many | median error | middle four fifths |\n| --- | ---: | ---: | ---: |")
     for group, errors in groups(found).items():
-        tenth = len(errors) // 10
-        print(
-            f"| {group} | {len(errors)} | {median(errors):+.0%} | {errors[tenth]:+.0%} to {errors[-1 - tenth]:+.0%} |"
-        )
+        least, most = errors[len(errors) // 10], errors[-1 - len(errors) // 10]
+        print(f"| {group} | {len(errors)} | {median(errors):+.0%} | {least:+.0%} to {most:+.0%} |")
     return 0
 
 

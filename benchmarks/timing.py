@@ -27,7 +27,7 @@ from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
-from memplan.search.time.efficiency import default  # noqa: E402
+from memplan.search.time.efficiency import POWER, default  # noqa: E402
 from memplan.search.time.kernels import matmul  # noqa: E402
 from memplan.search.time.shape import model_flops  # noqa: E402
 
@@ -193,9 +193,9 @@ def b200(rows: Sequence[Row]) -> Table:
 
 def grand_teton() -> Efficiency:
     """Meta's H100 with 96 GB: HBM2e of 2.4 TB/s, where the GPU table's (of GH200) has 4 (pytorch/torchtitan,
-    docs/performance.md). Its power limit of 500 W instead of 700 W is not in it: nobody published what it costs."""
+    docs/performance.md), and a power limit of 500 W instead of 700 W."""
     usual = default("h100-80gb", (9, 0))
-    return replace(usual, memory=usual.memory * 2.4 / 4.0)
+    return replace(usual, memory=usual.memory * 2.4 / 4.0, power=POWER.limited_to(500))
 
 
 def torchtitan(rows: Sequence[Row]) -> Table:
@@ -209,7 +209,7 @@ def torchtitan(rows: Sequence[Row]) -> Table:
         plan = resolve(plan_of(None, **job, **flags, **sizes))
         measured = b * s / row["tokens_per_second_per_gpu"]
         timed.append(Timed(row["id"], measured, step_time(plan, grand_teton()).total))
-    return Table("torchtitan_h100.jsonl", "h100-96gb", tuple(timed), "GPUs limited to 500 W, which is not modelled")
+    return Table("torchtitan_h100.jsonl", "h100-96gb", tuple(timed), "GPUs limited to 500 W")
 
 
 MPT = {

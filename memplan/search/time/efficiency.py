@@ -50,6 +50,10 @@ class Power(NamedTuple):
     exponent: float
     """Of the clock, in the energy of an operation."""
 
+    def limited_to(self, watts: float) -> Power:
+        """The same chip with another limit, of which it keeps as far below as that of 700 W."""
+        return self._replace(limit=self.limit * watts / 700)
+
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
@@ -153,11 +157,11 @@ _ODD = 121 / 989.5
 """The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
 gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
 
-_POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
+POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
 """The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
 8 layers 688, GPT-2 XL 586, GPT-2 under autocast 498, Llama with 8-bit Adam 479) and of a copy (563) are those of this
-sum within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684 TFLOP/s):
-the exponent."""
+sum within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684
+TFLOP/s): the exponent."""
 
 _SAME_CHIP: Mapping[str, str] = MappingProxyType(
     {"a800-80gb": "a100-80gb", "h800": "h100-80gb", "gh200-144gb": "h200", "mi325x": "mi300x"}
@@ -281,7 +285,7 @@ def default(
     )
     sources = (
         f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
-        *((f"clocks fall where a layer would take more than {_POWER.limit:.0f} W",) if limited else ()),
+        *((f"clocks fall where a layer would take more than {POWER.limit:.0f} W",) if limited else ()),
         f"memory {memory.value:.0%}: {memory.source}",
         f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
@@ -304,6 +308,6 @@ def default(
         _LOW.get(_SAME_CHIP.get(gpu, gpu)),
         _ORDINARY if major == 9 else None,
         _ODD if major == 9 else None,
-        _POWER if limited else None,
+        POWER if limited else None,
         sources,
     )
