@@ -329,10 +329,13 @@ TRIALS = "bigscience-trials-february-2022"
 PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")
 
 
-def own() -> Table:
-    """Steps of ``memplan validate`` on an H200 (``records``)."""
-    timed = [Timed(name, spent, step_time(plan).total) for name, spent, plan in kernel_times.steps()]
-    return Table("records", "h200", tuple(timed))
+def own() -> list[Table]:
+    """Steps of ``memplan validate`` on an H200 (``records``), those with adapters apart."""
+    by: dict[str, list[Timed]] = {}
+    for name, spent, plan in kernel_times.steps():
+        gpu = "h200" if plan.lora.rank is None else "h200 with adapters"
+        by.setdefault(gpu, []).append(Timed(name, spent, step_time(plan).total))
+    return [Table("records", gpu, tuple(timed)) for gpu, timed in by.items()]
 
 
 # -- print --------------------------------------------------------------------------------------------
@@ -393,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=MEASURED, metavar="DIR", help="folder of measured runs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     chosen = parser.parse_args(arguments)
-    tables = [*(published(name) for name in PAPERS), trials(), own()]
+    tables = [*(published(name) for name in PAPERS), trials(), *own()]
     if chosen.measured.is_dir():
         found = [(name, chosen.measured / name) for name in READERS]
         for name, path in found:

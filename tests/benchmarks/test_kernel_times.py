@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
+import pytest
+
 from benchmarks import kernel_times, timing
+from memplan.search.time.rates import PUBLISHED_ERRORS
 
 LIMITS = {
     "attention, cudnn": 0.08,
@@ -29,9 +32,10 @@ def test_kernels_alone() -> None:
 
 
 def test_steps_on_an_h200() -> None:
-    """Not QLoRA's: bitsandbytes' Python is slower than its kernels."""
-    table = timing.own()
-    assert len(table.rows) > 20
-    assert table.median_error < 0.04
-    assert table.rank_correlation > 0.98
-    assert all(abs(row.error) < 0.17 for row in table.rows if "quantisation" not in row.id)
+    """Of adapters QLoRA's is 23 % too fast: bitsandbytes' Python is slower than its kernels."""
+    whole, adapters = timing.own()
+    assert (len(whole.rows), len(adapters.rows)) == (21, 2)
+    assert whole.median_error == pytest.approx(PUBLISHED_ERRORS["h200"], abs=0.002)
+    assert whole.rank_correlation > 0.98
+    assert whole.worst_error < 0.17
+    assert adapters.worst_error < 0.25

@@ -24,17 +24,17 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.025, "a100-80gb": 0.026, "h100-80gb": 0.076, "b200": 0.071}
+    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "h200": 0.031, "b200": 0.068}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-ERROR_OF_EXPERTS = 0.111
+ERROR_OF_EXPERTS = 0.114
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERROR_OF_ADAPTERS = 0.053
-"""The same of LoRA on weights in 16 bits, on A100."""
+ERROR_OF_ADAPTERS = 0.031
+"""The same of adapters, on A100 and H200."""
 
 
 def published_error(plan: ResolvedPlan) -> float:
