@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Together
+from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Stream, Together
 from . import attention
 from .collectives import Group, collective, group, send
 from .power import Drawn
@@ -112,7 +112,6 @@ class Seconds(NamedTuple):
     exposed: float = 0.0
     """Communication that nothing hides."""
     launches: int = 0
-    drawn: Drawn = Drawn()
 
 
 class Ranks(NamedTuple):
@@ -126,31 +125,37 @@ class Ranks(NamedTuple):
 
 def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> Seconds:
     """Of kernels, each so often, on one of ``ranks``."""
-    device, exposed, launches, drawn = 0.0, 0.0, 0, Drawn()
+    device, exposed, launches = 0.0, 0.0, 0
     for kernel, times in work:
         if isinstance(kernel, Exchange):
             exposed += times * kernel.times * exchanged(kernel, rates, ranks)
             launches += times * kernel.times
         else:
-            spent = times * alone(kernel, rates)
-            device += spent
+            device += times * alone(kernel, rates)
             launches += times * (1 if isinstance(kernel, Product) else kernel.launches)  # a group is one call
-            if rates.power is not None:
-                drawn = drawn.plus(_drawn(kernel, times, spent, rates))
-    return Seconds(device, exposed, launches, drawn)
+    return Seconds(device, exposed, launches)
 
 
-def _drawn(kernel: Alone, times: int, spent: float, rates: Rates) -> Drawn:
-    """What ``times`` runs of a kernel draw, which take ``spent`` seconds."""
-    if isinstance(kernel, Scan):
-        return _drawn(kernel.kernel, times, spent, rates)
-    if isinstance(kernel, Product):
-        return Drawn(times * kernel.flops * min(1.0, kernel.element / 2), 0.0, spent)
-    moved = times * kernel.bytes
-    if isinstance(kernel, Attention):
-        return Drawn(times * kernel.flops * kernel.part, moved, spent)
-    streams = moved / rates.memory >= spent * 0.99
-    return Drawn(0.0, moved, 0.0 if streams else spent, spent if streams else 0.0)
+def drawn(work: Sequence[tuple[Kernel, int]], rates: Rates) -> Drawn:
+    """What ``work`` takes of the GPU, without collectives."""
+    flops = moved = bound = other = 0.0
+    for kernel, times in work:
+        if isinstance(kernel, Exchange):
+            continue
+        spent = times * alone(kernel, rates)
+        own = kernel.kernel if isinstance(kernel, Scan) else kernel
+        if isinstance(own, Product):
+            flops += times * own.flops * min(1.0, own.element / 2)
+            bound += spent
+            continue
+        moved += times * own.bytes
+        if isinstance(own, Attention):
+            flops += times * own.flops * own.part
+        if isinstance(own, Stream) and own.issue * 1e-15 * rates.issue * rates.memory < own.bytes:
+            other += spent
+        else:
+            bound += spent
+    return Drawn(flops, moved, bound, other)
 
 
 def alone(kernel: Alone, rates: Rates) -> float:

@@ -52,8 +52,7 @@ def _clock(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> float:
     """The part of its full clock that a layer's passes leave a GPU, whose power they average."""
     if rates.power is None:
         return 1.0
-    forward, backward = (kernels.seconds(one, rates, ranks) for one in (work.forward, work.backward))
-    drawn = forward.drawn.plus(backward.drawn)
+    drawn = kernels.drawn((*work.forward, *work.backward), rates)
     idle = sum(_passes(work, rates, ranks, host)[:2]) - drawn.bound - drawn.other
     return power.clock(rates, drawn._replace(other=drawn.other + idle))
 

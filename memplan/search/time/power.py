@@ -30,9 +30,6 @@ class Drawn(NamedTuple):
     other: float = 0.0
     """and those that it does not."""
 
-    def plus(self, other: Drawn) -> Drawn:
-        return Drawn(*(one + two for one, two in zip(self, other, strict=True)))
-
 
 def clock(rates: Rates, drawn: Drawn) -> float:
     """The part of its full clock at which a GPU stays within its power limit."""

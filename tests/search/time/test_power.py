@@ -6,7 +6,7 @@ from benchmarks import kernel_times
 from memplan.layers.work import Attention, Product, Scan, Stream, fused
 from memplan.search.time import entry_times, power
 from memplan.search.time.efficiency import POWER
-from memplan.search.time.kernels import Ranks, alone, seconds
+from memplan.search.time.kernels import Ranks, alone, drawn, seconds
 from memplan.search.time.power import Drawn
 from memplan.values import replace
 
@@ -25,7 +25,7 @@ def test_products_for_seconds_on_end(sizes: tuple[int, int, int], scale: float) 
     m, n, k = sizes
     late, watts = MEASURED[f"{m}x{n}x{k} x{scale} bfloat16"]
     one = Product(m, n, k)
-    part = power.clock(RATES, seconds([(one, 1)], RATES, Ranks(1)).drawn)
+    part = power.clock(RATES, drawn([(one, 1)], RATES))
     found = one.flops / alone(one, power.at(RATES, part))
     assert found / 1e12 == pytest.approx(late, rel=0.025)
     assert watts == pytest.approx(POWER.limit, rel=0.005)
@@ -34,13 +34,13 @@ def test_products_for_seconds_on_end(sizes: tuple[int, int, int], scale: float) 
 def test_what_stays_below_the_limit_keeps_its_clock() -> None:
     """A copy took 563 W; products take a quarter of the time."""
     stream, product = Stream(4.2e12 * 3), Product(8192, 8192, 8192)
-    copied = seconds([(stream, 1)], RATES, Ranks(1))
-    taken = POWER.always + POWER.byte * stream.bytes / copied.device
+    copied = drawn([(stream, 1)], RATES)
+    taken = POWER.always + POWER.byte * stream.bytes / copied.other
     assert taken == pytest.approx(MEASURED["stream copy (bytes/1000 as flops)"][1], rel=0.02)
-    assert power.clock(RATES, copied.drawn) == 1.0
-    mixed = seconds([(stream, 1), (product, round(copied.device / 3 / alone(product, RATES)))], RATES, Ranks(1))
-    assert power.clock(RATES, mixed.drawn) == 1.0
-    assert power.clock(replace(RATES, power=POWER.limited_to(500)), mixed.drawn) < 1
+    assert power.clock(RATES, copied) == 1.0
+    mixed = drawn([(stream, 1), (product, round(copied.other / 3 / alone(product, RATES)))], RATES)
+    assert power.clock(RATES, mixed) == 1.0
+    assert power.clock(replace(RATES, power=POWER.limited_to(500)), mixed) < 1
 
 
 def test_what_kernels_draw() -> None:
@@ -51,10 +51,10 @@ def test_what_kernels_draw() -> None:
     product, eight = Product(4096, 4096, 4096), Product(4096, 4096, 4096, element=1)
     rates = replace(RATES, low=((1, 2 * RATES.matrix),))
     work = [(attention, 1), (product, 2), (eight, 1), (Scan(product), 1), (Stream(1e6, issue=10**9), 1)]
-    found = seconds(work, rates, Ranks(1))
-    assert found.drawn.flops == attention.flops / 2 + 3.5 * product.flops
-    assert (found.drawn.bytes, found.drawn.other) == (attention.bytes + 1e6, 0.0)
-    assert found.drawn.bound == pytest.approx(found.device)
+    found = drawn(work, rates)
+    assert found.flops == attention.flops / 2 + 3.5 * product.flops
+    assert (found.bytes, found.other) == (attention.bytes + 1e6, 0.0)
+    assert found.bound == pytest.approx(seconds(work, rates, Ranks(1)).device)
     lower = power.at(rates, 0.8)
     assert seconds([(one, 1) for one, _ in work[1:]], lower, Ranks(1)).device == pytest.approx(
         seconds([(one, 1) for one, _ in work[1:]], rates, Ranks(1)).device / 0.8, rel=0.1
