@@ -129,16 +129,16 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
     work = [entries.recomputed, *(again for _, again in entries.kinds)]
-    rates = power.at(rates, min(_clock(one, rates, shape.ranks, shape.host) for one in work))
+    lower = power.at(rates, min(_clock(one, rates, shape.ranks, shape.host) for one in work))
 
-    def of(once: Passes, again: Passes) -> LayerTimes:
+    def of(once: Passes, again: Passes, rates: Rates = lower) -> LayerTimes:
         ranks = shape.ranks if _exchanges_experts(once) else Ranks(shape.ranks.t, shape.ranks.c)
         return layer_times(once, again, rates, ranks, shape.host)
 
     return EntryTimes(
-        of(entries.embedding, entries.embedding),
+        of(entries.embedding, entries.embedding, rates),  # no products
         of(entries.layer, entries.recomputed),
-        of(entries.final_norm, entries.final_norm),
+        of(entries.final_norm, entries.final_norm, rates),
         of(entries.head, entries.head),
         send_time(shape, rates, across_nodes) if staged else 0.0,
         of(entries.dense, entries.dense_recomputed),

@@ -14,7 +14,7 @@ from ...values import replace
 from .attention import Fused
 from .rates import Rates
 
-STEPS = 200
+STEPS = 100
 """Parts of the full clock that clocks are rounded to, so that few rates are made."""
 LOWEST = 0.3
 
