@@ -272,7 +272,8 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
     shape, back = x.shape, taken.dtype
 
     n = prod(shape)
-    done = work.Operator(issue=(work.SOFTMAX.of(n), work.SOFTMAX_BACKWARD.of(n)))
+    once = work.SOFTMAX_OF_ODD_ROWS if shape[-1] % 8 else work.SOFTMAX
+    done = work.Operator(issue=(once.of(n), work.SOFTMAX_BACKWARD.of(n)))
     out.node = r.node((taken,), (out,), lambda r, gradients: [r.empty(shape, back, f"grad_{name}")], work=done)
     del taken
     return out
@@ -440,8 +441,10 @@ def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``cat``: a copy; the gradients are views of the incoming one."""
     shapes = (x.shape, y.shape)
 
-    return r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), promoted(x.dtype, y.dtype), name).by(
-        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes])
+    whole = (*x.shape[:-1], x.shape[-1] + y.shape[-1])
+    done = work.Operator(issue=(work.CAT_OF_ODD_ROWS.of(prod(whole)) if whole[-1] % 8 else 0, 0))
+    return r.empty(whole, promoted(x.dtype, y.dtype), name).by(
+        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes], work=done)
     )
 
 

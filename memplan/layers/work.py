@@ -45,6 +45,12 @@ the memory (``Copy.cu``, ``bfloat16_copy_kernel_cuda``)."""
 SUM_OF_ROWS = Issue(320, 2_000_000)
 GELU, GELU_BACKWARD, DROPOUT = Issue(1295), Issue(1720), Issue(1660)
 SOFTMAX, SOFTMAX_BACKWARD = Issue(3150), Issue(2850)
+SOFTMAX_OF_ODD_ROWS, CAT_OF_ODD_ROWS = Issue(5500), Issue(6200)
+"""Rows of 2,049 elements in 16 bits, of which loads of 16 bytes are out of step: scores with gpt-oss' sinks, in a
+training step there."""
+REPEATED = Issue(0, 3_900_000_000)
+"""For each gradient that is added to one and the same row (``indexing_backward_kernel``, which takes them one by one):
+256 of 2,880 and of 5,760 elements in 1.0 ms, biases of its experts in the same step."""
 LAYER_NORM, LAYER_NORM_BACKWARD = Issue(1256, 1_290_000), Issue(2170, 5_000_000)
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from memplan.frameworks import framework
-from memplan.layers import ops
+from memplan.layers import ops, selecting
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.module import Passes, grown
 from memplan.layers.work import (
+    CAT_OF_ODD_ROWS,
     MIXED,
+    REPEATED,
     SOFTMAX,
     SOFTMAX_BACKWARD,
     STRIDED,
@@ -157,6 +159,12 @@ def test_what_an_operator_does(name: str) -> None:
         (lambda r, x: ops.cast(r, x(A, B), "fp32", "wide"), [WIDENED.of(A * B)], [0]),
         (lambda r, x: ops.cast(r, x(A, B, dtype="fp32"), "bf16", "narrow"), [0], [WIDENED.of(A * B)]),
         (lambda r, x: ops.softmax(r, x(A, B)), [SOFTMAX.of(A * B)], [SOFTMAX_BACKWARD.of(A * B)]),
+        (lambda r, x: ops.cat_last(r, x(A, B), x(A, 1), "sinks"), [CAT_OF_ODD_ROWS.of(A * (B + 1))], []),
+        (
+            lambda r, x: selecting.gathered(r, x(A, B), r.outside((4 * A,), "int64"), "biases"),
+            [0],
+            [REPEATED.of(0, 4)],
+        ),
     ],
 )  # fmt: skip
 def test_what_an_operator_s_instructions_take(operator: Operator, forward: list[int], backward: list[int]) -> None:
