@@ -34,7 +34,7 @@ from .reductions import summed
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
-from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls, multiplies
+from .work import NO_CALLS, SUM_OF_ROWS, Calls, Kernel, Operator, Stream, Work, calls, issued, multiplies
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -130,7 +130,7 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "multiplies", "outputs", "pool", "read",
+        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs", "pool", "read",
         "saved", "sequence", "work",
     )  # fmt: skip
 
@@ -155,6 +155,8 @@ class Node:
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
         """and bytes of the tensors that it saved."""
+        self.issue = 0
+        """As of ``Operator``."""
         self.pool = 0
         """The stream whose memory its backward function takes."""
         self.multiplies = False
@@ -445,10 +447,10 @@ class Recorder:
         if self.kernel_workspaces and multiplies(work.forward) and not self.multiplied:
             self.multiplies = True
         if outputs_made:
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         node = self._linked(inputs, saved, backward, outputs, work)
         if not outputs_made:  # inputs are saved before the kernel runs: it does not, if recomputing ends with them
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         return node
 
     def _linked(
@@ -470,6 +472,7 @@ class Recorder:
         node.multiplies = self.kernel_workspaces and multiplies(work.backward)
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
+            node.issue = work.issue[1]
         dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
             node.dtypes = dtypes
@@ -509,7 +512,7 @@ class Recorder:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
         if self.counts and work.forward is None:
             moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
-            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS),))
+            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, work.issue[0]),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
@@ -527,14 +530,21 @@ class Recorder:
         if self.pool == GRAPHS:
             self.replayed = self.replayed.plus(*map(calls, work))
 
-    def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
+    def _did(
+        self,
+        given: Gradients | Sequence[Tensor],
+        launches: int,
+        work: Work | None,
+        saved: int = 0,
+        issue: int = 0,
+    ) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
         reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
         if not self.counts:
             return
         if work is None and self.launches:
             read = launches * sum(_bytes(x) for x in given if x is not None) + saved
-            work = (Stream(read + self.made, launches, self.of_loss),)
+            work = (Stream(read + self.made, launches, self.of_loss, issue),)
         self.work += work or ()
         self._called(work or ())
         self.made, self.launches, self.of_loss = 0, 0, False
@@ -566,7 +576,7 @@ class Recorder:
             self.multiplies = node.multiplies and not self.multiplied
             returned = list(node.backward(self, arrived))
             self.unpacked = ()
-            self._did(given, self.launches, node.work, node.read)
+            self._did(given, self.launches, node.work, node.read, node.issue)
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
             produced = self._summed(returned, node)
@@ -604,7 +614,8 @@ class Recorder:
                 needed = node.inputs[at] is not None
                 whole, dtype = one.gradient.shape, one.gradient.dtype
                 returned[at] = summed(self, whole, one.shape, dtype, one.name) if needed else None
-                self._did([one.gradient], 1, None)
+                rows = prod(whole) // max(1, prod(one.shape))
+                self._did([one.gradient], 1, None, issue=SUM_OF_ROWS.of(prod(whole), rows))
             del one
             if node.dtypes and node.inputs[at] is not None:
                 self._cast_back(returned, at, node.dtypes[at])
@@ -619,7 +630,8 @@ class Recorder:
             empty = not prod(gradient.shape)
             cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
-            self._did([gradient], 1, None)
+            operand = (gradient.shape, gradient.dtype)
+            self._did([gradient], 1, None, issue=issued((operand,), gradient.shape, dtype))
 
     def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
         """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to
