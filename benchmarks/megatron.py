@@ -213,7 +213,8 @@ def _cause(row: Row, rows: Sequence[Row], key: str, size: int) -> str:
 
 def _routed(row: Row, size: int) -> str:
     """How far off the first iteration is, whose routers are untrained; states come behind it."""
-    states = estimated(ci_plan(row)).stages[-1].breakdown[Category.OPTIMIZER_STATES]
+    plan = ci_plan(row)
+    states = estimated(plan).stages[-1].breakdown[Category.OPTIMIZER_STATES] - _fewer(plan)  # as ``size`` is
     measured, first = row["first_iteration_peak_bytes"], size - states
     error = 100 * (first - measured) / measured
     untrained = "balanced experts are estimated, and where tokens go is not recorded"

@@ -26,6 +26,7 @@ from .allocator.replay import Replayed, replay
 from .assumptions import assumptions
 from .caches import begin_plan
 from .device.facts import Cause
+from .device.gpus import threads_of
 from .device.measured import (
     NOTHING,
     Measured,
@@ -51,7 +52,7 @@ from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict
 from .tape.events import Category, Hold
-from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node
+from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
 from .values import replace
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def judge(
         left = limit - program.set_aside
         summed = (
             _initialisation(program, limit),
-            _evaluation(evaluated, left),
+            _evaluation(evaluated, replayed, left),
             _checkpoint(program, replayed.static, left),
         )
         failures = [one for one in summed if one is not None]
@@ -127,12 +128,24 @@ def _initialisation(program: Program, limit: int) -> Failure | None:
     return Failure("initialisation", "", "", "", None, 0, 0, needed, needed)
 
 
-def _evaluation(program: Program | None, limit: int) -> Failure | None:
-    """Where more is live in a forward pass without a graph than there is."""
-    needed = fold_evaluation(program) if program is not None else None
+def evaluation_peak(program: Program, replayed: Replayed) -> int | None:
+    """Bytes: blocks that are held between iterations, cuBLAS's workspaces among them, and a forward pass's tensors."""
+    needed = fold_evaluation(program)
+    return None if needed is None else needed + _beside_tensors(program, replayed)
+
+
+def _beside_tensors(program: Program, replayed: Replayed) -> int:
+    """Bytes that blocks take between iterations beyond the tensors in them."""
+    return replayed.static - static(program).net
+
+
+def _evaluation(program: Program | None, replayed: Replayed, limit: int) -> Failure | None:
+    """Where a forward pass without a graph needs more than there is."""
+    needed = evaluation_peak(program, replayed) if program is not None else None
     if program is None or needed is None or needed <= limit:
         return None
-    module, hold = evaluation_beyond(program, limit) or ("", Hold(0, 0, Category.LOGITS, "gathered_outputs"))
+    beyond = evaluation_beyond(program, limit - _beside_tensors(program, replayed))
+    module, hold = beyond or ("", Hold(0, 0, Category.LOGITS, "gathered_outputs"))
     return Failure("evaluation", "forward", module, hold.name, None, hold.bytes, hold.bytes, needed, needed)
 
 
@@ -163,6 +176,12 @@ def check(plan: Plan) -> ResolvedPlan:
     return plan
 
 
+def kernel_programs(plan: ResolvedPlan) -> tuple[Program, ...]:
+    """``programs_of`` with what kernels allocate inside on the plan's GPU."""
+    gpu = plan.hardware.gpu
+    return programs_of(plan, Options(kernel_workspaces=True, threads=threads_of(gpu) if gpu is not None else 0))
+
+
 def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     """Requested bytes of every stage of a resolved plan: what a search evaluates."""
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
@@ -174,7 +193,7 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
     begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
-    every = programs, programs_of(plan, Options(kernel_workspaces=True)), evaluation_programs(plan, programs)
+    every = programs, kernel_programs(plan), evaluation_programs(plan, programs)
     own, with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     folds = [fold_program(program) for program in own]
     _check_addresses(plan, (folded.peak for folded in folds))
@@ -276,7 +295,7 @@ def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured =
 
     plan = estimated.plan
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    programs = programs_of(plan, Options(kernel_workspaces=True))
+    programs = kernel_programs(plan)
     for at in stages or range(len(programs)):
         yield timeline(programs[at], settings, workspaces, estimated.stages[at].breakdown)
 
@@ -284,7 +303,7 @@ def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured =
 def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
     whole report, but that what is tight there does not fit here."""
-    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    program = kernel_programs(plan)[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     (replayed,) = replay((program,), settings, workspaces)
@@ -297,11 +316,11 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
 def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
     """Of one stage of a resolved plan: the bytes of the device that its worst moment takes where the allocator gives
     nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
-    program = programs_of(plan, Options(kernel_workspaces=True))[stage]
+    program = kernel_programs(plan)[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
     if _evaluates(plan):
-        moments.append(fold_evaluation(evaluation_programs(plan, programs_of(plan, Options()))[stage]) or 0)
+        moments.append(evaluation_peak(evaluation_programs(plan, programs_of(plan, Options()))[stage], replayed) or 0)
     low, high = outside_range(causes(plan, stage, known))
     return max(moments) + (low + high) // 2, max(moments) + high
 
@@ -389,7 +408,7 @@ def _stage(
         moments={
             "initialisation": program.initialisation,
             "steady": replayed.allocated,
-            "evaluation": fold_evaluation(evaluated),
+            "evaluation": evaluation_peak(evaluated, replayed),
             "checkpoint": replayed.static + program.saving,
             "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },

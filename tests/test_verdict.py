@@ -19,7 +19,7 @@ from memplan.report.estimate import verdict
 from memplan.result import Estimate, Judged, Verdict, worst
 from memplan.tape.program import Program
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 SMALL = {"model": "gpt2", "layers": "3", "seq": "512", "framework": "single", "dtype": "bf16", "gbs": "2"}
 
 
@@ -135,7 +135,7 @@ def test_evaluation_decides_where_the_plan_includes_it() -> None:
     "layout", [{"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"}, {"framework": "megatron", "tp": "2"}]
 )
 def test_evaluation_has_its_own_batch_in_every_framework(layout: dict[str, str]) -> None:
-    """A batch of 8 takes in evaluation what it takes there as training's own."""
+    """A batch of 8 takes in evaluation what it takes there as training's own; blocks that stay differ by some KiB."""
     flags = SMALL | {"gpus": "2", "gpu": "h100-80gb", "seq": "256", "gbs": "16"} | layout
 
     def evaluation(**more: str) -> int:
@@ -143,7 +143,9 @@ def test_evaluation_has_its_own_batch_in_every_framework(layout: dict[str, str])
         assert found is not None
         return found
 
-    assert evaluation(mbs="8") == evaluation(mbs="1", **{"eval-mbs": "8"}) > evaluation(mbs="1")
+    own = evaluation(mbs="1", **{"eval-mbs": "8"})
+    assert abs(evaluation(mbs="8") - own) <= MIB
+    assert own > evaluation(mbs="1")
 
 
 def test_without_a_gpu_nothing_is_known() -> None:
@@ -264,7 +266,16 @@ def test_what_an_initialisation_needs_is_more_than_there_is() -> None:
     beside = sum(cause.least for cause in found.stages[0].outside)
     needed = (beside + failure.allocated + failure.request) / GIB
     assert needed > 79.11
-    assert "each GPU needs 105.02 GiB of 79.11 GiB" in str(verdict(found))  # its iterations need more
+    assert "each GPU needs 105.01 GiB of 79.11 GiB" in str(verdict(found))  # its iterations need more
     stage = replace(found.stages[0], moments={**found.stages[0].moments, "steady": None})
     alone = replace(found, stages=(stage,))
     assert f"initialisation on each GPU needs at least {needed:.2f} GiB of 79.11 GiB" in str(verdict(alone))
+
+
+def test_evaluation_is_within_2_mib_of_an_h200() -> None:
+    """llama-3-8b, 8 layers of 4,096 tokens, and GPT-2 with SGD: ``max_memory_allocated`` of a step without a graph,
+    which the workspaces of both threads' handles outlive (records 83431198b59b, c09be3609787)."""
+    llama = estimated(model="llama-3-8b", layers="8", seq="4096", mbs="2", dtype="bf16", gpu="h200", torch="2.11")
+    gpt2 = estimated(model="gpt2", seq="1024", mbs="8", dtype="fp32", optimizer="sgd", gpu="h200", torch="2.11")
+    for found, measured in ((llama, 27_414_653_952), (gpt2, 3_885_789_184)):
+        assert abs((found.stages[0].moments["evaluation"] or 0) - measured) <= 2 * MIB

@@ -75,8 +75,8 @@ class LimitedRank(Rank):
             raise self.memory.error(self.pool(0, small=True), self.settings.units(size), self.allocated)
         super().fill(segments, size, category)
 
-    def run(self, events: Pass, frame: list[int]) -> None:
-        self.failed_at = 0
+    def run(self, events: Pass, frame: list[int], start: int = 0) -> None:
+        self.failed_at = start
         if id(events) not in self.short and self.memory.collect_above is None and self._suffices(events, frame):
             return
         self.short.add(id(events))

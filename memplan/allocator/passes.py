@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..layers.module import SHARED, STALE, Module, Tapes
-from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, Bytes, Category, Drop, Hold, Hook, Seam, Tape
+from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, Requests, Step, Stretch
@@ -149,16 +149,29 @@ class Passes:
         found = self._pieces.get((whole, role))
         if found is None:
             every, starts, at = self.of(whole, role).operations, [0], 0
-            for _, tape in self._tapes_in_order(whole, role):
-                for event in tape:
-                    if isinstance(event, Seam):
-                        starts += [at] if event.hook is Hook.PIECE else []
-                    else:
-                        at += event.bytes > 0
+            for _, event in self._events(whole, role):
+                if isinstance(event, Seam):
+                    starts += [at] if event.hook is Hook.PIECE else []
+                else:
+                    at += event.bytes > 0
             ends = [*starts[1:], len(every)]
             found = tuple((start, _part(every[start:end])) for start, end in zip(starts, ends, strict=True))
             self._pieces[whole, role] = found
         return found
+
+    def product(self, what: What, role: Role) -> int:
+        """The place of the operation behind the result of the first product of matrices; 0 where no tape says so."""
+        at = 0
+        for _, event in self._events(what, role):
+            if isinstance(event, Seam):
+                if event.name == PRODUCT:
+                    return at
+            else:
+                at += event.bytes > 0
+        return 0
+
+    def _events(self, what: What, role: Role) -> Iterator[tuple[int, Event]]:
+        return ((at, one) for at, tape in self._tapes_in_order(what, role) for one in tape)
 
     def operation(self, place: int, hold: Hold) -> Operation:
         """What the module at ``place`` holds, with its slot."""
@@ -172,8 +185,7 @@ class Passes:
 
     def events(self, what: What, role: Role) -> list[tuple[int, Hold | Drop]]:
         """Of every operation of a pass: the place of its module, and its event on the tape."""
-        tapes = self._tapes_in_order(what, role)
-        return [(at, one) for at, tape in tapes for one in tape if isinstance(one, Hold | Drop) and one.bytes]
+        return [(at, one) for at, one in self._events(what, role) if isinstance(one, Hold | Drop) and one.bytes]
 
     def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
         """The tapes of which ``of`` makes a pass, with the places of their modules."""
@@ -362,6 +374,12 @@ def parts_of(events: Pass, length: int) -> tuple[Pass, ...]:
         parts[-1].append(operation)
         is_small[operation.slot] = small
     return tuple(_part(part) for part in parts if part)
+
+
+@lru_cache(maxsize=1 << 8)
+def halves(events: Pass, at: int) -> tuple[Pass, Pass]:
+    """A pass up to its operation ``at``, and from there on."""
+    return _part(events.operations[:at]), _part(events.operations[at:])
 
 
 def _part(operations: Sequence[Operation]) -> Pass:

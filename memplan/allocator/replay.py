@@ -16,9 +16,9 @@ those passes are prefixes of one another: they are run once, and every stage bra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
@@ -27,7 +27,7 @@ from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role,
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Operation, Pass, Passes, passes
+from .passes import Operation, Pass, Passes, halves, passes
 
 NO_BLOCK = 0
 """An empty tensor's, which never reaches the allocator."""
@@ -143,8 +143,9 @@ class Rank:
         if self.allocated > self.peak:
             self.peak, self.peak_at = self.allocated, (tuple(self.by), None, 0)
 
-    def run(self, events: Pass, frame: list[int]) -> None:
-        """The events of one pass of one micro-batch, whose blocks ``frame`` holds by slot."""
+    def run(self, events: Pass, frame: list[int], start: int = 0) -> None:
+        """The events of one pass of one micro-batch, or its part from ``start`` on, whose blocks ``frame`` holds by
+        slot."""
         limit = self.peak - self.allocated
         for stream, stretches in events.small:
             (self.small.get(stream) or self.pool(stream, small=True)).run_all(stretches, frame, limit)
@@ -208,13 +209,25 @@ class _Chunk:
         """An iteration begins."""
         self.base = [NO_BLOCK] * self.passes.slots
 
-    def run(self, rank: Rank, what: What, microbatch: int, role: Role) -> tuple[Pass, list[int]]:
-        """A pass, its next piece, or what hooks do besides, which is the first micro-batch's."""
+    def run(
+        self, rank: Rank, what: What, microbatch: int, role: Role, amid: Callable[[], None] | None = None
+    ) -> tuple[Pass, list[int]]:
+        """A pass, its next piece, or what hooks do besides, which is the first micro-batch's. ``amid`` is called behind
+        the first product of matrices, or before the pass if none is known."""
+        at = 0 if amid is None or what in WHOLE else self.passes.product(what, role)
+        if amid is not None and not at:
+            amid()
         if what in WHOLE:
             return self._run_piece(rank, WHOLE[what], microbatch, role)
         events = self.passes.of(what, role)
         frame = self._opened(what, microbatch, events)
-        rank.run(events, frame)
+        if amid is not None and at:
+            before, behind = halves(events, at)
+            rank.run(before, frame)
+            amid()
+            rank.run(behind, frame, at)
+        else:
+            rank.run(events, frame)
         self._closed(what, events, frame)
         return events, frame
 
@@ -329,7 +342,7 @@ class _Chunk:
 class Run:
     """One ``rank`` through construction, micro-batches and steps."""
 
-    def __init__(self, program: Program, rank: Rank, workspaces: Iterable[Hold]) -> None:
+    def __init__(self, program: Program, rank: Rank, workspaces: Sequence[Hold]) -> None:
         self.rank = rank
         self.program = program
         self.exchanged = program.order.exchanged
@@ -352,10 +365,12 @@ class Run:
         """Block of what the last pass hands on,"""
         self.stream = 0
         """and its stream."""
-        self.keep(self.construct(workspaces))
+        self.untaken = {"forward": tuple(workspaces[:1]), "backward": tuple(workspaces[1:])}
+        """Workspaces that the threads of the two directions take with their first products of matrices."""
+        self.keep(self.construct())
 
-    def construct(self, workspaces: Iterable[Hold]) -> Iterable[Event]:
-        return (*construction(self.program), *workspaces)
+    def construct(self) -> Iterable[Event]:
+        return construction(self.program)
 
     def first_states(self) -> Iterable[Hold]:
         return states(self.program)
@@ -364,7 +379,7 @@ class Run:
         twin = copy(self)
         twin.program, twin.rank = program, self.rank.copy()
         twin.chunks = [chunk.copy() for chunk in self.chunks]
-        twin.static, twin.between = self.static.copy(), self.between.copy()
+        twin.static, twin.between, twin.untaken = self.static.copy(), self.between.copy(), self.untaken.copy()
         twin.full, twin.taken = self.full.copy(), self.taken.copy()
         return twin
 
@@ -405,8 +420,7 @@ class Run:
 
     def first_step(self) -> None:
         """The step with which optimizer states appear."""
-        self.keep(self.first_states())
-        self.step()
+        self.step(self.first_states())
         self.end_carried()
 
     def end_carried(self) -> None:
@@ -494,7 +508,9 @@ class Run:
     def run(self, what: What, number: int, microbatch: int) -> None:
         """A pass, or what hooks do besides."""
         chunk, role = self.chunks[number], self.program.order.role(microbatch)
-        events, frame = chunk.run(self.rank, what, microbatch, role)
+        thread = WHOLE.get(what, what)
+        amid = partial(self.take, thread) if self.untaken.get(thread) else None
+        events, frame = chunk.run(self.rank, what, microbatch, role, amid)
         self.handed, self.stream = frame[events.handed], events.stream
         if self.exchanged.passes:
             for tensor, (slot, _, size, category, stream) in chunk.made.get((what, role), ()):
@@ -502,14 +518,19 @@ class Run:
         if what == "backward" and self.exchanged.gradients:
             chunk.end_gradients(self.rank)
 
-    def step(self) -> None:
-        """The optimizer's step, with which gradients end."""
+    def take(self, thread: str) -> None:
+        """A thread multiplies matrices for the first time (``getCurrentCUDABlasHandle``)."""
+        self.keep(self.untaken.pop(thread))
+
+    def step(self, states: Iterable[Hold] = ()) -> None:
+        """The optimizer's step, with which ``states`` appear and gradients end."""
         program = self.program
         if program.empties >= 1:
             self.rank.empty_cache()
         if program.kept is not None and self.stepped:
             self.pool = program.kept.pool
-        self.keep(program.step if program.kept is None else program.kept.step)
+        step = program.step if program.kept is None else program.kept.step
+        self.keep((*step[: program.clipping], *states, *step[program.clipping :]))
         self.pool, self.stepped = 0, True
         self.end_gradients(program.gradients_kept)
         self.keep(program.late_step)
@@ -553,7 +574,10 @@ def states(program: Program, *, named: bool = False) -> Iterator[Hold]:
         yield from (event for event in program.kept.states if isinstance(event, Hold))
         return
     late = [state for state in program.states if _is_late(program, state)]
-    yield from (*_holds(late, program.parameter_tensors(), named), *program.late_extra)
+    tensors = program.parameter_tensors()
+    if program.clipping:
+        tensors.sort(key=lambda parameter: not parameter.decays)
+    yield from (*_holds(late, tensors, named), *program.late_extra)
 
 
 def dropped(tape: Iterable[Event]) -> Iterator[Drop]:

@@ -120,11 +120,22 @@ class NamingRank(Rank):
         """What begins or ends outside of passes belongs to an optimizer step."""
         return False
 
+    def names_of(self, events: Pass, start: int) -> Sequence[Tensor]:
+        """Of the operations of a pass, or of its part from ``start`` on."""
+        count = len(events.operations)
+        return self.names if len(self.names) == count else self.names[start : start + count]
+
 
 class NamedRun(Run):
     """A run whose tensors have names."""
 
     rank: NamingRank
+
+    def take(self, thread: str) -> None:
+        rank = self.rank
+        phase, microbatch = rank.phase, rank.microbatch
+        super().take(thread)
+        rank.phase, rank.microbatch = phase, microbatch
 
     def keep(self, tape: Iterable[Event]) -> None:
         rank = self.rank
@@ -235,14 +246,15 @@ class _Recorder(NamingRank):
         if block != NO_BLOCK:
             self._end(block, size, category)
 
-    def run(self, events: Pass, frame: list[int]) -> None:
-        key = events, id(self.names)
+    def run(self, events: Pass, frame: list[int], start: int = 0) -> None:
+        names = self.names_of(events, start)
+        key = events, id(names)
         known = self.summaries.get(key)
         if known is None:
-            known = self.summaries[key] = _summary(events, self.names)
+            known = self.summaries[key] = _summary(events, names)
         if self._run_at_once(known, events, frame):
             return
-        for (slot, units, size, category, _), name in zip(events.operations, self.names, strict=True):
+        for (slot, units, size, category, _), name in zip(events.operations, names, strict=True):
             if units > 0:
                 frame[slot] = self._begin(size, category, name)
             else:
@@ -444,8 +456,9 @@ class _RecordingRank(NamingRank):
         if block != NO_BLOCK:
             self.witness.ends(self._address(block, stream), size, stream)
 
-    def run(self, events: Pass, frame: list[int]) -> None:
-        for (slot, units, size, category, stream), name in zip(events.operations, self.names, strict=True):
+    def run(self, events: Pass, frame: list[int], start: int = 0) -> None:
+        names = self.names_of(events, start)
+        for (slot, units, size, category, stream), name in zip(events.operations, names, strict=True):
             if units > 0:
                 self.by[category] += size
                 frame[slot] = self._begin(name, size, units, category, stream)
@@ -480,8 +493,8 @@ class _RecordingRun(NamedRun):
 
     rank: _RecordingRank
 
-    def construct(self, workspaces: Iterable[Hold]) -> Iterable[Event]:
-        return (*construction(self.program, named=True), *workspaces)
+    def construct(self) -> Iterable[Event]:
+        return construction(self.program, named=True)
 
     def first_states(self) -> Iterable[Hold]:
         return states(self.program, named=True)

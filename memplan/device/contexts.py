@@ -38,6 +38,17 @@ cubins in ``libtorch_cuda.so``, ``libcublas.so.12`` and ``libcublasLt.so.12`` of
 _LIBRARIES_SOURCE = (
     "all kernels of libtorch_cuda, cuBLAS, cuBLASLt and NCCL: sizes of the cubins in torch 2.4.1's wheels"
 )
+_PARTS = (9, 0), (2, 11)
+"""The compute capability, and the PyTorch from which on wheels are of CUDA 13: what each first use adds to a context of
+these was read on an H200 (``benchmarks/campaign/libraries.py``, ``docs/gpu.md``). To whole MiB:"""
+_KERNELS, _HANDLE, _THREAD_HANDLE, _ATTENTION, _STREAM = (size * _MIB for size in (92, 66, 64, 18, 70))
+_PARTS_SOURCE = "read on an H200 with torch 2.11.0+cu130, driver 580.159"
+_PARTS_OF_A_STEP = (
+    ("PyTorch's first kernels", _KERNELS, _KERNELS, "element-wise operators"),
+    ("cuBLAS's handles", _HANDLE + _THREAD_HANDLE, _HANDLE + _THREAD_HANDLE, "66 MiB, and 64 of autograd's thread"),
+    ("kernels of attention and cuDNN", 0, _ATTENTION, "nothing in 28 runs, 18 MiB where one process used them all"),
+)
+"""Name, least, most, and what it is of."""
 SMALLEST_SEGMENT = 2 * _MIB
 """Of PyTorch's allocator (``kSmallBuffer``)."""
 _OLD_KERNELS = (795 * _MIB, 1341 * _MIB)
@@ -56,6 +67,11 @@ def context_causes(
     bare = _read(gpu, environment, torch_version) or _by_multiprocessors(gpu, eager, torch_version)
     if bare is None:
         return ()
+    if not eager and _has_parts(gpu, torch_version):
+        return bare, *(
+            Cause("cuda_context", name, least, most, f"{of}; {_PARTS_SOURCE}")
+            for name, least, most, of in _PARTS_OF_A_STEP
+        )
     linked = _linked(gpu, environment, torch_version)
     if eager:
         most, source = _FORWARD, _FORWARD_SOURCE
@@ -68,6 +84,21 @@ def context_causes(
     elif linked:
         most, source = _FORWARD + linked - bare.most, f"at most {_FORWARD_SOURCE}, and {_LIBRARIES_SOURCE}, too"
     return bare, Cause("cuda_context", "kernels and handles", 0, most, source)
+
+
+def stream_causes(
+    gpu: str, part: str, environment: Mapping[str, str] = NO_ENVIRONMENT, torch_version: Version = (2, 13)
+) -> tuple[Cause, ...]:
+    """What the first stream besides the current one adds as ``part``, and all others do not; empty where nobody has
+    read it apart from the rest."""
+    if loads_all_kernels(environment, torch_version) or not _has_parts(gpu, torch_version):
+        return ()
+    return (Cause(part, "a second stream", _STREAM, _STREAM, _PARTS_SOURCE),)
+
+
+def _has_parts(gpu: str, torch_version: Version) -> bool:
+    capability, since = _PARTS
+    return GPUS[gpu].compute_capability == capability and torch_version >= since
 
 
 def visiting_causes(

@@ -185,6 +185,7 @@ _CAPTURES = "https://github.com/utkuozdemir/nvidia_gpu_exporter/tree/main/intern
 _BARE = "the bare context; kernels come on top as they are first used"
 _ONES = "torch.ones(1).cuda(), then mem_get_info, to 0.01 GiB, on the 80 GB version"
 _A100 = ("a100-40gb", "a100-80gb")
+_GH100 = ("h100-80gb", "h100-94gb", "h100-96gb", "gh200-144gb", "h200")
 
 _CONTEXTS = (
     _context(("v100-16gb", "v100-32gb"), 1271 * _MIB, _BIGSCIENCE, "nvidia-smi, PyTorch of 2021, 32 GB", eager=True),
@@ -200,11 +201,17 @@ _CONTEXTS = (
         torch_version=(2, 1),
     ),
     _context(
-        ("h100-80gb", "h100-94gb", "h100-96gb", "gh200-144gb", "h200"),
+        _GH100,
         518 * _MIB,
         _CAPTURES,
         f"{_BARE}; driver 590.48, alike on the 80 GB H100 and the H200: two processes with 2566 and 1542 MiB in "
         "nvidia-smi, read as 2 and 1 GiB of their own beside the context",
+    ),
+    _context(
+        _GH100,
+        526 * _MIB,
+        "benchmarks/campaign/libraries.py on an H200",
+        f"{_BARE}; NVML before and after, driver 580.159, torch 2.11",
     ),
     _context(
         ("b200",),

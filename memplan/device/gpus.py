@@ -366,6 +366,17 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
 compute units, from the data sheet."""
 
+
+def threads_of(gpu: str) -> int:
+    """How many threads an NVIDIA GPU runs at a time (CUDA C++ Programming Guide, compute capabilities, resident threads
+    of a multiprocessor); 0 where its multiprocessors are not known, and of AMD's, whose kernels go by other rules."""
+    capability = GPUS[gpu].compute_capability
+    return 0 if capability is None else MULTIPROCESSORS.get(gpu, 0) * _RESIDENT.get(capability, 2048)
+
+
+_RESIDENT = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+
+
 SHARED = MappingProxyType(
     dict.fromkeys(("gb10", "dgx-spark", "thor", "agx-thor", "jetson-agx-orin"), "its memory is the host's, too")
 )

@@ -27,7 +27,7 @@ from ..result import BeyondAllocated, Notice, StageEstimate
 from ..tape.events import Category, Hold, rounded
 from ..values import dataclass
 from . import facts
-from .contexts import context_causes, visiting_causes
+from .contexts import context_causes, stream_causes, visiting_causes
 from .facts import Cause, Version
 from .gpus import GPUS
 from .nccl import SOURCE, Nccl, fabric, version_of
@@ -72,6 +72,15 @@ def code_of(name: str) -> str:
     """Whose code must have run for its measurements to hold for the framework ``name``, which a record of another
     release may have; nothing runs BigScience's of 2021."""
     return framework(name).measured_code if name in ROOMS else "torch"
+
+
+def holds_workspaces(name: str) -> bool:
+    """Whether recipes of the framework do; a record of another release may name one that this one has not."""
+    return name in ROOMS and framework(name).holds_workspaces
+
+
+def _own_streams(name: str) -> bool:
+    return name in ROOMS and framework(name).own_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +182,15 @@ class Ran(NamedTuple):
 def setting(name: str, plan: Mapping[str, Any], ran: Ran) -> str:
     """What the measurement ``name`` depends on besides the GPU, as text. ``plan``: a resolved one as JSON.
 
-    The context: PyTorch's release, whose code, whether all kernels are loaded at the start, and whether communicators
-    were made in the run. NCCL: the framework, the sizes of all groups, the machine, and NCCL's variables. cuBLAS: which
-    products there are, and its variables.
+    The context: PyTorch's release, whose code, whether all kernels are loaded at the start, whether communicators
+    were made in the run, and whether it had streams of its own. NCCL: the framework, the sizes of all groups, the
+    machine, and NCCL's variables. cuBLAS: which products there are, and its variables.
     """
     environment = plan.get("environment") or {}
     own: dict[str, Any] = {
         "eager": environment.get("CUDA_MODULE_LOADING") == "EAGER",
         "communicators": ran.communicators,
+        "streams": _own_streams(str(plan.get("framework"))),
     }
     if name == NCCL:
         own = {
@@ -251,7 +261,16 @@ def _context(plan: ResolvedPlan, known: Measured) -> tuple[Cause, ...]:
 
 def _published_context(plan: ResolvedPlan) -> tuple[Cause, ...]:
     gpu = plan.hardware.gpu
-    return () if gpu is None else context_causes(gpu, plan.environment, torch_version(plan))
+    if gpu is None:
+        return ()
+    found = context_causes(gpu, plan.environment, torch_version(plan))
+    return (*found, *_stream(plan, CONTEXT)) if framework(plan.framework).own_streams else found
+
+
+def _stream(plan: ResolvedPlan, part: str) -> tuple[Cause, ...]:
+    """The first stream besides the current one."""
+    gpu = plan.hardware.gpu
+    return () if gpu is None else stream_causes(gpu, part, plan.environment, torch_version(plan))
 
 
 def _visiting(plan: ResolvedPlan) -> tuple[Cause, ...]:
@@ -275,7 +294,8 @@ def _nccl(plan: ResolvedPlan, stage: int, known: Measured) -> tuple[Cause, ...]:
         sizes = [(one, nccl.holds((one,))) for one in communicators]
     except ValueError as error:
         raise PlanError("environment", dict(plan.environment), str(error)) from None
-    return tuple(Cause("nccl", _said(one), *size, SOURCE) for one, size in sizes)
+    found = tuple(Cause(NCCL, _said(one), *size, SOURCE) for one, size in sizes)
+    return found if framework(plan.framework).own_streams else (*found, *_stream(plan, NCCL))
 
 
 def _release(plan: ResolvedPlan) -> Nccl | None:

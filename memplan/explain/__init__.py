@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..allocator.memory import printed
 from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured, held_workspaces
-from ..estimate import allocator_settings, estimate, evaluation_programs, programs_of
+from ..estimate import allocator_settings, estimate, evaluation_programs, kernel_programs, programs_of
 from ..layers.module import Options
 from ..layers.shapes import ITEMSIZE
 from ..plan.count import parameters
@@ -170,7 +170,7 @@ def _on_host(message: OutOfMemory, estimated: Estimate) -> Iterator[Notice]:
 def _candidates(
     made: Explanation, plan: ResolvedPlan, estimated: Estimate, known: Measured
 ) -> tuple[list[Candidate], list[Candidate]]:
-    programs = programs_of(plan, Options(kernel_workspaces=True))
+    programs = kernel_programs(plan)
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))
     rank = made.reported.rank
     found = requests_of(
@@ -200,7 +200,7 @@ def compare_snapshot(
     if plan is None:
         return alone(run), explanation
     resolved = resolve(plan)
-    programs = programs_of(resolved, Options(kernel_workspaces=True))
+    programs = kernel_programs(resolved)
     if stage is not None and not 0 <= stage < len(programs):
         problem = f"{stage} must be a stage from 0 to {len(programs) - 1}"
         raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
@@ -210,7 +210,7 @@ def compare_snapshot(
 
 def written_snapshot(plan: ResolvedPlan, known: Measured = NOTHING) -> bytes:
     """The plan's stages in the format of PyTorch's memory viewer, each as a device."""
-    programs = programs_of(plan, Options(kernel_workspaces=True))
+    programs = kernel_programs(plan)
     if len(programs) > MOST_STAGES:
         step = (len(programs) - 1) / (MOST_STAGES - 1)
         programs = tuple(programs[round(at * step)] for at in range(MOST_STAGES))

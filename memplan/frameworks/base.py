@@ -249,6 +249,8 @@ class Framework:
 
     measured_code = "torch"
     """Whose code must have run for its measurements of the device to hold."""
+    own_streams = False
+    """Its own code, not NCCL's alone, works on streams besides the current one."""
     holds_workspaces = False
     """Its recipes hold cuBLAS's workspaces themselves, stage by stage."""
 

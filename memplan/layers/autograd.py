@@ -28,12 +28,13 @@ from math import prod
 from sys import getrefcount
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
+from ..tape.events import PRODUCT, Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 from ..values import dataclass
+from .reductions import sum_inside
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
-from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls
+from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls, multiplies
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -129,8 +130,8 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "outputs", "pool", "read", "saved", "sequence",
-        "work",
+        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "multiplies", "outputs", "pool", "read",
+        "saved", "sequence", "work",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +157,8 @@ class Node:
         """and bytes of the tensors that it saved."""
         self.pool = 0
         """The stream whose memory its backward function takes."""
+        self.multiplies = False
+        """Its backward function multiplies matrices."""
         self.apart = False
         """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
 
@@ -226,6 +229,8 @@ class Recorder:
     """Parameters that have a gradient already, from another module that shares them."""
     kernel_workspaces: bool = False
     """Also record what kernels allocate inside."""
+    threads: int = 0
+    """Of these, buffers of sums on a GPU that runs so many threads at a time; 0: unknown, and none."""
     consumes_gradients: bool = False
     """A hook adds every parameter's gradient to a static buffer as soon as it is there, and drops it."""
     events: list[Event] = field(default_factory=list)
@@ -290,6 +295,10 @@ class Recorder:
     """and what was recomputed for them, of the part of a layer that is run."""
     contexts: list[Tensor] = field(default_factory=list)
     """Tensors that end with the graph alone."""
+    multiplies: bool = False
+    """The next tensor is a product of matrices,"""
+    multiplied: bool = False
+    """and there has been one in this direction."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -309,6 +318,8 @@ class Recorder:
             return Tensor(Storage(self, identity, size, category, -1), shape, dtype)
         storage = Storage(self, identity, size, category, len(self.events))
         self.events.append(Hold(identity, size, category, name, shape, dtype, self.pool))
+        if self.multiplies:
+            self._multiplied()
         return Tensor(storage, shape, dtype)
 
     def outside(
@@ -429,6 +440,8 @@ class Recorder:
         otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
         and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
         outputs_made = self.launches > 0
+        if self.kernel_workspaces and multiplies(work.forward) and not self.multiplied:
+            self.multiplies = True
         if outputs_made:
             self._did(inputs, 1, work.forward)
         node = self._linked(inputs, saved, backward, outputs, work)
@@ -452,6 +465,7 @@ class Recorder:
         self.sequence += 1
         node = Node(self.sequence, edges, (), backward, outputs)
         node.pool = self.pool
+        node.multiplies = self.kernel_workspaces and multiplies(work.backward)
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
         dtypes = tuple([tensor.dtype for tensor in inputs])
@@ -497,6 +511,10 @@ class Recorder:
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
+    def _multiplied(self) -> None:
+        self.multiplies, self.multiplied = False, True
+        self.seam(PRODUCT)
+
     def ran(self, kernel: Kernel) -> None:
         """A kernel that makes no tensor."""
         if self.counts:
@@ -528,6 +546,7 @@ class Recorder:
         buffers: dict[Node, Gradients] = {root: [gradient.pop()]}
         ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]
         pushed, pool = 0, self.pool
+        self.multiplies = self.multiplied = False
         del root
         while ready:
             node = heapq.heappop(ready)[2]
@@ -542,6 +561,7 @@ class Recorder:
             given = [one and Tensor(_STATIC, one.shape, one.dtype) for one in arrived] if self.counts else ()
             self.made, self.launches, self.of_loss = 0, 0, False
             self.unpacked = node.saved if node.frame is not None else node.saved[::-1]
+            self.multiplies = node.multiplies and not self.multiplied
             returned = list(node.backward(self, arrived))
             self.unpacked = ()
             self._did(given, self.launches, node.work, node.read)
@@ -580,7 +600,10 @@ class Recorder:
             one = returned[at]
             if isinstance(one, Unsummed):
                 needed = node.inputs[at] is not None
-                returned[at] = self.empty(one.shape, one.gradient.dtype, one.name) if needed else None
+                whole, dtype = one.gradient.shape, one.gradient.dtype
+                returned[at] = self.empty(one.shape, dtype, one.name) if needed else None
+                if needed and self.threads:
+                    sum_inside(self, whole, one.shape, dtype)
                 self._did([one.gradient], 1, None)
             del one
             if node.dtypes and node.inputs[at] is not None:

@@ -296,6 +296,8 @@ class Options:
     """The gradient of the output ends here; ``False`` where a caller keeps it."""
     kernel_workspaces: bool = False
     """Also what kernels allocate inside, which fake tensors do not show."""
+    threads: int = 0
+    """With it, buffers of sums on a GPU that runs so many threads at a time; 0: unknown, and none."""
     keeps_input: bool = False
     """The input ends elsewhere: a schedule keeps it."""
     consumes_gradients: bool = False
@@ -333,6 +335,7 @@ def build(
             first,
             present if grad_enabled else frozenset(),
             options.kernel_workspaces and grad_enabled,
+            options.threads if options.kernel_workspaces and grad_enabled else 0,
             options.consumes_gradients and grad_enabled,
             grad_enabled=grad_enabled,
             autocast=options.autocast,

@@ -15,6 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
 
@@ -258,11 +259,13 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved."""
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved. CUDA's kernel makes the
+    mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
     if p == 0.0:
         return x
+    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces else []
     out = r.empty(x.shape, x.dtype, name)
-    mask = r.empty(x.shape, "bool", f"{name}_mask")
+    mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
 
     out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
@@ -271,12 +274,12 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
 
 def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:
     """Rows of ``weight`` by ``indices`` (saved); backward makes a dense gradient of the whole table."""
-    table, dtype = weight.shape, weight.dtype
+    table, dtype, rows = weight.shape, weight.dtype, prod(indices.shape)
 
     return r.output(
         (weight,),
         (indices,),
-        lambda r, gradients: [r.empty(table, dtype, f"grad_{name}_weight")],
+        lambda r, gradients: [table_gradient(r, table, dtype, rows, name)],
         (*indices.shape, weight.shape[1]),
         weight.dtype,
         name,

@@ -148,6 +148,12 @@ def calls(kernel: Kernel) -> Calls:
     return Calls(0, kernel.times if isinstance(kernel, Exchange) else kernel.launches)
 
 
+def multiplies(work: Work | None) -> bool:
+    """Whether a library multiplies matrices."""
+    kernels = [one.beside if isinstance(one, Exchange) and one.beside is not None else one for one in work or ()]
+    return any(isinstance(one, Product) for one in kernels)
+
+
 class Operator(NamedTuple):
     """What an operator does in each direction; ``None`` where that follows from its tensors."""
 

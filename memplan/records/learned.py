@@ -12,8 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from ..device.measured import CONTEXT, LARGEST, NCCL, WORKSPACES, Measurement, Ran, code_of, setting
-from ..frameworks import ROOMS, framework
+from ..device.measured import CONTEXT, LARGEST, NCCL, WORKSPACES, Measurement, Ran, code_of, holds_workspaces, setting
 from .readings import RankReading, Run
 from .record import Record
 
@@ -42,18 +41,13 @@ def _sizes(record: Record) -> Iterator[tuple[str, int | None, int]]:
         yield CONTEXT, None, max(contexts)
     same_code = record.run.code == code_of(record.ran.framework)
     workspaces = {rank.workspaces for rank in ranks}
-    if same_code and len(workspaces) == 1 and not _holds_workspaces(record.ran.framework):
+    if same_code and len(workspaces) == 1 and not holds_workspaces(record.ran.framework):
         (size,) = workspaces
         if size is not None:
             yield WORKSPACES, None, size
     if same_code and _is_whole(record):
         for stage in sorted({rank.stage for rank in ranks}):
             yield NCCL, stage, max(rank.nccl or 0 for rank in ranks if rank.stage == stage)
-
-
-def _holds_workspaces(name: str) -> bool:
-    """Whether recipes of the framework do; a record of another release may name one that this one has not."""
-    return name in ROOMS and framework(name).holds_workspaces
 
 
 def _is_whole(record: Record) -> bool:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ..device.measured import holds_workspaces
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..plan.text import read_bytes
 from ..values import dataclass
@@ -52,20 +53,31 @@ class Difference:
 
 def differences(estimate: Estimated, run: Run) -> tuple[Difference, ...]:
     """Of every stage and reading that was measured, by stage."""
-    return tuple(one for stage in _stages(run.ranks) for one in _of_stage(estimate.of(stage), stage, run.ranks))
+    return tuple(one for stage in _stages(run.ranks) for one in _of_stage(estimate, stage, run))
 
 
 def _stages(ranks: Iterable[RankReading]) -> list[int]:
     return sorted({rank.stage for rank in ranks})
 
 
-def _of_stage(estimated: Stage | None, stage: int, ranks: Sequence[RankReading]) -> Iterable[Difference]:
+def _of_stage(estimate: Estimated, stage: int, run: Run) -> Iterable[Difference]:
+    estimated = estimate.of(stage)
     for reading in READINGS:
         name = "device_bytes" if reading == "device" else reading
-        found = [size for rank in ranks if rank.stage == stage and (size := getattr(rank, name)) is not None]
+        found = [size for rank in run.ranks if rank.stage == stage and (size := getattr(rank, name)) is not None]
         if found:
             known = None if estimated is None else getattr(estimated, f"{reading}_bytes")
+            if estimated is not None and known is not None:
+                known -= _not_measured(estimated, reading, estimate.plan.framework, run)
             yield Difference(stage, reading, max(found), known)
+
+
+def _not_measured(estimated: Stage, reading: str, framework: str, run: Run) -> int:
+    """Bytes of an estimated reading that a run has not: cuBLAS's workspaces, which are no tensors of the program, where
+    recipes hold them; NCCL's, in a process group that is played."""
+    if reading == "requested" and holds_workspaces(framework):
+        return int(estimated.breakdown.get("workspaces", 0))
+    return int(estimated.beyond_allocated.get("nccl") or 0) if reading == "device" and run.world == "emulated" else 0
 
 
 def judged(found: Sequence[Difference]) -> tuple[Difference, ...]:

@@ -243,7 +243,9 @@ def run_report(record: Record) -> Iterator[RenderableType]:
         yield Text()
         yield _readings(found, unit, record.tolerance)
         yield Text()
-        yield Text(f"{MEANING[unit.name]}, most loaded rank of each stage; difference: estimate − measured", FAINT)
+        alone = "; device: without NCCL, which a played group has not" if record.run.world == "emulated" else ""
+        legend = f"{MEANING[unit.name]}, most loaded rank of each stage; difference: estimate − measured{alone}"
+        yield Text(legend, FAINT)
         yield from _categories(record, found, unit)
     for title, lines in _sections(record):
         yield Text()

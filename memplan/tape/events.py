@@ -151,6 +151,9 @@ class Seam(NamedTuple):
     """Id of the gradient that has arrived."""
 
 
+PRODUCT = "product"
+"""Seam behind the result of a module's first product of matrices, of which the library takes its workspace."""
+
 Event = Hold | Drop | Seam
 Tape = tuple[Event, ...]
 

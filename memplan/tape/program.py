@@ -406,6 +406,9 @@ class Program:
     """Kept besides: flat buffers, inputs, communication buffers, workspaces."""
     step: Tape = ()
     """The optimizer step from where the last backward pass ended, with gradients."""
+    clipping: int = 0
+    """So many events of ``step`` clip gradients, before states appear: first those of parameters that decay, as
+    transformers' Trainer groups them (``create_optimizer``)."""
     late_step: Tape = ()
     """The rest of the step, once the gradients that backward left have ended."""
     initialisation: int | None = None
@@ -428,6 +431,9 @@ class Program:
     """Optimizer states appear in the first step rather than when the optimizer is built."""
     kept: Kept | None = None
     """Megatron-Core: all that is kept, in order; instead of ``states``, ``extra`` and ``step``."""
+    groups: tuple[tuple[tuple[Parameter, ...], int], ...] = ()
+    """Parameters of each module, and how many such modules follow one another, in the order in which the model
+    registers them, where ``spans`` have another: a table of words that is tied comes first."""
     elements: int | None = None
     """Parameters on one rank, where they are not those of the modules: shards."""
     host: int = 0
@@ -466,8 +472,9 @@ class Program:
         return sum(len(span.names) * module_elements(span.module) for span in self.spans)
 
     def parameter_tensors(self) -> list[Parameter]:
-        """In the order of the layer list."""
-        return [parameter for span in self.spans for _ in span.names for parameter in span.module.parameters]
+        """As the model registers them, or in the order of the layer list."""
+        groups = self.groups or ((span.module.parameters, len(span.names)) for span in self.spans)
+        return [parameter for parameters, count in groups for _ in range(count) for parameter in parameters]
 
 
 def ranks_on_node(plan: ResolvedPlan, program: Program) -> int:

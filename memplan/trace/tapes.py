@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ..layers.module import Module, Tapes
-from ..tape.events import NOTHING, Category, Drop, Event, Excursion, Hold, Tape, rounded
+from ..tape.events import NOTHING, PRODUCT, Category, Drop, Event, Excursion, Hold, Seam, Tape, rounded
 from ..tape.program import Span
 from ..values import dataclass
 from .fit import Born, Changes, Gone, Kind, Piece, Places
@@ -239,7 +239,7 @@ class Row:
         """Events of one module."""
         inside, number = self.starts[known][-1], self.starts[known][at]
         total = len(self.kinds)
-        workspaces = _Workspaces(self.sizes) if self.kernel_workspaces else None
+        workspaces, multiplied = _Workspaces(self.sizes) if self.kernel_workspaces else None, False
         for change, alike in self._alike(self.kinds[at], known):
             if isinstance(change, Gone):
                 starts = self.starts[FORWARD if change.forward else known]
@@ -247,6 +247,9 @@ class Row:
                 continue
             yield Hold(number, *alike)
             number += 1
+            if self.kernel_workspaces and not multiplied and change.operator in PRODUCTS:
+                multiplied = True
+                yield Seam(PRODUCT)
             if workspaces is not None:
                 taken = workspaces.behind(change)
                 yield from (one._replace(tensor=inside + i) for i, one in enumerate(taken))
@@ -269,6 +272,9 @@ class Row:
     def _made(self) -> dict[tuple[int, int], list[tuple[Born | Gone, Any]]]:
         return {}
 
+
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("addmm", "baddbmm", "bmm", "mm"))
+"""Operators for which cuBLAS takes its workspace."""
 
 MOST_WORKSPACES = 4
 """That one kernel takes."""

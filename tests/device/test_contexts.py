@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.device.contexts import context_causes, visiting_causes
+from memplan.device.contexts import context_causes, stream_causes, visiting_causes
 from memplan.device.gpus import GPUS
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ def test_a_context_that_nobody_read_follows_from_the_multiprocessors() -> None:
 )  # fmt: skip
 def test_published_readings_are_stacks_and_what_else_contexts_hold(gpu: str, threads: int) -> None:
     bare = context_causes(gpu)[0]
-    assert bare.least == bare.most
+    assert bare.most - bare.least <= 8 * MIB  # of two drivers
     assert 133 <= bare.least // MIB - threads // 1024 <= 316
 
 
@@ -75,3 +75,17 @@ def test_other_processes_on_a_gpu_have_a_context_and_a_segment_each() -> None:
     assert visiting(3, {"CUDA_MODULE_LOADING": "LAZY"}) == (3 * 483, 3 * 483)
     assert visiting(1, {"CUDA_MODULE_LOADING": "EAGER"}) == (942 + 2, 481 + 1110 + 2)
     assert visiting(1, {}) == (483, 481 + 1110 + 2)
+
+
+def test_an_h200_of_our_own_lies_within_what_its_parts_add_up_to() -> None:
+    """torch 2.11.0+cu130: 747.6 MiB beside the allocator in every run of one process, up to 820.8 with more streams."""
+    least, most = span("h200", {}, (2, 11))
+    assert (least, most) == (518 + 92 + 130, 526 + 92 + 130 + 18)
+    (stream,) = stream_causes("h200", "cuda_context", {}, (2, 11))
+    assert least < 747 < most
+    assert least + stream.most // MIB < 817 < 821 < most + stream.least // MIB
+
+
+def test_of_other_chips_and_releases_a_stream_is_not_known_apart() -> None:
+    assert stream_causes("a100-80gb", "nccl") == stream_causes("h200", "nccl", {}, (2, 8)) == ()
+    assert stream_causes("h200", "nccl", {"CUDA_MODULE_LOADING": "EAGER"}) == ()

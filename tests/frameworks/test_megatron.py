@@ -408,3 +408,21 @@ def test_an_empty_stage_passes_its_hidden_state_on() -> None:
     assert third.requested < second.requested
     assert first.modules[0] == "embedding"
     assert last.modules == ("final_norm", "head")
+
+
+def test_a_step_of_torch_optim_is_what_an_h200_ran() -> None:
+    """Record d008bcd0194b: Megatron-Core 0.16.1 without Transformer Engine and apex, 8 layers of Llama 3 8B at TP 2 and
+    PP 2. The last stage's peak is the step's, with square roots of fp32 moments."""
+    flags = {
+        "model": "llama-3-8b", "dtype": "bf16", "framework": "megatron", "transformer-impl": "local", "layers": "8",
+        "attention": "eager", "tp": "2", "pp": "2", "gpus": "4", "gbs": "8", "seq": "2048", "gpu": "h200",
+        "torch": "2.11", "optimizer-implementation": "foreach", "gradient-accumulation-fusion": "false",
+        "bias-dropout-fusion": "false", "masked-softmax-fusion": "false", "bias-swiglu-fusion": "false",
+        "rope-fusion": "false",
+    }  # fmt: skip
+    first, last = estimate(read_plan(None, flags).plan).stages
+    measured = (first, 16_110_025_216, 7_048_725_504), (last, 15_612_916_736, 7_516_414_976)
+    for stage, allocated, initialisation in measured:
+        assert abs((stage.allocated or 0) - allocated) <= 512
+        assert abs((stage.moments["initialisation"] or 0) - initialisation) <= 3 << 20  # tensors, beside blocks
+    assert last.peak.tensor == "exp_avg_sq_sqrt"

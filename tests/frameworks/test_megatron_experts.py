@@ -138,7 +138,7 @@ def test_gpt_oss_has_sinks_in_cudnns_attention() -> None:
     for flags, line in (
         ({"bias_dropout_fusion": True}, "wants --no-bias-dropout-fusion"),
         ({"attention_backend": "unfused"}, "attention sinks in another back end"),
-        ({"cp": 2}, "sliding windows with context parallelism"),
+        ({"cp": 2, "dp": 1}, "must be a2a with learned sinks"),
     ):
         with pytest.raises(PlanError, match=line):
             programs(plan("gpt-oss-20b", **GPT_OSS | flags), Options())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 
+from memplan.allocator import replay
 from memplan.estimate import estimate, fold
 from memplan.frameworks.plain import programs as plain
 from memplan.frameworks.plain.programs import trainer
@@ -18,7 +21,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Optimizer, Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Category, Drop, Hold, Tape, rounded
+from memplan.tape.events import Category, Drop, Hold, Tape, fold_once, rounded
 from memplan.tape.program import fold_program
 
 from ..oracle.tracer import Follow, Trace, run
@@ -205,3 +208,35 @@ def test_clipping_precedes_the_step() -> None:
 def test_contradictions_are_refused(flags: dict[str, object], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         plan(**flags)
+
+
+def test_states_appear_as_transformers_groups_parameters(tmp_path: Path) -> None:
+    """Of ``create_optimizer``: the table of words first, though the head has it, too; then what decays, layer by layer,
+    and all that does not; behind the clipping of gradients."""
+    chosen = plan(model="qwen3-0.6b", optimizer="adam8bit", vocab=900, hidden=128, ffn=192, heads=2, kv_heads=1)
+    (program,) = plain.programs(chosen, Options())
+    spec = chosen.model
+    config = Qwen3Config(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    trainer_ = Trainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    decaying, others = (group["params"] for group in trainer_.create_optimizer().param_groups)
+    moments = [one for one in replay.states(program, named=True) if one.name.endswith("/state1")]
+    made = [hold.bytes for hold in moments]
+    assert made[: len(decaying)] == [_moment(one, one is decaying[0]) for one in decaying]
+    assert sorted(made[len(decaying) :]) == sorted(_moment(one, False) for one in others)
+    assert program.clipping > 0
+    assert fold_once(program.step[: program.clipping]).net == 0
+
+
+def _moment(parameter: torch.Tensor, in_32bit: bool) -> int:
+    """Bytes of ``get_state_buffer``; embeddings have ``optim_bits`` 32."""
+    return rounded(parameter.numel() * (4 if in_32bit or parameter.numel() < 4096 else 1))

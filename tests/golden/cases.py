@@ -476,6 +476,11 @@ def megatron() -> Iterator[str]:
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --zero 1"
     yield f"{job} --precision-aware-optimizer --optimizer-offload-fraction 0.5"
     yield f"{job} --cp 2 --cp-communication all_gather"
+    windows = (
+        "--layers 4 --seq 8192 --framework megatron --gpu h100-80gb --gpus 8 --cp 2 --dtype bf16 --cp-communication"
+    )
+    yield f"--model mistral-7b {windows} all_gather"
+    yield f"--model gpt-oss-20b {windows} a2a --ep 4 --bias-dropout-fusion false"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --sequence-parallel"
     for flags in (
         "--use-te-activation-func --no-bias-swiglu-fusion", "--qk-clip", "--qk-clip --zero 1", "--packed-sequences --mbs 2",

@@ -118,7 +118,7 @@ def softmax_backward(grad: Any, *rest: Any) -> Any:
 
 
 def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
-    """``attention.cpp``: output, random state, softmax statistics (b, a, s, 1)."""
+    """``attention.cpp``: output, random state, softmax statistics (b, a, s, 1), and the sinks that it was given."""
     q, _k, v = _operands(args)
     layout, *formats = _named(args, "Layout", "Format")
     s, b, a, _d = (q.shape[at] for at in _places(layout))
@@ -126,7 +126,8 @@ def fused_attn_fwd(*args: Any) -> list[torch.Tensor]:
     out = _of_attention(args, [like])[0]
     rng_state = fresh((2,), torch.int64)
     statistics = fresh((b, a, s, 1), torch.float32)
-    return [out, statistics, rng_state]
+    sinks = [arg for arg in args if _learns_sinks(args) and isinstance(arg, torch.Tensor) and arg.shape[2:] == (1, 1)]
+    return [out, statistics, rng_state, *sinks]
 
 
 def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
@@ -136,9 +137,16 @@ def fused_attn_bwd(*args: Any) -> list[torch.Tensor | None]:
     likes = [[one[_places(layouts[-1]).index(at)] for at in range(4)] for one in made]
     if layouts[-1].endswith("H3D"):
         like = likes[0]
-        return [*_of_attention(args, [(*like[:-1], 3, like[-1])], unbound=True), None, None]
-    assert layouts[-1].count("_") == 3, layouts  # NVTE_SBHD_SBHD_SBHD
-    return [*_of_attention(args, likes), None, None]
+        gradients = _of_attention(args, [(*like[:-1], 3, like[-1])], unbound=True)
+    else:
+        assert layouts[-1].count("_") == 3, layouts  # NVTE_SBHD_SBHD_SBHD
+        gradients = _of_attention(args, likes)
+    a = made[0][2]
+    return [*gradients, None, fresh((1, a, 1, 1), torch.float32) if _learns_sinks(args) else None]
+
+
+def _learns_sinks(args: Any) -> bool:
+    return "NVTE_LEARNABLE_SOFTMAX" in _named(args, "Softmax")
 
 
 def _operands(args: Any) -> list[Any]:

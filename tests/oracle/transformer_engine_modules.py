@@ -6,6 +6,7 @@ version of the source tree that ``MEMPLAN_TE_SOURCE`` names.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -34,7 +35,9 @@ def measured(case: Case, te: Any) -> list[list[int]]:
     quantised tensors are left out."""
     torch.set_grad_enabled(True)
     _choose(case)
+    gc.disable()  # garbage of earlier runs does not end in this one
     run = traced(lambda: _module(case, te))
+    gc.enable()
     return [[change.sign * change.bytes for change in part if _counts(change, case)] for part in run]
 
 
@@ -48,7 +51,11 @@ def _rank(group: Any) -> int:
     return torch.distributed.get_rank(group=group)
 
 
-CHUNKS = ("_seq_chunk_ids_cache_for_reordering_before_attn", "_seq_chunk_ids_cache_for_reordering_after_attn")
+CHUNKS = (
+    "_seq_chunk_ids_cache_for_reordering_before_attn",
+    "_seq_chunk_ids_cache_for_reordering_after_attn",
+    "_softmax_offset_chunk_ids_cache",
+)
 
 
 def _choose(case: Case) -> None:
@@ -65,7 +72,7 @@ def _choose(case: Case) -> None:
     for name in ("_cu_seqlens_info_with_cp_cache", *CHUNKS):
         getattr(steps, name, {}).clear()
     steps.get_distributed_rank = (
-        (lambda group: 0) if case.communication == "all_gather" else _rank
+        (lambda group: 0) if case.communication == "all_gather" and case.window is None else _rank
     )  # as recipes have it
     CAPABILITY[0] = case.major
     of_device: Any = importlib.import_module(f"{package}.utils")
@@ -193,9 +200,13 @@ def _attention(case: Case, te: Any) -> Made:
     a, g, d = case.heads, case.kv_heads, case.head_dim
     mask_type = "causal" if case.causal else "padding"
     mask = None if case.causal else torch.empty(case.b, 1, 1, case.s, dtype=torch.bool)
+    more: dict[str, Any] = {} if case.window is None else {"window_size": (case.window - 1, 0)}
+    more |= {"softmax_type": "learnable"} if case.sinks else {}
     module = te.DotProductAttention(
-        a, d, num_gqa_groups=g, attention_dropout=case.dropout, qkv_format="sbhd", attn_mask_type=mask_type
+        a, d, num_gqa_groups=g, attention_dropout=case.dropout, qkv_format="sbhd", attn_mask_type=mask_type, **more
     )
+    if case.sinks:  # as ``Float16Module`` casts it
+        module.softmax_offset = torch.nn.Parameter(torch.empty(a, dtype=torch.bfloat16))
     angles = torch.empty(case.s, 1, 1, d)
     if case.cp > 1:
         ranks = list(range(64 - case.cp, 64))
@@ -212,7 +223,7 @@ def _attention(case: Case, te: Any) -> Made:
         with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(case)):
             return module(q, k, v, mask, attn_mask_type=mask_type)  # type: ignore[no-any-return]
 
-    return function, []
+    return function, list(module.parameters())
 
 
 MODULES: dict[str, Callable[[Case, Any], Made]] = {
@@ -234,7 +245,7 @@ def version(release: str) -> tuple[int, int]:
 
 def add(golden: Golden, release: str, figures: dict[str, list[list[int]]]) -> Golden:
     """``golden`` with the figures of ``release``; releases that agree share an entry."""
-    out: Golden = {}
+    out = dict(golden)
     for case, (forward, backward) in figures.items():
         entries = [
             entry | {"releases": [one for one in entry["releases"] if one != release]} for entry in golden.get(case, [])

@@ -141,7 +141,6 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     """Programs by rank: of all that may need most, or of ``rank`` alone."""
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
-    options = replace(options, kernel_workspaces=options.kernel_workspaces and shape.fused)
     options = replace(options, tuning=setting.tuning)
     given = [*inputs(shape, 0, plan.trainer.kind.inputs), *preferences.batch(plan, (shape.b, shape.s))]
     beside = (

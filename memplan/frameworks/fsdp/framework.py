@@ -39,6 +39,7 @@ NO_INTEGERS = "Cannot flatten integer dtype tensors"
 
 class Fsdp(Framework):
     name = "fsdp"
+    own_streams = True
     configuration = "torchtitan"
     supports = Supports(
         loops=("transformers", "sft", "dpo", "grpo", "reward"),

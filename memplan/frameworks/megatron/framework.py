@@ -46,6 +46,7 @@ class Megatron(Framework):
     name = "megatron"
     configuration = "megatron"
     measured_code = "megatron"
+    own_streams = True
     holds_workspaces = True
     supports = Supports(
         loops=(),
@@ -67,7 +68,7 @@ class Megatron(Framework):
             "overlap_p2p_warmup",
         ),
         optimizers=("sgd", "adam", "adamw", "muon"),
-        implementations=("apex",),
+        implementations=("apex", "foreach"),
         default_implementations={"sgd": "apex", "adam": "apex", "adamw": "apex", "muon": None},
         optimizer_fields=frozenset({"precision_aware", "main_parameters", "exp_avg", "exp_avg_sq", "fp8_recipe"}),
         losses=("vocab-parallel",),

@@ -246,6 +246,7 @@ def rules(plan: ResolvedPlan) -> Rules:
         bucket=size if cut else None,
         buckets=megatron.buckets if cut else None,
         optimizer=optimizer.name,
+        in_torch=optimizer if optimizer.implementation == "foreach" else None,
         precision_aware=optimizer.precision_aware,
         main_parameters=optimizer.main_parameters,
         exp_avg=optimizer.exp_avg,

@@ -109,6 +109,8 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     rows = {model.heads * features, model.kv_heads * features, model.kv_heads * values}
     cut, ranks = (plan.layout.cp, 1) if megatron.cp_communication == "a2a" else (1, plan.layout.cp)
     tokens = plan.batch.seq // ranks // (2 if ranks > 1 else 1)  # a step of the ring may have half of the keys
+    if ranks > 1 and model.sliding_window is not None:  # keys of a chunk and of the window before it
+        tokens += model.sliding_window - 1
     whole = not tokens % 128 and not any(plan.batch.mbs * one // (plan.layout.tp * cut) % 128 for one in rows)
     reasons = {
         "must be false without a GPU of NVIDIA's (--gpu): Hopper's and Blackwell's kernels differ": capability

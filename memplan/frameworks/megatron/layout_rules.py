@@ -217,12 +217,31 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
     megatron, cp = plan.megatron, plan.layout.cp
     if megatron.transformer_impl == "local" and cp > 1:
         raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
+    if cp > 1:
+        _check_context_way(plan)
     heads = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1)
     if megatron.cp_communication == "a2a" and heads % cp:
         problem = (
             f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
         )
         raise PlanError("layout.cp", cp, problem)
+
+
+def _check_context_way(plan: ResolvedPlan) -> None:
+    """Ways that know windows and sinks (``attn_forward_func_with_cp`` of Transformer Engine)."""
+    model, way = plan.model, plan.megatron.cp_communication
+    windows = model.sliding_window is not None
+    refused = {
+        "must be a2a with learned sinks: Transformer Engine's other ways do not know them": (
+            model.attention_sinks and way != "a2a"
+        ),
+        "must be a2a or all_gather with sliding windows: a ring does not know them": windows and way == "p2p",
+        "must be a2a with windows in every second layer: with all_gather, layers without one need more, which is not "
+        "modelled": windows and model.alternating_windows and way == "all_gather",
+    }
+    for problem, applies in refused.items():
+        if applies:
+            raise PlanError("megatron.cp_communication", way, problem)
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:

@@ -22,6 +22,9 @@ def check_optimizer(plan: ResolvedPlan) -> None:
             problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
             raise PlanError("optimizer.precision_aware", True, problem)
     _check_offload(plan)
+    if optimizer.implementation == "foreach" and (optimizer.precision_aware or plan.megatron.fsdp != "none"):
+        problem = "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither"
+        raise PlanError("optimizer.implementation", "foreach", problem)
     if optimizer.precision_aware:
         check_state_dtypes(plan)
         if plan.layout.zero != 1:

@@ -13,16 +13,20 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from math import lcm, prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
+from ...optimizers.steps import step_temporaries
 from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass, replace
 from . import clipping
 from .casting import cast
+
+if TYPE_CHECKING:
+    from ...plan.plan import Optimizer
 
 REGISTERED = OWN_POOL
 """Stream of the first pool of NCCL's: what lies in it is not used by others."""
@@ -88,6 +92,9 @@ class Rules:
     """Patterns of names of parameters that accumulate in fp32 tensors of their own."""
     offload: float = 0.0
     """Fraction of the optimizer's states that the host keeps."""
+    in_torch: Optimizer | None = None
+    """What steps, where it is ``torch.optim``'s: neither Transformer Engine nor apex is installed
+    (``megatron/core/optimizer/__init__.py``)."""
 
     @property
     def main_inside(self) -> bool:
@@ -291,9 +298,10 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     construction: list[Event] = []
     small = Category.BUFFERS
     if rules.mixed and not rules.main_inside and not rules.sharded:
-        construction += [
-            Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32") for n in sizes
-        ]
+        for n in sizes:  # ``param.detach().clone().float()`` (``optimizer.py``; ``distrib_optimizer.py`` of a shard)
+            clone, end = _passing(ids, n * ITEMSIZE[rules.dtype], "param_cloned")
+            main = Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32")
+            construction += [clone, main, end]
     construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
     states: list[Event] = []
     for n, _, orthogonal in pieces:
@@ -322,6 +330,9 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
             for n in group
             for name in rules.unscaled
         ]
+        if rules.in_torch is not None:
+            given = [Parameter("", (n,)) for n in group]
+            casts += [hold._replace(tensor=next(ids)) for hold in step_temporaries(rules.in_torch, given, "fp32")]
         step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
     matrices: list[Shape] = [piece.orthogonal for piece in pieces if piece.orthogonal]
     if matrices:

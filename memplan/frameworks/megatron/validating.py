@@ -22,8 +22,8 @@ PACKAGES = {"torch": (2, 6), "megatron-core": (0, 16)}
 """Oldest releases that run."""
 WITHOUT_APEX = "apex is not installed: norms of local layers are PyTorch's; the estimate is for apex's"
 WITHOUT_EITHER = (
-    "neither Transformer Engine nor apex is installed: the step is torch.optim's, whose temporaries the estimate (for "
-    "FusedAdam) does not have"
+    "neither Transformer Engine nor apex is installed: the step is torch.optim's, and so it is estimated "
+    "(optimizer.implementation = foreach)"
 )
 OTHER_ENGINE = "Transformer Engine {} is installed and estimated, where the plan says {}"
 COMPILED = (
@@ -85,7 +85,7 @@ class MegatronCore(Native):
             found.append(OTHER_ENGINE.format(engine, self.given.megatron.transformer_engine))
         if find_spec("apex") is None and plan.megatron.transformer_impl == "local":
             found.append(WITHOUT_APEX)
-        if _installed("transformer-engine") is None and find_spec("apex") is None:
+        if plan.optimizer.implementation == "foreach":
             found.append(WITHOUT_EITHER)
         if device == "cuda":
             found.append(COMPILED)
@@ -132,10 +132,18 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise PlanError("megatron.precision_of", list(given.megatron.precision_of), problem)
     engine = _installed("transformer-engine")
     if engine is None:
-        return MegatronCore(given, given)
+        return MegatronCore(given, given if find_spec("apex") is not None else _stepped_by_torch(given))
     release = ".".join(engine.split("+")[0].split(".")[:2])
     megatron = given.megatron.model_copy(update={"transformer_engine": release})
     return MegatronCore(given, resolve(given.model_copy(update={"megatron": megatron})))
+
+
+def _stepped_by_torch(plan: ResolvedPlan) -> ResolvedPlan:
+    """With ``torch.optim``'s step in place of a fused one (``megatron/core/optimizer/__init__.py``)."""
+    if plan.optimizer.implementation is None:
+        return plan
+    optimizer = plan.optimizer.model_copy(update={"implementation": "foreach"})
+    return resolve(plan.model_copy(update={"optimizer": optimizer}))
 
 
 def _check_cpu(plan: ResolvedPlan) -> None:

@@ -491,6 +491,7 @@ def _hooked(
             first,
             present,
             options.kernel_workspaces and grad_enabled,
+            options.threads if options.kernel_workspaces and grad_enabled else 0,
             options.consumes_gradients,
             grad_enabled=grad_enabled,
             views_products=bias_first or not grad_enabled,

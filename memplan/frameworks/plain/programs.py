@@ -282,7 +282,6 @@ def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
     shape, autocast = layer_shape(plan), plan.precision.dtype if plan.precision.autocast else None
     return replace(
         options,
-        kernel_workspaces=options.kernel_workspaces and shape.flash,
         autocast=autocast,
         parameters=shape.dtype if autocast else None,
         converts_outputs=trainer.converts_outputs(plan),
@@ -491,18 +490,19 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         tensors = [one for span in spans for _ in span.names for one in span.module.parameters]
         extra += preferences.reference_parameters(tensors, buffers(plan, stage), dtype)
     extra += preferences.generation(plan)
+    groups = trained = registered(groups)
     if is_tuned(plan):
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
-        groups = trained_only(groups)
+        trained = trained_only(groups)
         extra += shared_table(plan)
-    groups = registered(groups)
-    step = optimizer_step(groups, plan.optimizer, dtype)
+    step, clipping = optimizer_step(trained, plan.optimizer, dtype), 0
     if trainer.runs(plan):
         extra += trainer.SCALARS
-        step = trainer_step(groups, plan.optimizer, dtype, options.kernel_workspaces)
+        step, clipping = trainer_step(trained, plan.optimizer, dtype, options.kernel_workspaces)
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
         step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
+        clipping += bool(clipping)
     return Program(
         stage=stage,
         ranks=tuple(range(plan.layout.dp)) if plan.framework == "ddp" else (stage,),
@@ -511,6 +511,8 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states=states,
         extra=tuple(extra),
         step=step,
+        clipping=clipping,
+        groups=groups,
         evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
         late_states=True,
     )

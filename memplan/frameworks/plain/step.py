@@ -56,9 +56,10 @@ def of_each_dtype(optimizer: Optimizer, parameters: list[Parameter], dtype: str,
 
 
 @lru_cache(maxsize=128)
-def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_workspaces: bool) -> Stretch:
-    """The same behind the clipping of gradients."""
+def trainer_step(groups: Groups, optimizer: Optimizer, dtype: str, kernel_workspaces: bool) -> tuple[Stretch, int]:
+    """The same behind the clipping of gradients, and how many events those are."""
     parameters = tensors_of(groups)
     clipped = trainer.clipping(parameters, dtype, kernel_workspaces=kernel_workspaces)
     begin = 1 + sum(isinstance(event, Hold) for event in clipped)
-    return Stretch((*clipped, *drop_all(of_each_dtype(optimizer, parameters, dtype, trainer.step_by_groups), begin)))
+    step = drop_all(of_each_dtype(optimizer, parameters, dtype, trainer.step_by_groups), begin)
+    return Stretch((*clipped, *step)), len(clipped)

@@ -31,6 +31,7 @@ from . import (
     t5,
     te,
     te_attention,
+    te_context,
     te_facts,
 )
 from .ends import keep_mask
@@ -141,10 +142,10 @@ def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
         yield "one norm over all heads with tensor parallelism: Megatron-Bridge has OLMoE's whole on every rank"
     if spec.attention_chunk is not None and shape.s * shape.cp > spec.attention_chunk:
         yield f"sequences above {spec.attention_chunk} tokens: Megatron-Core has no attention in chunks of so many"
-    if spec.sliding_window is not None and (own or shape.cp > 1):
-        yield f"sliding windows {'in local layers' if own else 'with context parallelism'}"
-    if spec.attention_sinks and (shape.attention in ("local", "unfused") or shape.cp > 1 or spec.latent_kv_rank):
-        yield "attention sinks in another back end than cuDNN's fused one, with context parallelism or latent attention"
+    if spec.sliding_window is not None and own:
+        yield "sliding windows in local layers"
+    if spec.attention_sinks and (shape.attention in ("local", "unfused") or spec.latent_kv_rank):
+        yield "attention sinks in another back end than cuDNN's fused one, or with latent attention"
 
 
 @lru_cache(maxsize=1024)
@@ -363,7 +364,7 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
     one: parameters, and so buckets of gradients, are in that order."""
     spec = shape.spec
     if spec.attention_sinks:
-        r.parameter(te_attention.SINKS, (spec.heads // shape.t,), shape.dtype)
+        r.parameter(te_context.SINKS, (spec.heads // shape.t,), shape.dtype)
     low = shape.within(PROJECTION).low
     r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=low)
     if spec.attention_output_bias:

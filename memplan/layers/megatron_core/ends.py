@@ -17,6 +17,7 @@ from ...values import replace
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes
+from ..reductions import table_gradient
 from ..work import Exchange, Operator, Stream, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
@@ -290,35 +291,12 @@ def lookup(
 
 
 def _table_gradient(r: Recorder, table: Shape, dtype: str, n: int, name: str, sorts: bool, permuted: bool) -> Tensor:
-    """``index_backward`` (``sorts``) or ``embedding_dense_backward_cuda``, with what they allocate inside.
-
-    The latter sums the rows of one token in fp32, at most 10 at a time, unless n <= 3072
-    (``aten/src/ATen/native/cuda/Embedding.cu``, ``EmbeddingBackwardKernel.cu``).
-    """
-    label = f"grad_{name}_weight"
-    if not r.kernel_workspaces:
-        return r.empty(table, dtype, label)
-    h = table[1]
-    if sorts:
-        grad = r.empty(table, dtype, label)
-        inside = [r.empty((n, h), dtype, f"grad_{name}_contiguous", WORKSPACES)] if permuted else []
-        inside += sorted_indices(r, n)
-        inside.clear()
-        return grad
-    inside = [r.empty((n, h), dtype, f"grad_{name}_contiguous", WORKSPACES)] if permuted else []
-    if n <= 3072:
-        return r.empty(table, dtype, label)
-    inside += [r.empty((n,), "int64", part, WORKSPACES) for part in ("indices_sorted", "indices_original")]
-    rows = r.empty((n,), "int64", "indices_range", WORKSPACES)
-    buffers = r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
-    del buffers, rows
-    grad = r.empty(table, dtype, label)
-    segments = min(n, table[0])
-    parts = n // 10 + segments
-    offsets = ("segment_offsets", "partials_per_segment", "partials_per_segment_offset")
-    inside += [r.empty((segments,), "int64", part, WORKSPACES) for part in offsets]
-    inside.append(r.empty((parts,), "int64", "partial_segment_offset", WORKSPACES))
-    inside.append(r.empty((parts, h), "fp32", "grad_weight_per_segment", WORKSPACES))
+    """``index_backward`` (``sorts``) or ``embedding_dense_backward_cuda``, with what they allocate inside."""
+    if not sorts or not r.kernel_workspaces:
+        return table_gradient(r, table, dtype, n, name, copies=permuted)
+    grad = r.empty(table, dtype, f"grad_{name}_weight")
+    inside = [r.empty((n, table[1]), dtype, f"grad_{name}_contiguous", WORKSPACES)] if permuted else []
+    inside += sorted_indices(r, n)
     inside.clear()
     return grad
 

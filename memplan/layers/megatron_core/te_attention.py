@@ -24,7 +24,6 @@ from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
 WORKSPACES = Category.WORKSPACES
-SINKS = "self_attention.core_attention.softmax_offset"
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -45,7 +44,7 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
         return unfused(r, q, k, v, shape)
     if shape.attention == "fused":
         if shape.low_attention is not None and shape.low is not None:
-            sinks = [_sinks(r, q.shape[2], q.dtype)] if shape.spec.attention_sinks else []
+            sinks = te_context.sinks(r, shape)
             wide = _gradients(q, k, v, shape)
             return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
         return fused(r, q, k, v, lengths, shape)
@@ -222,18 +221,15 @@ def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
 
 
 def _work(shape: CoreShape, q: Tensor, k: Tensor, v: Tensor) -> work.Operator:
-    """Of packed sequences the longest documents are taken, whole sequences; of layers every second of which has a
-    window the mean."""
+    """Of packed sequences the longest documents are taken, whole sequences."""
     a, d = q.shape[-2:]
     b, s = (
         (shape.packed, shape.attended[1])
         if shape.packed
         else (shape.b, q.shape[0 if shape.attention == "fused" else 1])
     )
-    spec, part = shape.spec, None
-    if spec.sliding_window is not None and spec.causal:
-        part = work.windowed(s, spec.sliding_window, alternating=spec.alternating_windows)
-    return work.attention((b, s, a, d), k.shape[2], s, q.dtype, causal=spec.causal, values=v.shape[-1], part=part)
+    causal, part = shape.spec.causal, te_context.in_window(s, shape)
+    return work.attention((b, s, a, d), k.shape[2], s, q.dtype, causal=causal, values=v.shape[-1], part=part)
 
 
 # -- cuDNN ------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ def fused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, lengths: list[Tensor], s
     The gradients are three tensors, or one packed like the inputs.
     """
     (s, b, a, _), dtype, d_v = q.shape, q.dtype, v.shape[-1]
-    sinks = [_sinks(r, a, dtype)] if shape.spec.attention_sinks else []
+    sinks = te_context.sinks(r, shape)
     out = r.empty((s, b, a, d_v), dtype, "context")
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a, s, 1), "fp32", "softmax_statistics")
@@ -275,11 +271,6 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Backward:
         return [*made, *(r.empty((1, a, 1, 1), "fp32", "grad_sinks") for _ in range(has_sinks))]
 
     return backward
-
-
-def _sinks(r: Recorder, a: int, dtype: str) -> Tensor:
-    """``softmax_offset.reshape(1, -1, 1, 1).to(torch.float32)``, for each of the rank's heads."""
-    return ops.cast(r, r.parameter(SINKS, (a,), dtype).view(1, a, 1, 1), "fp32", "sinks_fp32")
 
 
 # -- unfused -----------------------------------------------------------------------------------------

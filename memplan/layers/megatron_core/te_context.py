@@ -3,7 +3,8 @@
 Every rank has two chunks of the sequence, the i-th and the i-th from the end. ``p2p`` passes keys and values around
 a ring and merges the steps' outputs, ``a2a`` trades the sequence for heads, ``all_gather`` gathers keys and values and
 attends twice, with half of its queries each time. What merges and reorders is compiled
-(``jit_fuser``) and has no intermediates. Causal only: with a padding mask it refuses.
+(``jit_fuser``) and has no intermediates. Causal only: with a padding mask it refuses. Sliding windows go with
+``a2a`` and ``all_gather``, learned sinks with ``a2a`` alone (``attn_forward_func_with_cp``).
 
 Shapes: s sequence on this rank, b micro-batch, a heads, d head size. A value, and the context with it, may have
 another one (latent attention; before 2.15 with ``p2p`` alone).
@@ -18,11 +19,12 @@ from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..work import Exchange, Operator, Stream, fused
+from ..work import Exchange, Operator, Stream, attention, fused, windowed
 from . import te_facts
 from .shape import CoreShape
 
 COMMUNICATION, WORKSPACES, TEMPORARIES = Category.COMMUNICATION_BUFFERS, Category.WORKSPACES, Category.TEMPORARIES
+SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -98,7 +100,10 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
     whole = (b, s * cp, a // cp, d)
     likes = (q.shape, k.shape, v.shape)
+    every = sinks(r, shape)
     inside = a2a_before(r, [q, k, v], "qkv")
+    of_rank, of_all = [[(1, heads, 1, 1)] * len(every) for heads in (a // cp, a)]
+    own = [r.empty(one, "fp32", "sinks_of_rank") for one in of_rank]
     out, logsumexp, state = attended(r, of_context(q, v), dtype, whole, shape)
     like_out = out.shape
     context = a2a_after(r, [out], "context")[0]
@@ -108,34 +113,58 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         assert arrived is not None
         grad = a2a_before(r, [arrived.view(*like_out)], "grad_context")
         made = gradients_of(r, likes, dtype, whole, shape)
+        of_own = [r.empty(one, "fp32", "grad_sinks_of_rank") for one in of_rank]
         returned = a2a_after(r, made, "grad_qkv")
-        del made, grad, arrived
+        made.clear()
+        returned += [r.empty(one, "fp32", "grad_sinks") for one in of_all]
+        del grad, arrived, of_own
         return list(returned)
 
-    context.node = r.node((q, k, v), (*inside, out, logsumexp, state), backward, work=a2a_work(q, k, v, shape))
+    saved = (*inside, out, logsumexp, state, *own)
+    context.node = r.node((q, k, v, *every), saved, backward, work=a2a_work(q, k, v, shape))
     return context
+
+
+def sinks(r: Recorder, shape: CoreShape) -> list[Tensor]:
+    """``softmax_offset.reshape(1, -1, 1, 1).to(torch.float32)``, for each of the rank's heads, where there are any."""
+    if not shape.spec.attention_sinks:
+        return []
+    a = shape.spec.heads // shape.t
+    return [ops.cast(r, r.parameter(SINKS, (a,), shape.dtype).view(1, a, 1, 1), "fp32", "sinks_fp32")]
+
+
+def in_window(s: int, shape: CoreShape) -> float | None:
+    """Part of the scores of s whole tokens that a sliding window leaves; of layers every second of which has one the
+    mean."""
+    spec = shape.spec
+    if spec.sliding_window is None or not spec.causal:
+        return None
+    return windowed(s, spec.sliding_window, alternating=spec.alternating_windows)
 
 
 def a2a_work(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0) -> Operator:
     """Attention of whole sequences and fewer heads between two exchanges, of elements of ``size`` times the dtype's."""
     cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
     whole = (b, s * cp, a // cp, d)
-    there, back = fused(whole, max(1, k.shape[2] // cp), s * cp, dtype, causal=True, values=v.shape[-1])
+    groups, part = max(1, k.shape[2] // cp), in_window(s * cp, shape)
+    done = attention(whole, groups, s * cp, dtype, causal=True, values=v.shape[-1], part=part)
+    assert done.forward is not None
+    assert done.backward is not None
     moved = size * sum(size_of(one, dtype) for one in (q.shape, k.shape, v.shape, of_context(q, v)))
     ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
-    return Operator((there, ways, copies), (back, ways, copies))
+    return Operator((*done.forward, ways, copies), (*done.backward, ways, copies))
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
-    """``AttnFuncWithCPAndKVAllGather`` on the first rank, whose second chunk sees all keys; other ranks' two steps see
-    as many together. Saves queries, its own keys and values, statistics, and up to 2.14 the steps' outputs beside the
-    whole one, which from then on is saved itself. Keys and values are gathered again in backward.
+    """``AttnFuncWithCPAndKVAllGather`` on the rank whose two steps ``seen_keys`` counts. Saves
+    queries, its own keys and values, statistics, and up to 2.14 the steps' outputs beside the whole one, which from
+    then on is saved itself. Keys and values are gathered again in backward.
     """
     dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
     likes, like_out, part = (q.shape, k.shape, v.shape), of_context(q, v), (b, s // 2, a, d)
     copies = shape.attention == "flash" and b > 1  # of what lies in another order than the back end's
     every = [_of_chunks(one, 2 * shape.cp) for one in likes[1:]]
-    seen = [[_of_chunks(one, chunks) for one in likes[1:]] for chunks in (1, 2 * shape.cp)]
+    seen = [[_of_keys(one, keys, s) for one in likes[1:]] for keys in seen_keys(s, shape)]
     lengths = [r.empty((b + 1,), "int32", "cu_seqlens_of_chunk")] if shape.attention == "fused" else []
     own = [_like(r, one, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
     whole = gathered_keys(r, every, dtype)
@@ -188,19 +217,40 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     return out
 
 
+def seen_keys(s: int, shape: CoreShape) -> tuple[int, int]:
+    """Keys that the two steps of a rank with s tokens see (``get_kv_seq_info_after_all_gather``): of the first rank one
+    chunk and all, and of other ranks as many together; with a window a chunk and the window before it, of which the
+    last rank has most."""
+    cp, chunk, window = shape.cp, s // 2, shape.spec.sliding_window
+    if window is None:
+        return chunk, 2 * cp * chunk
+    before = window - 1
+    return chunk + min(before, (cp - 1) * chunk), chunk + min(before, cp * chunk)
+
+
 def gathers(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0) -> Operator:
     """Attention to keys of all ranks, of elements of ``size`` times the dtype's while they travel."""
     dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
     groups = prod(k.shape) // (b * s * d)
-    there, back = fused((b, s, a, d), groups, s * shape.cp, dtype, causal=True, values=v.shape[-1])
+    every, part = s * shape.cp, in_window(s * shape.cp, shape)
+    done = attention((b, s, a, d), groups, every, dtype, causal=True, values=v.shape[-1], part=part)
+    assert done.forward is not None
+    assert done.backward is not None
     moved = float(shape.cp * (size_of(k.shape, dtype) + size_of(v.shape, dtype)))
     gathers, ordered = Exchange("all-gather", size * moved, "cp"), Stream(2 * moved, 2)
-    return Operator((there, gathers, ordered), (back, gathers, Exchange("reduce-scatter", moved, "cp"), ordered))
+    scattered = Exchange("reduce-scatter", moved, "cp")
+    return Operator((*done.forward, gathers, ordered), (*done.backward, gathers, scattered, ordered))
 
 
 def _of_chunks(like: Shape, chunks: int) -> Shape:
     """So many chunks of a sequence, of which a rank has two; which dimension they are does not matter here."""
     return (*like[:3], like[3] * chunks // 2)
+
+
+def _of_keys(like: Shape, keys: int, s: int) -> Shape:
+    """So many keys, where ``like`` is of s; which dimension they are does not matter here."""
+    features = like[3] * keys
+    return (*like[:3], features // s) if features % s == 0 else (keys, prod(like) // s)
 
 
 def _copied(

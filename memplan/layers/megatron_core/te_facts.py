@@ -167,6 +167,8 @@ def kept(shape: CoreShape, compute_capability: int, weights: Iterable[Shape]) ->
     if shape.cp > 1 and shape.cp_communication == "a2a":
         for part in ("before", "after"):  # get_seq_chunk_ids_for_reordering_*_attn
             tensors[f"te_chunk_ids_{part}"] = rounded(4 * 2 * shape.cp)
+        if shape.spec.attention_sinks:  # flash_attn_a2a_communicate_softmax_offset
+            tensors["te_chunk_ids_of_sinks"] = rounded(4 * shape.cp)
     return tensors
 
 

@@ -15,7 +15,19 @@ from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
-from .te_context import COMMUNICATION, TEMPORARIES, a2a_after, a2a_before, a2a_work, gathered_keys, gathers, ring, sizes
+from .te_context import (
+    COMMUNICATION,
+    TEMPORARIES,
+    a2a_after,
+    a2a_before,
+    a2a_work,
+    gathered_keys,
+    gathers,
+    ring,
+    seen_keys,
+    sinks,
+    sizes,
+)  # fmt: skip
 from .te_low_attention import EACH, by_sequence, cast, low_of
 
 ONWARD = (True, True, False), (False, False, True)
@@ -29,13 +41,15 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
     likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
-    whole = (sum(map(prod, likes)),)
+    whole, every = (sum(map(prod, likes)),), sinks(r, shape)
+    of_rank, of_all = [[(1, heads, 1, 1)] * len(every) for heads in (a // cp, a)]
     sent = [q, k, v] if by_block else []
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
     if not by_block:
         sent = [Tensor(copy[0].storage, like, BYTE) for like in likes]
     arrived = a2a_before(r, sent, "qkv")
     sent.clear()
+    own = [r.empty(one, "fp32", "sinks_of_rank") for one in of_rank]
     kept = by_sequence(r, [_of_heads(like, cp) for like in likes], "qkv", low) if by_block else [*arrived, *copy[1:]]
     number = [] if by_block else [r.empty((1,), "fp32", "scores_scale_inverse")]
     out = cast(r, like_out, "context", low) if delayed else [r.empty(like_out, dtype, "context_of_heads")]
@@ -54,21 +68,26 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         there = a2a_before(r, [Tensor(grad[0].storage, like_out, dtype if by_block else BYTE)], "grad_context")
         grad = by_sequence(r, [_of_heads(like_out, cp)], "grad_context", low) if by_block else grad
         made = [r.empty(one, BYTE if delayed else dtype, "grad_of_heads") for one in likes]
+        of_own = [r.empty(one, "fp32", "grad_sinks_of_rank") for one in of_rank]
         back = a2a_after(r, made, "grad_qkv")
         if not delayed:
-            return list(back)
+            made.clear()
+        of_sinks = [r.empty(one, "fp32", "grad_sinks") for one in of_all]
+        del of_own
+        if not delayed:
+            return [*back, *of_sinks]
         joined = [r.empty(whole, BYTE, "grad_qkv_joined")]
         wide = r.empty(whole, dtype, "grad_qkv_wide")
         joined.clear()
         del there, grad, made, back
-        return [Tensor(wide.storage, like, dtype) for like in likes]
+        return [*(Tensor(wide.storage, like, dtype) for like in likes), *of_sinks]
 
     done, copies = a2a_work(q, k, v, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
     assert done.forward is not None
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
-    saved = (*kept, *out, statistics, rng_state, *scales)
-    node = r.node((q, k, v), saved, backward, work=work)
+    saved = (*kept, *out, statistics, rng_state, *own, *scales)
+    node = r.node((q, k, v, *every), saved, backward, work=work)
     return Tensor(context.storage, like_out, dtype, node)
 
 
@@ -159,7 +178,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
     whole, narrow = (sum(map(prod, likes)),), BYTE if delayed else dtype
     every = [(shape.cp * first, *rest) for first, *rest in likes[1:]]
-    seen = [[(one[0] * chunks // (2 * shape.cp), *one[1:]) for one in every] for chunks in (1, 2 * shape.cp)]
+    seen = [[(keys, *one[1:]) for one in every] for keys in seen_keys(s, shape)]
     lengths = r.empty((b + 1,), "int32", "cu_seqlens_of_chunk")
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
     gathered = gathered_keys(r, every, dtype if by_block else BYTE)

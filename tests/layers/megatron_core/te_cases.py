@@ -44,6 +44,8 @@ class Case:
     major: int = 9
     original: bool = False
     low_backward: bool = True
+    window: int | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -73,6 +75,8 @@ class Case:
             embedding_dropout=0.0,
             attention_dropout=self.dropout,
             hidden_dropout=0.0,
+            sliding_window=self.window,
+            attention_sinks=self.sinks,
         )
 
     def shape(self, version: Version) -> CoreShape:
@@ -134,6 +138,11 @@ LOW_CASES += [
     for module in ("column", "norm_column")
 ]
 WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
+WINDOWS: tuple[tuple[ContextCommunication, CoreAttention, int, int], ...] = (
+    ("a2a", "flash", 2, 32), ("a2a", "fused", 4, 300), ("all_gather", "flash", 2, 32), ("all_gather", "fused", 2, 32),
+    ("all_gather", "fused", 4, 300),
+)  # fmt: skip
+"""Ways, back ends, ranks, and tokens of a sliding window."""
 CASES = [
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
@@ -207,6 +216,33 @@ CASES = [
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
     ),
+    Case("attention", attention="fused", dropout=0.0, kv_heads=2, window=32, sinks=True),
+    *(
+        Case("attention", attention=attention, dropout=0.0, kv_heads=4, cp=cp, communication=way, window=window)
+        for way, attention, cp, window in WINDOWS
+    ),
+    *(
+        Case("attention", attention="fused", dropout=0.0, kv_heads=4, cp=cp, communication="a2a", window=32, sinks=True)
+        for cp in (2, 4)
+    ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=4,
+            dropout=0.0,
+            cp=2,
+            communication=way,
+            window=129,
+            sinks=way == "a2a",
+            **LARGE,
+        )
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+        for way in WAYS
+        if way != "p2p"
+    ),
 ]
 """Every module in every setting that changes its tensors."""
 
@@ -217,7 +253,7 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
         return False
-    return case.cp == 1 or version >= te_facts.OLDEST_CONTEXT_PARALLEL
+    return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
 # -- as recipes -------------------------------------------------------------------------------------
