@@ -105,7 +105,7 @@ MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
     ("flags", "says"),
     [
         ({"ep": "16"}, "layout.ep = 16: must divide the 8 shards"),
-        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3, which is modelled without tensor"),
+        ({"tp": "2", "ep": "128"}, "must divide the 4 shards (dp / fsdp.replicas), 2 ranks of tensor parallelism each"),
         ({"gbs": "8"}, "gives 1 micro-batches; 1f1b needs at least as many as the 2 stages"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward = true: must be false with pipeline"),
         ({"fsdp-offload": "true"}, "fsdp.offload = true: must be false with pipeline parallelism"),

@@ -21,7 +21,7 @@ class FsdpSearch(FrameworkSearch):
             raise PlanError("fsdp.version", "1", "must be 2 in a search: FSDP1 is modelled in estimates alone")
         if plan.fsdp.code != "torchtitan":
             return frozenset()
-        return super().sizes(plan) - (frozenset() if titan_of(plan.model).parallel else {"tp", "pp", "vpp"})
+        return super().sizes(plan) - (frozenset() if titan_of(plan.model).complete else {"tp", "pp", "vpp"})
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         selective = (Recomputing("selective"),) if plan.fsdp.code == "torchtitan" else ()
