@@ -35,10 +35,11 @@ from torch.distributed.tensor.parallel import (
 
 from memplan.trace.torchtitan import cross_entropy
 
-from . import fsdp, titan_experts, titan_models
+from . import fsdp, pipelining, titan_experts, titan_models
 from .fsdp import Sharding, Steps, fake_ranks
 from .megatron import FusedRMSNorm
 from .titan_models import Sizes, Transformer, recomputed
+from .torchtitan_tp import run_local
 
 
 def waited(x: Any) -> Any:
@@ -215,7 +216,8 @@ def apply_tp(model: Transformer, sizes: Sizes, mesh: DeviceMesh, sparse: Any, *,
     output = Shard(-1) if parallel_loss else Replicate()
     head = ColwiseParallel(input_layouts=Shard(1), output_layouts=output, use_local_output=not parallel_loss)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    parallelize_module(model, mesh, {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": head})
+    plan = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": head}
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if getattr(model, name) is not None})
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan(sizes, block))
         if not block.moe_enabled:
@@ -311,3 +313,18 @@ def traced(
         loss_parallel() if parallel_loss else nullcontext(),
     ):
         return fsdp.traced(build, sharding)
+
+
+def traced_stages(
+    sizes: Sizes, pipeline: Any, rank: int, sharding: Sharding, mode: str, ranks: int
+) -> pipelining.Marks:
+    """The last iteration of one pipeline rank, with experts that ``ranks`` ranks share, and tensor parallelism."""
+
+    def share(model: Transformer, meshes: Any) -> None:
+        apply_tp(model, sizes, meshes.tensor, (meshes.together, None, None), parallel_loss=pipeline.parallel_loss)
+
+    make = partial(titan_experts.stage, share=share)
+    with surroundings(ranks), patch.object(pipelining, "run_local", run_local):
+        return pipelining.traced_pipeline(
+            sizes, pipeline, rank, sharding, mode, ends_apart=True, make=make, expert_ranks=ranks
+        )
