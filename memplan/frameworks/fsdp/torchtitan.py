@@ -77,6 +77,17 @@ class Recipes:
             replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), filters=()), mode, options
         )
 
+    def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
+        """Those from ``first`` on; equal ones are made once."""
+        spec, known = self.shape.spec, dict[object, Module]()
+        result = []
+        for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
+            key = mode, own, spec.has_experts(at), spec.has_positions(at), at if self.filters else 0
+            if key not in known:
+                known[key] = self.block(mode, own, at)
+            result.append(known[key])
+        return result
+
     def low_of(self, layer: int) -> Float8 | None:
         """What of layer ``layer`` is in 8 bits."""
         if self.low is None or not self.filters:
@@ -517,7 +528,7 @@ def torchtitan_model(
     made, options = recipes(plan), with_seams(options)
     names = plain.layer_names(plan.model.layers)
     embedding, norm, head, loss = made.ends(options)
-    blocks = [made.block(recompute.of(at), options, at) for at in range(len(names))]
+    blocks = made.blocks([recompute.of(at) for at in range(len(names))], [options] * len(names))
     if plan.model.tied_embeddings and made.chunks is None:
         embedding, head = with_waiting_gradient(embedding, head)
     embedding, *blocks = made.behind(embedding, blocks)
