@@ -100,6 +100,7 @@ CASES = {
     "tp-deepseek-v3": Case("none", replace(V3, vocab=1008), 4, 4, tp=4),
     "tp-deepseek-v3-op": Case("op", in_parts(V3), 4, 4, tp=2),
     "tp-deepseek-v3-full": Case("full", in_parts(V3), 2, tp=2, parallel_loss=False),
+    "tp-chunked": Case("none", in_parts(MIXED), 4, 4, tp=2, chunks=4),
     "tp-deepseek-v3-in-parts": Case("op", in_parts(V3), 2, 2, tp=2, etp=2),
 }
 
@@ -158,7 +159,14 @@ def test_every_event(case: Case) -> None:
     sharding, modes = oracle.Sharding(case.shards), [case.recompute] * case.sizes.layers
     if case.tp > 1:
         steps = titan_tp.traced(
-            case.sizes, sharding, case.tp, modes, ranks=case.ranks, etp=case.etp, parallel_loss=case.parallel_loss
+            case.sizes,
+            sharding,
+            case.tp,
+            modes,
+            ranks=case.ranks,
+            etp=case.etp,
+            parallel_loss=case.parallel_loss,
+            chunks=case.chunks,
         )
     elif case.ranks > 1:
         steps = titan_experts.traced(case.sizes, sharding, case.ranks, modes)

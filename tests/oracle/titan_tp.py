@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 
 from memplan.trace.torchtitan import cross_entropy
 
-from . import fsdp, pipelining, titan_experts, titan_models
+from . import fsdp, pipelining, titan_experts, titan_loss, titan_models, torchtitan_tp
 from .fsdp import Sharding, Steps, fake_ranks
 from .megatron import FusedRMSNorm
 from .titan_models import Sizes, Transformer, recomputed
@@ -250,6 +250,17 @@ def padded(self: titan_models.GroupedExperts, x: torch.Tensor, counts: torch.Ten
     return self.padded(w1, w2, w3, x, counts)
 
 
+class Headless(Transformer):
+    """Hidden states (n, h) leave the model, on every rank all (``Decoder.forward`` with ``_skip_lm_head``)."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h, self.table)
+        h = torchtitan_tp.Headless.everywhere(self.norm(h))
+        return h.view(-1, h.shape[-1])
+
+
 def traced(
     sizes: Sizes,
     sharding: Sharding,
@@ -259,8 +270,9 @@ def traced(
     ranks: int = 1,
     etp: int = 1,
     parallel_loss: bool = True,
+    chunks: int = 0,
 ) -> Steps:
-    """An iteration with tensor parallelism, and experts that ``ranks`` ranks share."""
+    """An iteration with tensor parallelism, and experts that ``ranks`` ranks share; ``chunks`` of the loss."""
     shards = sharding.shards
     world = shards * tp
 
@@ -279,6 +291,8 @@ def traced(
         dense, parts, of_experts, sparse = mesh
         model = Transformer(sizes)
         apply_tp(model, sizes, parts, sparse, parallel_loss=parallel_loss)
+        if chunks:
+            torchtitan_tp.without_head(model, Headless)
         blocks: list[Any] = list(model.layers.values())
         common: dict[str, Any] = {"mp_policy": sharding.policy}
         for name, block in enumerate(blocks):
@@ -300,6 +314,8 @@ def traced(
 
         def loss() -> torch.Tensor:
             logits = model(tokens)
+            if chunks:
+                return titan_loss.chunked(logits, labels.view(-1), model.output, chunks, parts.get_group())
             result = cross_entropy(logits, labels)
             del logits
             return result
@@ -310,7 +326,7 @@ def traced(
         surroundings(ranks),
         patch.object(fsdp, "mesh_of", meshes),
         patch.object(fsdp, "fake_ranks", lambda _: fake_ranks(world)),
-        loss_parallel() if parallel_loss else nullcontext(),
+        loss_parallel() if parallel_loss and not chunks else nullcontext(),
     ):
         return fsdp.traced(build, sharding)
 
