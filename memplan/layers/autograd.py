@@ -130,8 +130,8 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs", "pool", "read",
-        "saved", "sequence", "work",
+        "__weakref__", "apart", "backward", "divides", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs",
+        "pool", "read", "saved", "sequence", "work",
     )  # fmt: skip
 
     def __init__(
@@ -162,7 +162,9 @@ class Node:
         self.multiplies = False
         """Its backward function multiplies matrices."""
         self.apart = False
-        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
+        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place,"""
+        self.divides = False
+        """and one of two is divided before, as every rank has it whole and of the other a part of the sum."""
 
 
 Edge = tuple[Node, int]
@@ -596,7 +598,7 @@ class Recorder:
                     continue
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
-                    self._arrive(buffer, slot, produced_one, self.accumulates_in_place and not target.apart)
+                    self._arrive(buffer, slot, produced_one, target)
                 del produced_one
                 waiting[target] -= 1
                 if not waiting[target]:
@@ -633,10 +635,10 @@ class Recorder:
             operand = (gradient.shape, gradient.dtype)
             self._did([gradient], 1, None, issue=issued((operand,), gradient.shape, dtype))
 
-    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
+    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, target: Node) -> None:
         """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to
         (torch 2.13, ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
-        held = buffer[slot]
+        held, in_place = buffer[slot], self.accumulates_in_place and not target.apart
         if held is not None and self.counts:
             self.work.append(Stream(3 * _bytes(held)))
         if held is None:
@@ -646,6 +648,7 @@ class Recorder:
         elif in_place and getrefcount(gradient.storage) == 2:
             buffer[slot] = gradient
         else:
+            _divided = self.empty(held.shape, held.dtype, "gradient_divided") if target.divides else None
             buffer[slot] = self.empty(held.shape, held.dtype, "gradient_sum")
 
     def _accumulate(self, leaf: Leaf, arrived: Gradients) -> None:

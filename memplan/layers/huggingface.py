@@ -55,6 +55,10 @@ class LayerShape:
     """What sdpa runs (``releases.sdpa_kernel``)."""
     expert_ranks: int = 1
     """Ranks that share a layer's experts, where torchtitan's layers run."""
+    tensor: int = 1
+    """Ranks of tensor parallelism that share a layer there,"""
+    expert_parts: int = 1
+    """and a part of each expert."""
     in_flight: bool = False
     """Several micro-batches may be between forward and backward."""
 

@@ -183,6 +183,7 @@ def linear(
     conv1d: bool = False,
     category: Category = TEMPORARIES,
     parallel: Callable[[int, int, int, str], work.Operator] | None = None,
+    tag: str = "",
 ) -> Tensor:
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
@@ -191,6 +192,7 @@ def linear(
     ZeRO-3's own function its input always.
     The gradient of x is a product of matrices, of which x of more dimensions has a view.
     ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself. ``parallel``: what it does beside collectives.
+    ``tag``: put behind the name of the weight's gradient.
     """
     if bias is None:
         x, weight = entering(r, "linear", x, weight, name=f"{name}_input")
@@ -216,7 +218,7 @@ def linear(
             grad_x = product(r) if needs_x else None
             grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
             return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
-        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
+        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight{tag}") if needs_weight else None
         grad_x = product(r) if needs_x else None
         return [grad_x, grad_w]
 
@@ -249,15 +251,18 @@ def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor
     return r.output((x, y), saves, backward, shape, x.dtype, name, work=done)
 
 
-def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False) -> list[Tensor]:
+def split(
+    r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False, divides: int | None = None
+) -> list[Tensor]:
     """Views of ``x`` along the last dimension; in backward one ``cat`` (``split_with_sizes_backward``).
 
-    ``keeps``: somebody holds a view until then.
+    ``keeps``: somebody holds a view until then. ``divides``: the one whose gradient is divided before.
     """
     whole, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         gradients.reverse()  # they end from the first on, a list's items from the last
+        _divided = None if divides is None else r.empty(shapes[divides], dtype, f"grad_{name}_divided")
         return [r.empty(whole, dtype, f"grad_{name}_cat")]
 
     node = r.node((x,), (x,) if keeps else (), backward, outputs=len(shapes))
@@ -288,8 +293,8 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA's
-    kernel makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
+    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA
+    makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
     if p == 0.0 or r.evaluates:
         return x
     early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces else []

@@ -378,7 +378,16 @@ def torchtitan() -> Iterator[str]:
             f"{job} --pp 2 --gbs 16",
             f"{job} --pp 2 --vpp 2 --gbs 16 --recompute full",
             f"{job} --pp 2 --ep 2 --gbs 16",
+            f"{job} --tp 2",
         )
+    for model, flags in (
+        ("qwen3-30b-a3b", "--tp 2 --ep 8 --recompute full"),
+        ("qwen3-30b-a3b", "--tp 4 --ep 2 --etp 4"),
+        ("qwen3-30b-a3b", "--tp 4 --ep 2 --etp 2"),
+        ("deepseek-v3", "--tp 4 --ep 4 --recompute selective --recompute-per-operator --gbs 8"),
+        ("deepseek-v3", "--tp 2 --pp 2 --ep 4 --gbs 16"),
+    ):
+        yield f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8 {flags}"
     job = "--framework fsdp --fsdp-code torchtitan --gpu h100-80gb --gpus 8 --seq 2048"
     yield from (
         f"--model qwen3-1.7b {job}",
