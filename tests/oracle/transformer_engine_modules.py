@@ -210,7 +210,11 @@ def _attention(case: Case, te: Any) -> Made:
     angles = torch.empty(case.s, 1, 1, d)
     if case.cp > 1:
         ranks = list(range(64 - case.cp, 64))
-        module.set_context_parallel_group(parallel(case.cp), ranks, MagicMock(), case.communication)
+        group: Any = parallel(case.cp)
+        if case.inner > 1:
+            group = [parallel(case.inner), torch.distributed.new_group(ranks[case.inner - 1 :: case.inner])]
+        way = "a2a+p2p" if case.inner > 1 else case.communication
+        module.set_context_parallel_group(group, ranks, MagicMock(), way)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         mixed = x.view(case.s, case.b, g, (a // g + 2) * d)

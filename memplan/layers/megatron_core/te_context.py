@@ -19,7 +19,7 @@ from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..work import Exchange, Operator, Stream, attention, fused, windowed
+from ..work import Exchange, Kernel, Operator, Stream, attention, fused, windowed
 from . import te_facts
 from .shape import CoreShape
 
@@ -28,12 +28,17 @@ SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
-    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring, whose queries see every other rank's first chunk.
+    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring, whose queries see every other rank's first chunk; in two
+    levels (``a2a+p2p``) of ranks that have traded the sequence for heads.
 
     Other ranks hold less: a step whose keys come from a later rank has half of the queries. Saves the
     queries, the keys and values that arrived last, the output, one log-sum-exp and each step's random state.
     """
-    cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
+    cp, inner, dtype, given = shape.cp // shape.cp_inner, shape.cp_inner, q.dtype, (q, k, v)
+    if inner > 1:
+        heads = (of_heads(one.shape, shape) for one in given)
+        q, k, v = (one.view(*like) for one, like in zip(a2a_before(r, [q, k, v], "qkv"), heads, strict=True))
+    b, s, a, d = sizes(q, shape)
     like_q, like_k, like_v, like_out = q.shape, k.shape, v.shape, of_context(q, v)
     both = (prod(like_k) + prod(like_v),)
     buffers = [r.empty(both, dtype, "keys_and_values", COMMUNICATION)]
@@ -52,22 +57,43 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         if step == 1:
             merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
     context = r.empty(like_out, dtype, "context")
+    result = a2a_after(r, [context], "context")[0] if inner > 1 else context
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         grad_q = r.empty(like_q, dtype, "grad_q")
         pairs = [r.empty((2, *both), dtype, "keys_values_and_gradients", COMMUNICATION) for _ in range(2)]
+        arrived = gradients[0]
+        assert arrived is not None
+        grad = a2a_before(r, [arrived], "grad_context") if inner > 1 else []
         for step in range(cp):
             keys, values = (like_k, like_v) if step == cp - 1 else (half(like_k), half(like_v))
             made = gradients_of(r, (like_q, keys, values), dtype, (b, s, a, d), shape)
-            del made
+            if step < cp - 1:
+                made.clear()
         last = pairs[cp % 2].storage
-        pairs.clear()
-        return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
+        result = [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
+        result = a2a_after(r, result, "grad_qkv") if inner > 1 else result
+        del made, pairs, grad_q, last, grad, arrived
+        return list(result)
 
-    context.node = r.node(
-        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=ring(q, k, v, (b, s, a, d), shape)
+    done = ring(q, k, v, (b, s, a, d), shape)
+    return Tensor(
+        result.storage,
+        result.shape,
+        dtype,
+        r.node(given, (q, buffers[-1], context, *merged, *states), backward, work=done),
     )
-    return context
+
+
+def of_heads(like: Shape, shape: CoreShape) -> Shape:
+    """After ranks of the inner level have traded the sequence for heads."""
+    inner, (first, second, heads, features) = shape.cp_inner, like
+    fused = shape.attention == "fused"
+    return (
+        (first * inner, second, heads // inner, features)
+        if fused
+        else (first, second * inner, heads // inner, features)
+    )
 
 
 def ring(
@@ -76,18 +102,22 @@ def ring(
     """A step for each rank, of equal work since every one has an early and a late chunk; keys and values, of elements
     of ``size`` times the dtype's, go on to the next rank meanwhile, in backward with their gradients. Outputs are
     merged step by step (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
-    (b, s, a, d), cp, dtype = bsad, shape.cp, q.dtype
+    (b, s, a, d), cp, dtype, inner = bsad, shape.cp // shape.cp_inner, q.dtype, shape.cp_inner
     groups, context = prod(k.shape) // (b * s * d), size_of(of_context(q, v), dtype)
     keys, queries = size_of(k.shape, dtype) + size_of(v.shape, dtype), size_of(q.shape, dtype)
     forward, backward = fused((b, s, a, d), groups, s, dtype, causal=True, values=v.shape[-1])
     sends = cp - 1
+    moved = queries + keys + context
+    trades: list[Kernel] = [Exchange("all-to-all", moved, "cp", among=inner), Stream(4 * moved, 8)] if inner > 1 else []
     return Operator(
         [
+            *trades,
             *[forward] * cp,
             Exchange("send", size * keys, "cp", forward, sends),
             Stream(sends * 3.0 * context, 2 * sends),
         ],
         [
+            *trades,
             *[backward] * cp,
             Exchange("send", 2 * size * keys, "cp", backward, sends),
             Stream(sends * 3.0 * (queries + keys), 3 * sends),
@@ -286,6 +316,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
         problem = "context parallelism is covered from Transformer Engine 2.8"
         raise PlanError("megatron.transformer_engine", f"{shape.te[0]}.{shape.te[1]}", problem)
+    if shape.cp_inner > 1 and shape.te < te_facts.OLDEST_TWO_LEVELS:
+        raise PlanError("megatron.cp_inner", shape.cp_inner, "must be 1 before Transformer Engine 2.15, as in p2p")
     apart = q.shape[-1] != v.shape[-1]
     if apart and shape.cp_communication != "p2p" and not te_facts.context_parallel_takes_values(shape.te):
         problem = "must be p2p with latent attention before Transformer Engine 2.15"

@@ -23,6 +23,7 @@ from .te_context import (
     a2a_work,
     gathered_keys,
     gathers,
+    of_heads,
     ring,
     seen_keys,
     sinks,
@@ -94,12 +95,19 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring (``te_context.p2p``). Outputs of steps are summed in
     fp32, and so are gradients; with delayed scaling bytes of all steps' gradients are exchanged first."""
-    low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
+    low, cp, dtype, given, trades = low_of(shape), shape.cp // shape.cp_inner, q.dtype, (q, k, v), shape.cp_inner > 1
+    if trades:
+        heads = (of_heads(one.shape, shape) for one in given)
+        q, k, v = (one.view(*like) for one, like in zip(a2a_before(r, [q, k, v], "qkv"), heads, strict=True))
+    s, b, a, _ = q.shape
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
     likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
     whole, both = (sum(map(prod, likes)),), (prod(k.shape) + prod(v.shape),)
     sent, narrow = dtype if by_block else BYTE, BYTE if delayed else dtype
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
+    done, copies = ring(q, k, v, sizes(q, shape), shape, 1.0 if by_block else 0.5), 2 if by_block else 1
+    if copy:
+        del k, v
     amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
     buffers = [r.empty(both, sent, "keys_and_values", COMMUNICATION)]
     outs, merged, states, statistics = list[list[Tensor]](), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -121,6 +129,8 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
             merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
     summed = [r.empty(like_out, "fp32", "context_fp32")]
     kept = [r.empty(like_out, dtype, "context_kept")]
+    if trades:
+        summed = a2a_after(r, summed, "context")
     context = r.empty(like_out, dtype, "context")
     if delayed:
         kept = cast(r, like_out, "context", low)
@@ -139,6 +149,11 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         ]
         sums += [] if delayed else [r.empty(both, "fp32", "grad_keys_and_values_fp32")]
         amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
+        arrived = gradients[0]
+        assert arrived is not None
+        sent_back = arrived if by_block else Tensor(grad[0].storage, like_out, BYTE)
+        there = a2a_before(r, [sent_back], "grad_context") if trades else []
+        del sent_back
         made = list[Tensor]()
         for step in range(cp):
             parts = [likes[0], *(one if step == cp - 1 else _half(one) for one in likes[1:])]
@@ -151,8 +166,19 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
                 made = [r.empty(one, "fp32", "grad_of_step_fp32") for one in parts]
             if step < cp - 1:
                 made.clear()
+        held = [made, grad, sums, passed, amaxes, there]
         if delayed:
-            return _summed(r, likes, cp, dtype, [made, grad, sums, passed, amaxes])
+            result = _summed(r, likes, cp, dtype, [] if trades else held)
+            return a2a_after(r, result, "grad_qkv") if trades else result
+        if trades:
+            keys = sums[1].storage
+            wide = a2a_after(r, [sums[0], *(Tensor(keys, one, "fp32") for one in likes[1:])], "grad_qkv")
+            del keys
+            for ended in held:
+                ended.clear()
+            for at, one in enumerate(likes):  # by autograd
+                wide[at] = r.empty(one, dtype, "grad")
+            return wide
         for ended in (made, passed, grad, amaxes):
             ended.clear()
         (of_q, of_keys), result = sums, [r.empty(likes[0], dtype, "grad_q")]
@@ -162,12 +188,11 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         del of_keys
         return result
 
-    done, copies = ring(q, k, v, sizes(q, shape), shape, 1.0 if by_block else 0.5), 2 if by_block else 1
     assert done.forward is not None
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
-    return Tensor(context.storage, like_out, dtype, r.node((q, k, v), saved, backward, work=work))
+    return Tensor(context.storage, like_out, dtype, r.node(given, saved, backward, work=work))
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -236,9 +261,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     return Tensor(out.storage, like_out, dtype, node)
 
 
-def _summed(
-    r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequence[list[Tensor]]
-) -> Sequence[Tensor | None]:
+def _summed(r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequence[list[Tensor]]) -> list[Tensor]:
     """Bytes of all steps in one tensor, in fp32, and their sums."""
     apart = [r.empty((cp, *like), BYTE, "grad_keys_or_values_of_steps") for like in likes[1:]]
     joined = [r.empty((cp * sum(map(prod, likes)),), BYTE, "grad_qkv_joined")]

@@ -46,6 +46,7 @@ class Case:
     low_backward: bool = True
     window: int | None = None
     sinks: bool = False
+    inner: int = 1
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -91,6 +92,7 @@ class Case:
             te=version,
             cp=self.cp,
             cp_communication=self.communication,
+            cp_inner=self.inner,
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
@@ -138,6 +140,7 @@ LOW_CASES += [
     for module in ("column", "norm_column")
 ]
 WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
+ATTENTIONS: tuple[CoreAttention, ...] = ("flash", "fused")
 WINDOWS: tuple[tuple[ContextCommunication, CoreAttention, int, int], ...] = (
     ("a2a", "flash", 2, 32), ("a2a", "fused", 4, 300), ("all_gather", "flash", 2, 32), ("all_gather", "fused", 2, 32),
     ("all_gather", "fused", 4, 300),
@@ -243,6 +246,15 @@ CASES = [
         for way in WAYS
         if way != "p2p"
     ),
+    *(
+        Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, inner=2)
+        for attention in ATTENTIONS
+        for b, rope, groups, cp in ((2, False, 8, 4), (1, True, 4, 8), (2, True, 8, 8))
+    ),
+    *(
+        Case("attention", attention="fused", recipe=recipe, major=10, kv_heads=4, dropout=0.0, cp=4, inner=2, **LARGE)
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+    ),
 ]
 """Every module in every setting that changes its tensors."""
 
@@ -252,6 +264,8 @@ def covered(case: Case, version: Version) -> bool:
     if case.recipe is not None and version < te_facts.OLDEST_LOW_PRECISION:
         return False
     if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
+        return False
+    if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
