@@ -140,6 +140,11 @@ LOW_CASES += [
     for module in ("column", "norm_column")
 ]
 WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
+OTHERS: tuple[tuple[Recipe, int, bool, float, bool], ...] = (
+    ("delayed", 9, True, 0.1, True), ("mxfp8", 10, True, 0.1, False), ("delayed", 9, False, 0.0, True),
+    ("tensorwise", 10, False, 0.0, True), ("mxfp8", 10, False, 0.0, True), ("delayed", 10, False, 0.0, False),
+)  # fmt: skip
+"""Attention in 8 bits with dropout, and with a padding mask: causal or not, dropout, whether gradients are, too."""
 ATTENTIONS: tuple[CoreAttention, ...] = ("flash", "fused")
 WINDOWS: tuple[tuple[ContextCommunication, CoreAttention, int, int], ...] = (
     ("a2a", "flash", 2, 32), ("a2a", "fused", 4, 300), ("all_gather", "flash", 2, 32), ("all_gather", "fused", 2, 32),
@@ -218,6 +223,19 @@ CASES = [
         for way in WAYS
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
+    ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=major,
+            causal=causal,
+            dropout=dropout,
+            low_backward=low_backward,
+            **LARGE,
+        )
+        for recipe, major, causal, dropout, low_backward in OTHERS
     ),
     Case("attention", attention="fused", dropout=0.0, kv_heads=2, window=32, sinks=True),
     *(
