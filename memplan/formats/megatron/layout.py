@@ -40,7 +40,8 @@ LEVELS, LEVEL_SIZES = "a2a+p2p", "--hierarchical-context-parallel-sizes"
 def _context_levels(reader: Reader) -> None:
     """Two sizes, whose product is that of context parallelism (``validate_args``, ``attn_forward_func_with_cp``)."""
     sizes = reader.settings.words(LEVEL_SIZES)
-    if reader.building.items["megatron.cp_communication"].value != LEVELS:
+    way = reader.building.items.get("megatron.cp_communication")
+    if way is None or way.value != LEVELS:
         reader.building.because(LEVEL_SIZES, f"no effect without --cp-comm-type {LEVELS}")
         return
     cp = reader.building.size("layout.cp")
