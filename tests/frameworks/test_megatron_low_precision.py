@@ -211,7 +211,6 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
         ({"log_max_attention_logit": True}, "largest score"),
         ({"packed_sequences": True}, "no back end for both"),
         ({"attention_dropout": 0.1, "gpu": "b200"}, "NVTE_FP8_DPA_BWD=0"),
-        ({"NVTE_FP8_DPA_BWD": "0", "cp": 2}, "NVTE_FP8_DPA_BWD"),
         ({"NVTE_DPA_FP8CS_O_in_F16": "0"}, "NVTE_DPA_FP8CS_O_in_F16"),
     ],
 )

@@ -160,9 +160,6 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false where NVTE_DPA_FP8CS_O_in_F16 is set, with which it is not modelled yet": (
             "NVTE_DPA_FP8CS_O_in_F16" in plan.environment
         ),
-        "must be false with context parallelism and NVTE_FP8_DPA_BWD=0, with which it is not modelled yet": (
-            plan.layout.cp > 1 and not low.backward
-        ),
     }
     for problem, applies in reasons.items():
         if applies:

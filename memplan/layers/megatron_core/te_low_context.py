@@ -15,20 +15,20 @@ from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
-from .te_context import (
+from .te_context import a2a_work, gathers, ring, seen_keys, sinks
+from .te_context_parts import (
     COMMUNICATION,
     TEMPORARIES,
     a2a_after,
     a2a_before,
-    a2a_work,
+    gather_gradients,
     gathered_keys,
-    gathers,
     of_heads,
-    ring,
-    seen_keys,
-    sinks,
+    ring_gradients,
+    sink_shapes,
     sizes,
-)  # fmt: skip
+    trade_gradients,
+)
 from .te_low_attention import EACH, by_sequence, cast, low_of
 
 ONWARD = (True, True, False), (False, False, True)
@@ -42,8 +42,8 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
     likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
-    whole, every = (sum(map(prod, likes)),), sinks(r, shape)
-    of_rank, of_all = [[(1, heads, 1, 1)] * len(every) for heads in (a // cp, a)]
+    whole, every, low_backward = (sum(map(prod, likes)),), sinks(r, shape), has_low_backward(shape)
+    of_rank, of_all = sink_shapes(a, shape)
     sent = [q, k, v] if by_block else []
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
     if not by_block:
@@ -57,10 +57,19 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a // cp, s * cp, 1), "fp32", "softmax_statistics")
     number.clear()
-    context = a2a_after(r, out[:1], "context")[0]
-    if delayed:
-        context = r.empty(like_out, dtype, "context")
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    wide_out = [r.empty(like_out, dtype, "context_of_heads")] if delayed and not low_backward else []
+    arrived_out = a2a_after(r, out[:1], "context")
+    out = wide_out or out
+    context = r.empty(like_out, dtype, "context") if delayed else arrived_out[0]
+    if low_backward:
+        arrived_out.clear()
+    if not low_backward and not by_block:
+        joined = [r.empty(whole, BYTE, "qkv_joined")]
+        kept = [r.empty(whole, dtype, "qkv_of_heads")]
+        joined.clear()
+    elif not low_backward:
+        kept = arrived
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         (given, *_) = gradients
@@ -88,7 +97,8 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = (*kept, *out, statistics, rng_state, *own, *scales)
-    node = r.node((q, k, v, *every), saved, backward, work=work)
+    wide = trade_gradients(likes, like_out, (b, s * cp, a // cp, q.shape[-1]), dtype, shape)
+    node = r.node((q, k, v, *every), saved, backward if low_backward else wide, work=work)
     return Tensor(context.storage, like_out, dtype, node)
 
 
@@ -99,13 +109,13 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     if trades:
         heads = (of_heads(one.shape, shape) for one in given)
         q, k, v = (one.view(*like) for one, like in zip(a2a_before(r, [q, k, v], "qkv"), heads, strict=True))
-    s, b, a, _ = q.shape
+    (s, b, a, _), low_backward = q.shape, has_low_backward(shape)
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
-    likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
+    likes, like_out, bsad = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1]), sizes(q, shape)
     whole, both = (sum(map(prod, likes)),), (prod(k.shape) + prod(v.shape),)
     sent, narrow = dtype if by_block else BYTE, BYTE if delayed else dtype
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
-    done, copies = ring(q, k, v, sizes(q, shape), shape, 1.0 if by_block else 0.5), 2 if by_block else 1
+    done, copies = ring(q, k, v, bsad, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
     if copy:
         del k, v
     amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
@@ -132,9 +142,11 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     if trades:
         summed = a2a_after(r, summed, "context")
     context = r.empty(like_out, dtype, "context")
-    if delayed:
+    if delayed and low_backward:
         kept = cast(r, like_out, "context", low)
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    if not low_backward and not by_block:
+        copy, buffers = [q], [r.empty(both, dtype, "keys_and_values_wide")]
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
     summed.clear()
     amaxes.clear()
 
@@ -192,7 +204,8 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
-    return Tensor(context.storage, like_out, dtype, r.node(given, saved, backward, work=work))
+    node = r.node(given, saved, backward if low_backward else ring_gradients(likes, bsad, dtype, shape), work=work)
+    return Tensor(context.storage, like_out, dtype, node)
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -224,9 +237,10 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
             step = [r.empty(_half(like_out), dtype, "context_of_step")]
         outs += step
         del step, state
-    saved = [q, k, v] if by_block else copy
-    result = cast(r, like_out, "context", low) if delayed else [out]
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    low_backward = has_low_backward(shape)
+    saved = [q, k, v] if by_block or not low_backward else copy
+    result = cast(r, like_out, "context", low) if delayed and low_backward else [out]
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
     for ended in (inside, outs, unused, gathered):
         ended.clear()
 
@@ -257,7 +271,9 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     assert done.forward is not None
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
-    node = r.node((q, k, v), (*saved, *result, *kept, lengths, *scales), backward, work=work)
+    wide = gather_gradients(likes, every, seen, like_out, (b, s // 2, a, q.shape[-1]), dtype, shape)
+    kept += [*saved, *result, lengths, *scales]
+    node = r.node((q, k, v), kept, backward if low_backward else wide, work=work)
     return Tensor(out.storage, like_out, dtype, node)
 
 
@@ -284,6 +300,11 @@ def _joined_cast(r: Recorder, whole: Shape, dtype: str, low: Low) -> list[Tensor
     copy = cast(r, whole, "qkv", low)
     joined.clear()
     return copy
+
+
+def has_low_backward(shape: CoreShape) -> bool:
+    """Gradients are computed in 8 bits, too (``NVTE_FP8_DPA_BWD``)."""
+    return shape.low_attention is None or shape.low_attention.backward
 
 
 def _of_heads(like: Shape, cp: int) -> Shape:

@@ -265,6 +265,34 @@ CASES = [
         if way != "p2p"
     ),
     *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=4,
+            dropout=0.0,
+            cp=4,
+            communication=way,
+            low_backward=False,
+            **LARGE,
+        )
+        for way in WAYS
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+    ),
+    Case(
+        "attention",
+        attention="fused",
+        recipe="delayed",
+        major=10,
+        kv_heads=4,
+        dropout=0.0,
+        cp=4,
+        inner=2,
+        low_backward=False,
+        **LARGE,
+    ),
+    *(
         Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, inner=2)
         for attention in ATTENTIONS
         for b, rope, groups, cp in ((2, False, 8, 4), (1, True, 4, 8), (2, True, 8, 8))
