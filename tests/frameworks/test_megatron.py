@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import estimate, fold
-from memplan.frameworks.megatron.from_plan import padded_vocab
+from memplan.frameworks.megatron.from_plan import core_shape, padded_vocab
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -162,6 +162,12 @@ def test_readings_are_in_order_for_every_dtype(dtype: str, zero: int) -> None:
     (stage,) = estimate(plan(dtype=dtype, zero=zero, dp=2, gpu="h100-80gb", **extra)).stages
     _, requested, allocated, reserved = readings(stage)
     assert requested <= allocated <= reserved
+
+
+@pytest.mark.parametrize(("cp", "inner", "way"), [(1, 2, "a2a"), (4, 4, "a2a"), (4, 1, "p2p"), (4, 2, "p2p")])
+def test_two_levels_with_one_rank_in_either_are_the_other_alone(cp: int, inner: int, way: str) -> None:
+    shape = core_shape(plan(cp=cp, cp_communication="a2a+p2p", cp_inner=inner))
+    assert (shape.cp_communication, shape.cp_inner) == (way, 2 if (cp, inner) == (4, 2) else 1)
 
 
 def test_estimates_are_deterministic() -> None:

@@ -108,7 +108,7 @@ def _context_ways(plan: ResolvedPlan) -> dict[str, Any]:
     way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner
     if way != "a2a+p2p":
         return {"cp_communication": way}
-    return {"cp_communication": "a2a"} if inner == plan.layout.cp else {"cp_communication": "p2p", "cp_inner": inner}
+    return {"cp_communication": "a2a"} if inner >= plan.layout.cp else {"cp_communication": "p2p", "cp_inner": inner}
 
 
 def _graphs(plan: ResolvedPlan) -> tuple[str, ...] | None:

@@ -227,8 +227,9 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, problem)
     refused = {
         "must be 1 without megatron.cp_communication a2a+p2p": megatron.cp_communication != "a2a+p2p",
-        f"must divide layout.cp {cp}: the ring has the rest": cp % megatron.cp_inner > 0,
-        f"must divide the {heads} key/value heads of a rank, which it distributes": heads % megatron.cp_inner > 0,
+        f"must divide layout.cp {cp}: the ring has the rest": cp > 1 and cp % megatron.cp_inner > 0,
+        f"must divide the {heads} key/value heads of a rank, which it distributes": cp > 1
+        and heads % megatron.cp_inner > 0,
         "must be 1 with hybrids: Megatron-Core's Mamba layers and gated delta nets trade heads among all ranks": bool(
             plan.model.layer_pattern or plan.model.linear_interval
         ),
