@@ -154,6 +154,8 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    among: int = 0
+    """Of so many neighbours of ``axis``; 0: of all."""
     parts: int = 0
     """In how many parts it goes from rank to rank while the product beside computes those that are there, by the GPUs'
     copy engines; 0: whole, by kernels."""

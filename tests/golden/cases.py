@@ -489,6 +489,13 @@ def megatron() -> Iterator[str]:
         "--layers 4 --seq 8192 --framework megatron --gpu h100-80gb --gpus 8 --cp 2 --dtype bf16 --cp-communication"
     )
     yield f"--model mistral-7b {windows} all_gather"
+    two = windows.replace("--cp 2", "--cp 4")
+    yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2"
+    yield (
+        f"--model llama-3-8b {two} a2a --deterministic --cross-entropy-fusion none --attention-dropout 0.1 --fp8 delayed "
+        "--fp8-dot-product-attention"
+    )
+    yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2 --fp8 delayed --fp8-dot-product-attention"
     yield f"--model gpt-oss-20b {windows} a2a --ep 4 --bias-dropout-fusion false"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --sequence-parallel"
     for flags in (

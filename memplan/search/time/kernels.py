@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Stream, Together
+from ...layers.work import Alone, Attention, Exchange, Kernel, Product, Scan, Stream, Together
 from . import attention
 from .collectives import Group, collective, group, send
 from .power import Drawn
@@ -179,7 +179,7 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
     if one.kind == "send":
         spent = send(rates, one.bytes, ranks.t * ranks.c > rates.node)
     else:
-        spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node), one.choices)
+        spent = collective(rates, one.kind, one.bytes, across(one, ranks, rates.node), one.choices)
     if one.beside is None:
         return spent
     if one.parts and isinstance(one.beside, Product):
@@ -195,7 +195,7 @@ def in_parts(spent: float, product: Product, parts: int, rates: Rates) -> float:
     return part + (parts - 1) * max(part, spent / (parts - 1)) - alone(product, rates)
 
 
-def across(axis: Axis, ranks: Ranks, node: int) -> Group:
+def across(one: Exchange, ranks: Ranks, node: int) -> Group:
     """Neighbours have one layer's tensors, or one expert's, then parts of a sequence, or experts
     (``parallel_state.py``, order ``tp-cp-ep-dp-pp`` of either kind of layer)."""
     size, stride = {
@@ -204,8 +204,8 @@ def across(axis: Axis, ranks: Ranks, node: int) -> Group:
         "etp": (ranks.etp, 1),
         "ep": (ranks.ep, ranks.etp),
         "experts": (ranks.ep * ranks.etp, 1),
-    }[axis]
-    return group(size, stride, node)
+    }[one.axis]
+    return group(one.among or size, stride, node)
 
 
 def overlapped(rates: Rates, communication: float, work: float) -> float:
