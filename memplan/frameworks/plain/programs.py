@@ -25,7 +25,7 @@ from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Ta
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
 from ...optimizers.base import full, optimizer_states
-from ...optimizers.bitsandbytes import quantisation_maps
+from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import liger_version
 from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
@@ -40,7 +40,7 @@ from . import preferences, trainer
 from .buffers import buffers, inputs
 from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
-from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
+from .step import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
 from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
@@ -513,6 +513,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         step=step,
         clipping=clipping,
         groups=groups,
+        managed=managed_bytes(plan.optimizer, tensors_of(trained)),
         evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
         late_states=True,
     )
