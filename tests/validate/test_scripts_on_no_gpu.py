@@ -71,7 +71,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_path: Path) -> None:
-    """Allocated to within numbers of the loss (512 bytes each) and the rests of two blocks, reserved to within 1 %."""
+    """Allocated to within numbers of the loss (512 bytes each) and the rests of three blocks. Reserved to the byte, but
+    where weights are cast once they are loaded: the blocks that they leave are not followed."""
     folder, script = tmp_path / "model", tmp_path / "train.py"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -85,5 +86,5 @@ def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_
     requested = stage["allocated_bytes"] - stage["breakdown"]["block_rounding"]  # with workspaces
     assert 0 <= requested - steady["requested"] <= 1 << 18, "each tensor is rounded up to 512 bytes"
     for reading in ("static", "allocated"):
-        assert abs(stage[f"{reading}_bytes"] - steady[reading]) <= 2 << 20, reading
-    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.01)
+        assert abs(stage[f"{reading}_bytes"] - steady[reading]) <= 3 << 20, reading
+    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.05 if case == "qlora" else 0)

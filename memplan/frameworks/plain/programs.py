@@ -41,7 +41,7 @@ from .buffers import buffers, inputs
 from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
 from .step import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
-from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of
+from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of, warmup
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
@@ -495,6 +495,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
         trained = trained_only(groups)
         extra += shared_table(plan)
+    before = warmup(plan, groups)
     step, clipping = optimizer_step(trained, plan.optimizer, dtype), 0
     if trainer.runs(plan):
         extra += trainer.SCALARS
@@ -511,6 +512,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states=states,
         extra=tuple(extra),
         step=step,
+        before=before,
         clipping=clipping,
         groups=groups,
         managed=managed_bytes(plan.optimizer, tensors_of(trained)),
