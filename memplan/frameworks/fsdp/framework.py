@@ -28,8 +28,12 @@ SAVING = (
 OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
-NO_KERNEL = "bitsandbytes' kernels take no DTensor (FSDP2), and their states of flat shards (FSDP1) are not modelled"
-"""bitsandbytes issues 1403 (FSDP2) and 2080 (FSDP1: which states have 8 bits depends on a flat shard's size)."""
+NO_KERNEL = (
+    "bitsandbytes' kernels take no DTensor (FSDP2: the first step ends in 'got mixed torch.Tensor and DTensor'), and "
+    "their states of flat shards (FSDP1) are not modelled"
+)
+"""As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1, which runs: a flat shard has
+8-bit states; with ``use_orig_params`` each piece of a parameter has its own, in fp32 below 4,096 elements)."""
 
 
 NO_INTEGERS = "Cannot flatten integer dtype tensors"
