@@ -683,6 +683,8 @@ def allocators() -> Iterator[str]:
     yield f"{jobs[0]} --capacity 3GiB"
     yield f"{jobs[1]} --capacity 9GiB --headroom 0"
     yield f"{jobs[3]} --capacity 30GiB"
+    yield "--model gpt2 --vocab 256000 --seq 1024 --mbs 8 --gpu h200 --torch 2.11"
+    yield "--model llama-3-8b --framework fsdp --fsdp-code torchtitan --layers 16 --tp 2 --gpus 8 --gpu h200 --torch 2.11"
 
 
 def refused() -> Iterator[str]:
