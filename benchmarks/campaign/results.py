@@ -29,7 +29,7 @@ def short(rows: Sequence[Row], causes: dict[str, str]) -> Iterator[str]:
     yield "| reading | figures | within 1 KiB | within 1 MiB | within 1 % | median | worst | of | why |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |"
     of_runs = [row for row in found if row.case in runs]
-    for name in MEMORY:
+    for name in (*MEMORY, "workspaces"):
         own = [row for row in of_runs if kind(row.reading.name) == name]
         if own:
             yield _memory_row(name, own, causes.get(name, ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from memplan.device.measured import cublas_workspaces
 from memplan.estimate import estimate
 from memplan.frameworks.megatron import validating as megatron
 from memplan.plan.errors import PlanError
@@ -27,7 +28,7 @@ def readings_of(data: Mapping[str, Any]) -> tuple[list[Reading], str]:
 
 def readings_today(record: Record) -> list[Reading]:
     """Of a record, beside what today's code estimates of the plan that ran."""
-    plan = ResolvedPlan.model_validate(record.estimate.to_json()["plan"])
+    plan = _plan(record)
     if record.run.code == megatron.CODE and not {"transformer-engine", "apex"} & set(record.run.versions.others):
         plan = megatron.stepped_by_torch(plan)
     estimated = Estimated.model_validate(to_json(estimate(plan)))
@@ -36,12 +37,13 @@ def readings_today(record: Record) -> list[Reading]:
 
 def _readings(record: Record) -> Iterator[Reading]:
     several = len({rank.stage for rank in record.run.ranks}) > 1
+    workspaces = sum(hold.bytes for hold in cublas_workspaces(_plan(record)))
     for one in differences(record.estimate, record.run):
         yield Reading(_named(one.reading, one.stage, several), "bytes", one.measured, one.estimated)
     for rank in record.run.ranks:
         stage = record.estimate.of(rank.stage)
         if stage is not None:
-            yield from _of_rank(rank, stage, several)
+            yield from _of_rank(rank, stage, several, workspaces)
     yield from _seconds(record)
 
 
@@ -49,13 +51,17 @@ def _named(name: str, stage: int, several: bool) -> str:
     return f"{name}, stage {stage}" if several else name
 
 
-def _of_rank(rank: RankReading, stage: Stage, several: bool) -> Iterator[Reading]:
+def _plan(record: Record) -> ResolvedPlan:
+    return ResolvedPlan.model_validate(record.estimate.to_json()["plan"])
+
+
+def _of_rank(rank: RankReading, stage: Stage, several: bool, workspaces: int) -> Iterator[Reading]:
     """What lies beside the tensors, and the moments that an estimate has, too."""
     known = stage.model_dump()
     beside: dict[str, tuple[int | None, int | None]] = {
         "static": (rank.static, known.get("static_bytes")),
         "context": (rank.context, stage.beyond_allocated.get("cuda_context")),
-        "workspaces": (rank.workspaces, stage.breakdown.get("workspaces", 0)),
+        "workspaces": (rank.workspaces, workspaces),
     }
     moments = {moment.name: moment.allocated for moment in rank.moments}
     for name in ("initialisation", "evaluation"):
@@ -71,7 +77,7 @@ def _seconds(record: Record) -> Iterator[Reading]:
     if not taken or len(record.run.ranks) > 1 or record.run.world != "real":
         return
     try:
-        plan = resolve(ResolvedPlan.model_validate(record.estimate.to_json()["plan"]))
+        plan = resolve(_plan(record))
         predicted: float | None = step_time(plan).total
     except (PlanError, ValueError):
         predicted = None

@@ -54,12 +54,23 @@ def cublas_workspaces(plan: ResolvedPlan) -> tuple[Hold, ...]:
         found = facts.cublas_workspaces(capability, plan.environment, torch_version(plan))
     except ValueError as error:
         raise PlanError("environment", dict(plan.environment), str(error)) from None
+    times = THREADS, _threads_with_biases(plan)
     return tuple(
         Hold(0, rounded(fact.bytes), Category.WORKSPACES, fact.name)
-        for fact in found[:1]
-        for _ in range(THREADS)
+        for fact, threads in zip(found, times, strict=False)
+        for _ in range(threads)
         if fact.held and fact.bytes
     )
+
+
+def _threads_with_biases(plan: ResolvedPlan) -> int:
+    """Threads in which ``addmm`` fuses a bias, for which it calls cuBLASLt (``Blas.cpp``, ``addmm_out_cuda_impl``): the
+    main one, and autograd's where it runs forward passes again."""
+    model = plan.model
+    biases = model.attention_bias, model.attention_output_bias, model.mlp_bias, model.head_bias
+    if not any(biases) or not framework(plan.framework).fuses_biases(plan):
+        return 0
+    return THREADS if plan.recompute.mode == "full" else 1
 
 
 CONTEXT, NCCL, WORKSPACES = "cuda_context", "nccl", "cublas_workspaces"

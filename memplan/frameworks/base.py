@@ -258,6 +258,10 @@ class Framework:
         """Those of NCCL that a rank of ``stage`` has. None in one process, whose GPUs copy to each other."""
         return ()
 
+    def fuses_biases(self, plan: ResolvedPlan) -> bool:
+        """Whether linear layers with a bias are one ``addmm``."""
+        return not self.holds_workspaces
+
     def visiting_processes(self, plan: ResolvedPlan) -> int:
         """Other ranks' processes that have a CUDA context on a rank's GPU, too."""
         return 0

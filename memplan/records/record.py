@@ -73,10 +73,10 @@ def _of_stage(estimate: Estimated, stage: int, run: Run) -> Iterable[Difference]
 
 
 def _not_measured(estimated: Stage, reading: str, framework: str, run: Run) -> int:
-    """Bytes of an estimated reading that a run has not: cuBLAS's workspaces, which are no tensors of the program, where
-    recipes hold them; NCCL's, in a process group that is played."""
+    """Bytes of an estimated reading that a run's has not: cuBLAS's workspaces, which are no tensors of the program,
+    where recipes hold them; NCCL's, in a process group that is played."""
     if reading == "requested" and holds_workspaces(framework):
-        return int(estimated.breakdown.get("workspaces", 0))
+        return max((rank.workspaces or 0 for rank in run.ranks if rank.stage == estimated.stage), default=0)
     return int(estimated.beyond_allocated.get("nccl") or 0) if reading == "device" and run.world == "emulated" else 0
 
 

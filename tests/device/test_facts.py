@@ -8,8 +8,11 @@ from itertools import product
 import pytest
 
 from memplan.allocator.caching import block_size
+from memplan.device import measured
 from memplan.device.facts import Fact, contexts_of, cublas_workspaces, cuda_context, transformer_engine_workspace
 from memplan.device.gpus import GPUS
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 VOLTA, AMPERE, ADA, HOPPER, BLACKWELL = (7, 0), (8, 0), (8, 9), (9, 0), (10, 0)
@@ -190,3 +193,20 @@ def test_contexts_have_sources() -> None:
             assert fact.source.startswith("https://")
             assert fact.note
             assert 250 * MIB < fact.bytes < 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        ({"model": "gpt2"}, 1),
+        ({"model": "gpt2", "recompute": "full"}, 2),
+        ({"model": "llama-3-8b"}, 0),
+        ({"model": "gpt2", "torch": "2.13"}, 0),
+        ({"model": "gpt2", "framework": "deepspeed", "zero": "3", "gpus": "2"}, 0),
+        ({"model": "gpt2", "framework": "deepspeed", "zero": "2", "gpus": "2"}, 1),
+    ],
+)
+def test_cublaslt_works_apart_where_a_bias_is_fused(flags: dict[str, str], more: int) -> None:
+    """torch 2.11 on an H200 held 65 MiB in GPT-2, BERT, OPT, GPT-J and GPT-NeoX, 66 with recompute, 64 in Llama."""
+    plan = resolve(read_plan(None, {"gpu": "h200", "torch": "2.11", **flags}).plan)
+    assert sum(hold.bytes for hold in measured.cublas_workspaces(plan)) == (64 + more) * MIB

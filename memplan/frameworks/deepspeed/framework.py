@@ -70,6 +70,10 @@ class Deepspeed(Framework):
             problem = f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype"
             raise PlanError("deepspeed.gradient_accumulation_dtype", sums, problem)
 
+    def fuses_biases(self, plan: ResolvedPlan) -> bool:
+        """``LinearFunctionForZeroStage3`` adds a bias behind its product (``zero/linear.py``)."""
+        return plan.layout.zero < 3 or not plan.deepspeed.memory_efficient_linear
+
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """ZeRO's collectives, the norm and the loss run in a copy of the default group (``groups.py``,
         ``_clone_world_group``); barriers, if there are any, in the default group itself."""
