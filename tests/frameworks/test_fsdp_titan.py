@@ -9,6 +9,7 @@ import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.communicators import communicators
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
@@ -237,3 +238,18 @@ def test_ranks_with_the_same_experts_hold_fewer_of_them() -> None:
     assert experts["1"]["experts.w1"] == (128, 768, 2048)
     assert experts["8"]["experts.w1"] == (16, 768, 2048)
     assert found["1"].elements == found["8"].elements
+
+
+@pytest.mark.parametrize(
+    ("etp", "groups"),
+    [
+        ("1", {"expert parallel": (8, 8, 8), "shards of experts": (8, 1, 8)}),
+        ("4", {"expert tensor parallel": (4, 4, 4), "expert parallel": (8, 1, 4), "shards of experts": (2, 1, 32)}),
+    ],
+)
+def test_groups_of_experts(etp: str, groups: dict[str, tuple[int, int, int]]) -> None:
+    """64 ranks, 4 of tensor parallelism: 8 share experts, side by side, or 4 apart, with a part of each expert."""
+    plan = resolve(read_plan(None, {**MIXTURE, "tp": "4", "ep": "8", "etp": etp}).plan)
+    known = {one.name: (one.ranks, one.block, one.stride) for one in communicators(plan, 0)}
+    assert {name: known[name] for name in known if "expert" in name} == groups
+    assert (known["tensor parallel"], known["shards"]) == ((4, 4, 4), (16, 1, 4))
