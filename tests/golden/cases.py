@@ -59,7 +59,8 @@ def learned() -> Iterator[str]:
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --gbs 32"
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --fsdp-version 1"
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
-    yield "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
+    for name in ("smollm3-3b", "phi-2"):
+        yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
     yield (
         "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full "
         "--offload-optimizer cpu --offload-param cpu"
@@ -150,6 +151,7 @@ def optimizers() -> Iterator[str]:
         yield f"{jobs[3]} --optimizer adamw --optimizer-implementation {implementation}"
     yield f"{jobs[0]} --optimizer adam8bit --optimizer-block-size 2048 --no-embeddings-32bit"
     yield f"{jobs[0]} --optimizer adam8bit --paged-optimizer"
+    yield "--model gpt2 --layers 3 --seq 256 --framework deepspeed --zero 2 --gpus 4 --optimizer paged_adamw_8bit"
     yield f"{jobs[0]} --optimizer adamw --optimizer-implementation bitsandbytes --paged-optimizer"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --main-params-dtype fp16"

@@ -52,7 +52,7 @@ SHARDED_BESIDE = {"roberta-base", "olmo-2-1b"}
 """Models that every run traces under FSDP: of the second it casts what layers are handed."""
 
 
-GATHERED = ("smollm3-3b",)
+GATHERED = ("smollm3-3b", "phi-2")
 """Models that ship with what DeepSpeed's stage 3 needs, too."""
 
 
