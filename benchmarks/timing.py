@@ -20,14 +20,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import nvidia  # noqa: E402
+from benchmarks import kernel_times, nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
-from memplan.search.time.efficiency import default  # noqa: E402
+from memplan.search.time.efficiency import POWER, default  # noqa: E402
 from memplan.search.time.kernels import matmul  # noqa: E402
 from memplan.search.time.shape import model_flops  # noqa: E402
 
@@ -106,7 +106,8 @@ def published_plan(row: Row) -> Plan:
     if "model" in row:
         overlapped = {"zero": 1, "overlap_grad_reduce": "true", "overlap_param_gather": "true"}
         ends = {"count_embedding": "true", "count_loss": "true"}
-        return resolve(plan_of(None, model=row["model"], dtype="bf16", **flags, **overlapped, **ends))
+        job = {"model": row["model"], "dtype": "bf16", "torch": "2.4"}  # of the paper's months
+        return resolve(plan_of(None, **job, **flags, **overlapped, **ends))
     h, a = row["hidden"], row["heads"]
     sizes = {"hidden": h, "layers": row["layers"], "heads": a, "kv_heads": a, "head_dim": h // a, "ffn": 4 * h}
     own = {"attention": "eager", "transformer_impl": "local", "dtype": "fp16", "torch": row["torch"]}
@@ -192,9 +193,9 @@ def b200(rows: Sequence[Row]) -> Table:
 
 def grand_teton() -> Efficiency:
     """Meta's H100 with 96 GB: HBM2e of 2.4 TB/s, where the GPU table's (of GH200) has 4 (pytorch/torchtitan,
-    docs/performance.md). Its power limit of 500 W instead of 700 W is not in it: nobody published what it costs."""
+    docs/performance.md), and a power limit of 500 W instead of 700 W."""
     usual = default("h100-80gb", (9, 0))
-    return replace(usual, memory=usual.memory * 2.4 / 4.0)
+    return replace(usual, memory=usual.memory * 2.4 / 4.0, power=POWER.limited_to(500))
 
 
 def torchtitan(rows: Sequence[Row]) -> Table:
@@ -204,10 +205,11 @@ def torchtitan(rows: Sequence[Row]) -> Table:
         gpus, b, s = row["gpus"], row["local_batch_size"], row["sequence_length"]
         flags = {"model": "llama-3-8b", "framework": "fsdp", "fsdp_code": "torchtitan", "dtype": "bf16"}
         sizes = {"gpus": gpus, "mbs": b, "gbs": b * gpus, "seq": s, "compile": str(row["compile"]).lower()}
-        plan = resolve(plan_of(None, recompute_per_operator="true", gpu="h100-96gb", **flags, **sizes))
+        job = {"recompute_per_operator": "true", "gpu": "h100-96gb", "torch": "2.6"}
+        plan = resolve(plan_of(None, **job, **flags, **sizes))
         measured = b * s / row["tokens_per_second_per_gpu"]
         timed.append(Timed(row["id"], measured, step_time(plan, grand_teton()).total))
-    return Table("torchtitan_h100.jsonl", "h100-96gb", tuple(timed), "GPUs limited to 500 W, which is not modelled")
+    return Table("torchtitan_h100.jsonl", "h100-96gb", tuple(timed), "GPUs limited to 500 W")
 
 
 MPT = {
@@ -236,7 +238,8 @@ def mpt_plan(row: Row) -> Plan:
     FlashAttention 1 in Triton (``attn_impl: triton``), gathers behind gradients (Composer's default,
     ``BACKWARD_POST``); in the large sweep ``flash`` (flash-attn 2.4) but for 13b and 30b, and ``BACKWARD_PRE``
     (scripts/train/benchmarking/sweep.py). Gradients are reduced in bf16: Composer's ``DEFAULT`` gives FSDP no
-    ``reduce_dtype`` (``get_mixed_precision``), which then is ``param_dtype`` (``MixedPrecision``'s docstring)."""
+    ``reduce_dtype`` (``get_mixed_precision``), which then is ``param_dtype`` (``MixedPrecision``'s docstring). The loss
+    is flash-attn's (``ComposerMPTCausalLM``, ``loss_fn``: ``fused_crossentropy``), of which Liger's has the bytes."""
     h, heads, layers = MPT[row["Model"]]
     b, gpus, s = int(row["MicroBatchSize"]), int(row["# GPUs"]), int(row["SeqLen (T)"])
     large = LARGE in row["table"]
@@ -245,6 +248,7 @@ def mpt_plan(row: Row) -> Plan:
     flags: dict[str, object] = {
         "attention": "flash_attention_2" if large and row["Model"] not in ("13b", "30b") else "sdpa",
         "fsdp_reduce": "bf16",
+        "loss": "liger-cross-entropy",
         "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
         "fsdp_backward_prefetch": "pre" if large else "post",
         "reshard_after_forward": str(row["Sharding Strategy"] == "FULL_SHARD").lower(),
@@ -325,6 +329,15 @@ TRIALS = "bigscience-trials-february-2022"
 PAPERS = ("arxiv-2205.05198-table-5", "arxiv-2104.04473-table-1", "arxiv-2407.21783-table-4")
 
 
+def own() -> list[Table]:
+    """Steps of ``memplan validate`` on an H200 (``records``), those with adapters apart."""
+    by: dict[str, list[Timed]] = {}
+    for name, spent, plan in kernel_times.steps():
+        gpu = "h200" if plan.lora.rank is None else "h200 with adapters"
+        by.setdefault(gpu, []).append(Timed(name, spent, step_time(plan).total))
+    return [Table("records", gpu, tuple(timed)) for gpu, timed in by.items()]
+
+
 # -- print --------------------------------------------------------------------------------------------
 
 
@@ -383,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--measured", type=Path, default=MEASURED, metavar="DIR", help="folder of measured runs")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     chosen = parser.parse_args(arguments)
-    tables = [*(published(name) for name in PAPERS), trials()]
+    tables = [*(published(name) for name in PAPERS), trials(), *own()]
     if chosen.measured.is_dir():
         found = [(name, chosen.measured / name) for name in READERS]
         for name, path in found:

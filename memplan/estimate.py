@@ -43,7 +43,6 @@ from .device.measured import (
 from .frameworks import framework
 from .layers.module import Options
 from .notices import warnings
-from .optimizers.bitsandbytes import managed_bytes
 from .plan.environment import OF_ALLOCATOR
 from .plan.errors import PlanError
 from .plan.plan import Plan
@@ -414,7 +413,7 @@ def _stage(
             "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },
         in_flight=program.order.in_flight,
-        host=together * (program.host + managed_bytes(plan.optimizer, program.parameter_tensors())),
+        host=together * (program.host + program.managed),
         nvme=together * program.nvme,
         device_range=None if device is None else (reserved.loaded[0] + low, reserved.loaded[1] + high),
         reading_range=None if device is None else (read[0] + low, read[1] + high),

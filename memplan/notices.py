@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from .frameworks import framework
 from .layers.module import hold_bytes
-from .optimizers.bitsandbytes import managed_bytes
 from .plan.loss_checks import FUSED
 from .plan.releases import sdpa_kernel
 from .plan.resolved import ResolvedPlan
@@ -72,9 +71,7 @@ def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
 
 def _managed_states(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """States of a paged optimizer, which no reading of the device shows."""
-    if not plan.optimizer.paged:
-        return
-    size = max(managed_bytes(plan.optimizer, program.parameter_tensors()) for program in programs)
+    size = max(program.managed for program in programs)
     if size:
         yield Notice(
             "states-in-managed-memory",

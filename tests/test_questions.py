@@ -32,6 +32,9 @@ LONG = (
     "llama-2-7b --gpus 64",
     "bigscience-104b",
     "llama-3-70b --gpus 64",
+    "llama-3-8b --gpus 8 --gpu h100 --gbs 128 --seq 8k",
+    "qwen2.5-32b --gpus 16 --gpu a100-80gb --gbs 64 --framework deepspeed",
+    "nemotron-h-8b --gpus 8",
 )
 """Searches of many seconds, by a part of the question; ``tests/search`` tries what they run."""
 

@@ -10,9 +10,9 @@
 The model is ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, whose rules for sizes have not
 changed since 2.1 (``large_segment_size_mb`` is newer). Between free blocks of one size 2.13 prefers
 the older segment; releases before it go by the address (2.12.0 by neither), and ``cudaMalloc`` gives
-most segments addresses below those that it gave before: twelve whole histories of training on an H200
-(torch 2.11, driver 580) replay to the byte with the addresses that were there, nine of them and the
-other three within 0.6 % with falling ones. Events are in stream order and a free takes effect at once, so
+most segments addresses below those that it gave before: eleven histories of training on an H200 (torch 2.11,
+driver 580) replay to the byte with the addresses that were there; with falling ones nine of them do, and two
+within 0.6 % (``tests/allocator/test_histories.py``). Events are in stream order and a free takes effect at once, so
 delays by ``record_stream`` are seen where ``free`` is told of them. With a limit of the device's memory the allocator
 does what PyTorch does when ``cudaMalloc`` fails (``memory.py``); without one memory never runs out.
 """

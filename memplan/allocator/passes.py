@@ -403,10 +403,10 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
     """``steps`` with those in a row together that give back all they take."""
     parts: list[list[Step]] = []
     closed: list[bool] = []
-    ends = _ends(steps)
+    ends, stays = _ends(steps)
     at = 0
     while at < len(steps):
-        end = _closed(steps, ends, at) if steps[at][1] > 0 else None
+        end = _closed(steps, ends, stays[at], at) if steps[at][1] > 0 else None
         follows = bool(parts) and steps[at][1] < 0
         if not follows and (not parts or closed[-1] is not (end is not None)):
             parts.append([])
@@ -446,33 +446,39 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
     return Stretch(tuple(steps), together, Requests(codes, order), top, tuple(given))
 
 
-def _ends(steps: Sequence[Step]) -> dict[int, int]:
-    """By the place of each step that takes a block which is given back later, the place where that happens."""
+def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:
+    """By the place of each step that takes a block which is given back later, the place where that happens; and for
+    each place that of the next step, itself included, whose block stays."""
     found: dict[int, int] = {}
     given: dict[int, int] = {}
+    last = len(steps)
+    stays = [last] * last
     for at in reversed(range(len(steps))):
         slot, units, *_ = steps[at]
         if units < 0:
             given[slot] = at
         elif units > 0 and slot in given:
             found[at] = given.pop(slot)
-    return found
+        else:
+            last = at
+        stays[at] = last
+    return found, stays
 
 
-def _closed(steps: Sequence[Step], ends: Mapping[int, int], start: int) -> int | None:
-    """Where the shortest stretch from ``start`` on ends that gives back what it takes; ``None`` where there is none."""
+def _closed(steps: Sequence[Step], ends: Mapping[int, int], stays: int, start: int) -> int | None:
+    """Where the shortest stretch from ``start`` on ends that gives back what it takes; ``None`` where there is none:
+    the first block that is taken and ``stays`` is taken at that place."""
+    before = min(stays, start + LONGEST)
     at = end = start
     live: set[int] = set()
-    while at <= end:
+    while at <= end < before:
         slot, units, *_ = steps[at]
-        if units > 0 and at in ends:
+        if units > 0:
             live.add(slot)
+            if len(live) > MOST_TOGETHER:
+                return None
             end = max(end, ends[at])
-        elif units < 0:
-            live.discard(slot)
         else:
-            return None
+            live.discard(slot)
         at += 1
-        if len(live) > MOST_TOGETHER or at - start > LONGEST:
-            return None
-    return end
+    return end if end < before else None

@@ -132,10 +132,9 @@ class NamedRun(Run):
     rank: NamingRank
 
     def take(self, thread: str) -> None:
-        rank = self.rank
-        phase, microbatch = rank.phase, rank.microbatch
-        super().take(thread)
-        rank.phase, rank.microbatch = phase, microbatch
+        for event in self.untaken.pop(thread):
+            self.rank.label = Tensor(event.name, "", self.rank.phase)
+            super().keep((event,))
 
     def keep(self, tape: Iterable[Event]) -> None:
         rank = self.rank

@@ -325,14 +325,14 @@ def _said(one: Communicator) -> str:
 
 
 def held_workspaces(plan: ResolvedPlan, known: Measured) -> tuple[Hold, ...]:
-    """``cublas_workspaces``, or as many bytes as were measured: in published blocks if these make it up."""
+    """``cublas_workspaces``, or as many bytes as were measured: in published blocks, and what is left (cuBLASLt's)."""
     published, measured = cublas_workspaces(plan), known.workspaces(plan)
     if measured is None:
         return published
     size = published[0].bytes if published else 0
-    if size and measured.bytes % size == 0:
-        return published[:1] * (measured.bytes // size)
-    return (Hold(0, rounded(measured.bytes), Category.WORKSPACES, WORKSPACES),) if measured.bytes else ()
+    count, rest = divmod(measured.bytes, size) if size else (0, measured.bytes)
+    left = (Hold(0, rounded(rest), Category.WORKSPACES, WORKSPACES),) if rest else ()
+    return (*published[:1] * count, *left)
 
 
 def reading_warnings(plan: ResolvedPlan, stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:

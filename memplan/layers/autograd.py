@@ -34,7 +34,7 @@ from .reductions import summed
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
 from .shapes import size_of as size_of
-from .work import NO_CALLS, Calls, Kernel, Operator, Stream, Work, calls, multiplies
+from .work import NO_CALLS, SUM_OF_ROWS, Calls, Kernel, Operator, Stream, Work, calls, issued, multiplies
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -130,8 +130,8 @@ class Node:
     """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
 
     __slots__ = (
-        "__weakref__", "apart", "backward", "dtypes", "frame", "inputs", "multiplies", "outputs", "pool", "read",
-        "saved", "sequence", "work",
+        "__weakref__", "apart", "backward", "divides", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs",
+        "pool", "read", "saved", "sequence", "work",
     )  # fmt: skip
 
     def __init__(
@@ -155,12 +155,16 @@ class Node:
         """What its backward function does, where that does not follow from tensors,"""
         self.read = 0
         """and bytes of the tensors that it saved."""
+        self.issue = 0
+        """As of ``Operator``."""
         self.pool = 0
         """The stream whose memory its backward function takes."""
         self.multiplies = False
         """Its backward function multiplies matrices."""
         self.apart = False
-        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place."""
+        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place,"""
+        self.divides = False
+        """and one of two is divided before, as every rank has it whole and of the other a part of the sum."""
 
 
 Edge = tuple[Node, int]
@@ -445,10 +449,10 @@ class Recorder:
         if self.kernel_workspaces and multiplies(work.forward) and not self.multiplied:
             self.multiplies = True
         if outputs_made:
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         node = self._linked(inputs, saved, backward, outputs, work)
         if not outputs_made:  # inputs are saved before the kernel runs: it does not, if recomputing ends with them
-            self._did(inputs, 1, work.forward)
+            self._did(inputs, 1, work.forward, issue=work.issue[0])
         return node
 
     def _linked(
@@ -470,6 +474,7 @@ class Recorder:
         node.multiplies = self.kernel_workspaces and multiplies(work.backward)
         if self.counts:
             node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
+            node.issue = work.issue[1]
         dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
             node.dtypes = dtypes
@@ -509,7 +514,7 @@ class Recorder:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
         if self.counts and work.forward is None:
             moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
-            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS),))
+            work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, work.issue[0]),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
 
@@ -527,14 +532,21 @@ class Recorder:
         if self.pool == GRAPHS:
             self.replayed = self.replayed.plus(*map(calls, work))
 
-    def _did(self, given: Gradients | Sequence[Tensor], launches: int, work: Work | None, saved: int = 0) -> None:
+    def _did(
+        self,
+        given: Gradients | Sequence[Tensor],
+        launches: int,
+        work: Work | None,
+        saved: int = 0,
+        issue: int = 0,
+    ) -> None:
         """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
         reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
         if not self.counts:
             return
         if work is None and self.launches:
             read = launches * sum(_bytes(x) for x in given if x is not None) + saved
-            work = (Stream(read + self.made, launches, self.of_loss),)
+            work = (Stream(read + self.made, launches, self.of_loss, issue),)
         self.work += work or ()
         self._called(work or ())
         self.made, self.launches, self.of_loss = 0, 0, False
@@ -566,7 +578,7 @@ class Recorder:
             self.multiplies = node.multiplies and not self.multiplied
             returned = list(node.backward(self, arrived))
             self.unpacked = ()
-            self._did(given, self.launches, node.work, node.read)
+            self._did(given, self.launches, node.work, node.read, node.issue)
             if node.frame is not None:
                 node.saved = ()  # recomputed tensors belong to the node alone and die within its apply
             produced = self._summed(returned, node)
@@ -586,7 +598,7 @@ class Recorder:
                     continue
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
-                    self._arrive(buffer, slot, produced_one, self.accumulates_in_place and not target.apart)
+                    self._arrive(buffer, slot, produced_one, target)
                 del produced_one
                 waiting[target] -= 1
                 if not waiting[target]:
@@ -604,7 +616,8 @@ class Recorder:
                 needed = node.inputs[at] is not None
                 whole, dtype = one.gradient.shape, one.gradient.dtype
                 returned[at] = summed(self, whole, one.shape, dtype, one.name) if needed else None
-                self._did([one.gradient], 1, None)
+                rows = prod(whole) // max(1, prod(one.shape))
+                self._did([one.gradient], 1, None, issue=SUM_OF_ROWS.of(prod(whole), rows))
             del one
             if node.dtypes and node.inputs[at] is not None:
                 self._cast_back(returned, at, node.dtypes[at])
@@ -619,12 +632,13 @@ class Recorder:
             empty = not prod(gradient.shape)
             cast = None if empty else self.empty(gradient.shape, dtype, "gradient_cast")
             returned[at] = cast or Tensor(_STATIC, gradient.shape, dtype)
-            self._did([gradient], 1, None)
+            operand = (gradient.shape, gradient.dtype)
+            self._did([gradient], 1, None, issue=issued((operand,), gradient.shape, dtype))
 
-    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, in_place: bool) -> None:
+    def _arrive(self, buffer: Gradients, slot: int, gradient: Tensor, target: Node) -> None:
         """Adds ``gradient`` to what has arrived: in place in one that is no view and that nobody else refers to
         (torch 2.13, ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
-        held = buffer[slot]
+        held, in_place = buffer[slot], self.accumulates_in_place and not target.apart
         if held is not None and self.counts:
             self.work.append(Stream(3 * _bytes(held)))
         if held is None:
@@ -634,6 +648,7 @@ class Recorder:
         elif in_place and getrefcount(gradient.storage) == 2:
             buffer[slot] = gradient
         else:
+            _divided = self.empty(held.shape, held.dtype, "gradient_divided") if target.divides else None
             buffer[slot] = self.empty(held.shape, held.dtype, "gradient_sum")
 
     def _accumulate(self, leaf: Leaf, arrived: Gradients) -> None:

@@ -16,7 +16,7 @@ from ..plan.releases import ATTENTION_FUNCTIONS, CLAMPED_SLICES, GROUPED_SDPA, L
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import dataclass, replace
-from . import ops, selecting
+from . import ops, selecting, work
 from .autograd import Recorder, Shape, Tensor
 from .fused_attention import efficient_attention, flash_attention, second_inside, third_inside
 from .tuning import Layer as Linear
@@ -55,6 +55,10 @@ class LayerShape:
     """What sdpa runs (``releases.sdpa_kernel``)."""
     expert_ranks: int = 1
     """Ranks that share a layer's experts, where torchtitan's layers run."""
+    tensor: int = 1
+    """Ranks of tensor parallelism that share a layer there,"""
+    expert_parts: int = 1
+    """and a part of each expert."""
     in_flight: bool = False
     """Several micro-batches may be between forward and backward."""
 
@@ -189,7 +193,7 @@ def norm(r: Recorder, x: Tensor, spec: ModelSpec, name: str) -> Tensor:
 
 def gelu(r: Recorder, x: Tensor) -> Tensor:
     """``aten::gelu``: one kernel that saves its input."""
-    return ops.elementwise(r, "gelu", (x,), (x,))
+    return ops.elementwise(r, "gelu", (x,), (x,), issue=(work.GELU, work.GELU_BACKWARD))
 
 
 def gelu_new(r: Recorder, x: Tensor) -> Tensor:
@@ -446,7 +450,7 @@ def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
     assert shared.sin is not None
     kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
     turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
-    return ops.add(r, kept, turned, f"{name}_rotary")
+    return ops.add(r, kept, turned, f"{name}_rotary", issue=work.STRIDED)  # heads before tokens, and behind
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:

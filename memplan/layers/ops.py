@@ -51,24 +51,31 @@ def elementwise(
     shape: Shape | None = None,
     saves_output: bool = False,
     category: Category = TEMPORARIES,
+    issue: tuple[work.Issue, work.Issue] | None = None,
 ) -> Tensor:
-    """An operator with one fresh output whose gradients are one fresh tensor per input that needs one."""
+    """An operator with one fresh output whose gradients are one fresh tensor per input that needs one. ``issue``: of
+    each direction's kernel."""
     like = tuple((x.shape, x.dtype) if x.node is not None else None for x in inputs)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [x and r.empty(*x, f"grad_{name}", category) for x in like]
 
     shape, dtype = shape or inputs[0].shape, dtype or inputs[0].dtype
+    done = work.Operator(issue=(issue[0].of(prod(shape)), issue[1].of(prod(shape))) if issue else (0, 0))
     if not saves_output:
-        return r.output(inputs, saves, backward, shape, dtype, name, category)
+        return r.output(inputs, saves, backward, shape, dtype, name, category, done)
     out = r.empty(shape, dtype, name, category)
-    return out.by(r.node(inputs, (*saves, out), backward))
+    return out.by(r.node(inputs, (*saves, out), backward, work=done))
 
 
-def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False) -> Tensor:
+def add(
+    r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool = False, issue: work.Issue | None = None
+) -> Tensor:
     """``x + y``: saves nothing; both inputs receive the incoming gradient itself, summed if y was broadcast.
 
-    ``negated``: ``x - y``, whose gradient of y is a fresh tensor.
+    ``negated``: ``x - y``, whose gradient of y is a fresh tensor. ``issue``: of forward's kernel, where elements of
+    both
+    are in different orders.
     """
     out = r.empty(x.shape, promoted(x.dtype, y.dtype), name)
     shape = y.shape
@@ -79,8 +86,13 @@ def add(r: Recorder, x: Tensor, y: Tensor, name: str = "add", *, negated: bool =
         other = r.empty(gradient.shape, gradient.dtype, f"grad_{name}_negated") if negates else gradient.alias()
         return [gradient, Unsummed(other, shape, f"grad_{name}_sum") if broadcast else other]
 
-    out.node = r.node((x, y), (), backward)
+    own = _issued(x.shape, out.dtype, x, y) if issue is None else issue.of(prod(x.shape))
+    out.node = r.node((x, y), (), backward, work=work.Operator(issue=(own, 0)))
     return out
+
+
+def _issued(shape: Shape, dtype: str, *operands: Tensor) -> int:
+    return work.issued([(x.shape, x.dtype) for x in operands], shape, dtype)
 
 
 def add_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
@@ -92,9 +104,9 @@ def add_in_place(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
 
 def add_constant(r: Recorder, x: Tensor, name: str = "add", y: Tensor | None = None) -> Tensor:
     """``x + c`` with a number, or with ``y``, a tensor without gradient (an attention mask)."""
-    return r.empty(x.shape, x.dtype if y is None else promoted(x.dtype, y.dtype), name).by(
-        r.node((x,), (), lambda r, gradients: gradients)
-    )
+    dtype = x.dtype if y is None else promoted(x.dtype, y.dtype)
+    done = work.Operator(issue=(0 if y is None else _issued(x.shape, dtype, x, y), 0))
+    return r.empty(x.shape, dtype, name).by(r.node((x,), (), lambda r, gradients: gradients, work=done))
 
 
 def scale(r: Recorder, x: Tensor, name: str = "scaled") -> Tensor:
@@ -122,7 +134,12 @@ def multiply(r: Recorder, x: Tensor, y: Tensor, name: str = "mul") -> Tensor:
         grad_x = gradient(r, shape_x, f"grad_{name}_self") if need_x else None
         return [grad_x, grad_y]
 
-    return r.output((x, y), saves, backward, full, dtype, name)
+    read, whole = 2 * size_of(full, dtype), Tensor(x.storage, full, dtype)
+    back = [
+        work.Stream(read + size_of(own.shape, own.dtype), issue=_issued(full, dtype, whole, own)) for own in saves[::-1]
+    ]
+    done = work.Operator(None, back, (_issued(full, dtype, x, y), 0))
+    return r.output((x, y), saves, backward, full, dtype, name, work=done)
 
 
 def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEMPORARIES) -> Tensor:
@@ -134,7 +151,9 @@ def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEM
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(incoming(gradients).shape, back, f"grad_{name}", category)]
 
-    return r.empty(x.shape, dtype, name, category).by(r.node((x,), (), backward))
+    wide = Tensor(x.storage, x.shape, dtype)
+    done = work.Operator(issue=(_issued(x.shape, dtype, x), _issued(x.shape, back, wide)))
+    return r.empty(x.shape, dtype, name, category).by(r.node((x,), (), backward, work=done))
 
 
 def contiguous(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
@@ -164,6 +183,7 @@ def linear(
     conv1d: bool = False,
     category: Category = TEMPORARIES,
     parallel: Callable[[int, int, int, str], work.Operator] | None = None,
+    tag: str = "",
 ) -> Tensor:
     """``x @ weight (+ bias)`` of shape (…, n) from (…, k); weight (n, k) or (k, n).
 
@@ -172,6 +192,7 @@ def linear(
     ZeRO-3's own function its input always.
     The gradient of x is a product of matrices, of which x of more dimensions has a view.
     ``conv1d``: transformers' ``Conv1D``, which calls ``addmm`` itself. ``parallel``: what it does beside collectives.
+    ``tag``: put behind the name of the weight's gradient.
     """
     if bias is None:
         x, weight = entering(r, "linear", x, weight, name=f"{name}_input")
@@ -197,7 +218,7 @@ def linear(
             grad_x = product(r) if needs_x else None
             grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
             return [grad_x, grad_w, Unsummed(gradient, (n,), f"grad_{name}_bias")]
-        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight") if needs_weight else None
+        grad_w = r.empty(weight_shape, dtype, f"grad_{name}_weight{tag}") if needs_weight else None
         grad_x = product(r) if needs_x else None
         return [grad_x, grad_w]
 
@@ -230,15 +251,18 @@ def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor
     return r.output((x, y), saves, backward, shape, x.dtype, name, work=done)
 
 
-def split(r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False) -> list[Tensor]:
+def split(
+    r: Recorder, x: Tensor, shapes: Sequence[Shape], name: str, *, keeps: bool = False, divides: int | None = None
+) -> list[Tensor]:
     """Views of ``x`` along the last dimension; in backward one ``cat`` (``split_with_sizes_backward``).
 
-    ``keeps``: somebody holds a view until then.
+    ``keeps``: somebody holds a view until then. ``divides``: the one whose gradient is divided before.
     """
     whole, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         gradients.reverse()  # they end from the first on, a list's items from the last
+        _divided = None if divides is None else r.empty(shapes[divides], dtype, f"grad_{name}_divided")
         return [r.empty(whole, dtype, f"grad_{name}_cat")]
 
     node = r.node((x,), (x,) if keeps else (), backward, outputs=len(shapes))
@@ -260,7 +284,10 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
             r.empty(shape, kept, f"grad_{name}_product", Category.WORKSPACES)
         return [gradient]
 
-    out.node = r.node((taken,), (out,), backward)
+    n = prod(shape)
+    once = work.SOFTMAX_OF_ODD_ROWS if shape[-1] % 8 else work.SOFTMAX
+    done = work.Operator(issue=(once.of(n), work.SOFTMAX_BACKWARD.of(n)))
+    out.node = r.node((taken,), (out,), backward, work=done)
     del taken
     return out
 
@@ -274,8 +301,9 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     out = r.empty(x.shape, x.dtype, name)
     mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
+    done = work.Operator(issue=(work.DROPOUT.of(prod(shape)), 0))
 
-    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], work=done)
     return out
 
 
@@ -309,17 +337,25 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
         return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias") if needs_bias else None]
 
     saved = (x, mean, rstd) if r.autocast is None else (bias, x, weight, mean, rstd)
-    out.node = r.node((x, weight, bias), saved, backward)
+    n, rows = prod(shape), prod(shape[:-1])
+    done = work.Operator(issue=(work.LAYER_NORM.of(n, rows), work.LAYER_NORM_BACKWARD.of(n, rows)))
+    out.node = r.node((x, weight, bias), saved, backward, work=done)
     del mean, rstd
     return out
 
 
 def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tensor:
-    """Saves its result; logits-sized in both directions."""
+    """Saves its result; logits-sized in both directions. Forward reads a row for its maximum, its sum and the result,
+    backward the gradient for its sum and both for the result (``SoftMax.cu``, ``cunn_SoftMaxForward`` and
+    ``cunn_SoftMaxBackward``: rows too long to keep)."""
     out = r.empty(x.shape, x.dtype, name, Category.LOGITS)
     shape, dtype = x.shape, x.dtype
 
-    out.node = r.node((x,), (out,), lambda r, gradients: [r.empty(shape, dtype, "grad_logits", Category.LOGITS)])
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, "grad_logits", Category.LOGITS)]
+
+    each = (work.Stream(4.0 * size_of(shape, dtype), 1, True),)
+    out.node = r.node((x,), (out,), backward, work=work.Operator(each, each))
     return out
 
 
@@ -365,7 +401,12 @@ def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
     """``x.mean(-1, keepdim=True)``: saves nothing; the gradient is expanded and divided (full size)."""
     shape, dtype = x.shape, x.dtype
     return r.empty((*x.shape[:-1], 1), x.dtype, name).by(
-        r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+        r.node(
+            (x,),
+            (),
+            lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")],
+            work=work.Operator(issue=(0, work.STRIDED.of(prod(shape)))),
+        )
     )
 
 
@@ -405,16 +446,20 @@ def sliced_whole(r: Recorder, x: Tensor, times: int, name: str, category: Catego
 def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
     """A view of part of the last dimension; ``slice_backward`` fills a tensor of the whole size."""
     whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")])
-    return Tensor(x.storage, (*x.shape[:-1], width), dtype, node)
+    shape = (*x.shape[:-1], width)
+    done = work.Operator(issue=(0, work.STRIDED.of(prod(shape))))
+    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")], work=done)
+    return Tensor(x.storage, shape, dtype, node)
 
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``cat``: a copy; the gradients are views of the incoming one."""
     shapes = (x.shape, y.shape)
 
-    return r.empty((*x.shape[:-1], x.shape[-1] + y.shape[-1]), promoted(x.dtype, y.dtype), name).by(
-        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes])
+    whole = (*x.shape[:-1], x.shape[-1] + y.shape[-1])
+    done = work.Operator(issue=(work.CAT_OF_ODD_ROWS.of(prod(whole)) if whole[-1] % 8 else 0, 0))
+    return r.empty(whole, promoted(x.dtype, y.dtype), name).by(
+        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes], work=done)
     )
 
 

@@ -8,9 +8,11 @@ them in place, as they do where no tensor subclass is about.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from .work import REPEATED, Operator
 
 
 def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
@@ -47,8 +49,14 @@ def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
 def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
     """``x.gather(-1, indices)`` or, of rows, ``x[indices]``: saves the indices."""
     shape, dtype = x.shape, x.dtype
-    chosen = indices.shape if len(indices.shape) == len(shape) else (*indices.shape, *shape[1:])
-    return r.output((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], chosen, dtype, name)
+    of_rows = len(indices.shape) < len(shape)
+    chosen = (*indices.shape, *shape[1:]) if of_rows else indices.shape
+    done = Operator(issue=(0, REPEATED.of(0, -(-prod(indices.shape) // shape[0])) if of_rows else 0))
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(shape, dtype, f"grad_{name}")]
+
+    return r.output((x,), (indices,), backward, chosen, dtype, name, work=done)
 
 
 def scattered(r: Recorder, values: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:

@@ -97,6 +97,24 @@ def scattered(r: Recorder, x: Tensor, t: int, name: str, run: Runner | None = No
     return out
 
 
+def everywhere(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
+    """``gathered`` as a local tensor (``PrepareModuleInput`` with ``use_local_output``), whose gradient every rank is
+    taken to have whole: this rank's part of it is copied."""
+    shape, dtype = x.shape, x.dtype
+    out = all_gather(r, shape, dtype, t, name)
+    size = size_of(shape, dtype)
+    work = Operator(_moved("all-gather", t * size, shape), (Stream(2 * size),))
+    return out.by(r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_part")], work=work))
+
+
+def summed_back(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``x`` itself, whose gradient is a sum over ranks (``Replicate``, with ``Partial`` gradients)."""
+    shape, dtype = x.shape, x.dtype
+    work = Operator((), (Exchange("all-reduce", size_of(shape, dtype)),))
+    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_reduced")], work=work)
+    return Tensor(x.storage, shape, dtype, node)
+
+
 def _moved(kind: Kind, size: int, shape: Shape) -> Work:
     """A collective, and the copy of the whole along dimension 0: none of one sequence that is gathered."""
     copied = [Stream(2 * size)] if kind == "reduce-scatter" or shape[0] > 1 else []

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..plan.spec import ModelSpec
 from . import ops
+from . import tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor
 from .fused_attention import flash_attention
 from .huggingface import LayerShape, Shared, rotary_one
-from .titan_moe import fused_rms_norm, mixture
+from .titan_moe import Placed, fused_rms_norm, mixture
 from .torchtitan import Policy, feed_forward, turned
 from .work import attention as attention_work
 
@@ -52,13 +52,26 @@ def qwen3_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, t
     q = policy.linear(r, x, "query", a * d).view(b, s, a, d)
     k = policy.linear(r, x, "key", groups * d).view(b, s, groups, d)
     v = policy.linear(r, x, "value", groups * d).view(b, s, groups, d)
-    q = fused_rms_norm(r, q, "query_norm")
-    k = fused_rms_norm(r, k, "key_norm")
+    q = headwise_norm(r, q, "query_norm", shape)
+    k = headwise_norm(r, k, "key_norm", shape)
     q, k = rotary(r, q, k, table)
     q, k, v = q.view(b, a, s, d), k.view(b, groups, s, d), v.view(b, groups, s, d)
     out = policy.run(r, lambda r: flash_attention(r, q, k, v))
     out = out.view(b, s, a * d)
-    return policy.linear(r, out, "attention_output", spec.hidden)
+    return projected(r, out, shape, policy)
+
+
+def headwise_norm(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
+    """Of (b, s, a, d); of some of the heads with tensor parallelism (``SequenceParallel(sequence_dim=2)``)."""
+    if shape.tensor == 1:
+        return fused_rms_norm(r, x, name)
+    return tp.apart(fused_rms_norm(r, x, name, placed="parts"))
+
+
+def projected(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``wo``, whose sums over ranks are scattered within the function that calls it."""
+    out = policy.linear(r, x, "attention_output", shape.spec.hidden)
+    return out if shape.tensor == 1 else tp.scattered(r, out, shape.tensor, "attention_output_part", policy.run)
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,41 +85,66 @@ def rotary(r: Recorder, q: Tensor, k: Tensor, table: Tensor) -> tuple[Tensor, Te
 # -- DeepSeek V3 ------------------------------------------------------------------------------------
 
 
-def queries(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
+def queries(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
     """By a rank of their own, or at once."""
+    spec = shape.spec
     features = spec.heads * spec.head_dim
     if not spec.latent_q_rank:
         return policy.linear(r, x, "query", features)
     low = policy.linear(r, x, "query_down", spec.latent_q_rank)
-    normed = fused_rms_norm(r, low, "query_down_norm")
+    normed = fused_rms_norm(r, low, "query_down_norm", placed=placed(shape))
     return policy.linear(r, normed, "query_up", features)
 
 
+def placed(shape: LayerShape) -> Placed:
+    """What every rank of tensor parallelism computes whole (``NoParallel``)."""
+    return "whole" if shape.tensor > 1 else "here"
+
+
 def latent_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, table: Tensor | None) -> Tensor:
-    """``Attention.forward``: keys and values by a rank, one turned key for all heads."""
+    """``Attention.forward``: keys and values by a rank, one turned key for all heads.
+
+    With tensor parallelism (``apply_non_moe_tp`` of DeepSeek V3) every rank computes both ranks and the turned key
+    whole, and has gradients of parts of the heads. What is whole is divided where it is added to parts of a sum
+    (``DTensor`` brings ``Replicate`` to ``Partial``)."""
     spec, b, s, a = shape.spec, shape.b, shape.s, shape.spec.heads
+    if shape.tensor > 1 and x.node is not None:
+        x.node.divides = spec.latent_q_rank > 0
     plain, turns, rank, width = spec.nope_head_dim, spec.rope_head_dim, spec.latent_kv_rank, spec.value_head_dim
-    q = queries(r, x, spec, policy).view(b, s, a, plain + turns)
+    q = queries(r, x, shape, policy).view(b, s, a, plain + turns)
     q_plain, q_turned = ops.split(r, q, [(b, s, a, plain), (b, s, a, turns)], "query_parts")
     q_turned = rotated(r, q_turned, "query")
     q = ops.cat_last(r, q_plain, q_turned, "query_states")
-    low = policy.linear(r, x, "key_value_down", rank + turns)
-    low, k_turned = ops.split(r, low, [(b, s, rank), (b, s, turns)], "key_value_parts")
+    low = lowered(r, x, rank + turns, shape, policy)
+    low, k_turned = ops.split(
+        r, low, [(b, s, rank), (b, s, turns)], "key_value_parts", divides=0 if shape.tensor > 1 else None
+    )
     k_turned = rotated(r, k_turned.view(b, s, 1, turns), "key")
-    both = low = expanded(r, low, spec, policy).view(b, s, a, plain + width)
+    both = low = expanded(r, low, shape, policy).view(b, s, a, plain + width)
     k_plain, v = ops.split(r, both, [(b, s, a, plain), (b, s, a, width)], "key_value")
     every = ops.expanded(r, k_turned, (b, s, a, turns), "key_turned", copies=False)
+    own = r.empty(every.shape, every.dtype, "key_turned_part") if shape.tensor > 1 else None
     k = ops.cat_last(r, k_plain, every, "key_states")
-    del every
+    del every, own
     q, k, v = q.view(b, a, s, plain + turns), k.view(b, a, s, plain + turns), v.view(b, a, s, width)
     out = policy.run(r, lambda r: cudnn_attention(r, q, k, v))
     out = out.view(b, s, a * width)
-    return policy.linear(r, out, "attention_output", spec.hidden)
+    return projected(r, out, shape, policy)
 
 
-def expanded(r: Recorder, low: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
+def lowered(r: Recorder, x: Tensor, n: int, shape: LayerShape, policy: Policy) -> Tensor:
+    """``wkv_a``, whose gradient every rank has a part of the sum of."""
+    if shape.tensor == 1:
+        return policy.linear(r, x, "key_value_down", n)
+    weight = r.parameter("key_value_down.weight", (n, x.shape[-1]), x.dtype)
+    tag = f"/{tp.PARTIAL}"
+    return policy.product(r, lambda r: ops.linear(r, x, weight, name="key_value_down", tag=tag))
+
+
+def expanded(r: Recorder, low: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
     """``wkv_b(kv_norm(kv))``."""
-    normed = fused_rms_norm(r, low, "key_value_norm", strided=True)
+    spec = shape.spec
+    normed = fused_rms_norm(r, low, "key_value_norm", strided=True, placed=placed(shape))
     features = spec.heads * (spec.nope_head_dim + spec.value_head_dim)
     return policy.linear(r, normed, "key_value_up", features)
 

@@ -9,14 +9,16 @@ N = n k rows, E experts of all ranks, e of this one, h hidden, f an expert's inn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
 from . import experts, ops, selecting
+from . import tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming, size_of
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
-from .work import NOTHING, exchanged
+from .work import NOTHING, Exchange, exchanged
 
 ALIGNED = 8
 """Rows of which an expert gets a multiple in bf16 (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
@@ -27,12 +29,17 @@ EXPERTS = "experts"
 GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 
 
-def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False) -> Tensor:
+Placed = Literal["here", "parts", "whole"]
+"""Where an input lies: on one rank; as a part on each of several; or whole on each, with a gradient to be summed."""
+
+
+def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False, placed: Placed = "here") -> Tensor:
     """``nn.RMSNorm`` as one kernel (``aten/src/ATen/native/cuda/layer_norm_kernel.cu``, ``_fused_rms_norm``): saves
     input, weight, and the reciprocal deviation in fp32. ``strided``: a view of part of a tensor, which the kernel's
-    caller copies (``expect_contiguous``) in both directions."""
+    caller copies (``expect_contiguous``) in both directions. ``placed``: in parts, the weight's gradient is a sum over
+    ranks; whole, the incoming gradient is summed first (``_math_ops.py``, ``_fused_rms_norm_backward``)."""
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
-    shape, dtype = x.shape, x.dtype
+    shape, dtype, tag = x.shape, x.dtype, f"/{tp.PARTIAL}" if placed == "parts" else ""
 
     def inside(r: Recorder) -> None:
         if strided and r.kernel_workspaces:
@@ -40,9 +47,12 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False) 
             del copied
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        _whole = r.empty(shape, dtype, f"grad_{name}_reduced") if placed == "whole" else None
+        if placed == "whole":
+            r.ran(Exchange("all-reduce", size_of(shape, dtype)))
         inside(r)
         grad_x = r.empty(shape, dtype, f"grad_{name}")
-        return [grad_x, r.empty(shape[-1:], dtype, f"grad_{name}_weight")]
+        return [grad_x, r.empty(shape[-1:], dtype, f"grad_{name}_weight{tag}")]
 
     inside(r)
     out = r.empty(shape, dtype, name)
@@ -116,14 +126,30 @@ def counted(r: Recorder, spec: ModelSpec) -> Tensor:
     return r.empty((spec.experts,), "int64", "rows_of_expert")
 
 
-def reordered(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """``TokenReorderer.forward``: scores (N,) and rows' places (N,) by expert, and how many rows each expert gets."""
+def reordered(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``TokenReorderer.forward``: scores (N,) and rows' places (N,) by expert, and how many rows each expert gets; of
+    one of so many parts of the tokens (``ReordererSequenceParallel``)."""
+    if parts > 1:
+        return _reordered_part(r, part_of_rows(r, top, parts), part_of_rows(r, chosen, parts), spec)
     rows = chosen.shape[0] * chosen.shape[1]
     counts = counted(r, spec)
     values = r.empty((rows,), "int64", "experts_sorted")
     order = r.empty((rows,), "int64", "row_order")
     del values
     return selecting.gathered(r, top.view(rows), order, "row_scores"), order, counts
+
+
+def _reordered_part(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Places are those among all tokens."""
+    scores, order, counts = reordered(r, top, chosen, spec, 1)
+    return scores, r.empty(order.shape, "int64", "row_order_of_all"), counts
+
+
+def part_of_rows(r: Recorder, x: Tensor, parts: int) -> Tensor:
+    """The first of so many equal parts, a view; the gradient is that of all rows, nought elsewhere."""
+    whole, dtype = x.shape, x.dtype
+    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_part_of_rows")])
+    return Tensor(x.storage, (whole[0] // parts, *whole[1:]), dtype, node)
 
 
 # -- experts ----------------------------------------------------------------------------------------
@@ -213,7 +239,7 @@ def weights_of(r: Recorder, spec: ModelSpec, e: int, dtype: str) -> tuple[Tensor
 
 
 def grouped(r: Recorder, x: Tensor, sizes: Tensor, spec: ModelSpec) -> Tensor:
-    """``_run_experts_grouped_mm`` of (L, h)."""
+    """``_run_experts_grouped_mm`` of (L, h); ``spec``: of this rank's part of each expert."""
     e = sizes.shape[0]
     gate, down, up = weights_of(r, spec, e, x.dtype)
     offsets = r.empty((e,), "int32", "expert_offsets")
@@ -253,6 +279,8 @@ def exchanged_experts(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy)
     again = r.frame is not None and r.frame.again is not None
     seam(r, AGAIN if again else EXPERTS, Hook.BEFORE_FORWARD)
     x = hooked(r, x, Hook.AFTER_BACKWARD)
+    if shape.expert_parts > 1:
+        x = tp.summed_back(r, x, "rows")
     counts = sent(policy, r, lambda r: r.empty((spec.experts,), "int64", "rows_of_rank"))
     splits = [r.empty((ranks,), "int64", name) for name in ("rows_to_ranks", "rows_from_ranks")]
     splits.clear()
@@ -321,13 +349,15 @@ def hooked(r: Recorder, x: Tensor, hook: Hook) -> Tensor:
 
 
 def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
-    """``MoE.forward`` of (b, s, h)."""
+    """``MoE.forward`` of (b, s, h). Under tensor parallelism the sum over ranks of its outputs is that of the module
+    (``torchtitan/models/llama4/infra/parallelize.py``, ``apply_moe_ep_tp``): each has a part of every expert, or all of
+    some and the rows of a part of the tokens."""
     spec, whole, dtype = shape.spec, x.shape, x.dtype
-    n, k = shape.b * shape.s, spec.expert_top_k
+    n, k, parts = shape.b * shape.s, spec.expert_top_k, shape.tensor // shape.expert_parts
     x = x.view(n, spec.hidden)
     top, chosen, _counts = router(r, x, spec, policy)
-    scores, order, _counts = reordered(r, top, chosen, spec)
-    tokens = r.empty((n * k,), "int64", "token_of_row")
+    scores, order, _counts = reordered(r, top, chosen, spec, parts)
+    tokens = r.empty((n * k // parts,), "int64", "token_of_row")
     routed = selecting.gathered(r, x, tokens, "rows")
     del tokens
     if spec.router_weighs_inputs:
@@ -336,8 +366,8 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor
     if shape.expert_ranks > 1:
         out, stashed = exchanged_experts(r, routed, shape, policy)
     else:
-        out = padded_experts(r, routed, spec)
-    shared = shared_experts(r, x, spec, policy) if spec.shared_expert_ffn else None
+        out = padded_experts(r, tp.summed_back(r, routed, "rows") if shape.tensor > 1 else routed, spec)
+    shared = shared_experts(r, x, shape, policy) if spec.shared_expert_ffn else None
     unsorted = r.empty((n * k, spec.hidden), dtype, "rows_unsorted")
     del stashed
     unsorted = put(r, unsorted, order, out, "rows_unsorted")
@@ -367,9 +397,13 @@ def weighed_sum(r: Recorder, top: Tensor, rows: Tensor, k: int) -> Tensor:
     return ops.cast(r, made, rows.dtype, "experts_sum_cast").view(n, h)
 
 
-def shared_experts(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
-    """``FeedForward.forward`` of every token."""
-    width = spec.shared_expert_ffn
-    gate = silu(r, policy.linear(r, x, "shared_gate", width))
-    gate = ops.multiply(r, gate, policy.linear(r, x, "shared_up", width), "shared_gated")
-    return policy.linear(r, gate, "shared_down", spec.hidden)
+def shared_experts(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    """``FeedForward.forward`` of every token; the gradient of each part's input is summed over ranks."""
+    width = shape.spec.shared_expert_ffn
+
+    def widened(name: str) -> Tensor:
+        return policy.linear(r, tp.summed_back(r, x, name) if shape.tensor > 1 else x, name, width)
+
+    gate = silu(r, widened("shared_gate"))
+    gate = ops.multiply(r, gate, widened("shared_up"), "shared_gated")
+    return policy.linear(r, gate, "shared_down", shape.spec.hidden)

@@ -22,6 +22,45 @@ class Stream(NamedTuple):
     launches: int = 1
     loss: bool = False
     """Of logits or what a loss makes of them."""
+    issue: int = 0
+    """Femtoseconds that an H200's multiprocessors take for their instructions, however fast the memory is."""
+
+
+class Issue(NamedTuple):
+    """Femtoseconds of an H200 for each row and element of a kernel that is bound by its instructions."""
+
+    element: int
+    row: int = 0
+
+    def of(self, elements: int, rows: int = 0) -> int:
+        return self.element * elements + self.row * rows
+
+
+STRIDED, WIDENED, MIXED = Issue(3100), Issue(2830), Issue(3950)
+"""PyTorch 2.11's kernels, each timed alone on an H200 on 26 November 2026 (``benchmarks/measured_kernels_h200.json``
+and profiles of training steps there): element-wise ones whose operands do not all have the result's shape
+(``elementwise_kernel``, which computes an index for each); casts to a wider dtype, and operands of two dtypes
+(``unrolled_elementwise_kernel``, which looks at each element's). fp32 to 16 bits has a kernel of its own, as fast as
+the memory (``Copy.cu``, ``bfloat16_copy_kernel_cuda``)."""
+SUM_OF_ROWS = Issue(320, 2_000_000)
+GELU, GELU_BACKWARD, DROPOUT = Issue(1295), Issue(1720), Issue(1660)
+SOFTMAX, SOFTMAX_BACKWARD = Issue(3150), Issue(2850)
+SOFTMAX_OF_ODD_ROWS, CAT_OF_ODD_ROWS = Issue(5500), Issue(6200)
+"""Rows of 2,049 elements in 16 bits, of which loads of 16 bytes are out of step: scores with gpt-oss' sinks, in a
+training step there."""
+REPEATED = Issue(0, 3_900_000_000)
+"""For each gradient that is added to one and the same row (``indexing_backward_kernel``, which takes them one by one):
+256 of 2,880 and of 5,760 elements in 1.0 ms, biases of its experts in the same step."""
+LAYER_NORM, LAYER_NORM_BACKWARD = Issue(1256, 1_290_000), Issue(2170, 5_000_000)
+
+
+def issued(operands: Sequence[tuple[Shape, str]], shape: Shape, dtype: str) -> int:
+    """``Stream.issue`` of an element-wise kernel on ``operands``, shape and dtype of each."""
+    n = prod(shape)
+    if any(own != dtype for _, own in operands):
+        widens = ITEMSIZE[operands[0][1]] < ITEMSIZE[dtype]
+        return MIXED.of(n) if len(operands) > 1 else WIDENED.of(n) if widens else 0
+    return STRIDED.of(n) if any(1 < prod(own) < n for own, _ in operands) else 0
 
 
 class Product(NamedTuple):
@@ -115,6 +154,8 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    among: int = 0
+    """Of so many neighbours of ``axis``; 0: of all."""
     parts: int = 0
     """In how many parts it goes from rank to rank while the product beside computes those that are there, by the GPUs'
     copy engines; 0: whole, by kernels."""
@@ -159,6 +200,8 @@ class Operator(NamedTuple):
 
     forward: Work | None = None
     backward: Work | None = None
+    issue: tuple[int, int] = (0, 0)
+    """As of ``Stream``, of what follows from tensors in each direction."""
 
 
 def exchanged(kind: Kind, size: float, back: Kind, axis: Axis = "tp") -> Operator:

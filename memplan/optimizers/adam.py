@@ -19,6 +19,12 @@ FOREACH = 80
 ``lerp_`` 12, ``mul_`` and ``addcmul_`` 24, ``sqrt``, division and addition 20, ``addcdiv_`` 16."""
 
 
+FOREACH_ISSUE, FUSED_ISSUE, BITSANDBYTES_ISSUE = 11_500, {2: 8_600, 4: 9_800}, 10_000
+"""Femtoseconds a parameter on an H200 (torch 2.11, bitsandbytes 0.50, 26 November 2026): ``foreach`` in bf16 in steps
+of Llama 3 and GPT-2 XL (in fp32 it is as fast as the memory), ``fused`` alone by the parameter's bytes
+(``benchmarks/measured_kernels_h200.json``), and ``kOptimizer32bit2State`` on an embedding's."""
+
+
 def adam_for_loop(r: Recorder, parameters: Parameters, dtype: str, decay: bool) -> None:
     """``_single_tensor_adam``: the square root and its quotient, beside the quotient of the parameter before."""
     grad = denominator = None
@@ -76,6 +82,10 @@ class Adam(Algorithm):
         if optimizer.implementation in ("foreach", "for-loop"):
             return FOREACH * main / 4
         return super().bytes_moved(optimizer, main, gradient)
+
+    def issue(self, optimizer: Optimizer, main: int) -> int:
+        own = {"foreach": FOREACH_ISSUE, "fused": FUSED_ISSUE[max(2, main)], "bitsandbytes": BITSANDBYTES_ISSUE}
+        return own.get(optimizer.implementation or "", 0)
 
     def assumptions(self, optimizer: Optimizer) -> tuple[str, ...]:
         if optimizer.implementation == "bitsandbytes":

@@ -141,6 +141,10 @@ class Algorithm(ABC):
         parameter (of ``main`` bytes) and its states twice."""
         return gradient + 2.0 * self.moments(optimizer) * (1 if self.eight_bit else main) + 2 * main
 
+    def issue(self, optimizer: Optimizer, main: int) -> int:
+        """Femtoseconds for each parameter that an H200's multiprocessors take for the step's instructions."""
+        return 0
+
     def assumptions(self, optimizer: Optimizer) -> tuple[str, ...]:
         """What an estimate takes for granted."""
         return ()

@@ -58,6 +58,7 @@ class Megatron(FrameworkSection, Terse):
             "largest_logit",
             "gather_in_step",
             "mlp_chunks",
+            "cp_inner",
             "te_activation",
             "clips_queries",
             "norm_takes_residual",
@@ -401,8 +402,14 @@ class Megatron(FrameworkSection, Terse):
     log_params_norm: bool = Field(False, description="compute the norm of parameters at every step")
     clip_grad: float = Field(1.0, ge=0.0, le=1e6, description="clip gradients to this norm; 0: no clipping")
     check_for_nan: bool = Field(True, description="look for NaN in loss and gradients")
-    cp_communication: Literal["p2p", "a2a", "all_gather"] = Field(
+    cp_communication: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
+    )
+    cp_inner: int = Field(
+        1,
+        ge=1,
+        le=2**16,
+        description="with a2a+p2p, context-parallel neighbours that trade heads; groups of so many are a ring",
     )
 
     @property

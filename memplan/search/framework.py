@@ -94,6 +94,11 @@ class FrameworkSearch:
         found["etp"] = tuple(divided) if model.experts and "ep" in tried else (1,)
         return found | {"zero": self.zero(plan)}
 
+    def divides_experts(self, tp: int, ep: int, etp: int) -> bool:
+        """Whether so many ranks may have a part of each expert, unless the plan says how many: experts are divided like
+        the layers around them, or not at all."""
+        return etp in (1, tp)
+
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         """Ways to recompute. How many layers, where that can be chosen, is found by the search."""
         return NO_RECOMPUTE, Recomputing("full")

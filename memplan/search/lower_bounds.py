@@ -402,7 +402,7 @@ class LowerBounds:
 
     def _kept_of(self, point: Point) -> Kept:
         extras = tuple(extra for extra in point.extras if not extra.changes_passes)
-        key = (point.tp, point.ep, point.dp, point.zero, extras)
+        key = (point.tp, point.ep, point.etp, point.dp, point.zero, extras)
         if key not in self._kept:
             self._kept[key] = NONE
             alone = point._replace(mbs=1, recompute=NO_RECOMPUTE, extras=extras)
@@ -412,7 +412,7 @@ class LowerBounds:
     def _passing_of(self, point: Point, accumulates: bool) -> Growing:
         extras = tuple(extra for extra in point.extras if extra.changes_passes or self.regroups(extra))
         zero = point.zero if self.passes_depend_on_zero else self.space.least_zero
-        key = (point.tp, point.ep, point.dp, zero, point.recompute, extras, accumulates)
+        key = (point.tp, point.ep, point.etp, point.dp, zero, point.recompute, extras, accumulates)
         if key not in self._passing:
             alone = point._replace(zero=zero, extras=extras)
             self._passing[key] = Growing(

@@ -136,10 +136,9 @@ class Space:
                     yield Sizes(tp, cp, pp, vpp, dp, ep, etp), tuple(sizes)
 
     def _folded(self, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """Expert-parallel and expert-tensor-parallel sizes on so many ranks of a stage. Experts are divided like the
-        layers around them, or not at all, unless the plan says how."""
+        """Expert-parallel and expert-tensor-parallel sizes on so many ranks of a stage."""
         for ep, etp in product(self.ep, self.etp):
-            if ranks % (ep * etp) == 0 and (etp in (1, tp) or len(self.etp) == 1):
+            if ranks % (ep * etp) == 0 and (len(self.etp) == 1 or self.search.divides_experts(tp, ep, etp)):
                 yield ep, etp
 
     def _undivided(self, dp: int, rest: int) -> str:

@@ -438,6 +438,8 @@ class Program:
     """Parameters on one rank, where they are not those of the modules: shards."""
     host: int = 0
     """Bytes of host memory that one rank takes."""
+    managed: int = 0
+    """Bytes of optimizer states in CUDA's unified memory, which count as the host's."""
     nvme: int = 0
     """Bytes on NVMe that one rank takes."""
     saving: int = 0

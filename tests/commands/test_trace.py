@@ -1,4 +1,4 @@
-"""``memplan trace`` as a user runs it."""
+"""``memplan trace`` as a user runs it; most traces without a process of their own."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_files_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         ["--lora-rank", "4", "--trainer", "transformers"],
     ],
 )
+@pytest.mark.usefixtures("here")
 def test_files_of_replicas_and_adapters(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
     assert main([*GPT2, *flags, "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
@@ -50,6 +51,7 @@ def test_files_of_replicas_and_adapters(flags: list[str], capsys: pytest.Capture
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
 
 
+@pytest.mark.usefixtures("here")
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT2, "--gbs", "2", "--no-color"]) == 0
     out = capsys.readouterr().out
@@ -72,6 +74,7 @@ TITAN += [
 PIPELINE = [*TITAN, "--layers=3", "--pp=3", "--gbs=8"]
 
 
+@pytest.mark.usefixtures("here")
 def test_stage_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """torchtitan's code: every pass and layer of one rank, to the byte."""
     events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
@@ -89,6 +92,7 @@ def test_stage_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert set(pickle.loads(snapshot.read_bytes())) == {"segments", "device_traces", "allocator_settings"}
 
 
+@pytest.mark.usefixtures("here")
 def test_table_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """Micro-batches that look alike share a line."""
     assert main([*PIPELINE, "--stage=2", "--no-color"]) == 0
@@ -105,6 +109,7 @@ def test_stage_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.endswith("--stage: must be from 0 to 2, not 3\n")
 
 
+@pytest.mark.usefixtures("here")
 def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made = transformers.AutoConfig.for_model("olmo2", **SMALL)
     made.to_json_file(tmp_path / "config.json", use_diff=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from memplan.frameworks import framework
@@ -79,6 +81,26 @@ def test_groups_of_megatron() -> None:
     assert set(first) - set(second) == {"embeddings"}
     assert (first["pipeline"].peers, second["pipeline"].peers) == (1, 2)
     assert "model parallel" in of(0, **MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({}, {"context parallel": (8, False, 2)}),
+        ({"cp_communication": "a2a"}, {"context parallel": (8, False, 7)}),
+        ({"cp_communication": "all_gather"}, {"context parallel": (8, True, 0)}),
+        (
+            {"cp_communication": "a2a+p2p", "cp_inner": 2},
+            {"context parallel, heads": (2, False, 1), "context parallel, ring": (4, False, 2)},
+        ),
+    ],
+)
+def test_ways_of_context_parallelism(flags: dict[str, Any], found: dict[str, tuple[int, bool, int]]) -> None:
+    """Ranks, whether they gather, and with how many each exchanges: a ring has two neighbours, heads go to all."""
+    groups = of(0, model="llama-3-8b", framework="megatron", gpus=16, cp=8, gbs=16, seq=8192, **flags)
+    assert found == {
+        name: (one.ranks, one.gathers, one.peers) for name, one in groups.items() if name.startswith("context")
+    }
 
 
 def test_lone_sends_of_interleaved_stages_have_communicators_of_two() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.communicators import communicators
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
@@ -28,7 +29,7 @@ from ..layers.test_against_transformers import (
     without_sum_of_tied,
 )
 from ..oracle import fsdp as oracle
-from ..oracle import titan_experts
+from ..oracle import titan_experts, titan_tp
 from ..oracle.titan_models import Sizes, builder
 
 QWEN_3 = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=3, b=2, s=64)
@@ -44,6 +45,11 @@ V3 = replace(LATENT, q_rank=64, experts=96, top_k=8, groups=8, group_top_k=4, sc
 MIXED = replace(QWEN_3_MOE, experts=96)
 
 
+def in_parts(given: Sizes) -> Sizes:
+    """Two layers, and a vocabulary that tensor parallelism divides."""
+    return replace(given, vocab=1008, layers=2)
+
+
 @dataclass(frozen=True)
 class Case:
     recompute: str
@@ -53,6 +59,10 @@ class Case:
     """That share experts."""
     chunks: int = 0
     """Of the loss, if it has some."""
+    tp: int = 1
+    etp: int = 1
+    parallel_loss: bool = True
+    """With tensor parallelism: logits stay in parts."""
 
 
 CASES = {
@@ -78,6 +88,21 @@ CASES = {
     "experts-shared-v3-full": Case("full", V3, 8, 4),
     "experts-whole": Case("none", MIXED, 4, 4),
     "experts-along-the-second": Case("none", replace(QWEN_3_MOE, experts=48, top_k=2, b=1, layers=2), 96, 2),
+    "tp-qwen3": Case("none", in_parts(QWEN_3), 4, tp=2),
+    "tp-qwen3-op": Case("op", in_parts(QWEN_3), 4, tp=2, parallel_loss=False),
+    "tp-qwen3-full": Case("full", replace(MULTI_HEAD, vocab=1008, b=1), 2, tp=4),
+    "tp-experts": Case("none", in_parts(MIXED), 4, tp=2),
+    "tp-experts-shared": Case("none", in_parts(MIXED), 4, 4, tp=2),
+    "tp-experts-shared-full": Case("full", in_parts(MIXED), 1, 2, tp=2),
+    "tp-experts-in-parts": Case("op", in_parts(MIXED), 4, 4, tp=2, etp=2),
+    "tp-experts-along-the-second": Case("none", replace(QWEN_3_MOE, experts=48, vocab=1008, layers=2), 32, 2, tp=2),
+    "tp-score-first": Case("none", replace(MANY, vocab=1008, b=2), 4, 4, tp=2),
+    "tp-deepseek-v2": Case("none", replace(LATENT, experts=96, vocab=1008), 4, 2, tp=2),
+    "tp-deepseek-v3": Case("none", replace(V3, vocab=1008), 4, 4, tp=4),
+    "tp-deepseek-v3-op": Case("op", in_parts(V3), 4, 4, tp=2),
+    "tp-deepseek-v3-full": Case("full", in_parts(V3), 2, tp=2, parallel_loss=False),
+    "tp-chunked": Case("none", in_parts(MIXED), 4, 4, tp=2, chunks=4),
+    "tp-deepseek-v3-in-parts": Case("op", in_parts(V3), 2, 2, tp=2, etp=2),
 }
 
 
@@ -102,7 +127,8 @@ def plan_of(given: Sizes, **flags: str) -> ResolvedPlan:
     return plan.model_copy(update={"fsdp": fsdp, "model": plan.model.model_copy(update=changed)})
 
 
-SLOW = ("qwen3-tied",)
+PARALLEL = [name for name in CASES if name.startswith("tp-")]
+SLOW = {"qwen3-tied", *PARALLEL} - {"tp-qwen3", "tp-deepseek-v3"}
 
 
 @pytest.fixture(
@@ -119,17 +145,31 @@ def case(request: pytest.FixtureRequest) -> Case:
 def test_every_event(case: Case) -> None:
     plan = plan_of(case.sizes)
     batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
-    layout = plan.layout.model_copy(update={"dp": case.shards, "ep": case.ranks})
+    sizes_of = {"dp": case.shards, "ep": case.ranks, "tp": case.tp, "etp": case.etp}
+    layout = plan.layout.model_copy(update={**sizes_of, "sequence_parallel": case.tp > 1})
     plan = plan.model_copy(update={"batch": batch, "layout": layout})
+    if case.tp > 1 and case.parallel_loss:
+        plan = plan.model_copy(update={"loss": plan.loss.model_copy(update={"kind": "vocab-parallel"})})
     if case.chunks:
         loss = plan.loss.model_copy(update={"kind": "chunked", "chunks": case.chunks})
         plan = plan.model_copy(update={"loss": loss})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
     cut = cut_of_experts(plan) if case.ranks > 1 else None
-    program = fsdp.program(plan, model, Sharding(case.shards, divides=case.ranks > 1, experts=cut))
+    program = fsdp.program(plan, model, Sharding(case.shards, divides=case.ranks > 1, experts=cut, tensor=case.tp))
     sharding, modes = oracle.Sharding(case.shards), [case.recompute] * case.sizes.layers
-    if case.ranks > 1:
+    if case.tp > 1:
+        steps = titan_tp.traced(
+            case.sizes,
+            sharding,
+            case.tp,
+            modes,
+            ranks=case.ranks,
+            etp=case.etp,
+            parallel_loss=case.parallel_loss,
+            chunks=case.chunks,
+        )
+    elif case.ranks > 1:
         steps = titan_experts.traced(case.sizes, sharding, case.ranks, modes)
     else:
         steps = oracle.traced(builder(case.sizes, sharding, modes, case.chunks), sharding)
@@ -169,7 +209,13 @@ MIXTURE |= {"seq": "4096", "mbs": "1", "layers": "2"}
         ({"ep": "2", "experts": "32", "expert-ffn": "100"}, "model.expert_ffn = 100: must be a multiple of 32"),
         ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
-        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3"),
+        ({"tp": "2"}, ""),
+        ({"tp": "4", "ep": "64", "seq": "8192"}, ""),
+        ({"tp": "4", "ep": "32", "etp": "2"}, "layout.etp = 2: must be 1 or tp (4): torchtitan has no other part"),
+        ({"tp": "4", "ep": "32", "etp": "4"}, "layout.ep = 32: must divide the 16 shards (dp / fsdp.replicas)"),
+        ({"tp": "4", "ep": "128"}, "must divide the 16 shards (dp / fsdp.replicas), 4 ranks of tensor parallelism"),
+        ({"tp": "4", "expert-ffn": "770"}, "model.expert_ffn = 770: must be a multiple of 4: tensor parallelism gives"),
+        ({"tp": "2", "model": "gpt-oss-20b"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"ends-apart": "false"}, "fsdp.ends_apart = false: must be true"),
     ],
 )
@@ -192,3 +238,18 @@ def test_ranks_with_the_same_experts_hold_fewer_of_them() -> None:
     assert experts["1"]["experts.w1"] == (128, 768, 2048)
     assert experts["8"]["experts.w1"] == (16, 768, 2048)
     assert found["1"].elements == found["8"].elements
+
+
+@pytest.mark.parametrize(
+    ("etp", "groups"),
+    [
+        ("1", {"expert parallel": (8, 8, 8), "shards of experts": (8, 1, 8)}),
+        ("4", {"expert tensor parallel": (4, 4, 4), "expert parallel": (8, 1, 4), "shards of experts": (2, 1, 32)}),
+    ],
+)
+def test_groups_of_experts(etp: str, groups: dict[str, tuple[int, int, int]]) -> None:
+    """64 ranks, 4 of tensor parallelism: 8 share experts, side by side, or 4 apart, with a part of each expert."""
+    plan = resolve(read_plan(None, {**MIXTURE, "tp": "4", "ep": "8", "etp": etp}).plan)
+    known = {one.name: (one.ranks, one.block, one.stride) for one in communicators(plan, 0)}
+    assert {name: known[name] for name in known if "expert" in name} == groups
+    assert (known["tensor parallel"], known["shards"]) == ((4, 4, 4), (16, 1, 4))

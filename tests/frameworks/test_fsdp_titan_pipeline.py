@@ -25,11 +25,11 @@ from memplan.schedules.torch_schedules import Place
 from memplan.tape.program import fold_program
 
 from ..oracle import fsdp as oracle
+from ..oracle import titan_experts, titan_tp
 from ..oracle.pipelining import Pipeline, traced_pipeline
-from ..oracle.titan_experts import traced_stages
 from ..oracle.titan_models import Sizes, stage
 from .test_fsdp_pipeline import marks_of
-from .test_fsdp_titan import LATENT, QWEN_3, QWEN_3_MOE, V3, plan_of
+from .test_fsdp_titan import LATENT, MIXED, QWEN_3, QWEN_3_MOE, V3, plan_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Case:
     shards: int = 4
     together: int = 1
     """Ranks that share experts."""
+    tp: int = 1
 
     @property
     def chunks(self) -> int:
@@ -60,32 +61,46 @@ CASES = {
     "experts-shared-interleaved-full": Case(
         replace(V3, layers=4), (0, 1, 2, 3, 4), 2, 2, "interleaved", "full", 1, shards=8, together=4
     ),
+    "tp": Case(replace(V3, layers=2, vocab=1008), (0, 1, 2), 2, 2, rank=1, together=4, tp=2),
+    "tp-first-stage-op": Case(replace(MIXED, layers=2, vocab=1008), (0, 1, 2), 2, 2, recompute="op", together=4, tp=2),
+    "tp-interleaved-full": Case(
+        replace(V3, layers=4, vocab=1008), (0, 0, 1, 3, 4), 2, 2, "interleaved", "full", together=4, tp=2
+    ),
     "qwen3-moe-gpipe": Case(QWEN_3_MOE, (0, 1, 3), 2, 2, "gpipe", rank=1, shards=2),
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+SLOW = ("tp-first-stage-op", "tp-interleaved-full")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, case in CASES.items()]
+)
 def test_every_pass(case: Case) -> None:
     """Bytes held as each pass begins, the peak of each, and what is held between iterations."""
     entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
     plan = plan_of(case.sizes)
     updates: dict[str, dict[str, object]] = {
         "batch": {"gbs": case.sizes.b * case.shards * case.microbatches},
-        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.shards, "ep": case.together},
+        "layout": {"pp": case.ranks, "vpp": case.chunks, "dp": case.shards, "ep": case.together, "tp": case.tp},
         "pipeline": {"schedule": "gpipe" if case.schedule == "gpipe" else "1f1b", "partition": entries},
+        "loss": {"kind": "vocab-parallel" if case.tp > 1 else "plain"},
         "fsdp": {"code": "torchtitan", "reshard_after_forward": False},
     }
     sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
     plan = plan.model_copy(update=sections)
     recompute = ActivationCheckpointing(case.recompute)
     cut = cut_of_experts(plan) if case.together > 1 else None
-    held = Sharding(case.shards, divides=case.together > 1, experts=cut)
+    held = Sharding(case.shards, divides=case.together > 1, experts=cut, tensor=case.tp)
     program = stage_programs(plan, Options(accumulates_in_place=False), recompute, held)[case.rank]
 
-    pipeline = Pipeline(case.edges, case.ranks, case.schedule, case.microbatches)
+    pipeline = Pipeline(
+        case.edges, case.ranks, case.schedule, case.microbatches, tensor=case.tp, parallel_loss=case.tp > 1
+    )
     sharding = oracle.Sharding(case.shards)
     if case.together > 1:
-        traced = traced_stages(case.sizes, pipeline, case.rank, sharding, case.recompute, case.together)
+        make = titan_tp.traced_stages if case.tp > 1 else titan_experts.traced_stages
+        traced = make(case.sizes, pipeline, case.rank, sharding, case.recompute, case.together)
     else:
         traced = traced_pipeline(case.sizes, pipeline, case.rank, sharding, case.recompute, ends_apart=True, make=stage)
     marks = marks_of(program, Place(case.rank, case.ranks, case.chunks))
@@ -105,7 +120,7 @@ MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
     ("flags", "says"),
     [
         ({"ep": "16"}, "layout.ep = 16: must divide the 8 shards"),
-        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3, which is modelled without tensor"),
+        ({"tp": "2", "ep": "128"}, "must divide the 4 shards (dp / fsdp.replicas), 2 ranks of tensor parallelism each"),
         ({"gbs": "8"}, "gives 1 micro-batches; 1f1b needs at least as many as the 2 stages"),
         ({"reshard-after-forward": "true"}, "fsdp.reshard_after_forward = true: must be false with pipeline"),
         ({"fsdp-offload": "true"}, "fsdp.offload = true: must be false with pipeline parallelism"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import estimate, fold
-from memplan.frameworks.megatron.from_plan import padded_vocab
+from memplan.frameworks.megatron.from_plan import core_shape, padded_vocab
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -164,6 +164,12 @@ def test_readings_are_in_order_for_every_dtype(dtype: str, zero: int) -> None:
     assert requested <= allocated <= reserved
 
 
+@pytest.mark.parametrize(("cp", "inner", "way"), [(1, 2, "a2a"), (4, 4, "a2a"), (4, 1, "p2p"), (4, 2, "p2p")])
+def test_two_levels_with_one_rank_in_either_are_the_other_alone(cp: int, inner: int, way: str) -> None:
+    shape = core_shape(plan(cp=cp, cp_communication="a2a+p2p", cp_inner=inner))
+    assert (shape.cp_communication, shape.cp_inner) == (way, 2 if (cp, inner) == (4, 2) else 1)
+
+
 def test_estimates_are_deterministic() -> None:
     once, again = (estimate(plan(pp=4, vpp=2, gpu="h100-80gb")) for _ in range(2))
     assert once == again
@@ -177,6 +183,9 @@ def test_estimates_are_deterministic() -> None:
         ({"pp": 1, "vpp": 2}, "layout.vpp = 2: virtual stages need layout.pp above 1"),
         ({"pp": 4, "vpp": 3}, "layout.vpp = 3: must divide the 2 layers of a stage"),
         ({"cp": 2, "seq": 250}, "batch.seq = 250: must be a multiple of 2 x cp = 4"),
+        ({"cp": 4, "cp_inner": 2}, "megatron.cp_inner = 2: must be 1 without megatron.cp_communication a2a+p2p"),
+        ({"cp": 4, "cp_inner": 3, "cp_communication": "a2a+p2p"}, "megatron.cp_inner = 3: must divide layout.cp 4"),
+        ({"cp": 4, "cp_inner": 2, "cp_communication": "a2a+p2p", "te_version": "2.14"}, "must be 1 before"),
         ({"zero": 2}, "layout.zero = 2: must be"),
         ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be one of sgd, adam, adamw"),
         ({"precision_aware_optimizer": "true"}, "must be false without the distributed optimizer"),
@@ -270,6 +279,7 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.torch_fsdp_host_init": [{"torch_fsdp_host_init": "true", "torch_fsdp": "reshard", "dp": 4}],
     "megatron.offload_layers": [{"offload_layers": 2}],
     "megatron.cp_communication": [{"cp": 2, "cp_communication": "a2a"}],
+    "megatron.cp_inner": [{"cp": 4, "cp_communication": "a2a+p2p", "cp_inner": 2}],
     "megatron.clip_grad": [{"clip_grad": 0}],
     "megatron.bias_gelu_fusion": [{"bias_gelu_fusion": "false", "activation": "gelu", "mlp_bias": "true"}],
     "megatron.log_num_zeros_in_grad": [{"log_num_zeros_in_grad": "true"}],

@@ -95,6 +95,15 @@ def test_small_tensors_stay() -> None:
         ({"recompute": "selective"}, "must be 0 with recompute, as in Megatron-Core"),
         ({"transformer_impl": "local"}, "must be 0 with local layers, as in Megatron-Core"),
         ({"offload_modules": "core_attn"}, "must be 0 with megatron.offload_modules, as in Megatron-Core"),
+        ({"cuda_graph_impl": "local"}, "must be 0 with CUDA graphs of layers, as in Megatron-Core"),
+        (
+            {"cuda_graph_impl": "full_iteration", "check_for_nan": "false"},
+            "must be 0 with a CUDA graph of the iteration: it is not modelled yet",
+        ),
+        (
+            {"cuda_graph_impl": "local", "offload_layers": 0, "offload_modules": "core_attn"},
+            "must not be local with activations on the host other than expert_fc1 and moe_act, as in Megatron-Core",
+        ),
         ({"te_version": "2.9"}, "must be 0 before Transformer Engine 2.10"),
         ({"cp": 2}, "must be 0 with context parallelism: it is not modelled yet"),
         ({"fp8": "delayed"}, "must be 0 with fp8 and fp4: it is not modelled yet"),

@@ -209,7 +209,8 @@ LOW_ATTENTION = SMALL | {"fp8": "delayed", "fp8_dot_product_attention": True}
         ({"fp8": "mxfp8", "gpu": "b200", "cp": 2, "seq": 4352}, "multiples of 128 tokens"),
         ({"head_dim": 64}, "64 features"),
         ({"log_max_attention_logit": True}, "largest score"),
-        ({"NVTE_FP8_DPA_BWD": "0", "cp": 2}, "NVTE_FP8_DPA_BWD"),
+        ({"packed_sequences": True}, "no back end for both"),
+        ({"attention_dropout": 0.1, "gpu": "b200"}, "NVTE_FP8_DPA_BWD=0"),
         ({"NVTE_DPA_FP8CS_O_in_F16": "0"}, "NVTE_DPA_FP8CS_O_in_F16"),
     ],
 )

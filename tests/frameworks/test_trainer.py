@@ -240,3 +240,15 @@ def test_states_appear_as_transformers_groups_parameters(tmp_path: Path) -> None
 def _moment(parameter: torch.Tensor, in_32bit: bool) -> int:
     """Bytes of ``get_state_buffer``; embeddings have ``optim_bits`` 32."""
     return rounded(parameter.numel() * (4 if in_32bit or parameter.numel() < 4096 else 1))
+
+
+def test_weights_of_a_quantised_model_lie_where_one_request_was() -> None:
+    """What a run with transformers 5.23 asked for first: the table (128,256 x 2,048) and 33 norms in bf16, half a byte
+    for each element of the layers' matrices; neither adapters, nor what is cast to fp32 later."""
+    lora = {"lora_rank": 16, "quantisation": "nf4", "kbit_preparation": "true", "recompute": "full"}
+    (program,) = plain.programs(plan(model="llama-3.2-1b", layers=16, **lora), Options())
+    made, ended = program.before
+    assert isinstance(made, Hold)
+    assert (made.bytes, ended.bytes) == (1_012_011_008, 1_012_011_008)
+    (older,) = plain.programs(plan(model="llama-3.2-1b", versions="transformers=4.57.0", **lora), Options())
+    assert not older.before

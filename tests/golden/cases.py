@@ -59,7 +59,8 @@ def learned() -> Iterator[str]:
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --gbs 32"
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --fsdp-version 1"
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
-    yield "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
+    for name in ("smollm3-3b", "phi-2"):
+        yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
     yield (
         "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full "
         "--offload-optimizer cpu --offload-param cpu"
@@ -150,6 +151,7 @@ def optimizers() -> Iterator[str]:
         yield f"{jobs[3]} --optimizer adamw --optimizer-implementation {implementation}"
     yield f"{jobs[0]} --optimizer adam8bit --optimizer-block-size 2048 --no-embeddings-32bit"
     yield f"{jobs[0]} --optimizer adam8bit --paged-optimizer"
+    yield "--model gpt2 --layers 3 --seq 256 --framework deepspeed --zero 2 --gpus 4 --optimizer paged_adamw_8bit"
     yield f"{jobs[0]} --optimizer adamw --optimizer-implementation bitsandbytes --paged-optimizer"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --main-params-dtype fp16"
@@ -378,7 +380,16 @@ def torchtitan() -> Iterator[str]:
             f"{job} --pp 2 --gbs 16",
             f"{job} --pp 2 --vpp 2 --gbs 16 --recompute full",
             f"{job} --pp 2 --ep 2 --gbs 16",
+            f"{job} --tp 2",
         )
+    for model, flags in (
+        ("qwen3-30b-a3b", "--tp 2 --ep 8 --recompute full"),
+        ("qwen3-30b-a3b", "--tp 4 --ep 2 --etp 4"),
+        ("qwen3-30b-a3b", "--tp 4 --ep 2 --etp 2"),
+        ("deepseek-v3", "--tp 4 --ep 4 --recompute selective --recompute-per-operator --gbs 8"),
+        ("deepseek-v3", "--tp 2 --pp 2 --ep 4 --gbs 16"),
+    ):
+        yield f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8 {flags}"
     job = "--framework fsdp --fsdp-code torchtitan --gpu h100-80gb --gpus 8 --seq 2048"
     yield from (
         f"--model qwen3-1.7b {job}",
@@ -481,6 +492,13 @@ def megatron() -> Iterator[str]:
         "--layers 4 --seq 8192 --framework megatron --gpu h100-80gb --gpus 8 --cp 2 --dtype bf16 --cp-communication"
     )
     yield f"--model mistral-7b {windows} all_gather"
+    two = windows.replace("--cp 2", "--cp 4")
+    yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2"
+    yield (
+        f"--model llama-3-8b {two} a2a --deterministic --cross-entropy-fusion none --attention-dropout 0.1 --fp8 delayed "
+        "--fp8-dot-product-attention"
+    )
+    yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2 --fp8 delayed --fp8-dot-product-attention"
     yield f"--model gpt-oss-20b {windows} a2a --ep 4 --bias-dropout-fusion false"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --tp 2 --dp 4 --sequence-parallel"
     for flags in (
@@ -668,6 +686,8 @@ def allocators() -> Iterator[str]:
     yield f"{jobs[0]} --capacity 3GiB"
     yield f"{jobs[1]} --capacity 9GiB --headroom 0"
     yield f"{jobs[3]} --capacity 30GiB"
+    yield "--model gpt2 --vocab 256000 --seq 1024 --mbs 8 --gpu h200 --torch 2.11"
+    yield "--model llama-3-8b --framework fsdp --fsdp-code torchtitan --layers 16 --tp 2 --gpus 8 --gpu h200 --torch 2.11"
 
 
 def refused() -> Iterator[str]:

@@ -85,6 +85,12 @@ CASES = [
     if model != MODELS[model][0]
 ]
 """Every family in every shape, with and without recompute; and its other models in one setting."""
+EACH_TIME = {
+    case
+    for at, case in enumerate(CASES)
+    if case.model in ("gpt2", "llama") or case.model != MODELS[case.model][0] or at % 2 == (case.recompute == "full")
+}
+"""The rest is slow: every second shape of most families."""
 
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
@@ -122,7 +128,9 @@ def forward_of(case: Compared) -> list[Event]:
     return unscaled([*case.events(False), *ended])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in EACH_TIME else [pytest.mark.slow]) for case in CASES], ids=str
+)
 def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
     """Parameters, what is held and when, and every event of forward and backward."""
     found = compared(case, tmp_path)

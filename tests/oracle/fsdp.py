@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .tracer import Change, Follow, Trace, cuda_behaviour
-from .training_step import DTYPES, _model, _quiet, _unpacked, update
+from .training_step import DTYPES, _model, _quiet, _unpacked, begin, update
 from .tuned_step import Tune, _apply, blocks
 
 
@@ -215,14 +215,15 @@ def traced_steps(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        return traced(build, sharding)
+        return traced(build, sharding, warm=False)
 
 
 def traced(
-    build: Build, sharding: Sharding, *, iterations: int = 2, keeps_gradients: bool = False, of: Meshes | None = None
+    build: Build, sharding: Sharding, *, warm: bool = True, keeps_gradients: bool = False, of: Meshes | None = None
 ) -> Steps:
-    """The last of ``iterations`` with AdamW (foreach), whose states exist by then; and so do gradients, where a step
-    keeps them (``zero_grad(set_to_none=False)``)."""
+    """An iteration with AdamW (foreach), whose states exist by then; and so do gradients, where a step keeps them
+    (``zero_grad(set_to_none=False)``). Where it is ``warm`` another one was before it: torchtitan's models keep some
+    tensors from then on."""
     steps = Steps()
 
     def body(trace: Trace, follow: ResizedFollow) -> None:
@@ -230,8 +231,10 @@ def traced(
         for tensor in (*model.parameters(), *model.buffers()):
             follow.adopt(tensor, "state")
         optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], foreach=True)
+        for parameter in optimizer.param_groups[0]["params"]:
+            begin(optimizer, parameter, trace)
         gc.collect()
-        for _ in range(iterations):
+        for _ in range(1 + warm):
             trace.changes = []
             steps.before, steps.stretches = trace.live, []
             for sync in sharding.synced:

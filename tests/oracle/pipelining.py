@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -212,19 +212,18 @@ def traced_pipeline(
             marks.end = trace.live
 
     dims = {"pp": pipeline.ranks, "replicate": sharding.replicas, "shard": sharding.shards, "tp": pipeline.tensor}
-    if expert_ranks > 1:
-        dims = {"pp": pipeline.ranks, "efsdp": sharding.shards // expert_ranks, "ep": expert_ranks}
-    dims = {name: size for name, size in dims.items() if size > 1 or name in ("shard", "efsdp")}
     ranks = prod(dims.values())
+    dims = {name: size for name, size in dims.items() if size > 1 or name == "shard"}
     dist.init_process_group("fake", rank=rank * (ranks // pipeline.ranks), world_size=ranks, store=FakeStore())
     clear_caches()
     try:
         mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        data = mesh["shard"] if sharding.replicas == 1 else mesh["replicate", "shard"]
+        meshes = Meshes(data, mesh["tp"] if pipeline.tensor > 1 else None)
         if expert_ranks > 1:
-            meshes = Meshes(mesh["efsdp", "ep"]._flatten("shard"), None, mesh["efsdp"], mesh["ep"])
-        else:
-            data = mesh["shard"] if sharding.replicas == 1 else mesh["replicate", "shard"]
-            meshes = Meshes(data, mesh["tp"] if pipeline.tensor > 1 else None)
+            sizes_of = (pipeline.ranks, ranks // pipeline.ranks // expert_ranks, expert_ranks)
+            sparse = init_device_mesh("cpu", sizes_of, mesh_dim_names=("pp", "efsdp", "ep"))
+            meshes = replace(meshes, of_experts=sparse["efsdp"], together=sparse["ep"])
         with communication():
             run(body) if pipeline.tensor == expert_ranks == 1 else run_local(body)
     finally:

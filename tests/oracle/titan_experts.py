@@ -180,8 +180,25 @@ def traced(sizes: Sizes, sharding: Sharding, ranks: int, modes: Sequence[str]) -
         return fsdp.traced(build, sharding)
 
 
-def stage(sizes: Sizes, pipeline: Any, at: int, sharding: Sharding, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
-    """One stage's model whose experts ranks share; see ``titan_models.stage``."""
+def shared(model: Transformer, meshes: Any) -> None:
+    """``apply_moe_ep_tp`` without tensor parallelism."""
+    for block in model.layers.values():
+        if block.moe_enabled:
+            Exchange().apply(block.moe.experts, meshes.together)
+
+
+def stage(
+    sizes: Sizes,
+    pipeline: Any,
+    at: int,
+    sharding: Sharding,
+    mode: str,
+    meshes: Any,
+    *,
+    ends_apart: bool,
+    share: Callable[[Transformer, Any], None] = shared,
+) -> Any:
+    """One stage's model whose experts ranks ``share``; see ``titan_models.stage``."""
     assert ends_apart
     low, high = pipeline.edges[at : at + 2]
     model = Transformer(sizes)
@@ -192,15 +209,13 @@ def stage(sizes: Sizes, pipeline: Any, at: int, sharding: Sharding, mode: str, m
     model.tok_embeddings = model.tok_embeddings if first else None
     model.norm, model.output = (model.norm, model.output) if last else (None, None)
     blocks: dict[str, Any] = dict(model.layers.items())
-    for block in blocks.values():
-        if block.moe_enabled:
-            Exchange().apply(block.moe.experts, meshes.together)
+    share(model, meshes)
     for name, block in blocks.items():
         model.layers[name] = recomputed(block, sizes, mode)
     common: dict[str, Any] = {"mp_policy": sharding.policy, "reshard_after_forward": False}
     if first:
         fully_shard(model.tok_embeddings, mesh=meshes.data, **common)
-    placed = (lambda _: Shard(1)) if sharding.shards > sizes.experts else None
+    placed = (lambda _: Shard(1)) if sharding.shards * pipeline.tensor > sizes.experts else None
     for name, block in blocks.items():
         if block.moe_enabled:
             fully_shard(block.moe.experts, mesh=meshes.of_experts, shard_placement_fn=placed, **common)

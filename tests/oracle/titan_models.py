@@ -134,12 +134,16 @@ def counted(sizes: Sizes) -> torch.Tensor:
     return torch.empty(sizes.experts, dtype=torch.int64)
 
 
-def reordered(top: torch.Tensor, chosen: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``TokenReorderer.forward``."""
-    counts = counted(sizes)
-    order = torch.argsort(chosen.view(-1), stable=True)
-    scores = top.view(-1)[order]
-    return scores, order, counts
+class TokenReorderer(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, top: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        counts = counted(self.sizes)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        scores = top.view(-1)[order]
+        return scores, order, counts
 
 
 def permute_indices(
@@ -217,6 +221,7 @@ class MoE(nn.Module):
         super().__init__()
         self.experts = GroupedExperts(sizes)
         self.router = Router(sizes)
+        self.reorderer = TokenReorderer(sizes)
         self.shared_experts = feed_forward(sizes.hidden, sizes.shared) if sizes.shared else None
         self.sizes = sizes
         self.register_buffer("expert_bias", torch.zeros(sizes.experts))
@@ -229,7 +234,7 @@ class MoE(nn.Module):
         top, chosen, counts = self.router(x, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(counts)
-        scores, order, counts = reordered(top, chosen, sizes)
+        scores, order, counts = self.reorderer(top, chosen)
         routed = x[order // sizes.top_k]
         if sizes.score_first:
             routed = (routed.to(torch.float32) * scores.reshape(-1, 1)).to(x.dtype)
@@ -267,6 +272,16 @@ def by_cosines(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor) -> tuple[t
     return q_out.type_as(q), k_out.type_as(k)
 
 
+class InnerAttention(nn.Module):
+    """``ScaledDotProductAttentionWrapper``, of values with as many features as keys, or with others."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool = False) -> torch.Tensor:
+        if q.shape[-1] == v.shape[-1]:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=1.0)[0]  # type: ignore[no-any-return]
+
+
 class Attention(nn.Module):
     """Of Qwen 3."""
 
@@ -278,6 +293,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.hidden, sizes.kv_heads * self.d, bias=False)
         self.wv = nn.Linear(sizes.hidden, sizes.kv_heads * self.d, bias=False)
         self.wo = nn.Linear(sizes.heads * self.d, sizes.hidden, bias=False)
+        self.inner_attention = InnerAttention()
         self.enable_gqa = sizes.heads > sizes.kv_heads
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -292,8 +308,7 @@ class Attention(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        sdpa = functional.scaled_dot_product_attention
-        out = sdpa(q, k, v, is_causal=True, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
+        out = self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
         out = out.view(b, s, -1)
         return self.wo(out)  # type: ignore[no-any-return]
 
@@ -324,6 +339,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = Norm(sizes.kv_rank)
         self.wkv_b = nn.Linear(sizes.kv_rank, a * (sizes.plain + sizes.width), bias=False)
         self.wo = nn.Linear(a * sizes.width, h, bias=False)
+        self.inner_attention = InnerAttention()
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
@@ -347,8 +363,7 @@ class LatentAttention(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out = cudnn(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=1.0)[0]
+        out = self.inner_attention(q, k, v)
         out = out.transpose(1, 2).contiguous()
         out = out.view(b, s, -1)
         return self.wo(out)  # type: ignore[no-any-return]

@@ -200,12 +200,12 @@ class Headless(Transformer):
         return h.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])  # type: ignore[no-any-return]
 
 
-def without_head(model: Transformer) -> None:
+def without_head(model: Any, headless: type = Headless) -> None:
     """``model`` whose loss runs its head."""
     given: Any = model.output
     head = titan_loss.Head(given.in_features, given.out_features, bias=False)
     head.weight = given.weight
-    model.__class__, model.output = Headless, head
+    model.__class__, model.output = headless, head
 
 
 def _model(sizes: Sizes, dtype: str) -> Transformer:

@@ -102,6 +102,15 @@ def traced_step(
     return steps[0]
 
 
+def begin(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, trace: Trace) -> None:
+    """The states of Adam as its first step makes them (``_init_group``)."""
+    trace.host = True
+    count = torch.tensor(0.0)
+    trace.host = False
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = {"step": count, **moments}
+
+
 def update(optimizer: torch.optim.Optimizer, trace: Trace, *, keeps_gradients: bool = False) -> None:
     """``step()`` and ``zero_grad()``; the counters of steps are on the host."""
     trace.host = True

@@ -6,7 +6,6 @@ version of the source tree that ``MEMPLAN_TE_SOURCE`` names.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -35,9 +34,7 @@ def measured(case: Case, te: Any) -> list[list[int]]:
     quantised tensors are left out."""
     torch.set_grad_enabled(True)
     _choose(case)
-    gc.disable()  # garbage of earlier runs does not end in this one
     run = traced(lambda: _module(case, te))
-    gc.enable()
     return [[change.sign * change.bytes for change in part if _counts(change, case)] for part in run]
 
 
@@ -82,6 +79,7 @@ def _choose(case: Case) -> None:
     states: Any = importlib.import_module(sys.modules[f"{package}.module.base"].FP8GlobalStateManager.__module__)
     for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # which ask libraries that are not there
         setattr(states, f"check_{kind}_support", lambda: (True, ""))
+    states.FP8GlobalStateManager.reset()  # with amaxes of earlier modules, which are reduced together
     base: Any = importlib.import_module(f"{package}.module.base")
     base._dummy_wgrads.clear()
     base._cublas_workspace = None
@@ -210,7 +208,11 @@ def _attention(case: Case, te: Any) -> Made:
     angles = torch.empty(case.s, 1, 1, d)
     if case.cp > 1:
         ranks = list(range(64 - case.cp, 64))
-        module.set_context_parallel_group(parallel(case.cp), ranks, MagicMock(), case.communication)
+        group: Any = parallel(case.cp)
+        if case.inner > 1:
+            group = [parallel(case.inner), torch.distributed.new_group(ranks[case.inner - 1 :: case.inner])]
+        way = "a2a+p2p" if case.inner > 1 else case.communication
+        module.set_context_parallel_group(group, ranks, MagicMock(), way)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         mixed = x.view(case.s, case.b, g, (a // g + 2) * d)

@@ -33,11 +33,12 @@ SETTINGS: dict[str, dict[str, str]] = {
         **{"gradient-as-bucket-view": "true", "ddp-gradient-sync": "false"},
     },
 }
+EVERYWHERE = ("llama", "gpt2")
 CASES = [
-    (family, setting)
+    pytest.param(family, setting, marks=[] if family in EVERYWHERE or turn == at % 7 else [pytest.mark.slow])
     for at, family in enumerate(FAMILIES)
     for turn, (setting, flags) in enumerate(SETTINGS.items())
-    if family in ("llama", "gpt2") or turn in (at % 7, (at + 3) % 7)
+    if family in EVERYWHERE or turn in (at % 7, (at + 3) % 7)
     if flags["attention"] == "eager" or not family_of(family).no_flash
     if "recompute" not in flags or not family_of(family).returns_weights
 ]

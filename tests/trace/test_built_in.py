@@ -48,11 +48,11 @@ TWO_LISTS = {one.name for one in learned_models().values() if one.configuration(
 """Encoders and decoders, whose layers an estimate under FSDP counts on."""
 BUFFERS_16 = {one.name for one in learned_models().values() if one.configuration()["model_type"] == "bart"}
 """Models with buffers in bf16, which shards in fp32 would have in fp32."""
-SHARDED_BESIDE = {"smollm3-3b", "olmo-2-1b"}
+SHARDED_BESIDE = {"roberta-base", "olmo-2-1b"}
 """Models that every run traces under FSDP: of the second it casts what layers are handed."""
 
 
-GATHERED = ("smollm3-3b",)
+GATHERED = ("smollm3-3b", "phi-2")
 """Models that ship with what DeepSpeed's stage 3 needs, too."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -41,6 +42,9 @@ CASES: dict[str, dict[str, str]] = {
     "llama": {"recompute": "full", "attention": "flash"},
     "bert": {"dtype": "fp32", "attention": "eager"},
 }
+RECORDED = Path(__file__).with_name("small_fits.json.gz")
+"""Of each family: ``python -m tests.trace.test_fits`` learns them anew. Every run learns others: a model without a
+recipe here, adapters in ``test_fits_tuned``."""
 POINTS = ((4, 200), (7, 33), (1, 150))
 """None of them is among those that are traced to learn."""
 
@@ -62,10 +66,15 @@ def plan_of(family: str, b: int, s: int, **flags: str) -> ResolvedPlan:
     return resolve(read_plan(None, {**model_flags(family), **CASES[family], **sizes, **flags}).plan)
 
 
+def learnt(family: str) -> Any:
+    """JSON of the fit."""
+    fit, _, _ = learn(job_of_plan(plan_of(family, 1, 64)), traced, LONGEST)
+    return fit.to_json()
+
+
 @lru_cache(maxsize=8)
 def fit_of(family: str) -> Fit:
-    fit, _, _ = learn(job_of_plan(plan_of(family, 1, 64)), traced, LONGEST)
-    return Fit.from_json(json.loads(json.dumps(fit.to_json())))
+    return Fit.from_json(json.loads(gzip.decompress(RECORDED.read_bytes()))[family])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +95,12 @@ def test_same_as_a_direct_trace(family: str, point: tuple[int, int]) -> None:
     assert folded.place.rpartition("/")[2] == whole.place.rpartition("/")[2]
     evaluated = found.recording.of(0, EVALUATION)
     assert fold_evaluation(program) == folded.static + evaluated.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CASES)
+def test_what_is_on_file_is_what_is_learnt(family: str) -> None:
+    assert json.dumps(learnt(family)) == json.dumps(fit_of(family).to_json())
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -217,7 +232,7 @@ def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
 def test_a_window_makes_two_pieces(tmp_path: Path) -> None:
     """Below it there is no mask and the flash kernel runs; from it on there is one. No step is traced twice, though
     sequences of another unit were tried first, and one of each unit with the job's own optimizer."""
-    sized = {"num_hidden_layers": 2, "max_position_embeddings": 512, "sliding_window": 256}
+    sized = {"num_hidden_layers": 1, "max_position_embeddings": 512, "sliding_window": 256}
     _, job = without_recipe("mistral", tmp_path, 1, 32, **sized)
     jobs: list[Job] = []
 
@@ -270,3 +285,8 @@ def test_ddp_as_the_recipe() -> None:
         expected, found = ([h.bytes for h in one.extra if h.name == "ddp_bucket"] for one in (recipe, ours))
         assert found == expected
         assert abs(fold_program(ours).peak - fold_program(recipe).peak) <= SCALARS
+
+
+if __name__ == "__main__":
+    found = {family: learnt(family) for family in CASES}
+    RECORDED.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))

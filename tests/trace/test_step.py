@@ -99,9 +99,9 @@ SETTINGS = {
     "fp16": {"dtype": "fp16", "attention": "eager"},
 }
 EVERYWHERE = ("gpt2", "bert", "llama", "qwen3_moe")
-"""In every setting; other families in two."""
+"""In every setting; other families in one, and in a second one that is slow."""
 CASES = [
-    (family, setting)
+    pytest.param(family, setting, marks=[] if family in EVERYWHERE or turn == at % 4 else [pytest.mark.slow])
     for at, family in enumerate(FAMILIES)
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in EVERYWHERE or turn % 2 == at % 2

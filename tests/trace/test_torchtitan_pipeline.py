@@ -54,7 +54,16 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {
+    *("1f1b-tp-middle-full", "1f1b-tp-first-replicas", "gpipe-tp-first-bf16", "interleaved-middle"),
+    *("interleaved-tp-first", "one-shard-tp-first", "one-shard-fp32-tp", "one-shard-replicas"),
+}
+"""Each thing that they combine is in another case."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def test_trace_equals_estimate(name: str) -> None:
     """To the byte: named points, each pass with what the schedule does until the next, and each layer of it."""
     flags, stage = CASES[name]

@@ -22,7 +22,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "adapters": {"dtype": "bf16", "attention": "eager", "lora-rank": "8", "lora-targets": "all-linear"},
 }
 CASES = [
-    (family, setting)
+    pytest.param(family, setting, marks=[] if family == "llama" or turn == at % len(SETTINGS) else [pytest.mark.slow])
     for at, family in enumerate(FAMILIES)
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in ("llama", "gpt2", "bert") or turn == at % len(SETTINGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 
@@ -39,12 +40,20 @@ FROZEN: dict[str, dict[str, str]] = {
 }
 
 
-def cases(settings: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+EVERYWHERE = ("llama", "gpt2")
+"""In every setting; BERT, too, where it is slow; other families in one."""
+
+
+def cases(settings: dict[str, dict[str, str]]) -> list[Any]:
     return [
-        (family, setting)
+        pytest.param(
+            family,
+            setting,
+            marks=[] if family in EVERYWHERE or turn == at % len(settings) else [pytest.mark.slow],
+        )
         for at, family in enumerate(FAMILIES)
         for turn, (setting, flags) in enumerate(settings.items())
-        if family in ("llama", "gpt2", "bert") or turn == at % len(settings)
+        if family in (*EVERYWHERE, "bert") or turn == at % len(settings)
         if flags["attention"] == "eager" or not family_of(family).no_flash
         if "freeze-embedding" not in flags or not family_of(family).returns_weights
         if "recompute" not in flags or not family_of(family).returns_weights

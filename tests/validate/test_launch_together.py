@@ -47,7 +47,7 @@ def test_all_work(place: Path) -> None:
     ("rank", "does", "message"),
     [
         (1, "is killed", "ended by SIGKILL, which Linux sends where memory runs out"),
-        (0, "raises", "ValueError: of its own"),
+        pytest.param(0, "raises", "ValueError: of its own", marks=pytest.mark.slow),
     ],
 )
 def test_one_fails_while_another_waits(place: Path, rank: int, does: str, message: str) -> None:

@@ -150,6 +150,7 @@ def check(found: Run, estimated: Estimate, sent: int = 0) -> None:
     assert any("torch.cuda.current_device is the CPU" in note for note in found.notes)
 
 
+@pytest.mark.slow  # in every run: one rank alone, the last stage event by event, and two replicas over gloo
 def test_tensor_and_pipeline_parallel(place: Path, read: Any) -> None:
     """Four processes, and gloo between them."""
     plan = read(layers="2", tp="2", pp="2", gpus="4")
@@ -181,6 +182,7 @@ def test_distributed_optimizer(place: Path, read: Any) -> None:
     assert fullest == estimated.stages[0].breakdown[Category.MAIN_PARAMETERS]
 
 
+@pytest.mark.slow  # event by event in every run
 def test_two_shards_of_fsdp2(place: Path, read: Any) -> None:
     """``TorchFullyShardedDataParallel`` over gloo."""
     plan = read(layers="2", dtype="bf16", dp="2", gpus="2", gbs="8", **{"torch-fsdp": "reshard"})

@@ -50,11 +50,14 @@ def estimated(record: dict[str, Any], stage: int) -> int:
     return int(found)
 
 
-MARKS = {"ddp2": pytest.mark.slow, "pp2-tp2": pytest.mark.slow}
-"""The command runs the first, too; the second takes four processes."""
+EACH_TIME = "fsdp2"
+"""The command runs ``ddp2``, too, and ranks of a pipeline are played; ZeRO's are beside what was recorded of real
+processes in ``tests/trace/test_ddp.py``. These are slow."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == EACH_TIME else [pytest.mark.slow]) for case in CASES]
+)
 def test_real_processes(case: str) -> None:
     """Each rank's storages are what PyTorch's own tracker sees in the same process, the most loaded rank of each stage
     needs what was estimated, and what all train gets better at it."""

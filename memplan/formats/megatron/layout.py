@@ -27,11 +27,30 @@ def _context_communication(reader: Reader) -> None:
     if kinds is None:
         return
     different = {kind.value for kind in kinds}
-    if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather"}:
+    if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather", LEVELS}:
         shown = " ".join(str(kind.value) for kind in kinds)
-        problem = "is not modelled yet; p2p, a2a or all_gather, the same for every layer, is"
+        problem = "is not modelled yet; p2p, a2a, all_gather or a2a+p2p, the same for every layer, is"
         raise PlanError(name, shown, problem, origin=reader.settings.where(name))
     reader.building.put("megatron.cp_communication", kinds[0], name)
+
+
+LEVELS, LEVEL_SIZES = "a2a+p2p", "--hierarchical-context-parallel-sizes"
+
+
+def _context_levels(reader: Reader) -> None:
+    """Two sizes, whose product is that of context parallelism (``validate_args``, ``attn_forward_func_with_cp``)."""
+    sizes = reader.settings.words(LEVEL_SIZES)
+    way = reader.building.items.get("megatron.cp_communication")
+    if way is None or way.value != LEVELS:
+        reader.building.because(LEVEL_SIZES, f"no effect without --cp-comm-type {LEVELS}")
+        return
+    cp = reader.building.size("layout.cp")
+    shown = " ".join(str(size.value) for size in sizes) if sizes else ABSENT
+    numbers = [int(str(size.value)) for size in sizes or () if str(size.value).isdecimal() and len(str(size.value)) < 9]
+    if len(numbers) != 2 or len(sizes or ()) != 2 or numbers[0] * numbers[1] != cp:
+        problem = f"must be two sizes with the product {cp} (--context-parallel-size), such as 2 {max(cp // 2, 1)}"
+        raise PlanError(LEVEL_SIZES, shown, problem, origin=reader.settings.where(LEVEL_SIZES))
+    reader.building.put("megatron.cp_inner", Node(numbers[0], reader.settings.where(LEVEL_SIZES)), LEVEL_SIZES)
 
 
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -188,6 +207,15 @@ LAYOUT = (
         read=_context_communication,
         without_effect=_without_context,
         when=lambda plan: plan.layout.cp > 1,
+    ),
+    Row(
+        LEVEL_SIZES,
+        "megatron.cp_inner",
+        "PARALLEL",
+        read=_context_levels,
+        without_effect=_without_context,
+        when=lambda plan: plan.layout.cp > 1 and plan.megatron.cp_communication == LEVELS,
+        value=lambda plan: (plan.megatron.cp_inner, plan.layout.cp // plan.megatron.cp_inner),
     ),
     Row(
         "--expert-model-parallel-size",

@@ -48,6 +48,8 @@ def write(plan: ResolvedPlan) -> Draft:
             sections.setdefault(row.group, {})[row.name.removeprefix(f"{row.group}.")] = value
     if plan.layout.ep > 1:
         sections.setdefault("parallelism", {})["expert_parallel_degree"] = plan.layout.ep
+        if (plan.layout.etp or 1) > 1:
+            sections["parallelism"]["expert_tensor_parallel_degree"] = plan.layout.etp
     lines = [*_head(plan, release, known=flavour is not None)]
     for name, keys in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in keys.items())]

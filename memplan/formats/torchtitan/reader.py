@@ -43,6 +43,8 @@ from .table import (
     SEQUENCE,
     SHARD,
     TOKENS,
+    TP,
+    expert_parts,
     expert_ranks,
     float8_keys,
     torchtitan_plan,
@@ -115,7 +117,7 @@ _KERNELS = {
 }
 """Kernels by ``attn_backend``, for people."""
 
-DIFFERENCES = (
+DIFFERENCES: tuple[tuple[str, str], ...] = (
     ("2025-04-17", "nn.RMSNorm, one kernel in newer PyTorch (less)"),
     ("2025-08-29", "recompute to a layer's end, unless early_stop (more)"),
     ("2026-01-27", "keys and values that are not repeated to the query heads (less)"),
@@ -123,13 +125,18 @@ DIFFERENCES = (
 )
 """Changes of torchtitan's code after the layers' recipes, which are of December 2024, each from its day."""
 
-SINCE_0_2_2 = (
+SINCE_0_2_2: tuple[tuple[str, str], ...] = (
     ("2026-03-04", "a router in fp32 (more)"),
     ("2026-03-23", "selective recompute that keeps the choice of experts, and rows that were exchanged (more)"),
     ("2026-04-06", "rows of experts summed by scatter_add (either way)"),
     ("2026-06-24", "queries, keys and values by one product (either way)"),
 )
-"""The same of Qwen 3 and DeepSeek V3, whose recipes are of release 0.2.2."""
+"""The same of Qwen 3 and DeepSeek V3, whose recipes are of release 0.2.2,"""
+IN_PARTS = (
+    ("2026-03-02", "gradients of experts' inputs summed once, where experts begin (less)"),
+    ("2026-05-20", "tokens of experts that ranks share not gathered before the router (less)"),
+)
+"""and with tensor parallelism."""
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -214,6 +221,7 @@ class _Finish:
         layout, gpus = plan.layout, plan.hardware.gpus or 1
         replica = layout.tp * layout.pp * layout.cp
         put("layout.ep", expert_ranks(self.settings, plan))
+        put("layout.etp", expert_parts(self.settings))
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
@@ -422,6 +430,7 @@ def _differences(settings: Settings) -> Iterator[Note]:
             "(not counted: masks, and what Inductor allocates; more)"
         )
         yield Note("attention-other", problem)
+    differences += IN_PARTS if since != "December 2024" and settings.integer(*TP, default=1).value != 1 else ()
     later = [what for day, what in differences if day <= settings.era.day]
     if later:
         problem = f"layers are estimated as torchtitan had them in {since}; {settings.era.label} has"

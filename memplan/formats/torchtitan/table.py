@@ -56,7 +56,7 @@ RESHARD = tuple(f"{section}.fsdp_reshard_after_forward" for section in ("paralle
 SEQUENCE = "parallelism.enable_sequence_parallel"
 LOSS_WHOLE = tuple(f"{section}.disable_loss_parallel" for section in ("parallelism", "training"))
 
-EP = "parallelism.expert_parallel_degree"
+EP, ETP = "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"
 EXCHANGE = ("parallelism.expert_parallel_comm_backend", "model_spec.moe_comm_backend")
 
 IMPLEMENTATION = ("optimizer.implementation", "optimizer.fused")
@@ -145,6 +145,12 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
             problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
             raise PlanError(name, backend.plain(), problem, origin=backend.origin)
     return degree
+
+
+def expert_parts(settings: Settings) -> Node | None:
+    """Ranks that have a part of each expert, where others share experts."""
+    degree = settings.integer(ETP, default=1)
+    return None if degree.value == 1 or settings.integer(EP, default=1).value == 1 else degree
 
 
 def _saved_sizes(building: Building, settings: Settings, spec: str, sizes: dict[str, int]) -> None:

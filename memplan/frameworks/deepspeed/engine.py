@@ -204,6 +204,7 @@ def program_of(
         entries=tuple(name for name in rank.names if name != "return"),
         order=one_chunk(spans, setting.microbatches),
         extra=(*rank.placed.device, *beside),
+        managed=rank.placed.managed,
         step=Stretch(rank.step.before),
         late_step=Stretch(rank.step.after),
     )
@@ -308,7 +309,7 @@ def placed_of(setting: Setting, model: Model, parts: Sequence[Group]) -> Placed:
         flat = [
             zero_states.flat(f"{part.name}/gradients_fp32", Category.GRADIENTS, part.padded, "fp32") for part in parts
         ]
-        return Placed((*kept.device, *flat))
+        return Placed((*kept.device, *flat), managed=kept.managed)
     if zero.stage < 3:
         sums = max(touched(parts, setting.dp)) if zero.stage == 2 and setting.microbatches > 1 else 0
         return zero_states.partitioned(model, parts, zero, optimizer, dtype, sums)

@@ -47,7 +47,7 @@ class Deepspeed(Framework):
             ("adamw", "apex"): OWN_IS_DEFAULT,
         },
         default_implementations={"adam": None, "adamw": None, "lion": None},
-        optimizer_fields=frozenset({"momentum", "weight_decay", "block_size", "embeddings_32bit"}),
+        optimizer_fields=frozenset({"momentum", "weight_decay", "block_size", "embeddings_32bit", "paged"}),
         losses=("plain", *FUSED),
         last_logits=False,
         autocast=False,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...optimizers.base import optimizer_states
+from ...optimizers.bitsandbytes import managed_bytes
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Hold, rounded
 from ...values import dataclass
@@ -161,6 +162,9 @@ class Placed:
     device: tuple[Hold, ...]
     host: tuple[Hold, ...] = ()
     nvme: tuple[Hold, ...] = ()
+    managed: int = 0
+    """Bytes of a paged optimizer's states, in CUDA's unified memory: bitsandbytes takes a flat tensor as it takes a
+    parameter (``optim/optimizer.py``, ``get_state_buffer``)."""
 
     def on(self, where: str) -> int:
         """Bytes on ``device``, ``host`` or ``nvme``."""
@@ -252,7 +256,8 @@ def partitioned(
         host.append(flat("gradient_from_device", Category.COMMUNICATION_BUFFERS, largest, dtype))
         if sums:
             host.append(flat("accumulated_gradients", Category.GRADIENTS, sums, dtype))
-    return Placed(tuple(device), tuple(map(exact, host)))
+    shares = [Parameter(group.name, (group.share,)) for group in groups]
+    return Placed(tuple(device), tuple(map(exact, host)), managed=managed_bytes(optimizer, shares))
 
 
 def sharded_states(
@@ -309,7 +314,9 @@ def sharded_states(
     if away == "nvme":
         largest = zero.offload_optimizer_buffer_count * max(sum(shards[id] for id in sub) for sub in subs)
         host.append(flat("optimizer_swap_buffers", Category.COMMUNICATION_BUFFERS, largest, "fp32"))
-    return Placed(tuple(device), tuple(map(exact, host)), tuple(map(exact, nvme)))
+    stepped = [Parameter("sub_group", (sum(shards[id] for id in sub),)) for sub in subs]
+    managed = managed_bytes(optimizer, stepped)
+    return Placed(tuple(device), tuple(map(exact, host)), tuple(map(exact, nvme)), managed)
 
 
 def without_optimizer(model: Model, zero: Zero, dp: int, buffers: Sequence[Hold]) -> Placed:

@@ -172,11 +172,12 @@ class _Walk:
 
     @cached_property
     def _wholes(self) -> dict[str, int]:
-        shards = self.sharding.shards
-        return {
-            unit.name: sum(size(one * shards, dtype) for one, dtype in unit.gathered(self.sharding))
-            for unit in self.units
-        }
+        known: dict[tuple[Parameter, ...], int] = {}
+        for unit in self.units:
+            if unit.parameters not in known:
+                pieces = unit.gathered(self.sharding)
+                known[unit.parameters] = sum(size(one * self.sharding.shards, dtype) for one, dtype in pieces)
+        return {unit.name: known[unit.parameters] for unit in self.units}
 
     def gathered(self, unit: Unit) -> int:
         """The flat output of its gathering."""

@@ -22,17 +22,21 @@ def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
 
 def _axes(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
     t, p, replicas = plan.layout.tp, plan.layout.pp, plan.fsdp.replicas
-    d, ep = plan.layout.dp, plan.layout.ep
+    d, ep, etp = plan.layout.dp, plan.layout.ep, plan.layout.etp or 1
     shards = d // replicas
     if t > 1:
         yield Communicator("tensor parallel", t, t, t, reduces=True, gathers=True)
     if shards > 1:
         yield Communicator("shards", shards, 1, t, reduces=True, gathers=True)
     if ep > 1:
-        # Rows of experts go to and fro in the innermost axis; those with the same experts shard them.
-        yield Communicator("expert parallel", ep, ep, ep, peers=ep - 1)
-        if shards > ep:
-            yield Communicator("shards of experts", shards // ep, 1, ep, reduces=True, gathers=True)
+        # Rows of experts go to and fro in the innermost axis, or beside parts of each expert, whose gradients are
+        # summed; those with the same experts shard them.
+        if etp > 1:
+            yield Communicator("expert tensor parallel", etp, etp, etp, reduces=True)
+        block = ep if etp == 1 else 1
+        yield Communicator("expert parallel", ep, block, block * etp, peers=ep - 1)
+        if shards * t > ep * etp:
+            yield Communicator("shards of experts", shards * t // (ep * etp), 1, ep * etp, reduces=True, gathers=True)
     if replicas > 1:
         yield Communicator("replicas", replicas, 1, t * shards, reduces=True)
         # Losses and norms are reduced over both at once (the mesh "loss" of torchtitan's ParallelDims).

@@ -28,8 +28,12 @@ SAVING = (
 OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
-NO_KERNEL = "bitsandbytes' kernels take no DTensor (FSDP2), and their states of flat shards (FSDP1) are not modelled"
-"""bitsandbytes issues 1403 (FSDP2) and 2080 (FSDP1: which states have 8 bits depends on a flat shard's size)."""
+NO_KERNEL = (
+    "bitsandbytes' kernels take no DTensor (FSDP2: the first step ends in 'got mixed torch.Tensor and DTensor'), and "
+    "their states of flat shards (FSDP1) are not modelled"
+)
+"""As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1, which runs: a flat shard has
+8-bit states; with ``use_orig_params`` each piece of a parameter has its own, in fp32 below 4,096 elements)."""
 
 
 NO_INTEGERS = "Cannot flatten integer dtype tensors"
@@ -68,17 +72,20 @@ class Fsdp(Framework):
     )
 
     def default_layout(self, plan: Plan) -> Layout:
-        """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``)."""
+        """torchtitan's tensor parallelism always shards norms along the sequence (``SequenceParallel``), and experts
+        that no ranks share like the layers around them (``TensorParallel``); others it leaves whole
+        (``expert_tensor_parallel_degree``)."""
         layout = plan.layout
         if layout.tp > 1 and plan.fsdp.code != "torchtitan":
             problem = "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; "
             raise PlanError("layout.tp", layout.tp, problem + "torchtitan's is")
-        if layout.tp == 1 or layout.sequence_parallel:
+        if layout.tp == 1:
             return layout
-        if "sequence_parallel" in layout.model_fields_set:
+        if "sequence_parallel" in layout.model_fields_set and not layout.sequence_parallel:
             problem = "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence"
             raise PlanError("layout.sequence_parallel", False, problem)
-        return layout.model_copy(update={"sequence_parallel": True})
+        shared = {"etp": layout.tp if layout.ep == 1 else layout.etp or 1} if plan.model.experts else {}
+        return layout.model_copy(update={"sequence_parallel": True, **shared})
 
     def default_loss(self, plan: Plan) -> LossKind:
         return "vocab-parallel" if plan.layout.tp > 1 else "plain"

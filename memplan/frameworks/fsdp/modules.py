@@ -213,10 +213,13 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
 def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
     """The modules whose parameters each unit manages: those that no unit inside it does, last first."""
     result: list[list[int]] = [[] for _ in units]
+    inmost: dict[int, int] = {}
+    for at, unit in enumerate(units):
+        if not unit.of_experts:
+            inmost |= dict.fromkeys(range(unit.first, unit.last + 1), at)
     for place in reversed(range(modules)):
-        around = [at for at, unit in enumerate(units) if unit.first <= place <= unit.last and not unit.of_experts]
-        if around:
-            result[around[-1]].append(place)
+        if place in inmost:
+            result[inmost[place]].append(place)
     for at, unit in enumerate(units):
         if unit.of_experts:
             result[at].append(unit.first)

@@ -41,10 +41,16 @@ FSDP = (
     "shards",
 )
 
+PARTS_OF_TOKENS = (
+    "every rank of tensor parallelism keeps its own part of the gradient of experts' inputs, as torchtitan 0.2.2 does "
+    "(it sums them over these ranks since 2 March 2026, #2416)"
+)
+"""Taken for granted of mixtures of experts."""
+
 TENSOR_PARALLEL = (
-    "DTensor's tensor and sequence parallelism as in torchtitan's Llama, with PyTorch 2.13's "
+    "DTensor's tensor and sequence parallelism as in torchtitan's {}, with PyTorch 2.13's "
     "collectives, each with its own buffer; not counted: async TP (symmetric memory), float8, NCCL's "
-    "own buffers",
+    "own buffers"
 )
 
 TORCHTITAN = "zero_grad(set_to_none=True) after every step"
@@ -145,9 +151,15 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
             "host memory counts the tensors' bytes; not counted: PyTorch rounds pinned tensors up to a "
             "power of two, at most twice their bytes"
         )
-    result += TENSOR_PARALLEL if plan.layout.tp > 1 else ()
+    result += _tensor_parallel(plan) if plan.layout.tp > 1 else ()
     result += layouts(plan)
     return (*result, *(of_torchtitan(plan) if plan.fsdp.code == "torchtitan" else plain(plan)))
+
+
+def _tensor_parallel(plan: ResolvedPlan) -> Iterator[str]:
+    yield TENSOR_PARALLEL.format(titan_of(plan.model).title)
+    if plan.model.experts:
+        yield PARTS_OF_TOKENS
 
 
 def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:

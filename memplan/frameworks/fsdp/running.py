@@ -165,7 +165,7 @@ def _stages(plan: ResolvedPlan, stage: int) -> Stages | None:
 
 
 def _check_torchtitan(plan: ResolvedPlan) -> None:
-    if not titan_of(plan.model).parallel:
+    if not titan_of(plan.model).complete:
         problem = "must be llama: memplan has no module of torchtitan's other models that runs here"
         raise PlanError("model.family", plan.model.family, problem)
     if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:

@@ -21,7 +21,9 @@ class FsdpSearch(FrameworkSearch):
             raise PlanError("fsdp.version", "1", "must be 2 in a search: FSDP1 is modelled in estimates alone")
         if plan.fsdp.code != "torchtitan":
             return frozenset()
-        return super().sizes(plan) - (frozenset() if titan_of(plan.model).parallel else {"tp", "pp", "vpp"})
+        titan, tied = titan_of(plan.model), plan.model.tied_embeddings
+        untried = frozenset() if titan.complete else {"pp", "vpp"}
+        return super().sizes(plan) - untried - ({"tp"} if titan.norm_of_parts is None or tied else frozenset())
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         selective = (Recomputing("selective"),) if plan.fsdp.code == "torchtitan" else ()
@@ -35,11 +37,15 @@ class FsdpSearch(FrameworkSearch):
     def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
         return "a pipeline needs as many micro-batches as stages" if pp > 1 and microbatches < pp else ""
 
+    def divides_experts(self, tp: int, ep: int, etp: int) -> bool:
+        """Experts that no ranks share are cut like the layers around them (``default_layout``)."""
+        return etp == tp if ep == 1 else super().divides_experts(tp, ep, etp)
+
     def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
         """torchtitan's selective recompute is that per operator, unless the plan says otherwise."""
         if space.base.fsdp.code != "torchtitan":
             return {}
-        shared = {"layout.ep": point.ep} if space.base.model.experts else {}
+        shared = {"layout.ep": point.ep, "layout.etp": point.etp} if space.base.model.experts else {}
         if not space.per_operator:
             return shared
         return {**shared, "fsdp.per_operator": point.recompute.mode == "selective", "fsdp.recompute_every": 1}

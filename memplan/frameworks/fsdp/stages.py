@@ -186,7 +186,7 @@ def _part(
         own = received if not cut.first and not at else options
         return replace(own, drops_gradient=False) if not cut.last and at == len(names) - 1 else own
 
-    blocks = [made.block(mode, chosen(at), cut.low + at) for at, mode in enumerate(modes)]
+    blocks = made.blocks(modes, [chosen(at) for at in range(len(modes))], cut.low)
     spans: list[Span] = []
     loss = None
     if cut.first:

@@ -12,7 +12,7 @@ from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime
 from .stages import partition
-from .torchtitan import Checkpointing, recipes
+from .torchtitan import Checkpointing, cut_of_experts, recipes
 
 FULLY_SHARD = (2, 4)
 """PyTorch that has ``fully_shard`` with a tensor for each parameter."""
@@ -67,7 +67,7 @@ class FsdpTime(PlainTime):
         return (replicas.plan.layout.dp or 1) // replicas.plan.fsdp.replicas
 
     def expert_owners(self, replicas: Replicas) -> int:
-        return max(1, self.owners(replicas) // replicas.plan.layout.ep)
+        return cut_of_experts(replicas.plan).shards
 
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         given = replicas.plan.fsdp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_gpt_oss, titan_models, titan_moe, torchtitan
+from ...layers import titan_gpt_oss, titan_models, titan_moe, titan_tp, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
@@ -15,6 +15,7 @@ from ...tape.events import Category, Hold
 from ...values import dataclass
 
 Buffers = Callable[[ModelSpec, int, range], tuple[Hold, ...]]
+Norm = Callable[[Recorder, Tensor, str], Tensor]
 Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | None"], Tensor]
 """With the layer's table of rotary positions, if it is a tensor of its own."""
 
@@ -50,7 +51,7 @@ class Titan:
     release: str
     """The code that its recipe follows, for people."""
     block: Block
-    norm: Callable[[Recorder, Tensor, str], Tensor]
+    norm: Norm
     registered: tuple[str, ...]
     """Modules of a layer in the order in which they register their parameters."""
     covers: Allowed
@@ -62,8 +63,10 @@ class Titan:
     """Recompute ends with the last saved tensor (``ActivationCheckpoint.early_stop``)."""
     keeps_exchanged: bool = False
     """Selective recompute keeps what an all-to-all gives."""
-    parallel: bool = False
-    """It has a recipe under tensor parallelism, and a search may cut it into stages."""
+    norm_of_parts: Norm | None = None
+    """The same of sequences that tensor parallelism cuts, if ``block`` has a recipe with it."""
+    complete: bool = False
+    """It is modelled in every dtype, memplan has a module of it that runs, and a search may cut it into stages."""
     compiles: bool = False
     """It has a recipe as ``torch.compile`` runs it."""
     linears: tuple[tuple[str, str], ...] = ()
@@ -84,15 +87,29 @@ class Titan:
 
 
 def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, _: Tensor | None) -> Tensor:
+    if shape.tensor > 1:
+        return torchtitan_tp.block(r, x, shape, shape.tensor, policy)
     return torchtitan.block(r, x, shape, policy)
 
 
 def _qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
-    return titan_models.block(r, x, shape, policy, titan_models.qwen3_attention, table)
+    return _block(r, x, shape, policy, titan_models.qwen3_attention, table)
 
 
 def _latent_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
-    return titan_models.block(r, x, shape, policy, titan_models.latent_attention, table)
+    return _block(r, x, shape, policy, titan_models.latent_attention, table)
+
+
+def _block(
+    r: Recorder,
+    x: Tensor,
+    shape: LayerShape,
+    policy: torchtitan.Policy,
+    attention: titan_models.Attention,
+    table: Tensor | None,
+) -> Tensor:
+    block = titan_models.block if shape.tensor == 1 else titan_tp.block
+    return block(r, x, shape, policy, attention, table)
 
 
 def _table(name: str, shape: tuple[int, ...], dtype: str, counted: tuple[int, ...]) -> Hold:
@@ -164,7 +181,8 @@ LLAMA_3 = Titan(
     covers={**LLAMA, **UNTIED, **TIES, "qk_norm": (False,)},
     buffers=_complex_table,
     early_stop=True,
-    parallel=True,
+    norm_of_parts=torchtitan_tp.rms_norm,
+    complete=True,
     compiles=True,
     linears=LINEARS,
     ends_apart=False,
@@ -176,6 +194,7 @@ QWEN_3 = Titan(
     OF_0_2_2,
     block=_qwen3_block,
     norm=titan_moe.fused_rms_norm,
+    norm_of_parts=titan_tp.rms_norm,
     registered=("query_norm", "key_norm", *ATTENTION, *MIXTURE, "gate", "down", "up", *NORMS),
     covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **TIES, **ROUTED, "qk_norm": (True,)},
     buffers=_cosines,
@@ -190,6 +209,7 @@ QWEN_3_MOE = Titan(
     OF_0_2_2,
     block=_qwen3_block,
     norm=titan_moe.fused_rms_norm,
+    norm_of_parts=titan_tp.rms_norm,
     registered=QWEN_3.registered,
     covers={**QWEN_3.covers, **UNTIED},
     buffers=_with_experts(_cosines),
@@ -203,6 +223,7 @@ DEEPSEEK_V3 = Titan(
     OF_0_2_2,
     block=_latent_block,
     norm=titan_moe.fused_rms_norm,
+    norm_of_parts=titan_tp.rms_norm,
     registered=(*LATENT, "attention_output", *NORMS, *MIXTURE, "gate", "down", "up"),
     covers=reads(
         {**reads(LLAMA, "experts", "latent_kv_rank", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},

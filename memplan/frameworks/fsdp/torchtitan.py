@@ -22,6 +22,7 @@ from ...layers.float8 import Float8
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ...layers.titan_models import TABLE
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
@@ -57,7 +58,6 @@ class Recipes:
 
     shape: LayerShape
     """That of all tensor-parallel ranks together."""
-    tensor: int = 1
     parallel_loss: bool = False
     """Logits stay in parts."""
     chunks: HeadLoss | None = None
@@ -76,6 +76,17 @@ class Recipes:
         return _block(
             replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), filters=()), mode, options
         )
+
+    def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
+        """Those from ``first`` on; equal ones are made once."""
+        spec, known = self.shape.spec, dict[object, Module]()
+        result = []
+        for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
+            key = mode, own, spec.has_experts(at), spec.has_positions(at), at if self.filters else 0
+            if key not in known:
+                known[key] = self.block(mode, own, at)
+            result.append(known[key])
+        return result
 
     def low_of(self, layer: int) -> Float8 | None:
         """What of layer ``layer`` is in 8 bits."""
@@ -103,6 +114,11 @@ class Recipes:
         return [embedding, _first(blocks[0], embedding), *blocks[1:]] if blocks else [_sent(embedding)]
 
     @property
+    def tensor(self) -> int:
+        """Ranks of tensor parallelism."""
+        return self.shape.tensor
+
+    @property
     def titan(self) -> Titan:
         """The model's code."""
         return titan_of(self.shape.spec)
@@ -125,8 +141,13 @@ class Recipes:
 
 def recipes(plan: ResolvedPlan) -> Recipes:
     return Recipes(
-        replace(plain.layer_shape(plan), expert_ranks=plan.layout.ep, in_flight=plan.layout.pp > 1),
-        plan.layout.tp,
+        replace(
+            plain.layer_shape(plan),
+            expert_ranks=plan.layout.ep,
+            tensor=plan.layout.tp,
+            expert_parts=parts_of_experts(plan),
+            in_flight=plan.layout.pp > 1,
+        ),
         plan.loss.kind == "vocab-parallel",
         chunked.loss_of(plan),
         plan.fsdp.compile,
@@ -138,11 +159,7 @@ def recipes(plan: ResolvedPlan) -> Recipes:
 
 @lru_cache(maxsize=1024)
 def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
-    shape, t, titan = of.shape, of.tensor, of.titan
-
-    def run(r: Recorder, x: Tensor, table: Tensor | None, policy: torchtitan.Policy) -> Tensor:
-        return titan.block(r, x, shape, policy, table) if t == 1 else torchtitan_tp.block(r, x, shape, t, policy)
-
+    shape, titan = of.shape, of.titan
     low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
@@ -151,10 +168,10 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
             return Run(compiled.block(r, x, shape, mode, low))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
-            return Run(run(r, hidden, table, torchtitan.Policy(False, low=low)))
+            return Run(titan.block(r, hidden, shape, torchtitan.Policy(False, low=low), table))
 
         def region(policy: torchtitan.Policy) -> Tensor:
-            return run(r, hidden, table, policy)
+            return titan.block(r, hidden, shape, policy, table)
 
         return Run(
             torchtitan.checkpointed(
@@ -197,7 +214,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        normed = (of.titan.norm if t == 1 else torchtitan_tp.rms_norm)(r, x, "final_norm")
+        normed = ((t > 1 and of.titan.norm_of_parts) or of.titan.norm)(r, x, "final_norm")
         return Run(tensor_parallel.gathered(r, normed, t, "head_input") if t > 1 and of.chunks else normed)
 
     def head(r: Recorder, x: Tensor | None) -> Run:
@@ -234,12 +251,15 @@ def _first(block: Module, embedding: Module) -> Module:
     """``block`` as the first one, whose first operator waits for the embedding's collective and ends its input."""
     waited = _waited(embedding)
 
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=ahead(own.forward, waited))
+    def ahead_of(tape: Tape) -> Tape:
+        """Behind the cast of a table (``_cast_first``)."""
+        casts = sum(isinstance(one, Hold) and one.name == TABLE for one in tape[:1])
+        return (*tape[:casts], *ahead(tape[casts:], waited))
 
-    return replace(
-        block, first=tapes(block.first), steady=tapes(block.steady), evaluation=ahead(block.evaluation, waited)
-    )
+    def tapes(own: Tapes) -> Tapes:
+        return replace(own, forward=ahead_of(own.forward))
+
+    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=ahead_of(block.evaluation))
 
 
 @lru_cache(maxsize=1024)
@@ -269,10 +289,14 @@ def check(plan: ResolvedPlan) -> None:
     if plan.attention != "flash":
         problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
         raise PlanError("attention", plan.attention, problem)
-    for name, has, what in (("tp", titan.parallel, "tensor"), ("pp", titan.pipelined, "pipeline")):
+    for name, has, what in (("tp", titan.norm_of_parts, "tensor"), ("pp", titan.pipelined, "pipeline")):
         if getattr(layout, name) > 1 and not has:
             problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
             raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+    for name, cuts in (("shared_expert_ffn", layout.tp), ("expert_ffn", parts_of_experts(plan))):
+        if getattr(spec, name) % cuts:
+            problem = f"must be a multiple of {cuts}: tensor parallelism gives each rank a part"
+            raise PlanError(f"model.{name}", getattr(spec, name), problem)
     if spec.tied_embeddings:
         _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
@@ -280,7 +304,7 @@ def check(plan: ResolvedPlan) -> None:
         raise PlanError("fsdp.compile_loss", True, problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)
-    if titan.parallel:
+    if titan.complete:
         _check_kernel(plan)
         return
     if plan.precision.dtype != "bf16":
@@ -382,8 +406,19 @@ FLASH_HEADS = 256
 def cut_of_experts(plan: ResolvedPlan) -> Cut:
     """Ranks that hold the same experts, which ``fully_shard`` cuts along dimension 1 if there are more ranks than
     experts (``apply_fsdp``, ``_experts_shard_placement_fn``)."""
-    shards = plan.layout.dp // plan.fsdp.replicas
-    return Cut(max(1, shards // plan.layout.ep), int(shards > plan.model.experts))
+    ranks = ranks_of_experts(plan)
+    return Cut(max(1, ranks // plan.layout.ep), int(ranks > plan.model.experts))
+
+
+def parts_of_experts(plan: ResolvedPlan) -> int:
+    """Ranks that have a part of each expert: those of tensor parallelism where nothing else shares experts
+    (``TensorParallel``), or as many as is said, all of them or one (``ParallelDims``, ``etp``)."""
+    return plan.layout.tp if plan.layout.ep == 1 else plan.layout.etp or 1
+
+
+def ranks_of_experts(plan: ResolvedPlan) -> int:
+    """Those among which whole experts are dealt out (``ParallelDims.build_mesh``, ``efsdp`` and ``ep``)."""
+    return plan.layout.dp // plan.fsdp.replicas * plan.layout.tp // parts_of_experts(plan)
 
 
 def crosswise(plan: ResolvedPlan) -> bool:
@@ -402,10 +437,13 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         raise PlanError("layout.ep", ep, f"must be 1: {spec.name} has no experts")
     if spec.experts % ep:
         raise PlanError("layout.ep", ep, f"must divide the {spec.experts} experts")
-    if shards % ep:
-        raise PlanError("layout.ep", ep, f"must divide the {shards} shards (dp / fsdp.replicas)")
-    if plan.layout.etp not in (None, 1):
-        raise PlanError("layout.etp", plan.layout.etp, "must be 1: without tensor parallelism experts are whole")
+    tp, etp = plan.layout.tp, parts_of_experts(plan)
+    if etp not in (1, tp):
+        problem = "must be 1" if tp == 1 else f"must be 1 or tp ({tp})"
+        raise PlanError("layout.etp", etp, f"{problem}: torchtitan has no other part of an expert on a rank")
+    if ranks_of_experts(plan) % ep:
+        among = f", {tp // etp} ranks of tensor parallelism each" if etp < tp else ""
+        raise PlanError("layout.ep", ep, f"must divide the {shards} shards (dp / fsdp.replicas){among}")
     for field, value, kept in (
         ("fsdp.offload", given.offload, False),
         ("fsdp.gradient_sync", given.gradient_sync, True),
@@ -415,12 +453,12 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         if value is not kept and not staged:
             raise PlanError(field, value, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
     pieces, dim = cut_of_experts(plan)
-    sizes = {"expert_ffn": spec.expert_ffn, "hidden": spec.hidden}
-    for name, size in sizes.items():
-        if dim and size % pieces:
-            problem = f"must be a multiple of {pieces}: with more shards than experts they are cut along it"
+    for name, least in (("expert_ffn", pieces * etp), ("hidden", pieces)):
+        size = getattr(spec, name)
+        if dim and size % least:
+            problem = f"must be a multiple of {least}: with more shards than experts they are cut along it"
             raise PlanError(f"model.{name}", size, problem)
-    rows = plan.batch.mbs * plan.batch.seq * spec.expert_top_k
+    rows = plan.batch.mbs * plan.batch.seq // (tp // etp) * spec.expert_top_k
     if rows % ep:
         raise PlanError("batch.mbs", plan.batch.mbs, f"must give rows of experts that ep {ep} divides, not {rows}")
 
@@ -465,7 +503,8 @@ def places(shape: LayerShape, layers: range) -> tuple[Hold, ...]:
     spec, ranks = shape.spec, shape.expert_ranks
     if ranks == 1 or titan_of(spec).groups_experts:
         return ()
-    rows = titan_moe.padded_length(shape.b * shape.s * spec.expert_top_k, spec.experts // ranks)
+    tokens = shape.b * shape.s * shape.expert_parts // shape.tensor
+    rows = titan_moe.padded_length(tokens * spec.expert_top_k, spec.experts // ranks)
     one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
     return (one,) * sum(map(spec.has_experts, layers))
 
@@ -489,7 +528,7 @@ def torchtitan_model(
     made, options = recipes(plan), with_seams(options)
     names = plain.layer_names(plan.model.layers)
     embedding, norm, head, loss = made.ends(options)
-    blocks = [made.block(recompute.of(at), options, at) for at in range(len(names))]
+    blocks = made.blocks([recompute.of(at) for at in range(len(names))], [options] * len(names))
     if plan.model.tied_embeddings and made.chunks is None:
         embedding, head = with_waiting_gradient(embedding, head)
     embedding, *blocks = made.behind(embedding, blocks)

@@ -133,7 +133,10 @@ class Unit:
         found = self.tables.get(shards)
         if found is None:
             cuts = [self.cut if self.cut is not None and one.expert else Cut(shards) for one in self.parameters]
-            pieces = [shard(one, *cut).elements for one, cut in zip(self.parameters, cuts, strict=True)]
+            pieces = [
+                one.elements // one.shape[dim] * -(-one.shape[dim] // count)
+                for one, (count, dim) in zip(self.parameters, cuts, strict=True)
+            ]
             found = self.tables[shards] = tuple(pieces)
         return found
 

@@ -31,6 +31,8 @@ GROUPS = {
     "tensor parallel": "tp",
     "data parallel": "dp_cp",
     "context parallel": "cp",
+    "context parallel, heads": "hcp",
+    "context parallel, ring": "hcp",
     "experts and their tensors": "tp_ep_mp",
     "experts": "ep",
     "replicas of experts": "ep_dp",
@@ -69,12 +71,27 @@ def _communicators(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
         gathers = layout.zero > 0 or plan.megatron.torch_fsdp != "none"
         yield Communicator("data parallel", c * d, 1, t, reduces=True, gathers=gathers)
     if c > 1:
-        # Keys and values go round (``flash_attn_p2p_communicate`` of Transformer Engine).
-        yield Communicator("context parallel", c, 1, t, peers=min(2, c - 1))
+        yield from _context(plan)
     if plan.model.experts:
         yield from _experts(plan, t * c * d)
     if p > 1:
         yield from _pipeline(plan, stage, t * c * d)
+
+
+def _context(plan: ResolvedPlan) -> Iterator[Communicator]:
+    """Keys and values go round or are gathered, or every rank trades heads with every other one, as Mamba layers and
+    gated delta nets do in any case (Transformer Engine's ``context_parallel.py``)."""
+    t, c, way = plan.layout.tp, plan.layout.cp, plan.megatron.cp_communication
+    if way == "a2a+p2p":
+        inner = plan.megatron.cp_inner
+        if inner > 1:
+            yield Communicator("context parallel, heads", inner, 1, t, peers=inner - 1)
+        if c > inner:
+            yield Communicator("context parallel, ring", c // inner, 1, t * inner, peers=min(2, c // inner - 1))
+        return
+    all_trade = way == "a2a" or bool(plan.model.layer_pattern or plan.model.linear_interval)
+    peers = c - 1 if all_trade else min(2, c - 1) if way == "p2p" else 0
+    yield Communicator("context parallel", c, 1, t, gathers=way == "all_gather", peers=peers)
 
 
 def _experts(plan: ResolvedPlan, ranks: int) -> Iterator[Communicator]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...layers.megatron_core import (
     te_facts,
@@ -46,7 +48,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         dtype=plan.precision.dtype,
         vocab=padded_vocab(plan),
         cp=layout.cp,
-        cp_communication=megatron.cp_communication,
+        **_context_ways(plan),
         sequence_parallel=layout.sequence_parallel,
         implementation=megatron.transformer_impl,
         te=te,
@@ -99,6 +101,14 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
+
+
+def _context_ways(plan: ResolvedPlan) -> dict[str, Any]:
+    """Two levels with one rank in either are the other one alone (``attn_forward_func_with_cp``)."""
+    way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner
+    if way != "a2a+p2p":
+        return {"cp_communication": way}
+    return {"cp_communication": "a2a"} if inner >= plan.layout.cp else {"cp_communication": "p2p", "cp_inner": inner}
 
 
 def _graphs(plan: ResolvedPlan) -> tuple[str, ...] | None:

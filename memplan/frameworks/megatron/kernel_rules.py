@@ -133,16 +133,21 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),
-        "must be false with packed sequences (megatron.packed), with which it is not modelled yet": megatron.packed,
-        "must be false with a padding mask, with which it is not modelled yet": not model.causal,
-        "must be false with attention dropout, with which it is not modelled yet": model.attention_dropout > 0,
+        "must be false with packed sequences (megatron.packed): Transformer Engine has no back end for both": (
+            megatron.packed
+        ),
+        "must be false with family t5: attention to other tokens in 8 bits is not modelled yet": model.family == "t5",
+        "must be false with attention dropout on Blackwell, whose backward in 8 bits cuDNN refuses then "
+        "(NVTE_FP8_DPA_BWD=0: in 16 bits)": blackwell and model.attention_dropout > 0 and low.backward,
+        "must be false with learned sinks and deterministic algorithms: Transformer Engine finds no back end": (
+            model.attention_sinks and plan.environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        ),
         "must be false with windows or learned sinks before Blackwell: cuDNN's 8 bits do not have them there": (
             not blackwell and (model.attention_sinks or model.sliding_window is not None)
         ),
         "must be false where the largest score is returned, which cuDNN's 8 bits do not do": (
             megatron.largest_logit or megatron.clips_queries
         ),
-        "must be false with megatron.deterministic, with which it is not modelled yet": megatron.deterministic,
         "must be false with megatron.precision_of, beside which it is not modelled yet": (
             megatron.precision_of is not None
         ),
@@ -154,9 +159,6 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         ),
         "must be false where NVTE_DPA_FP8CS_O_in_F16 is set, with which it is not modelled yet": (
             "NVTE_DPA_FP8CS_O_in_F16" in plan.environment
-        ),
-        "must be false with context parallelism and NVTE_FP8_DPA_BWD=0, with which it is not modelled yet": (
-            plan.layout.cp > 1 and not low.backward
         ),
     }
     for problem, applies in reasons.items():

@@ -225,6 +225,18 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
             f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
         )
         raise PlanError("layout.cp", cp, problem)
+    refused = {
+        "must be 1 without megatron.cp_communication a2a+p2p": megatron.cp_communication != "a2a+p2p",
+        f"must divide layout.cp {cp}: the ring has the rest": cp > 1 and cp % megatron.cp_inner > 0,
+        f"must divide the {heads} key/value heads of a rank, which it distributes": cp > 1
+        and heads % megatron.cp_inner > 0,
+        "must be 1 with hybrids: Megatron-Core's Mamba layers and gated delta nets trade heads among all ranks": bool(
+            plan.model.layer_pattern or plan.model.linear_interval
+        ),
+    }
+    for problem, applies in refused.items():
+        if applies and megatron.cp_inner > 1:
+            raise PlanError("megatron.cp_inner", megatron.cp_inner, problem)
 
 
 def _check_context_way(plan: ResolvedPlan) -> None:
@@ -235,7 +247,7 @@ def _check_context_way(plan: ResolvedPlan) -> None:
         "must be a2a with learned sinks: Transformer Engine's other ways do not know them": (
             model.attention_sinks and way != "a2a"
         ),
-        "must be a2a or all_gather with sliding windows: a ring does not know them": windows and way == "p2p",
+        "must be a2a or all_gather with sliding windows: a ring does not know them": windows and "p2p" in way,
         "must be a2a with windows in every second layer: with all_gather, layers without one need more, which is not "
         "modelled": windows and model.alternating_windows and way == "all_gather",
     }

@@ -95,6 +95,9 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "must be 0 with megatron.offload_modules, as in Megatron-Core: there is one or the other": (
             megatron.offload_modules is not None
         ),
+        "must be 0 with CUDA graphs of layers, as in Megatron-Core": (
+            megatron.cuda_graphs in ("transformer_engine", "local")
+        ),
         "must be 0 before Transformer Engine 2.10, whose offloading is another": te < (2, 10),
         "must be 0 with NVTE_CPU_OFFLOAD_V1=1, Transformer Engine's offloading before 2.10, which is not modelled": (
             plan.environment.get("NVTE_CPU_OFFLOAD_V1") == "1"
@@ -108,7 +111,7 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "fp8 and fp4": plan.precision.low is not None,
         "context parallelism": plan.layout.cp > 1,
         "unfused attention": plan.attention != "flash",
-        "CUDA graphs": megatron.cuda_graphs != "none",
+        "a CUDA graph of the iteration": megatron.cuda_graphs != "none",
         "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
         "the fuser of operations": megatron.fuses_operations,
         "norms that return the residual": megatron.norm_takes_residual,
@@ -142,6 +145,9 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "must be none: graphs of other models than GPT and hybrids are not modelled": plan.model.family
         in ("bert", "t5"),
         "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
+        "must not be local with activations on the host other than expert_fc1 and moe_act, as in Megatron-Core": (
+            kind == "local" and not {*(megatron.offload_modules or ())} <= {"expert_fc1", "moe_act"}
+        ),
         "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
         is not None,
         "needs megatron.check_for_nan false (--no-check-for-nan-in-loss-and-grad), as in Megatron-Core": not of_layers

@@ -12,7 +12,7 @@ from ...layers.module import Options, Parameter
 from ...layers.shapes import ITEMSIZE
 from ...layers.tuning import FourBit
 from ...optimizers.base import full, optimizer_states
-from ...optimizers.bitsandbytes import quantisation_maps
+from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import TracedSpec
@@ -22,7 +22,7 @@ from ...tape.program import Chunk, Program, Span
 from ...trace.fit import Born, Fit, Kind, Piece, Places
 from ...trace.tapes import FIRST, spans, whole
 from ...values import replace
-from .step import optimizer_step
+from .step import optimizer_step, tensors_of
 from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 
 PACKED = "uint8"
@@ -69,6 +69,7 @@ def program_of(
         extra=(*extra, *buckets_of(plan, ready)),
         step=optimizer_step(groups, plan.optimizer, dtype),
         late_states=True,
+        managed=managed_bytes(plan.optimizer, tensors_of(groups)),
     )
 
 

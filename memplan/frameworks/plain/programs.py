@@ -25,7 +25,7 @@ from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Ta
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
 from ...optimizers.base import full, optimizer_states
-from ...optimizers.bitsandbytes import quantisation_maps
+from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import FUSED, liger_version
 from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
@@ -40,8 +40,8 @@ from . import preferences, trainer
 from .buffers import buffers, inputs
 from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
-from .step import FOUND_INF, SCALER, optimizer_step, registered, trainer_step
-from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of
+from .step import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
+from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of, warmup
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
@@ -496,6 +496,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
         trained = trained_only(groups)
         extra += shared_table(plan)
+    before = warmup(plan, groups)
     step, clipping = optimizer_step(trained, plan.optimizer, dtype), 0
     if trainer.runs(plan):
         extra += trainer.SCALARS
@@ -512,8 +513,10 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         states=states,
         extra=tuple(extra),
         step=step,
+        before=before,
         clipping=clipping,
         groups=groups,
+        managed=managed_bytes(plan.optimizer, tensors_of(trained)),
         evaluated=trainer.kept_logits(plan, shape) if not stage else (0, 0),
         late_states=True,
     )

@@ -22,7 +22,8 @@ from ...plan.plan import Optimizer
 from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
-from ...tape.events import Category, Hold, rounded
+from ...tape.events import Category, Hold, Tape, rounded
+from ...tape.program import drop_all
 from ...values import replace
 
 ENDS = {"word.weight", "position.weight", "head.weight"}
@@ -181,6 +182,25 @@ def trained_only(groups: Groups) -> Groups:
     """``groups`` without frozen parameters."""
     trained = ((tuple(one for one in parameters if one.trained), count) for parameters, count in groups)
     return tuple((parameters, count) for parameters, count in trained if parameters)
+
+
+def warmup(plan: ResolvedPlan, groups: Groups) -> Tape:
+    """What ``from_pretrained`` takes at once and gives back before it loads weights to the GPU, which it does of a
+    model that is quantised (transformers 5.23, ``modeling_utils.py``, ``caching_allocator_warmup``): every weight, as
+    it is stored before ``prepare_model_for_kbit_training`` casts it. The weights then lie in this one segment."""
+    if plan.quantisation.kind not in ("nf4", "fp4") or release(plan, "transformers") < WARMED:
+        return ()
+    dtype = plan.precision.dtype
+    base = ((one, count) for parameters, count in groups for one in parameters if not one.trained)
+    size = sum(
+        count * (one.elements * ITEMSIZE[dtype] if one.four_bit is None else one.four_bit.packed_bytes(one.shape))
+        for one, count in base
+    )
+    return drop_all([Hold(0, rounded(size), Category.PARAMETERS, "caching_allocator_warmup")], 1)
+
+
+WARMED = (5,)
+"""The release of transformers from which it is known; earlier ones take other multiples."""
 
 
 def shared_table(plan: ResolvedPlan) -> tuple[Hold, ...]:

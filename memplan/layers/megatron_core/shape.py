@@ -123,6 +123,8 @@ class CoreShape(HashedOnce):
     cp: int = 1
     """Context-parallel size."""
     cp_communication: ContextCommunication = "p2p"
+    cp_inner: int = 1
+    """Ranks that trade heads before a ring of cp / cp_inner passes keys and values."""
     sequence_parallel: bool = False
     implementation: TransformerImpl = "transformer_engine"
     te: Version = (2, 18)

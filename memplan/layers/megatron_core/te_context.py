@@ -12,30 +12,51 @@ another one (latent attention; before 2.15 with ``p2p`` alone).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 from ...plan.errors import PlanError
-from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..work import Exchange, Operator, Stream, attention, fused, windowed
+from ..autograd import Recorder, Tensor, size_of
+from ..work import Exchange, Kernel, Operator, Stream, attention, fused, windowed
 from . import te_facts
 from .shape import CoreShape
+from .te_context_parts import (
+    COMMUNICATION,
+    a2a_after,
+    a2a_before,
+    attended,
+    copied,
+    copies_steps,
+    gather_gradients,
+    gathered_keys,
+    half,
+    of_chunks,
+    of_context,
+    of_heads,
+    of_keys,
+    ring_gradients,
+    sink_shapes,
+    sizes,
+    trade_gradients,
+)
 
-COMMUNICATION, WORKSPACES, TEMPORARIES = Category.COMMUNICATION_BUFFERS, Category.WORKSPACES, Category.TEMPORARIES
 SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
-    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring, whose queries see every other rank's first chunk.
+    """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring, whose queries see every other rank's first chunk; in two
+    levels (``a2a+p2p``) of ranks that have traded the sequence for heads.
 
     Other ranks hold less: a step whose keys come from a later rank has half of the queries. Saves the
     queries, the keys and values that arrived last, the output, one log-sum-exp and each step's random state.
     """
-    cp, dtype, (b, s, a, d) = shape.cp, q.dtype, sizes(q, shape)
-    like_q, like_k, like_v, like_out = q.shape, k.shape, v.shape, of_context(q, v)
-    both = (prod(like_k) + prod(like_v),)
+    cp, inner, dtype, given = shape.cp // shape.cp_inner, shape.cp_inner, q.dtype, (q, k, v)
+    if inner > 1:
+        heads = (of_heads(one.shape, shape) for one in given)
+        q, k, v = (one.view(*like) for one, like in zip(a2a_before(r, [q, k, v], "qkv"), heads, strict=True))
+    b, s, a, d = sizes(q, shape)
+    likes, like_out = (q.shape, k.shape, v.shape), of_context(q, v)
+    both = (prod(likes[1]) + prod(likes[2]),)
     buffers = [r.empty(both, dtype, "keys_and_values", COMMUNICATION)]
     outs: list[Tensor] = []
     statistics: list[Tensor] = []
@@ -52,22 +73,10 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         if step == 1:
             merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
     context = r.empty(like_out, dtype, "context")
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_q = r.empty(like_q, dtype, "grad_q")
-        pairs = [r.empty((2, *both), dtype, "keys_values_and_gradients", COMMUNICATION) for _ in range(2)]
-        for step in range(cp):
-            keys, values = (like_k, like_v) if step == cp - 1 else (half(like_k), half(like_v))
-            made = gradients_of(r, (like_q, keys, values), dtype, (b, s, a, d), shape)
-            del made
-        last = pairs[cp % 2].storage
-        pairs.clear()
-        return [grad_q, Tensor(last, like_k, dtype), Tensor(last, like_v, dtype)]
-
-    context.node = r.node(
-        (q, k, v), (q, buffers[-1], context, *merged, *states), backward, work=ring(q, k, v, (b, s, a, d), shape)
-    )
-    return context
+    result = a2a_after(r, [context], "context")[0] if inner > 1 else context
+    done, backward = ring(q, k, v, (b, s, a, d), shape), ring_gradients(likes, (b, s, a, d), dtype, shape)
+    node = r.node(given, (q, buffers[-1], context, *merged, *states), backward, work=done)
+    return Tensor(result.storage, result.shape, dtype, node)
 
 
 def ring(
@@ -76,18 +85,22 @@ def ring(
     """A step for each rank, of equal work since every one has an early and a late chunk; keys and values, of elements
     of ``size`` times the dtype's, go on to the next rank meanwhile, in backward with their gradients. Outputs are
     merged step by step (``flash_attn_fwd_out_correction``: two are read, one is written), and so are gradients."""
-    (b, s, a, d), cp, dtype = bsad, shape.cp, q.dtype
+    (b, s, a, d), cp, dtype, inner = bsad, shape.cp // shape.cp_inner, q.dtype, shape.cp_inner
     groups, context = prod(k.shape) // (b * s * d), size_of(of_context(q, v), dtype)
     keys, queries = size_of(k.shape, dtype) + size_of(v.shape, dtype), size_of(q.shape, dtype)
     forward, backward = fused((b, s, a, d), groups, s, dtype, causal=True, values=v.shape[-1])
     sends = cp - 1
+    moved = queries + keys + context
+    trades: list[Kernel] = [Exchange("all-to-all", moved, "cp", among=inner), Stream(4 * moved, 8)] if inner > 1 else []
     return Operator(
         [
+            *trades,
             *[forward] * cp,
             Exchange("send", size * keys, "cp", forward, sends),
             Stream(sends * 3.0 * context, 2 * sends),
         ],
         [
+            *trades,
             *[backward] * cp,
             Exchange("send", 2 * size * keys, "cp", backward, sends),
             Stream(sends * 3.0 * (queries + keys), 3 * sends),
@@ -102,25 +115,11 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     likes = (q.shape, k.shape, v.shape)
     every = sinks(r, shape)
     inside = a2a_before(r, [q, k, v], "qkv")
-    of_rank, of_all = [[(1, heads, 1, 1)] * len(every) for heads in (a // cp, a)]
-    own = [r.empty(one, "fp32", "sinks_of_rank") for one in of_rank]
+    own = [r.empty(one, "fp32", "sinks_of_rank") for one in sink_shapes(a, shape)[0]]
     out, logsumexp, state = attended(r, of_context(q, v), dtype, whole, shape)
-    like_out = out.shape
     context = a2a_after(r, [out], "context")[0]
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        arrived = gradients[0]
-        assert arrived is not None
-        grad = a2a_before(r, [arrived.view(*like_out)], "grad_context")
-        made = gradients_of(r, likes, dtype, whole, shape)
-        of_own = [r.empty(one, "fp32", "grad_sinks_of_rank") for one in of_rank]
-        returned = a2a_after(r, made, "grad_qkv")
-        made.clear()
-        returned += [r.empty(one, "fp32", "grad_sinks") for one in of_all]
-        del grad, arrived, of_own
-        return list(returned)
-
-    saved = (*inside, out, logsumexp, state, *own)
+    saved, backward = (*inside, out, logsumexp, state, *own), trade_gradients(likes, out.shape, whole, dtype, shape)
     context.node = r.node((q, k, v, *every), saved, backward, work=a2a_work(q, k, v, shape))
     return context
 
@@ -162,18 +161,18 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     """
     dtype, (b, s, a, d) = q.dtype, sizes(q, shape)
     likes, like_out, part = (q.shape, k.shape, v.shape), of_context(q, v), (b, s // 2, a, d)
-    copies = shape.attention == "flash" and b > 1  # of what lies in another order than the back end's
-    every = [_of_chunks(one, 2 * shape.cp) for one in likes[1:]]
-    seen = [[_of_keys(one, keys, s) for one in likes[1:]] for keys in seen_keys(s, shape)]
+    copies = copies_steps(b, shape)
+    every = [of_chunks(one, 2 * shape.cp) for one in likes[1:]]
+    seen = [[of_keys(one, keys, s) for one in likes[1:]] for keys in seen_keys(s, shape)]
     lengths = [r.empty((b + 1,), "int32", "cu_seqlens_of_chunk")] if shape.attention == "fused" else []
-    own = [_like(r, one, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
+    own = [r.empty(one.shape, one.dtype, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
     whole = gathered_keys(r, every, dtype)
     out = r.empty(like_out, dtype, "context")
     unused = [r.empty(like_out, dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
     outs, kept, inside = list[Tensor](), list[Tensor](), list[Tensor]()
     for keys in seen:
         if copies:
-            _copied(r, inside, [half(likes[0])], keys, [], dtype)
+            copied(r, inside, [half(likes[0])], keys, [], dtype)
         step, logsumexp, state = attended(r, half(like_out), dtype, part, shape)
         outs.append(step)
         kept += [logsumexp, state]
@@ -184,35 +183,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     whole.clear()
     unused.clear()
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_q = r.empty(likes[0], dtype, "grad_q")
-        sums = [r.empty(one, dtype, "grad_keys_or_values_of_all") for one in every]
-        again = gathered_keys(r, every, dtype)
-        made, inside = list[list[Tensor]](), list[Tensor]()
-        for at in range(3):
-            if at < 2:
-                if copies:
-                    given = [half(like_out)] * (1 if te_facts.all_gather_keeps_steps(shape.te) else 2)
-                    _copied(r, inside, [half(likes[0])], seen[at], given, dtype)
-                made.append(gradients_of(r, (half(likes[0]), seen[at][0], seen[at][1]), dtype, part, shape))
-            if at == 2 and copies:
-                made.append(made[1][1:])  # which arguments of the last call hold
-            if at > 0 and copies:
-                made[at - 1][1:] = [r.empty(one, dtype, "grad_by_sequence") for one in seen[at - 1]]
-        of_rank = likes[1:]
-        steps = [
-            ("ordered", every, TEMPORARIES),
-            ("reduced", of_rank, COMMUNICATION),
-            ("contiguous", of_rank, TEMPORARIES),
-        ]
-        for name, like, category in steps if copies else steps[:2]:
-            for at, size in enumerate(like):
-                sums[at] = r.empty(size, dtype, f"grad_keys_or_values_{name}", category)
-        inside.clear()  # with the frame
-        made.clear()
-        again.clear()
-        return [grad_q, *sums]
-
+    backward = gather_gradients(likes, every, seen, like_out, part, dtype, shape)
     out.node = r.node((q, k, v), (q, *own, *outs, *kept, *lengths), backward, work=gathers(q, k, v, shape))
     return out
 
@@ -242,41 +213,6 @@ def gathers(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0
     return Operator((*done.forward, gathers, ordered), (*done.backward, gathers, scattered, ordered))
 
 
-def _of_chunks(like: Shape, chunks: int) -> Shape:
-    """So many chunks of a sequence, of which a rank has two; which dimension they are does not matter here."""
-    return (*like[:3], like[3] * chunks // 2)
-
-
-def _of_keys(like: Shape, keys: int, s: int) -> Shape:
-    """So many keys, where ``like`` is of s; which dimension they are does not matter here."""
-    features = like[3] * keys
-    return (*like[:3], features // s) if features % s == 0 else (keys, prod(like) // s)
-
-
-def _copied(
-    r: Recorder, held: list[Tensor], first: Sequence[Shape], keys: Sequence[Shape], last: Sequence[Shape], dtype: str
-) -> None:
-    """A step's copies take the place of those of the step before: of keys and values both at once, of others each."""
-    before = held[:]
-    held.clear()
-    for one in first:
-        held.append(r.empty(one, dtype, "copy_of_step"))
-        del before[:1]
-    del before[: len(keys)]
-    held += [r.empty(one, dtype, "copy_of_step") for one in keys]
-    for one in last:
-        held.append(r.empty(one, dtype, "copy_of_step"))
-        del before[:1]
-
-
-def gathered_keys(r: Recorder, every: Sequence[Shape], dtype: str) -> list[Tensor]:
-    """Keys and values of all ranks, as they arrive, then each in the order of the sequence."""
-    whole = [r.empty(one, dtype, "gathered_by_rank", COMMUNICATION) for one in every]
-    for at, one in enumerate(every):
-        whole[at] = r.empty(one, dtype, "gathered_in_order")
-    return whole
-
-
 def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """The context (s, b, a d) from q, k, v in the layout of the back end, contiguous."""
     ways = {"p2p": p2p, "a2a": a2a, "all_gather": all_gather}
@@ -286,6 +222,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
         problem = "context parallelism is covered from Transformer Engine 2.8"
         raise PlanError("megatron.transformer_engine", f"{shape.te[0]}.{shape.te[1]}", problem)
+    if shape.cp_inner > 1 and shape.te < te_facts.OLDEST_TWO_LEVELS:
+        raise PlanError("megatron.cp_inner", shape.cp_inner, "must be 1 before Transformer Engine 2.15, as in p2p")
     apart = q.shape[-1] != v.shape[-1]
     if apart and shape.cp_communication != "p2p" and not te_facts.context_parallel_takes_values(shape.te):
         problem = "must be p2p with latent attention before Transformer Engine 2.15"
@@ -297,84 +235,3 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if te_facts.context_parallel_output_is_flat(shape.te):
         context = ops.copied_gradient(r, context, "context")
     return ops.contiguous(r, context, (s, b, n), "context_contiguous")
-
-
-# -- parts ------------------------------------------------------------------------------------------
-
-
-def sizes(q: Tensor, shape: CoreShape) -> tuple[int, int, int, int]:
-    """b, s, a, d of queries that are (s, b, a, d) for cuDNN and (b, s, a, d) for flash attention."""
-    first, second, a, d = q.shape
-    return (second, first, a, d) if shape.attention == "fused" else (first, second, a, d)
-
-
-def of_context(q: Tensor, v: Tensor) -> Shape:
-    """A head's output has the size of a value."""
-    return (*q.shape[:-1], v.shape[-1])
-
-
-def half(like: Shape) -> Shape:
-    """A tensor of half of the sequence; which dimension that is does not matter here."""
-    return (like[0], like[1], like[2], like[3] // 2)
-
-
-def attended(
-    r: Recorder, like: Shape, dtype: str, bsad: tuple[int, int, int, int], shape: CoreShape
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, statistics (b, a, s) and random state of one call of the back end, in its order."""
-    b, s, a, _ = bsad
-    out = r.empty(like, dtype, "context_of_step")
-    if shape.attention == "fused":
-        state = r.empty((2,), "int64", "rng_state")
-        return out, r.empty((b, a, s, 1), "fp32", "softmax_statistics"), state
-    logsumexp = r.empty((b, a, s), "fp32", "softmax_logsumexp_of_step")
-    return out, logsumexp, r.empty((2,), "int64", "rng_state")
-
-
-def gradients_of(
-    r: Recorder, likes: tuple[Shape, Shape, Shape], dtype: str, bsad: tuple[int, int, int, int], shape: CoreShape
-) -> list[Tensor]:
-    """dq, dk and dv of one call of the back end, and what it needs meanwhile."""
-    b, s, a, d = bsad
-    made = [r.empty(like, dtype, f"grad_{part}_of_step") for part, like in zip("qkv", likes, strict=True)]
-    inside = []
-    if shape.attention == "flash":
-        inside.append(r.empty((b, a, -(-s // 128) * 128), "fp32", "softmax_d"))
-    if r.kernel_workspaces:
-        grouped = prod(likes[1]) < prod(likes[0]) and shape.spec.kv_heads < shape.spec.heads
-        for name, size, kind in te_facts.backward_workspaces(b, s, a, d, shape, grouped=grouped):
-            inside.append(r.empty(size, kind, name, WORKSPACES))
-    inside.clear()
-    return made
-
-
-def a2a_before(r: Recorder, tensors: list[Tensor], name: str) -> list[Tensor]:
-    """``flash_attn_a2a_communicate(before_attn=True)``: split by heads, exchanged, put in order of the sequence."""
-    count = len(tensors)
-    outputs: list[Tensor] = []
-    for at in range(count + 2):
-        if 0 < at < count + 1:
-            outputs.append(_like(r, tensors[at - 1], f"{name}_received", COMMUNICATION))
-        if at > 1:
-            outputs[at - 2] = _like(r, outputs[at - 2], f"{name}_ordered")
-        if at < count:
-            tensors[at] = _like(r, tensors[at], f"{name}_by_heads", COMMUNICATION)
-    return outputs
-
-
-def a2a_after(r: Recorder, given: list[Tensor], name: str) -> list[Tensor]:
-    """``flash_attn_a2a_communicate(before_attn=False)``: the way back; ``given`` stays the caller's."""
-    tensors, count = list(given), len(given)
-    outputs: list[Tensor] = []
-    for at in range(count + 2):
-        if 0 < at < count + 1:
-            outputs.append(_like(r, tensors[at - 1], f"{name}_received", COMMUNICATION))
-        if at < count:
-            tensors[at] = _like(r, tensors[at], f"{name}_by_chunks", COMMUNICATION)
-        if at > 1:
-            outputs[at - 2] = _like(r, outputs[at - 2], f"{name}_contiguous")
-    return outputs
-
-
-def _like(r: Recorder, x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
-    return r.empty(x.shape, x.dtype, name, category)

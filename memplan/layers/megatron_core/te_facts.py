@@ -87,6 +87,9 @@ OLDEST_LOW_PRECISION = (2, 14)
 LOW_PRECISION_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 """Compute capability from which GPUs have a recipe; fp8 itself: 8.9 (``quantization.py``, ``check_recipe_support``)."""
 
+OLDEST_TWO_LEVELS = (2, 15)
+"""Before it ``AttnFuncWithCPAndKVP2P`` exchanges the output again in backward."""
+
 OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 
@@ -164,9 +167,10 @@ def kept(shape: CoreShape, compute_capability: int, weights: Iterable[Shape]) ->
     if shape.cp > 1 and shape.cp_communication == "p2p" and shape.attention == "fused":
         for part in ("", "_half"):  # _get_cu_seqlens_info_with_cp
             tensors[f"te_cu_seqlens_of_rank{part}"] = rounded(4 * (shape.b + 1))
-    if shape.cp > 1 and shape.cp_communication == "a2a":
+    trading = shape.cp if shape.cp_communication == "a2a" else shape.cp_inner
+    if trading > 1:
         for part in ("before", "after"):  # get_seq_chunk_ids_for_reordering_*_attn
-            tensors[f"te_chunk_ids_{part}"] = rounded(4 * 2 * shape.cp)
+            tensors[f"te_chunk_ids_{part}"] = rounded(4 * 2 * trading)
         if shape.spec.attention_sinks:  # flash_attn_a2a_communicate_softmax_offset
             tensors["te_chunk_ids_of_sinks"] = rounded(4 * shape.cp)
     return tensors

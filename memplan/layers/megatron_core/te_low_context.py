@@ -15,19 +15,20 @@ from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
-from .te_context import (
+from .te_context import a2a_work, gathers, ring, seen_keys, sinks
+from .te_context_parts import (
     COMMUNICATION,
     TEMPORARIES,
     a2a_after,
     a2a_before,
-    a2a_work,
+    gather_gradients,
     gathered_keys,
-    gathers,
-    ring,
-    seen_keys,
-    sinks,
+    of_heads,
+    ring_gradients,
+    sink_shapes,
     sizes,
-)  # fmt: skip
+    trade_gradients,
+)
 from .te_low_attention import EACH, by_sequence, cast, low_of
 
 ONWARD = (True, True, False), (False, False, True)
@@ -41,8 +42,8 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
     likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
-    whole, every = (sum(map(prod, likes)),), sinks(r, shape)
-    of_rank, of_all = [[(1, heads, 1, 1)] * len(every) for heads in (a // cp, a)]
+    whole, every, low_backward = (sum(map(prod, likes)),), sinks(r, shape), has_low_backward(shape)
+    of_rank, of_all = sink_shapes(a, shape)
     sent = [q, k, v] if by_block else []
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
     if not by_block:
@@ -56,10 +57,19 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     rng_state = r.empty((2,), "int64", "rng_state")
     statistics = r.empty((b, a // cp, s * cp, 1), "fp32", "softmax_statistics")
     number.clear()
-    context = a2a_after(r, out[:1], "context")[0]
-    if delayed:
-        context = r.empty(like_out, dtype, "context")
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    wide_out = [r.empty(like_out, dtype, "context_of_heads")] if delayed and not low_backward else []
+    arrived_out = a2a_after(r, out[:1], "context")
+    out = wide_out or out
+    context = r.empty(like_out, dtype, "context") if delayed else arrived_out[0]
+    if low_backward:
+        arrived_out.clear()
+    if not low_backward and not by_block:
+        joined = [r.empty(whole, BYTE, "qkv_joined")]
+        kept = [r.empty(whole, dtype, "qkv_of_heads")]
+        joined.clear()
+    elif not low_backward:
+        kept = arrived
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         (given, *_) = gradients
@@ -87,19 +97,27 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = (*kept, *out, statistics, rng_state, *own, *scales)
-    node = r.node((q, k, v, *every), saved, backward, work=work)
+    wide = trade_gradients(likes, like_out, (b, s * cp, a // cp, q.shape[-1]), dtype, shape)
+    node = r.node((q, k, v, *every), saved, backward if low_backward else wide, work=work)
     return Tensor(context.storage, like_out, dtype, node)
 
 
 def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """``AttnFuncWithCPAndKVP2P`` on the last rank of the ring (``te_context.p2p``). Outputs of steps are summed in
     fp32, and so are gradients; with delayed scaling bytes of all steps' gradients are exchanged first."""
-    low, cp, dtype, (s, b, a, _) = low_of(shape), shape.cp, q.dtype, q.shape
+    low, cp, dtype, given, trades = low_of(shape), shape.cp // shape.cp_inner, q.dtype, (q, k, v), shape.cp_inner > 1
+    if trades:
+        heads = (of_heads(one.shape, shape) for one in given)
+        q, k, v = (one.view(*like) for one, like in zip(a2a_before(r, [q, k, v], "qkv"), heads, strict=True))
+    (s, b, a, _), low_backward = q.shape, has_low_backward(shape)
     delayed, by_block = low.recipe == "delayed", low.recipe == "mxfp8"
-    likes, like_out = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1])
+    likes, like_out, bsad = (q.shape, k.shape, v.shape), (*q.shape[:-1], v.shape[-1]), sizes(q, shape)
     whole, both = (sum(map(prod, likes)),), (prod(k.shape) + prod(v.shape),)
     sent, narrow = dtype if by_block else BYTE, BYTE if delayed else dtype
     copy = [] if by_block else _joined_cast(r, whole, dtype, low)
+    done, copies = ring(q, k, v, bsad, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
+    if copy:
+        del k, v
     amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
     buffers = [r.empty(both, sent, "keys_and_values", COMMUNICATION)]
     outs, merged, states, statistics = list[list[Tensor]](), list[Tensor](), list[Tensor](), list[Tensor]()
@@ -121,10 +139,14 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
             merged.append(r.empty((b, a, s), "fp32", "softmax_logsumexp"))
     summed = [r.empty(like_out, "fp32", "context_fp32")]
     kept = [r.empty(like_out, dtype, "context_kept")]
+    if trades:
+        summed = a2a_after(r, summed, "context")
     context = r.empty(like_out, dtype, "context")
-    if delayed:
+    if delayed and low_backward:
         kept = cast(r, like_out, "context", low)
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    if not low_backward and not by_block:
+        copy, buffers = [q], [r.empty(both, dtype, "keys_and_values_wide")]
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
     summed.clear()
     amaxes.clear()
 
@@ -139,6 +161,11 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         ]
         sums += [] if delayed else [r.empty(both, "fp32", "grad_keys_and_values_fp32")]
         amaxes = [r.empty((2, cp), "fp32", "amaxes_of_steps")]
+        arrived = gradients[0]
+        assert arrived is not None
+        sent_back = arrived if by_block else Tensor(grad[0].storage, like_out, BYTE)
+        there = a2a_before(r, [sent_back], "grad_context") if trades else []
+        del sent_back
         made = list[Tensor]()
         for step in range(cp):
             parts = [likes[0], *(one if step == cp - 1 else _half(one) for one in likes[1:])]
@@ -151,8 +178,19 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
                 made = [r.empty(one, "fp32", "grad_of_step_fp32") for one in parts]
             if step < cp - 1:
                 made.clear()
+        held = [made, grad, sums, passed, amaxes, there]
         if delayed:
-            return _summed(r, likes, cp, dtype, [made, grad, sums, passed, amaxes])
+            result = _summed(r, likes, cp, dtype, [] if trades else held)
+            return a2a_after(r, result, "grad_qkv") if trades else result
+        if trades:
+            keys = sums[1].storage
+            wide = a2a_after(r, [sums[0], *(Tensor(keys, one, "fp32") for one in likes[1:])], "grad_qkv")
+            del keys
+            for ended in held:
+                ended.clear()
+            for at, one in enumerate(likes):  # by autograd
+                wide[at] = r.empty(one, dtype, "grad")
+            return wide
         for ended in (made, passed, grad, amaxes):
             ended.clear()
         (of_q, of_keys), result = sums, [r.empty(likes[0], dtype, "grad_q")]
@@ -162,12 +200,12 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         del of_keys
         return result
 
-    done, copies = ring(q, k, v, sizes(q, shape), shape, 1.0 if by_block else 0.5), 2 if by_block else 1
     assert done.forward is not None
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
     saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
-    return Tensor(context.storage, like_out, dtype, r.node((q, k, v), saved, backward, work=work))
+    node = r.node(given, saved, backward if low_backward else ring_gradients(likes, bsad, dtype, shape), work=work)
+    return Tensor(context.storage, like_out, dtype, node)
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -199,9 +237,10 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
             step = [r.empty(_half(like_out), dtype, "context_of_step")]
         outs += step
         del step, state
-    saved = [q, k, v] if by_block else copy
-    result = cast(r, like_out, "context", low) if delayed else [out]
-    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed)]
+    low_backward = has_low_backward(shape)
+    saved = [q, k, v] if by_block or not low_backward else copy
+    result = cast(r, like_out, "context", low) if delayed and low_backward else [out]
+    scales = [r.empty((1,), "fp32", "scale_cloned") for _ in range(3 * delayed * low_backward)]
     for ended in (inside, outs, unused, gathered):
         ended.clear()
 
@@ -232,13 +271,13 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     assert done.forward is not None
     assert done.backward is not None
     work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
-    node = r.node((q, k, v), (*saved, *result, *kept, lengths, *scales), backward, work=work)
+    wide = gather_gradients(likes, every, seen, like_out, (b, s // 2, a, q.shape[-1]), dtype, shape)
+    kept += [*saved, *result, lengths, *scales]
+    node = r.node((q, k, v), kept, backward if low_backward else wide, work=work)
     return Tensor(out.storage, like_out, dtype, node)
 
 
-def _summed(
-    r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequence[list[Tensor]]
-) -> Sequence[Tensor | None]:
+def _summed(r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequence[list[Tensor]]) -> list[Tensor]:
     """Bytes of all steps in one tensor, in fp32, and their sums."""
     apart = [r.empty((cp, *like), BYTE, "grad_keys_or_values_of_steps") for like in likes[1:]]
     joined = [r.empty((cp * sum(map(prod, likes)),), BYTE, "grad_qkv_joined")]
@@ -261,6 +300,11 @@ def _joined_cast(r: Recorder, whole: Shape, dtype: str, low: Low) -> list[Tensor
     copy = cast(r, whole, "qkv", low)
     joined.clear()
     return copy
+
+
+def has_low_backward(shape: CoreShape) -> bool:
+    """Gradients are computed in 8 bits, too (``NVTE_FP8_DPA_BWD``)."""
+    return shape.low_attention is None or shape.low_attention.backward
 
 
 def _of_heads(like: Shape, cp: int) -> Shape:

@@ -15,6 +15,7 @@ from ...layers.work import Attention
 
 KEYS = 128
 """Keys of a tile."""
+WIDTHS = (32, 64, 96, 128, 192, 256)
 NARROW = 64
 """Features of heads whose rates are published apart."""
 
@@ -63,6 +64,17 @@ HOPPER = Kernels(
 HOPPER_CUDNN = Kernels(
     Fused(0.62, 0.43, 0.9), Fused(0.538, 0.451, 2.4, _TAIL), f"{_FLASH3}: cuDNN 595 and 516 TFLOP/s)"
 )
+HOPPER_CUDNN_NEWEST = Kernels(
+    Fused(0.69, 0.455, 0.9),
+    Fused(0.64, 0.475, 2.4, _TAIL),
+    "benchmarks/measured_kernels_h200.json (an H200, torch 2.11 with cuDNN for CUDA 13: medians of the shapes there)",
+)
+MEMORY_EFFICIENT = Kernels(
+    Fused(0.51, 0.51, 0.9),
+    Fused(0.65, 0.65, 2.0, _TAIL),
+    "benchmarks/measured_kernels_h200.json (fp32, 8 x 12 causal heads of 64 features and 1,024 tokens in a step of "
+    "GPT-2 on an H200, torch 2.11: 635 and 1,290 microseconds, as parts of the ordinary cores' peak)",
+)
 BLACKWELL = Kernels(
     Fused(0.60, 0.34, 0.9, queries=256),
     Fused(0.44, 0.36, 2.4, _TAIL),
@@ -72,13 +84,14 @@ BLACKWELL = Kernels(
 _OLDER = "; FlashAttention 1, which PyTorch has before 2.2, half as fast: abstract of https://arxiv.org/abs/2307.08691"
 
 
-def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool) -> Kernels:
+def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool, newest: bool = False) -> Kernels:
     """Of GPUs whose compute capability begins with ``major``; ``matrix``: part of the peak that its products sustain.
-    ``fused_kernels``: Transformer Engine chooses; ``older``: before FlashAttention-2."""
+    ``fused_kernels``: cuDNN's, of the ``newest`` release or one before; ``older``: before FlashAttention-2."""
     if major == 10:
         return BLACKWELL
     if major in (8, 9):
-        newer = AMPERE if major == 8 else HOPPER_CUDNN if fused_kernels else HOPPER
+        cudnn = HOPPER_CUDNN_NEWEST if newest else HOPPER_CUDNN
+        newer = AMPERE if major == 8 else cudnn if fused_kernels else HOPPER
         limit = min(1.0, matrix / 0.8) if major == 8 else 1.0
         slower = 0.5 if older and not fused_kernels else 1.0
         parts = (newer.forward.of(limit * slower), newer.backward.of(limit * slower))
@@ -88,10 +101,18 @@ def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool) -
     return Kernels(Fused(half, half), Fused(half * ratio, half * ratio), none)
 
 
+def beside(kernel: Attention) -> float:
+    """Bytes that backward's kernels before and behind move: the context and its gradient read, fp32 gradients of the
+    queries filled with zeros, then read and written in 16 bits (``flash_bwd_preprocess_kernel.h``)."""
+    return 14.0 * kernel.heads * kernel.queries * kernel.features if kernel.backward else 0.0
+
+
 def seconds(kernel: Attention, fused: Fused, processors: int) -> float:
-    """Of ``kernel``, in ``fused`` (FLOP/s)."""
+    """Of ``kernel``, in ``fused`` (FLOP/s). Kernels are made for heads of 96, 128, 192 and 256 features
+    (``static_switch.h``, ``HEADDIM_SWITCH``); smaller ones take as long."""
     rows, columns = -(-kernel.queries // fused.queries), -(-kernel.keys // KEYS)
-    tile = kernel.flops / (kernel.heads * kernel.queries * kernel.keys) * fused.queries * KEYS
+    wide = next((size for size in WIDTHS if size >= kernel.features), kernel.features) / kernel.features
+    tile = wide * kernel.flops / (kernel.heads * kernel.queries * kernel.keys) * fused.queries * KEYS
     if kernel.part < 1:
         every = kernel.heads * (rows * (kernel.part * columns + fused.fixed) + columns / 2)
         tiles = every / processors + fused.tail * columns

@@ -39,6 +39,22 @@ class Low(NamedTuple):
         return self.four if size == FOUR else self.blocks if blocks else self.whole
 
 
+class Power(NamedTuple):
+    """Watts of a GPU at its full clock: always, for each FLOP/s in 16 bits, and for each byte/s of its memory."""
+
+    limit: float
+    """What it stays within."""
+    always: float
+    flop: float
+    byte: float
+    exponent: float
+    """Of the clock, in the energy of an operation."""
+
+    def limited_to(self, watts: float) -> Power:
+        """The same chip with another limit, of which it keeps as far below as that of 700 W."""
+        return self._replace(limit=self.limit * watts / 700)
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """Parts of the published peaks that are sustained; ``sources`` say where each is from."""
@@ -66,6 +82,12 @@ class Efficiency:
     """Of the links' bandwidth, by NCCL's all-to-alls; ``None``: as ``link``."""
     low: Low | None = None
     """``None``: as ``matrix``."""
+    ordinary: float | None = None
+    """Of the ordinary cores' peak, by products; ``None``: as ``matrix``."""
+    odd: float | None = None
+    """Of the tensor cores' peak, by products whose rows are no whole 16 bytes; ``None``: ordinary cores do."""
+    power: Power | None = None
+    """``None``: rates are sustained ones."""
     sources: tuple[str, ...] = ()
 
 
@@ -79,6 +101,10 @@ _SEMIANALYSIS = (
     "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
     "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about "
     "1,280; best cases in the MAMF table: 794.5, 668.4)"
+)
+_OWN = (
+    "benchmarks/measured_kernels_h200.json (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 "
+    "products of 10 GFLOP and more that end before the clock falls, as parts of what tiles and waves leave)"
 )
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
 _B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
@@ -122,14 +148,30 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     }
 )
 
+_NEWEST: Mapping[str, Fraction] = MappingProxyType({"h100-80gb": Fraction(0.86, _OWN), "h200": Fraction(0.86, _OWN)})
+"""Where cuBLAS has ``nvjet`` kernels, before the power limit."""
+
+_ORDINARY = 50.06 / 66.9
+"""The same GPU, fp32: a product of 4,096 x 4,096 x 4,096."""
+_ODD = 121 / 989.5
+"""The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
+gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
+
+POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
+"""The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
+8 layers 688, GPT-2 XL 586, GPT-2 under autocast 498, Llama with 8-bit Adam 479) and of a copy (563) are those of this
+sum within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684
+TFLOP/s): the exponent."""
+
 _SAME_CHIP: Mapping[str, str] = MappingProxyType(
     {"a800-80gb": "a100-80gb", "h800": "h100-80gb", "gh200-144gb": "h200", "mi325x": "mi300x"}
 )
 """GPUs whose products are computed by another one's chip, with other memory or fewer links."""
 
 
-def _measured(gpu: str) -> Fraction | None:
-    return _MATRIX.get(_SAME_CHIP.get(gpu, gpu))
+def _measured(gpu: str, newest: bool = False) -> Fraction | None:
+    chip = _SAME_CHIP.get(gpu, gpu)
+    return _NEWEST.get(chip) if newest and chip in _NEWEST else _MATRIX.get(chip)
 
 
 def unmeasured(gpu: str) -> float | None:
@@ -208,7 +250,8 @@ _EXCHANGE: Mapping[int, float] = MappingProxyType({8: 203 / 300, 9: 317 / 450, 1
 
 _BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
 """B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
-_HOST = 12.0 / 16.0
+_HOST, _HOST_HOPPER = 12.0 / 16.0, 55.4 / 64
+"""NCCL's figure, and 256 MiB of pinned memory, either way, on an H200 (``_OWN``)."""
 _PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
 _NETWORK = 0.96
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
@@ -225,23 +268,29 @@ def default(
     fused_kernels: bool = False,
     older: bool = False,
     narrow: bool = False,
+    newest: bool = False,
 ) -> Efficiency:
-    """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where Transformer Engine chooses
-    the attention's, ``older`` before FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time."""
-    matrix = _measured(gpu) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where cuDNN has attention's, ``older`` before
+    FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``."""
+    limited = newest and _SAME_CHIP.get(gpu, gpu) in _NEWEST
+    matrix = _measured(gpu, newest) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
     if narrow and memory is _HOPPER:
         memory = _HOPPER_NARROW
     link = _LINK.get(major, _NO_LINK)
-    forward, backward, attention = kernels_of(major, matrix.value, fused_kernels=fused_kernels, older=older)
+    host = _HOST_HOPPER if major == 9 else _HOST
+    forward, backward, attention = kernels_of(
+        major, matrix.value, fused_kernels=fused_kernels, older=older, newest=newest
+    )
     sources = (
         f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        *((f"clocks fall where a layer would take more than {POWER.limit:.0f} W",) if limited else ()),
         f"memory {memory.value:.0%}: {memory.source}",
         f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
         f"network adapters {_NETWORK:.0%}: {_NET}",
-        f"host {_HOST:.0%}: {_PCI}",
+        f"host {host:.0%}: {_PCI if host == _HOST else _OWN.partition(', torch')[0]})",
     )
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
     return Efficiency(
@@ -251,11 +300,14 @@ def default(
         backward,
         link.value,
         _NETWORK,
-        _HOST,
+        host,
         loss,
         base,
         hop,
         _EXCHANGE.get(major),
         _LOW.get(_SAME_CHIP.get(gpu, gpu)),
+        _ORDINARY if major == 9 else None,
+        _ODD if major == 9 else None,
+        POWER if limited else None,
         sources,
     )

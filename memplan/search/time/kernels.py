@@ -15,9 +15,10 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from ...layers.work import Alone, Attention, Axis, Exchange, Kernel, Product, Scan, Together
+from ...layers.work import Alone, Attention, Exchange, Kernel, Product, Scan, Stream, Together
 from . import attention
 from .collectives import Group, collective, group, send
+from .power import Drawn
 from .rates import Rates
 
 CHANNELS = 24
@@ -65,7 +66,7 @@ def matmul(
         return 0.0
     multiple = ALIGNMENT / element
     aligned = not (m % multiple or n % multiple or k % multiple)
-    sustained = rates.ordinary
+    sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and element <= 2:
         sustained = rates.matrix if element == 2 else dict(rates.low)[element]
     work = 2.0 * k / (sustained / rates.processors)
@@ -76,7 +77,8 @@ def matmul(
     for rows, columns, area in TILES if min(m, n) >= 64 else SKINNY:
         tiles = batch * -(-m // rows) * -(-n // columns)
         for split in {1, _spare(tiles, rates.processors)}:
-            computed = work * _busiest(tiles, rates.processors, area) / split
+            busiest = -(-tiles // rates.processors) * area if element > 2 else _busiest(tiles, rates.processors, area)
+            computed = work * busiest / split
             back = result + (split * partial if split > 1 else 0.0)
             moved = operands + back
             one = max(computed, moved) if rates.overlapped_epilogue else max(computed + back, moved)
@@ -84,9 +86,9 @@ def matmul(
     return max(least, LAUNCH)
 
 
-def streamed(rates: Rates, moved: float, kernels: int = 1) -> float:
-    """Seconds of ``kernels`` that read and write ``moved`` bytes together."""
-    return max(moved / rates.memory, kernels * LAUNCH) if moved else 0.0
+def streamed(rates: Rates, moved: float, kernels: int = 1, issue: int = 0) -> float:
+    """Seconds of ``kernels`` that read and write ``moved`` bytes together; ``issue`` as of ``Stream``."""
+    return max(moved / rates.memory, issue * 1e-15 * rates.issue, kernels * LAUNCH) if moved else 0.0
 
 
 def _spare(tiles: int, processors: int) -> int:
@@ -134,6 +136,28 @@ def seconds(work: Sequence[tuple[Kernel, int]], rates: Rates, ranks: Ranks) -> S
     return Seconds(device, exposed, launches)
 
 
+def drawn(work: Sequence[tuple[Kernel, int]], rates: Rates) -> Drawn:
+    """What ``work`` takes of the GPU, without collectives."""
+    flops = moved = bound = other = 0.0
+    for kernel, times in work:
+        if isinstance(kernel, Exchange):
+            continue
+        spent = times * alone(kernel, rates)
+        own = kernel.kernel if isinstance(kernel, Scan) else kernel
+        if isinstance(own, Product):
+            flops += times * own.flops * min(1.0, own.element / 2)
+            bound += spent
+            continue
+        moved += times * own.bytes
+        if isinstance(own, Attention):
+            flops += times * own.flops * own.part
+        if isinstance(own, Stream) and own.issue * 1e-15 * rates.issue * rates.memory < own.bytes:
+            other += spent
+        else:
+            bound += spent
+    return Drawn(flops, moved, bound, other)
+
+
 def alone(kernel: Alone, rates: Rates) -> float:
     """Seconds of what a GPU does by itself."""
     if isinstance(kernel, Scan):
@@ -144,9 +168,9 @@ def alone(kernel: Alone, rates: Rates) -> float:
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward
         spent = attention.seconds(kernel, fused, rates.processors)
-        return max(spent, streamed(rates, kernel.bytes, kernel.launches))
+        return max(spent + streamed(rates, attention.beside(kernel)), streamed(rates, kernel.bytes, kernel.launches))
     slower = rates.memory / rates.loss if kernel.loss else 1.0
-    return streamed(rates, kernel.bytes * slower, kernel.launches)
+    return streamed(rates, kernel.bytes * slower, kernel.launches, kernel.issue)
 
 
 def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
@@ -155,7 +179,7 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
     if one.kind == "send":
         spent = send(rates, one.bytes, ranks.t * ranks.c > rates.node)
     else:
-        spent = collective(rates, one.kind, one.bytes, across(one.axis, ranks, rates.node), one.choices)
+        spent = collective(rates, one.kind, one.bytes, across(one, ranks, rates.node), one.choices)
     if one.beside is None:
         return spent
     if one.parts and isinstance(one.beside, Product):
@@ -171,7 +195,7 @@ def in_parts(spent: float, product: Product, parts: int, rates: Rates) -> float:
     return part + (parts - 1) * max(part, spent / (parts - 1)) - alone(product, rates)
 
 
-def across(axis: Axis, ranks: Ranks, node: int) -> Group:
+def across(one: Exchange, ranks: Ranks, node: int) -> Group:
     """Neighbours have one layer's tensors, or one expert's, then parts of a sequence, or experts
     (``parallel_state.py``, order ``tp-cp-ep-dp-pp`` of either kind of layer)."""
     size, stride = {
@@ -180,8 +204,8 @@ def across(axis: Axis, ranks: Ranks, node: int) -> Group:
         "etp": (ranks.etp, 1),
         "ep": (ranks.ep, ranks.etp),
         "experts": (ranks.ep * ranks.etp, 1),
-    }[axis]
-    return group(size, stride, node)
+    }[one.axis]
+    return group(one.among or size, stride, node)
 
 
 def overlapped(rates: Rates, communication: float, work: float) -> float:

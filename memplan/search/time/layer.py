@@ -12,7 +12,7 @@ from ...layers.module import Counted, Passes
 from ...layers.work import NO_CALLS, Calls, Exchange
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
-from . import kernels
+from . import kernels, power
 from .collectives import collective, group, send
 from .host import HOST_OPERATOR, HOST_WAIT, Host, seconds
 from .kernels import Ranks
@@ -45,6 +45,16 @@ def layer_times(once: Passes, again: Passes, rates: Rates, ranks: Ranks, host: H
     forward, backward, parallel = _passes(once, rates, ranks, host)
     first, second, exposed = _passes(again, rates, ranks, host)
     return LayerTimes(forward, backward, (first - forward) + (second - backward), parallel, exposed - parallel)
+
+
+@lru_cache(maxsize=1 << 14)
+def _clock(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> float:
+    """The part of its full clock that a layer's passes leave a GPU, whose power they average."""
+    if rates.power is None:
+        return 1.0
+    drawn = kernels.drawn((*work.forward, *work.backward), rates)
+    idle = sum(_passes(work, rates, ranks, host)[:2]) - drawn.bound - drawn.other
+    return power.clock(rates, drawn._replace(other=drawn.other + idle))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -118,15 +128,17 @@ def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | N
 def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> EntryTimes:
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
+    work = [entries.recomputed, *(again for _, again in entries.kinds)]
+    lower = power.at(rates, min(_clock(one, rates, shape.ranks, shape.host) for one in work))
 
-    def of(once: Passes, again: Passes) -> LayerTimes:
+    def of(once: Passes, again: Passes, rates: Rates = lower) -> LayerTimes:
         ranks = shape.ranks if _exchanges_experts(once) else Ranks(shape.ranks.t, shape.ranks.c)
         return layer_times(once, again, rates, ranks, shape.host)
 
     return EntryTimes(
-        of(entries.embedding, entries.embedding),
+        of(entries.embedding, entries.embedding, rates),  # no products
         of(entries.layer, entries.recomputed),
-        of(entries.final_norm, entries.final_norm),
+        of(entries.final_norm, entries.final_norm, rates),
         of(entries.head, entries.head),
         send_time(shape, rates, across_nodes) if staged else 0.0,
         of(entries.dense, entries.dense_recomputed),

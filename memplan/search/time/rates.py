@@ -18,23 +18,23 @@ from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
-from .attention import Fused
-from .efficiency import Efficiency, default, unmeasured
+from .attention import MEMORY_EFFICIENT, Fused
+from .efficiency import Efficiency, Power, default, unmeasured
 from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.025, "a100-80gb": 0.026, "h100-80gb": 0.076, "b200": 0.071}
+    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "h200": 0.031, "b200": 0.068}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
 
 
-ERROR_OF_EXPERTS = 0.111
+ERROR_OF_EXPERTS = 0.114
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERROR_OF_ADAPTERS = 0.053
-"""The same of LoRA on weights in 16 bits, on A100."""
+ERROR_OF_ADAPTERS = 0.031
+"""The same of adapters, on A100 and H200."""
 
 
 def published_error(plan: ResolvedPlan) -> float:
@@ -96,11 +96,15 @@ class Rates:
     """Sustained by large products whose tiles fill every wave."""
     ordinary: float
     """Sustained by fp32 products on ordinary cores."""
+    odd: float
+    """Sustained by products in 16 bits whose rows are no whole 16 bytes."""
     low: tuple[tuple[float, float], ...]
     """The same as ``matrix`` of products whose operands' elements have fewer bytes: bytes, FLOP/s."""
     attention_forward: Fused
     attention_backward: Fused
     memory: float
+    issue: float
+    """Seconds that multiprocessors take for what an H200's take one for."""
     processors: int
     overlapped_epilogue: bool
     """Blackwell: kernels write a tile while they compute the next one. On Hopper cuBLAS' warp groups share a tile
@@ -121,6 +125,8 @@ class Rates:
     collective: float | None
     hop: float | None
     """Seconds of a collective over links, and of each of its steps, where they were measured."""
+    power: Power | None
+    """``None``: the other rates are sustained ones."""
     host_slower: float
     """Seconds of the host, as a multiple of a Xeon's."""
 
@@ -130,6 +136,18 @@ IN_BLOCKS = ("blockwise", "mxfp8", "nvfp4")
 
 FLASH2 = (2, 2)
 """PyTorch whose own fused attention is FlashAttention-2 (https://pytorch.org/blog/pytorch2-2/)."""
+
+NVJET = (2, 8)
+"""PyTorch whose wheels, unless one asks for others, are of CUDA 12.8 or later, whose cuBLAS has ``nvjet`` kernels in
+place of ``sm90_xmma_gemm`` (https://forums.developer.nvidia.com/t/348958)."""
+CUDA_13 = (2, 11)
+"""Those of CUDA 13, whose cuDNN's attention ``scaled_dot_product_attention`` prefers on Hopper and Blackwell
+(``sdp_utils.cpp``, ``check_prefer_cudnn_attention``),"""
+DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+"""unless this variable is set."""
+
+HALF_AS_WIDE = ((7, 0), (7, 5), (8, 0))
+"""Compute capabilities whose multiprocessors have 64 fp32 cores, where others have 128 (CUDA programming guide)."""
 
 WIDE_LOADS = (2, 7)
 """PyTorch whose kernels load 16 bytes at a time on Hopper (https://github.com/pytorch/pytorch/pull/145746)."""
@@ -159,12 +177,15 @@ class Software(NamedTuple):
     fused_kernels: bool
     older: bool
     narrow: bool
+    newest: bool
 
 
 def _software(plan: ResolvedPlan) -> Software:
     fused = framework(plan.framework).time.fused_attention
     older = before(plan, FLASH2) and plan.attention != "flash_attention_2"
-    return Software(fused, older, not fused and before(plan, WIDE_LOADS))
+    preferred = plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED)
+    cudnn = fused or (preferred and not before(plan, CUDA_13))
+    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET))
 
 
 def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:
@@ -189,9 +210,10 @@ def _rates(
         known = ", ".join(sorted(set(SPEEDS) & set(MULTIPROCESSORS)))
         raise PlanError("hardware.gpu", gpu, f"has no published speed, and so no time; these have: {known}")
     capability = GPUS[gpu].compute_capability
-    major, _ = capability or (0, 0)
+    major, minor = capability or (0, 0)
     parts = efficiency or default(gpu, capability, **software._asdict())
     fp32 = _published(gpu, speed.fp32, "fp32 rate")
+    h200 = _published("h200", SPEEDS["h200"].fp32, "fp32 rate")
     if dtype == "fp32":
         peak = fp32
     else:
@@ -202,6 +224,7 @@ def _rates(
     if network is None and speed.network is not None:
         network = speed.network.value
     memory = _published(gpu, speed.memory, "memory bandwidth")
+    ordinary = fp32 * (parts.matrix if parts.ordinary is None else parts.ordinary)
     faster = LOW_PRECISION.get(gpu, {})
     if low is not None and low[0] not in faster:
         kind = "fp8" if low[0] == EIGHT else "fp4"
@@ -209,16 +232,18 @@ def _rates(
     return Rates(
         peak=peak if low is None else faster[low[0]].value,
         matrix=peak * (parts.matrix if low is None or parts.low is None else parts.low.sixteen or parts.matrix),
-        ordinary=fp32 * parts.matrix,
+        ordinary=ordinary,
+        odd=ordinary if parts.odd is None else peak * parts.odd,
         low=()
         if low is None
         else tuple(
             (size, one.value * (parts.low.of(size, blocks=low[1]) if parts.low else parts.matrix))
             for size, one in faster.items()
         ),
-        attention_forward=parts.attention_forward.of(peak),
-        attention_backward=parts.attention_backward.of(peak),
+        attention_forward=(MEMORY_EFFICIENT.forward if dtype == "fp32" else parts.attention_forward).of(peak),
+        attention_backward=(MEMORY_EFFICIENT.backward if dtype == "fp32" else parts.attention_backward).of(peak),
         memory=memory * parts.memory,
+        issue=h200 / fp32 * (64 if (major, minor) in HALF_AS_WIDE else 128) / 128,
         processors=processors,
         overlapped_epilogue=capability is None or capability >= (10, 0),
         persistent=major >= 9,
@@ -231,6 +256,7 @@ def _rates(
         loss=memory * (parts.memory if parts.loss is None else parts.loss),
         collective=parts.collective,
         hop=parts.hop,
+        power=parts.power,
         host_slower=GRACE if gpu in GRACES else 1.0,
     )
 

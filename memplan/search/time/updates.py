@@ -140,7 +140,8 @@ def updates(
     passes = streamed(replicas.rates, held * own.buffer_bytes(plan, replicas.ranks))
     owned = (trained - experts) / owners + (experts / own.expert_owners(replicas) if experts else 0.0)
     moved = owned * own.stepped(plan)
-    step = streamed(replicas.rates, moved * step_bytes(plan)) if moved else 0.0
+    issue = plan.optimizer.algorithm.issue(plan.optimizer, own.main_bytes(plan))
+    step = streamed(replicas.rates, moved * step_bytes(plan), 1, int(moved * issue))
     return Updates(exposed, step + passes, own.offload(replicas, owned, held / owners, microbatches))
 
 

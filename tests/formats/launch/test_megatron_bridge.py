@@ -179,6 +179,12 @@ HYBRID = {
 """What a hybrid says in place of other fields."""
 
 
+def test_context_parallelism_in_two_levels(tmp_path: Path) -> None:
+    levels = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    found = read(tmp_path, changed(**levels)).plan.megatron
+    assert (found.cp_communication, found.cp_inner) == ("a2a+p2p", 2)
+
+
 def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
     gone = ("--swiglu", "--num-layers", "--num-virtual-stages-per-pipeline-rank")
     same = {name: value for name, value in ARGUMENTS.items() if name not in gone}

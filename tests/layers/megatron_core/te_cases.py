@@ -46,6 +46,7 @@ class Case:
     low_backward: bool = True
     window: int | None = None
     sinks: bool = False
+    inner: int = 1
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -91,6 +92,7 @@ class Case:
             te=version,
             cp=self.cp,
             cp_communication=self.communication,
+            cp_inner=self.inner,
             attention=self.attention,
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
@@ -138,6 +140,12 @@ LOW_CASES += [
     for module in ("column", "norm_column")
 ]
 WAYS: tuple[ContextCommunication, ...] = ("a2a", "p2p", "all_gather")
+OTHERS: tuple[tuple[Recipe, int, bool, float, bool], ...] = (
+    ("delayed", 9, True, 0.1, True), ("mxfp8", 10, True, 0.1, False), ("delayed", 9, False, 0.0, True),
+    ("tensorwise", 10, False, 0.0, True), ("mxfp8", 10, False, 0.0, True), ("delayed", 10, False, 0.0, False),
+)  # fmt: skip
+"""Attention in 8 bits with dropout, and with a padding mask: causal or not, dropout, whether gradients are, too."""
+ATTENTIONS: tuple[CoreAttention, ...] = ("flash", "fused")
 WINDOWS: tuple[tuple[ContextCommunication, CoreAttention, int, int], ...] = (
     ("a2a", "flash", 2, 32), ("a2a", "fused", 4, 300), ("all_gather", "flash", 2, 32), ("all_gather", "fused", 2, 32),
     ("all_gather", "fused", 4, 300),
@@ -216,6 +224,19 @@ CASES = [
         for recipe in ("delayed", "tensorwise", "mxfp8")
         for groups, cp in ((8, 2), (4, 4))
     ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=major,
+            causal=causal,
+            dropout=dropout,
+            low_backward=low_backward,
+            **LARGE,
+        )
+        for recipe, major, causal, dropout, low_backward in OTHERS
+    ),
     Case("attention", attention="fused", dropout=0.0, kv_heads=2, window=32, sinks=True),
     *(
         Case("attention", attention=attention, dropout=0.0, kv_heads=4, cp=cp, communication=way, window=window)
@@ -243,6 +264,43 @@ CASES = [
         for way in WAYS
         if way != "p2p"
     ),
+    *(
+        Case(
+            "attention",
+            attention="fused",
+            recipe=recipe,
+            major=10,
+            kv_heads=4,
+            dropout=0.0,
+            cp=4,
+            communication=way,
+            low_backward=False,
+            **LARGE,
+        )
+        for way in WAYS
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+    ),
+    Case(
+        "attention",
+        attention="fused",
+        recipe="delayed",
+        major=10,
+        kv_heads=4,
+        dropout=0.0,
+        cp=4,
+        inner=2,
+        low_backward=False,
+        **LARGE,
+    ),
+    *(
+        Case("attention", attention=attention, b=b, rope=rope, kv_heads=groups, cp=cp, inner=2)
+        for attention in ATTENTIONS
+        for b, rope, groups, cp in ((2, False, 8, 4), (1, True, 4, 8), (2, True, 8, 8))
+    ),
+    *(
+        Case("attention", attention="fused", recipe=recipe, major=10, kv_heads=4, dropout=0.0, cp=4, inner=2, **LARGE)
+        for recipe in ("delayed", "tensorwise", "mxfp8")
+    ),
 ]
 """Every module in every setting that changes its tensors."""
 
@@ -252,6 +310,8 @@ def covered(case: Case, version: Version) -> bool:
     if case.recipe is not None and version < te_facts.OLDEST_LOW_PRECISION:
         return False
     if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
+        return False
+    if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 

@@ -14,6 +14,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n,const 
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes* a,const void*f){memset(a,0,sizeof *a);a->maxThreadsPerBlock=1024;a->numRegs=32;a->ptxVersion=90;a->binaryVersion=90;return 0;}
 cudaError_t cudaHostAlloc(void**p,size_t n,unsigned f){*p=calloc(1,n);return 0;}
 cudaError_t cudaMallocHost(void**p,size_t n){*p=calloc(1,n);return 0;}
+cudaError_t cudaMallocManaged(void**p,size_t n,unsigned f){*p=calloc(1,n);return 0;}
+int prefetched(void) __asm__("cudaMemPrefetchAsync");
+int prefetched(void){return 0;}
 cudaError_t cudaFreeHost(void*p){free(p);return 0;}
 cudaError_t cudaMemcpyAsync(void*d,const void*s,size_t n,enum cudaMemcpyKind k,cudaStream_t st){ if(k==cudaMemcpyDeviceToHost) memset(d,0,n); return 0;}
 cudaError_t cudaMemcpy(void*d,const void*s,size_t n,enum cudaMemcpyKind k){ if(k==cudaMemcpyDeviceToHost) memset(d,0,n); return 0;}

@@ -5,8 +5,9 @@ import pytest
 from memplan.device.gpus import GPUS, MULTIPROCESSORS
 from memplan.plan.errors import PlanError
 from memplan.search.time import rates_of
-from memplan.search.time.efficiency import default
+from memplan.search.time.efficiency import POWER, default
 from memplan.search.time.hardware import CLOCKS, SPEEDS, Figure
+from memplan.search.time.rates import DEPRIORITIZED
 
 from .plans import plan
 
@@ -61,11 +62,15 @@ def test_parts_of_peaks_are_parts() -> None:
 
 def test_kernels_are_those_of_the_release() -> None:
     """On Hopper PyTorch's kernels load 8 bytes at a time before 2.7, and its own attention is FlashAttention 1 before
-    2.2, the package's is not."""
+    2.2, the package's is not. From 2.11 on sdpa takes cuDNN's there, from 2.8 on cuBLAS has other kernels."""
     job = {"model": "gpt2", "gpu": "h100-80gb", "dtype": "bf16"}
-    old, named, new = (
-        rates_of(plan(**job, **flags)) for flags in ({"torch": "2.1"}, {"torch": "2.1", "attention": "fa2"}, {})
-    )
+    releases = ({"torch": "2.1"}, {"torch": "2.1", "attention": "fa2"}, {"torch": "2.10"}, {"torch": "2.11"})
+    old, named, new, newest = (rates_of(plan(**job, **flags)) for flags in releases)
+    off = plan(**job, torch="2.11").model_copy(update={"environment": {DEPRIORITIZED: "1"}})
+    assert newest.attention_forward.rate > 1.5 * new.attention_forward.rate
+    assert rates_of(off).attention_forward == new.attention_forward
+    assert newest.matrix == new.matrix > 1.1 * old.matrix
+    assert (old.power, newest.power) == (None, POWER)
     rates = {once: sum(4 * 2**29 / spent for spent in of) / 2 for once, of in WRITTEN.items()}
     assert old.memory == named.memory == pytest.approx(rates["before"], rel=0.002)
     assert new.memory == pytest.approx(rates["after"], rel=0.002)
