@@ -71,7 +71,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_path: Path) -> None:
-    """Allocated to within numbers of the loss (512 bytes each) and the rests of three blocks. Reserved to the byte, but
+    """Allocated to within numbers of the loss (512 bytes each) and the rests of three blocks. Reserved to 1 %, but
     where weights are cast once they are loaded: the blocks that they leave are not followed."""
     folder, script = tmp_path / "model", tmp_path / "train.py"
     folder.mkdir()
@@ -87,4 +87,4 @@ def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_
     assert 0 <= requested - steady["requested"] <= 1 << 18, "each tensor is rounded up to 512 bytes"
     for reading in ("static", "allocated"):
         assert abs(stage[f"{reading}_bytes"] - steady[reading]) <= 3 << 20, reading
-    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.05 if case == "qlora" else 0)
+    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.05 if case == "qlora" else 0.01)
