@@ -71,8 +71,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_path: Path) -> None:
-    """Allocated to within numbers of the loss (512 bytes each) and the rests of three blocks. Reserved to the byte, but
-    where weights are cast once they are loaded: the blocks that they leave are not followed."""
+    """Allocated to within numbers of the loss (512 bytes each) and the rests of three blocks. Reserved to 1 % (of a
+    torch whose equal blocks go by rising addresses, as the driver here hands them out), but where weights are cast once
+    they are loaded: the blocks that they leave are not followed."""
     folder, script = tmp_path / "model", tmp_path / "train.py"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -82,9 +83,9 @@ def test_a_script_takes_what_is_estimated(case: str, there: dict[str, str], tmp_
     done = subprocess.run(command, env=there, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     steady: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])[-1]
-    (stage,) = estimate(read_plan(str(script), seq=512, gpu="h200", torch="2.11")).to_dict()["stages"]
+    (stage,) = estimate(read_plan(str(script), seq=512, gpu="h200")).to_dict()["stages"]
     requested = stage["allocated_bytes"] - stage["breakdown"]["block_rounding"]  # with workspaces
     assert 0 <= requested - steady["requested"] <= 1 << 18, "each tensor is rounded up to 512 bytes"
     for reading in ("static", "allocated"):
         assert abs(stage[f"{reading}_bytes"] - steady[reading]) <= 3 << 20, reading
-    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.05 if case == "qlora" else 0)
+    assert stage["reserved_bytes"] == pytest.approx(steady["reserved"], rel=0.05 if case == "qlora" else 0.01)
