@@ -446,8 +446,8 @@ class Recorder:
         otherwise, one kernel reads the inputs and writes what was made since the operator before, a view does nothing,
         and in backward a kernel for each gradient reads the incoming one, and all of them what was saved."""
         outputs_made = self.launches > 0
-        if self.kernel_workspaces and multiplies(work.forward) and not self.multiplied:
-            self.multiplies = True
+        if multiplies(work.forward):
+            self.multiply()
         if outputs_made:
             self._did(inputs, 1, work.forward, issue=work.issue[0])
         node = self._linked(inputs, saved, backward, outputs, work)
@@ -517,6 +517,10 @@ class Recorder:
             work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, work.issue[0]),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
+
+    def multiply(self) -> None:
+        """The next tensor is a product of matrices."""
+        self.multiplies = self.kernel_workspaces and not self.multiplied
 
     def _multiplied(self) -> None:
         self.multiplies, self.multiplied = False, True

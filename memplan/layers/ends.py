@@ -113,6 +113,8 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None
         return ops.scale(r, x, f"{name}_fp32")
 
     position_ids: Tensor | None = r.empty((1, s, 1), "fp32", "position_ids_fp32")
+    if shape.transformers < MULTIPLIED_ANGLES:
+        r.multiply()
     frequencies = r.empty((1, s, shape.turned // 2), "fp32", "rotary_frequencies")
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
