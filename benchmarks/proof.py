@@ -92,7 +92,7 @@ def proofs() -> Proofs:
             family = plain.MODELS[case.model][0]
             dtype = "bf16" if is_autocast else case.dtype
             found.setdefault((family, dtype, case.attention, is_autocast, case.recompute), set()).add((case.b, case.s))
-    for family, setting in trace.CASES:
+    for family, setting in (case.values for case in trace.CASES):
         given = trace.SETTINGS[setting]
         key = (family, given["dtype"], given["attention"], False, given.get("recompute", "none"))
         found.setdefault(key, set()).add((int(trace.SMALL["mbs"]), int(trace.SMALL["seq"])))

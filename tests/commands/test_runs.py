@@ -210,7 +210,7 @@ def test_one_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert f"run {single.id}, 2026-11-21 20:01:00 UTC: memplan validate --model gpt2\n" in text
 
     lines = said(capsys, two.id).splitlines()
-    assert lines[0] == "Differs: allocated −3.8 % from measured on stage 0, tolerance 3 %"
+    assert lines[0] == "Differs: allocated −3.8 % from measured on stage 1, tolerance 3 %"
     row = next(line.split() for line in lines if line.split()[:2] == ["0", "requested"])
     assert len(row) == 7
     measured, estimated, change = (float(figure.replace("−", "-").replace(",", "")) for figure in row[2:5])

@@ -103,7 +103,7 @@ def test_of_a_plan_that_fits_there_are_none() -> None:
 
 
 def test_what_fits_with_retries_has_one_that_ends_them() -> None:
-    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "seq": "8000"}).plan
+    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "seq": "7800"}).plan
     whole = estimate(plan)
     assert whole.fits
     assert whole.judged.verdict is not Verdict.FITS
