@@ -5,7 +5,7 @@
 ``--write`` keeps what was measured in ``benchmarks/measured_on_gpu.jsonl``, from which both pages are made, and every
 validation that ended as a record in ``benchmarks/records``. What a CPU rehearsed is never kept. Without a file it is
 what is kept. Beside what was measured stands what today's code estimates of the runs, from the plans in their records;
-of single kernels, libraries and the allocator's programs what was estimated when they ran.
+of libraries and the allocator's programs what was estimated when they ran; of single kernels nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,6 @@ NONE = (
 )
 NOT_KEPT = ("tail", "command")
 """Of a line: logs stay where they are, and of a record, which has a file of its own, its name is kept."""
-CAUSES = {
-    "context": "the middle of a range, 740 to 766 MiB, and 70 more with a second stream",
-    "device": "reserved",
-    "evaluation": "this run evaluated without the loss, which is estimated and now runs, too",
-}
-"""Of the worst of a kind of reading, where it is known."""
 
 
 def reported(arguments: Sequence[str]) -> int:
@@ -142,7 +136,7 @@ def _body(lines: Sequence[journal.Line]) -> Iterator[str]:
         return
     yield from _machines(lines)
     yield ""
-    yield from results.short(rows, CAUSES)
+    yield from results.short(rows)
     yield from _wrong(lines)
 
 

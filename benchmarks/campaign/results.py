@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from .causes import BLIND, CAUSES, EDGES, LEFT_OUT, RESERVED, SHARED
 from .readings import Reading
 from .summary import MIB, Row, compared, figure, kind
 
@@ -15,15 +16,15 @@ EDGE, PROGRAM = "out of memory at mbs ", ", program "
 LIMITS = (("1 KiB", KIB), ("1 MiB", MIB))
 
 
-def short(rows: Sequence[Row], causes: dict[str, str]) -> Iterator[str]:
-    """What was measured, and how far estimates are off; with the cause of a kind's worst where it is known."""
-    runs, found = _runs(rows), compared(rows)
+def short(rows: Sequence[Row]) -> Iterator[str]:
+    """What was measured, and how far estimates are off; with the causes that are known."""
+    runs = _runs(rows)
+    found = [row for row in compared(rows) if _key(row) not in LEFT_OUT]
     programs = [row for row in found if PROGRAM in row.reading.name]
     edges = [row for row in found if row.reading.name.startswith(EDGE)]
-    kernels = [row for row in found if row.case not in runs and row.reading.unit == "seconds"]
     yield (
-        f"{len(runs)} training runs (one rank each, of a played group where there are more) and "
-        f"{len(kernels)} kernels, each in [detail](gpu-results.md). {_program_words(programs)} {_edge_words(edges)}"
+        f"{len(runs)} training runs (one rank each, of a played group where there are more), each in "
+        f"[detail](gpu-results.md). {BLIND} {_program_words(programs)} {_edge_words(edges)}"
     )
     yield ""
     yield "| reading | figures | within 1 KiB | within 1 MiB | within 1 % | median | worst | of | why |"
@@ -32,13 +33,33 @@ def short(rows: Sequence[Row], causes: dict[str, str]) -> Iterator[str]:
     for name in (*MEMORY, "workspaces"):
         own = [row for row in of_runs if kind(row.reading.name) == name]
         if own:
-            yield _memory_row(name, own, causes.get(name, ""))
-    for name, own in (
-        ("seconds of a step", [row for row in of_runs if row.reading.unit == "seconds"]),
-        ("seconds of a kernel", kernels),
-    ):
-        if own:
-            yield _seconds_row(name, own)
+            yield _memory_row(name, own, CAUSES.get(name, ""))
+    steps = [row for row in of_runs if row.reading.unit == "seconds"]
+    if steps:
+        yield _seconds_row("seconds of a step", steps)
+    counted = {_key(row) for row in compared(rows)}
+    for key, why in LEFT_OUT.items():
+        if key in counted:
+            yield from ("", why)
+    yield from _far([row for row in of_runs if kind(row.reading.name) == "reserved"])
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row.case, kind(row.reading.name)
+
+
+def _far(rows: Sequence[Row]) -> Iterator[str]:
+    """Those that are more than 1 % off, each with its cause."""
+    far = sorted((row for row in rows if row.size > 0.01), key=lambda row: -row.size)
+    if not far:
+        return
+    yield from ("", "Reserved memory, each reading that is more than 1 % off:", "")
+    yield from ("| run | measured | estimated | difference | why |", "| --- | ---: | ---: | ---: | --- |")
+    for row in far:
+        reading = row.reading
+        figures = figure(reading.measured, reading.unit), figure(reading.estimated, reading.unit)
+        why = RESERVED.get(_where(row), "not explained")
+        yield f"| {_where(row)} | {' | '.join(figures)} | {reading.part:+.2%} | {why} |"
 
 
 def _program_words(programs: Sequence[Row]) -> str:
@@ -59,7 +80,7 @@ def _edge_words(edges: Sequence[Row]) -> str:
     right = sum(row.reading.exact for row in edges)
     return (
         f"Verdicts at the edge of the GPU's memory, the largest micro-batch that fits and the next: {right} of "
-        f"{len(edges)} right."
+        f"{len(edges)} right{EDGES}"
     )
 
 
@@ -106,6 +127,8 @@ def whole(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Runs"
     yield ""
     yield "MiB measured; in brackets what today's code estimates less that. –: not estimated, or not to be told apart."
+    yield ""
+    yield SHARED
     yield ""
     yield f"| run | {' | '.join(MEMORY)} | step ms |"
     yield f"| --- |{' ---: |' * (len(MEMORY) + 1)}"
@@ -164,15 +187,11 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     yield from ("", "## Kernels", "")
-    yield "Each alone, the median of calls; what was estimated on the day they ran."
+    yield "Each alone, the median of calls. What is estimated of kernels is in [times](timing.md)."
     yield ""
-    yield "| kernel | measured | estimated | difference |"
-    yield "| --- | ---: | ---: | ---: |"
-    for row in rows:
-        reading = row.reading
-        part = "–" if reading.part is None else f"{reading.part:+.1%}"
-        figures = figure(reading.measured, reading.unit), figure(reading.estimated, reading.unit)
-        yield f"| {reading.name} | {' | '.join(figures)} | {part} |"
+    yield "| kernel | measured |"
+    yield "| --- | ---: |"
+    yield from (f"| {row.reading.name} | {figure(row.reading.measured, row.reading.unit)} |" for row in rows)
 
 
 def _others(rows: Sequence[Row]) -> Iterator[str]:

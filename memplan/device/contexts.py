@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .facts import NO_ENVIRONMENT, Cause, Version, contexts_of, loads_all_kernels
-from .gpus import GPUS, MULTIPROCESSORS
+from .gpus import GPUS, MULTIPROCESSORS, resident_threads
 
 _MIB = 1 << 20
 _STACK = 1 << 10
 """Bytes of stack and local memory that a context holds for each thread that a GPU can run at once (CUDA runtime API,
 ``cudaLimitStackSize``: 1 KiB unless somebody sets it)."""
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Resident threads of a multiprocessor (CUDA programming guide, table of compute capabilities); else:"""
-_MOST_THREADS = 2048
 _BESIDE_STACKS = (133 * _MIB, 316 * _MIB)
 """What bare contexts hold besides: least and most of those of which somebody published a reading, on an RTX 3090, L40S,
 H100, A100, RTX PRO 6000 and B200 (the driver's own structures, heap and print buffer)."""
@@ -143,7 +140,7 @@ def _by_multiprocessors(gpu: str, eager: bool, torch_version: Version) -> Cause 
     capability, processors = GPUS[gpu].compute_capability, MULTIPROCESSORS.get(gpu)
     if capability is None or processors is None:
         return None
-    stacks = processors * _THREADS.get(capability, _MOST_THREADS) * _STACK // _MIB * _MIB
+    stacks = processors * resident_threads(capability) * _STACK // _MIB * _MIB
     least, most = (stacks + beside for beside in _BESIDE_STACKS)
     kernels = (0, 0) if not eager else _OLD_KERNELS if torch_version < (1, 13) else (_ALL_KERNELS, _ALL_KERNELS)
     source = f"{stacks // _MIB} MiB of stacks, 1 KiB for each thread, and what published contexts hold besides" + (

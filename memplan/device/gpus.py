@@ -366,15 +366,19 @@ MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
 """Streaming multiprocessors, of SXM modules where a GPU has them, from NVIDIA's architecture white papers; AMD:
 compute units, from the data sheet."""
 
+_RESIDENT = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+
+
+def resident_threads(capability: tuple[int, int]) -> int:
+    """Of a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities)."""
+    return _RESIDENT.get(capability, 2048)
+
 
 def threads_of(gpu: str) -> int:
-    """How many threads an NVIDIA GPU runs at a time (CUDA C++ Programming Guide, compute capabilities, resident threads
-    of a multiprocessor); 0 where its multiprocessors are not known, and of AMD's, whose kernels go by other rules."""
+    """How many threads an NVIDIA GPU runs at a time; 0 where its multiprocessors are not known, and of AMD's, whose
+    kernels go by other rules."""
     capability = GPUS[gpu].compute_capability
-    return 0 if capability is None else MULTIPROCESSORS.get(gpu, 0) * _RESIDENT.get(capability, 2048)
-
-
-_RESIDENT = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+    return 0 if capability is None else MULTIPROCESSORS.get(gpu, 0) * resident_threads(capability)
 
 
 SHARED = MappingProxyType(

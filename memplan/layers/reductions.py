@@ -21,7 +21,7 @@ MOST_THREADS = 512
 LEAST_VALUES, MOST_VALUES = 16, 256
 """That a thread adds up where blocks share a sum (``min_values_per_thread``, ``max_values_per_thread``)."""
 INT32 = (1 << 31) - 1
-PARTIAL = 10
+ROWS_PER_PARTIAL = 10
 """Rows of one token that are added up at a time (``NROWS_PER_THREAD``)."""
 LONGEST_UNSORTED = 3072
 """Tokens up to which ``embedding_dense_backward_cuda`` needs nothing."""
@@ -68,17 +68,16 @@ def sum_inside(r: Recorder, whole: Shape, kept: Shape, dtype: str) -> None:
     if not r.threads or not kept or whole[-len(kept) :] != kept:
         return
     outputs = prod(kept)
-    held: list[Tensor] = []
     parts = list(_parts(prod(whole) // outputs, outputs * ITEMSIZE[dtype]))
-    if len(parts) > 1 and ITEMSIZE[dtype] < 4:
-        held.append(r.empty(kept, "fp32", "sums_so_far", Category.WORKSPACES))
+    in_16_bits = len(parts) > 1 and ITEMSIZE[dtype] < 4
+    so_far = r.empty(kept, "fp32", "sums_so_far", Category.WORKSPACES) if in_16_bits else None
     for rows in parts:
         sums, semaphores = partial_sums(outputs, rows, r.threads)
         if sums:
-            held.append(r.empty((sums,), "bool", "partial_sums", Category.WORKSPACES))
-            held.append(r.empty((semaphores,), "bool", "semaphores", Category.WORKSPACES))
-            del held[-1]
-            del held[-1]
+            partial = r.empty((sums,), "bool", "partial_sums", Category.WORKSPACES)
+            counted = r.empty((semaphores,), "bool", "semaphores", Category.WORKSPACES)
+            del counted, partial
+    del so_far
 
 
 def _parts(rows: int, row: int) -> Iterator[int]:
@@ -114,7 +113,7 @@ def table_gradient(r: Recorder, table: Shape, dtype: str, n: int, name: str, *, 
     del buffers, rows
     grad = r.empty(table, dtype, label)
     segments = min(n, table[0])
-    parts = n // PARTIAL + segments
+    parts = n // ROWS_PER_PARTIAL + segments
     offsets = ("segment_offsets", "partials_per_segment", "partials_per_segment_offset")
     inside += [r.empty((segments,), "int64", part, Category.WORKSPACES) for part in offsets]
     inside.append(r.empty((parts,), "int64", "partial_segment_offset", Category.WORKSPACES))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.campaign import bundle, cases, journal, machine, page, running, summary
+from benchmarks.campaign import bundle, cases, causes, journal, machine, page, running, summary
 from benchmarks.campaign.cases import Case
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
@@ -373,6 +373,13 @@ def test_the_page_says_what_is_kept() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.page(text, page.kept()) == text
     assert page.whole(page.kept()) == page.RESULTS.read_text(encoding="utf-8")
+
+
+def test_every_reserved_reading_that_is_far_off_has_a_cause_or_is_not_explained() -> None:
+    """And no cause is of a reading that is near."""
+    reserved = [row for row in summary.rows_of(page.kept()) if row.reading.name.partition(",")[0] == "reserved"]
+    far = {", ".join(filter(None, (row.case, row.reading.name[10:]))) for row in reserved if row.size > 0.01}
+    assert far == set(causes.RESERVED)
 
 
 def test_the_section() -> None:
