@@ -153,6 +153,12 @@ WIDE_LOADS = (2, 7)
 """PyTorch whose kernels load 16 bytes at a time on Hopper (https://github.com/pytorch/pytorch/pull/145746)."""
 
 
+def as_validated(plan: ResolvedPlan) -> ResolvedPlan:
+    """``plan`` with the attention of ``memplan validate``, which turns cuDNN's off
+    (``trace.surroundings.without_cudnn_attention``)."""
+    return plan.model_copy(update={"environment": {**plan.environment, DEPRIORITIZED: "1"}})
+
+
 def before(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
     """Whether ``plan`` runs a PyTorch before ``version``."""
     if plan.torch is None:
