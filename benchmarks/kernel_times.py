@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.campaign.validations import seconds
 from benchmarks.measured import plan_of
 from memplan import read_plan
 from memplan.layers import work
@@ -23,7 +24,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.records.record import read_record
 from memplan.search.time.kernels import alone, streamed
-from memplan.search.time.rates import DEPRIORITIZED, Rates, rates_of
+from memplan.search.time.rates import Rates, as_validated, rates_of
 
 FILE = Path(__file__).with_name("measured_kernels_h200.json")
 RECORDS = Path(__file__).with_name("records")
@@ -51,11 +52,7 @@ def measured() -> Mapping[str, Any]:
 def rates(*, flash: bool = False, dtype: str = "bf16") -> Rates:
     """Of plain PyTorch on an H200; ``flash``: with its own attention."""
     plan = resolve(plan_of(None, model="gpt2", gpu="h200", framework="single", dtype=dtype))
-    return rates_of(_with_flash(plan, flash))
-
-
-def _with_flash(plan: ResolvedPlan, flash: bool = True) -> ResolvedPlan:
-    return plan.model_copy(update={"environment": {**plan.environment, DEPRIORITIZED: "1"}}) if flash else plan
+    return rates_of(as_validated(plan) if flash else plan)
 
 
 # -- what a name says ---------------------------------------------------------------------------------
@@ -159,18 +156,18 @@ def groups(found: Sequence[Timed]) -> Mapping[str, list[float]]:
 
 
 def steps() -> list[tuple[str, float, ResolvedPlan]]:
-    """What ran on one H200 in a world of its own: its command, the median of its steps' seconds, its plan.
-
-    ``memplan validate`` turns cuDNN's attention off."""
+    """What ran on one H200, alone on it and in a world of its own: its command, the median of its steps' seconds, its
+    plan."""
     found = []
     for path in sorted(RECORDS.glob("*_h200_*.json")):
         record = read_record(path)
-        if record.run.world != "real" or record.ran.framework != "single":
+        taken = seconds(record)
+        if taken is None or record.ran.framework != "single":
             continue
         version = record.run.versions.torch
         name = re.sub(r"memplan validate --model | --device.*|--", "", record.command)
         plan = read_plan({**record.plan, "hardware": {"gpu": "h200"}, "torch": version})
-        found.append((name, median(record.run.ranks[0].seconds), _with_flash(resolve(plan))))
+        found.append((name, taken, as_validated(resolve(plan))))
     return found
 
 

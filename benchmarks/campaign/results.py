@@ -130,7 +130,7 @@ def whole(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield SHARED
     yield ""
-    yield f"| run | {' | '.join(MEMORY)} | step ms |"
+    yield f"| run | {' | '.join(MEMORY)} | median step ms |"
     yield f"| --- |{' ---: |' * (len(MEMORY) + 1)}"
     for case in dict.fromkeys(row.case for row in rows if row.case in runs):
         yield from _run_rows(case, [row.reading for row in rows if row.case == case])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from memplan.device.measured import cublas_workspaces
@@ -15,6 +16,7 @@ from memplan.records.readings import Estimated, RankReading, Stage
 from memplan.records.record import Record, differences, from_json
 from memplan.report.json import to_json
 from memplan.search.time import step_time
+from memplan.search.time.rates import as_validated
 
 from .readings import Reading
 
@@ -71,14 +73,19 @@ def _of_rank(rank: RankReading, stage: Stage, several: bool, workspaces: int) ->
             yield Reading(_named(name, rank.stage, several), "bytes", measured, estimated)
 
 
+def seconds(record: Record) -> float | None:
+    """The median of a run's steps: of one rank alone, which waits for nobody. ``None`` where others ran on its GPU."""
+    ranks = record.run.ranks
+    return median(ranks[0].seconds) if len(ranks) == 1 and ranks[0].seconds and record.run.world == "real" else None
+
+
 def _seconds(record: Record) -> Iterator[Reading]:
-    """The fastest iteration, beside the time model's: of one rank alone, which waits for nobody."""
-    taken = [second for rank in record.run.ranks for second in rank.seconds]
-    if not taken or len(record.run.ranks) > 1 or record.run.world != "real":
+    """The median step, beside the time model's of the same kernels."""
+    taken = seconds(record)
+    if taken is None:
         return
     try:
-        plan = resolve(_plan(record))
-        predicted: float | None = step_time(plan).total
+        predicted: float | None = step_time(as_validated(resolve(_plan(record)))).total
     except (PlanError, ValueError):
         predicted = None
-    yield Reading("seconds of a step", "seconds", min(taken), predicted)
+    yield Reading("seconds of a step", "seconds", taken, predicted)

@@ -27,6 +27,7 @@ from ..records.readings import Code, RankReading, Run, Versions, World
 from ..report.names import size
 from ..result import Estimate
 from ..search.time import step_time
+from ..search.time.rates import as_validated
 from ..search.time.shape import model_flops
 from ..trace.job import MOST_MICROBATCHES
 from ..trace.run import traced
@@ -342,7 +343,7 @@ def duration(asked: Prepared) -> float | None:
 
 def _gpu_step(asked: Prepared) -> float | None:
     try:
-        return step_time(asked.native.runs).total * _share(asked)
+        return step_time(as_validated(asked.native.runs)).total * _share(asked)
     except PlanError:
         return None
 

@@ -1,4 +1,7 @@
-"""What parts of published peaks kernels and links sustain, each from somebody's microbenchmark, none from a step.
+"""What parts of published peaks kernels and links sustain, each from a microbenchmark of kernels or links.
+
+Two figures were set from training steps of an H200 of our own: what it draws for its work (``POWER``: watts, not times)
+and the instructions of ``foreach`` AdamW in bf16 (``optimizers.adam``). None is from a published step.
 
 A sustained rate is what remains on random numbers once the power limit holds; where only a best case has been published
 it is that.
@@ -50,10 +53,6 @@ class Power(NamedTuple):
     exponent: float
     """Of the clock, in the energy of an operation."""
 
-    def limited_to(self, watts: float) -> Power:
-        """The same chip with another limit, of which it keeps as far below as that of 700 W."""
-        return self._replace(limit=self.limit * watts / 700)
-
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
@@ -91,7 +90,6 @@ class Efficiency:
     sources: tuple[str, ...] = ()
 
 
-_MAMF = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md (MAMF table)"
 _SIMUMAX_A100 = (
     "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
     "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
@@ -102,8 +100,9 @@ _SEMIANALYSIS = (
     "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about "
     "1,280; best cases in the MAMF table: 794.5, 668.4)"
 )
+_FILE = "benchmarks/measured_kernels_h200.json"
 _OWN = (
-    "benchmarks/measured_kernels_h200.json (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 "
+    f"{_FILE} (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 "
     "products of 10 GFLOP and more that end before the clock falls, as parts of what tiles and waves leave)"
 )
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
@@ -137,7 +136,6 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
         "a100-40gb": Fraction(0.80, _SIMUMAX_A100),
         "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
         "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
-        "h100-96gb": Fraction(828.6 / 989, _MAMF),
         "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
         "b200": Fraction(0.504, _SIMUMAX),
         "gb200": Fraction(0.683 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
@@ -160,17 +158,26 @@ gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
 POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
 """The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
 8 layers 688, GPT-2 XL 586, GPT-2 under autocast 498, Llama with 8-bit Adam 479) and of a copy (563) are those of this
-sum within 3 %. Products of random numbers, which alone would take 880 W, fall to 0.845 of their speed (672 to 684
-TFLOP/s): the exponent."""
+sum within 3 %: it was set from them. Products of random numbers, which alone would take 880 W, fall to 0.845 of their
+speed (672 to 684 TFLOP/s): the exponent."""
 
-_SAME_CHIP: Mapping[str, str] = MappingProxyType(
-    {"a800-80gb": "a100-80gb", "h800": "h100-80gb", "gh200-144gb": "h200", "mi325x": "mi300x"}
+SAME_CHIP: Mapping[str, str] = MappingProxyType(
+    {
+        "a800-80gb": "a100-80gb",
+        "h800": "h100-80gb",
+        "h100-96gb": "h100-80gb",
+        "gh200-144gb": "h200",
+        "mi325x": "mi300x",
+    }
 )
-"""GPUs whose products are computed by another one's chip, with other memory or fewer links."""
+"""GPUs whose products are computed by another one's chip, with other memory or fewer links. Of a GH200 its owner sets
+the limit (450 to 1,000 W for GPU, memory and Grace together: its data sheet); taken is an H200's of 700 W, so that the
+same chip is as fast. Its best product is 828.6 TFLOP/s (stas00/ml-engineering's MAMF table; H100's is 794.5); what it
+sustains nobody published."""
 
 
 def _measured(gpu: str, newest: bool = False) -> Fraction | None:
-    chip = _SAME_CHIP.get(gpu, gpu)
+    chip = SAME_CHIP.get(gpu, gpu)
     return _NEWEST.get(chip) if newest and chip in _NEWEST else _MATRIX.get(chip)
 
 
@@ -250,9 +257,8 @@ _EXCHANGE: Mapping[int, float] = MappingProxyType({8: 203 / 300, 9: 317 / 450, 1
 
 _BLACKWELL = (0.28, 23.1e-6, 9.2e-6)
 """B200, from the same file: ``ce_fusion``; ``fixed_latency_us`` and ``latency_us`` of ``all_gather``."""
-_HOST, _HOST_HOPPER = 12.0 / 16.0, 55.4 / 64
-"""NCCL's figure, and 256 MiB of pinned memory, either way, on an H200 (``_OWN``)."""
-_PCI = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)"
+_HOST = Fraction(12.0 / 16.0, f"{_TOPO} (PCI_BW: 12.0 of the 16 GB/s of PCIe 3)")
+_HOST_HOPPER = Fraction(55.4 / 64, f"{_FILE} (an H200: 256 MiB of pinned memory, either way)")
 _NETWORK = 0.96
 _NET = "https://github.com/NVIDIA/nccl-tests/issues/119 (8 A100, 4 x 200 Gb/s a node: 96 of 100 GB/s)"
 
@@ -272,7 +278,7 @@ def default(
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where cuDNN has attention's, ``older`` before
     FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``."""
-    limited = newest and _SAME_CHIP.get(gpu, gpu) in _NEWEST
+    limited = newest and SAME_CHIP.get(gpu, gpu) in _NEWEST
     matrix = _measured(gpu, newest) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
@@ -290,7 +296,7 @@ def default(
         f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
         f"network adapters {_NETWORK:.0%}: {_NET}",
-        f"host {host:.0%}: {_PCI if host == _HOST else _OWN.partition(', torch')[0]})",
+        f"host {host.value:.0%}: {host.source}",
     )
     loss, base, hop = _BLACKWELL if gpu == "b200" else (None, None, None)
     return Efficiency(
@@ -300,12 +306,12 @@ def default(
         backward,
         link.value,
         _NETWORK,
-        host,
+        host.value,
         loss,
         base,
         hop,
         _EXCHANGE.get(major),
-        _LOW.get(_SAME_CHIP.get(gpu, gpu)),
+        _LOW.get(SAME_CHIP.get(gpu, gpu)),
         _ORDINARY if major == 9 else None,
         _ODD if major == 9 else None,
         POWER if limited else None,

@@ -1,6 +1,6 @@
 """What a plan's GPUs and links sustain: published peaks times the parts of them that kernels and links reach.
 
-Every default part is from somebody's microbenchmark of kernels or links (``efficiency``), none from a training step.
+Where default parts are from: ``efficiency``. None is from a published training step.
 
 How far predicted steps were from measured ones, by the medians of ``benchmarks/timing.py`` (docs/timing.md), and the
 fastest steps that anybody published.
@@ -19,28 +19,31 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import MEMORY_EFFICIENT, Fused
-from .efficiency import Efficiency, Power, default, unmeasured
+from .efficiency import SAME_CHIP, Efficiency, Power, default, unmeasured
 from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "h200": 0.031, "b200": 0.068}
+    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "b200": 0.068}
 )
-"""Median of the absolute relative errors of dense steps in 16 bits, by GPU."""
+"""Median of the absolute relative errors of dense steps in 16 bits, most of them on several GPUs, by GPU."""
+
+ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.031})
+"""The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
 
 ERROR_OF_EXPERTS = 0.114
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERROR_OF_ADAPTERS = 0.031
-"""The same of adapters, on A100 and H200."""
+ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.169})
+"""The same of adapters."""
 
 
 def published_error(plan: ResolvedPlan) -> float:
     """Median relative error of a step's time on the plan's GPU; the largest published one where no step on it was
-    compared, or none of the plan's loop (one of trl's). Where not even products were measured on it, how far those of
-    other GPUs are from what stands in."""
+    compared, none on more than one of it where the plan has more, or none of the plan's loop (one of trl's). Where not
+    even products were measured on it, how far those of other GPUs are from what stands in."""
     gpu = plan.hardware.gpu
     unknown = unmeasured(gpu) if gpu is not None and gpu in SPEEDS else None
     if unknown is not None:
@@ -50,34 +53,38 @@ def published_error(plan: ResolvedPlan) -> float:
     largest = max(PUBLISHED_ERRORS.values())
     if plan.trainer.kind.own_loss:
         return largest
-    dense = PUBLISHED_ERRORS.get(gpu or "", largest)
-    return dense if plan.lora.rank is None else max(dense, ERROR_OF_ADAPTERS)
+    alone = ERRORS_OF_ONE if plan.hardware.gpus == 1 else {}
+    dense = {**PUBLISHED_ERRORS, **alone}.get(gpu or "", largest)
+    if plan.lora.rank is None:
+        return dense
+    return max(dense, ERRORS_OF_ADAPTERS.get(gpu or "", max(ERRORS_OF_ADAPTERS.values())))
 
 
 _FOUNDRY = "MPT-7B on 8 GPUs, https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
+_GPT3 = Figure(
+    0.54, "GPT-3 175B on 128 H100, https://newsletter.semianalysis.com/p/h100-vs-gb200-nvl72-training-benchmarks"
+)
+_MIXTRAL = Figure(0.493, "Mixtral 8x22B on H100 in Megatron-Core, https://arxiv.org/abs/2504.14960")
 BEST_MFU: Mapping[str, Figure] = MappingProxyType(
     {
         "a100-40gb": Figure(0.642, _FOUNDRY),
         "a100-80gb": Figure(0.642, _FOUNDRY),
-        "h100-80gb": Figure(
-            0.54,
-            "GPT-3 175B on 128 GPUs, https://newsletter.semianalysis.com/p/h100-vs-gb200-nvl72-training-benchmarks",
-        ),
+        "h100-80gb": _GPT3,
+        "h200": _GPT3,
         "b200": Figure(0.382, "Llama 3 70B of 12 layers on 8 GPUs, https://github.com/MooreThreads/SimuMax"),
     }
 )
-"""The highest MFU of dense training in 16 bits that was found, by GPU; of an A100 the chip's, whatever its memory."""
+"""The highest MFU of dense training in 16 bits that was found, by GPU; a chip's whatever its memory."""
 
-BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType(
-    {"h100-80gb": Figure(0.493, "Mixtral 8x22B in Megatron-Core, https://arxiv.org/abs/2504.14960")}
-)
+BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType({"h100-80gb": _MIXTRAL, "h200": _MIXTRAL})
 """The same of models with experts."""
 
 
 def best_published(gpu: str, dtype: str, mfu: float, *, experts: bool = False) -> Figure | None:
     """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it: of models with ``experts``, if one
     is known, or of those without."""
-    best = {**BEST_MFU, **(BEST_MFU_OF_EXPERTS if experts else {})}.get(gpu) if dtype in ("bf16", "fp16") else None
+    known = {**BEST_MFU, **(BEST_MFU_OF_EXPERTS if experts else {})}
+    best = known.get(SAME_CHIP.get(gpu, gpu)) if dtype in ("bf16", "fp16") else None
     return best if best is not None and mfu > best.value else None
 
 
@@ -151,6 +158,12 @@ HALF_AS_WIDE = ((7, 0), (7, 5), (8, 0))
 
 WIDE_LOADS = (2, 7)
 """PyTorch whose kernels load 16 bytes at a time on Hopper (https://github.com/pytorch/pytorch/pull/145746)."""
+
+
+def as_validated(plan: ResolvedPlan) -> ResolvedPlan:
+    """``plan`` with the attention of ``memplan validate``, which turns cuDNN's off
+    (``trace.surroundings.without_cudnn_attention``)."""
+    return plan.model_copy(update={"environment": {**plan.environment, DEPRIORITIZED: "1"}})
 
 
 def before(plan: ResolvedPlan, version: tuple[int, int]) -> bool:

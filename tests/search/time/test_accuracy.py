@@ -9,9 +9,11 @@ from memplan.search.time.hardware import SPEEDS
 from memplan.search.time.rates import (
     BEST_MFU,
     BEST_MFU_OF_EXPERTS,
-    ERROR_OF_ADAPTERS,
     ERROR_OF_EXPERTS,
+    ERRORS_OF_ADAPTERS,
+    ERRORS_OF_ONE,
     PUBLISHED_ERRORS,
+    rates_of,
 )
 
 from .plans import plan
@@ -30,6 +32,20 @@ def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
     assert of("mi300x") == of("a800-80gb") == max(PUBLISHED_ERRORS.values()) > of("a100-80gb")
 
 
+def test_one_gpu_was_compared_where_several_were_not() -> None:
+    assert of("h200") == of("h100-80gb") == max(PUBLISHED_ERRORS.values()) > ERRORS_OF_ONE["h200"]
+    assert of("h200", gpus=1, framework="single") == ERRORS_OF_ONE["h200"]
+
+
+def test_the_same_chip_is_as_fast() -> None:
+    """Whatever its memory: H200's is the faster one of an H100's with 96 GB."""
+    for torch in ("2.4", "2.11"):
+        job = {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", "torch": torch}
+        rates = [rates_of(plan(**job, gpu=gpu)) for gpu in ("h100-80gb", "h100-96gb", "gh200-144gb", "h200")]
+        assert max(rate.matrix for rate in rates) == pytest.approx(min(rate.matrix for rate in rates), rel=1e-3)
+        assert len({rate.power for rate in rates}) == 1
+
+
 def test_a_gpu_whose_products_nobody_measured_has_the_spread_of_those_of_others() -> None:
     """B200's median and MI300X's are both a third below that of all."""
     shares = [default(gpu, GPUS[gpu].compute_capability).matrix for gpu in SPEEDS]
@@ -46,9 +62,9 @@ def test_experts_and_hybrids_have_an_error_of_their_own(name: str) -> None:
 
 
 def test_adapters_and_trls_loops_have_no_more_than_was_compared() -> None:
-    """Four runs with LoRA on A100; none of DPO."""
-    assert of("a100-80gb", lora_rank=16) == ERROR_OF_ADAPTERS > of("a100-80gb")
-    assert of("h100-80gb", lora_rank=16) == of("h100-80gb") > ERROR_OF_ADAPTERS
+    """Four runs with LoRA on A100, two on H200, whose error others have; none of DPO."""
+    assert of("a100-80gb", lora_rank=16) == of("a100-80gb") > ERRORS_OF_ADAPTERS["a100-80gb"]
+    assert of("h100-80gb", lora_rank=16) == of("h200", lora_rank=16) == ERRORS_OF_ADAPTERS["h200"] > of("h100-80gb")
     dpo = of("a100-80gb", trainer="dpo", precompute_ref_log_probs="true")
     assert dpo == max(PUBLISHED_ERRORS.values())
 
@@ -58,6 +74,7 @@ def test_the_best_published_is_cited_above_it_alone() -> None:
     assert best_published("h100-80gb", "bf16", best.value + 0.01) == best
     assert best_published("h100-80gb", "bf16", best.value) is None
     assert best_published("h100-80gb", "fp32", 0.9) is None
+    assert best_published("h200", "bf16", best.value + 0.01) == best_published("h800", "bf16", 0.9) == best
     assert best_published("l4", "bf16", 0.9) is None
     experts = BEST_MFU_OF_EXPERTS["h100-80gb"]
     assert best_published("h100-80gb", "bf16", experts.value + 0.01, experts=True) == experts

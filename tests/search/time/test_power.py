@@ -40,7 +40,7 @@ def test_what_stays_below_the_limit_keeps_its_clock() -> None:
     assert power.clock(RATES, copied) == 1.0
     mixed = drawn([(stream, 1), (product, round(copied.other / 3 / alone(product, RATES)))], RATES)
     assert power.clock(RATES, mixed) == 1.0
-    assert power.clock(replace(RATES, power=POWER.limited_to(500)), mixed) < 1
+    assert power.clock(replace(RATES, power=POWER._replace(limit=493)), mixed) < 1
 
 
 def test_what_kernels_draw() -> None:
@@ -70,5 +70,5 @@ def test_a_layer_that_is_mostly_products_is_slower_than_its_kernels_alone() -> N
     """Llama 3 405B on an H200, beside one whose limit is twice as high."""
     job = plan(model="llama-3-405b", gpu="h200", framework="megatron", tp=8, mbs=1, seq=8192, sequence_parallel="true")
     usual = entry_times(job, rates=replace(RATES, power=POWER))
-    free = entry_times(job, rates=replace(RATES, power=POWER.limited_to(1400)))
+    free = entry_times(job, rates=replace(RATES, power=POWER._replace(limit=1380)))
     assert 1.0 < usual.layer.forward / free.layer.forward < 1.15
