@@ -186,6 +186,8 @@ def test_estimates_are_deterministic() -> None:
         ({"cp": 4, "cp_inner": 2}, "megatron.cp_inner = 2: must be 1 without megatron.cp_communication a2a+p2p"),
         ({"cp": 4, "cp_inner": 3, "cp_communication": "a2a+p2p"}, "megatron.cp_inner = 3: must divide layout.cp 4"),
         ({"cp": 4, "cp_inner": 2, "cp_communication": "a2a+p2p", "te_version": "2.14"}, "must be 1 before"),
+        ({"cp": 4, "cp_communication": "a2a+p2p"}, "a2a+p2p: needs megatron.cp_inner (--cp-inner)"),
+        ({"optimizer_implementation": "foreach"}, "foreach: must be apex with Transformer Engine's layers"),
         ({"zero": 2}, "layout.zero = 2: must be"),
         ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be one of sgd, adam, adamw"),
         ({"precision_aware_optimizer": "true"}, "must be false without the distributed optimizer"),
