@@ -187,6 +187,7 @@ def test_estimates_are_deterministic() -> None:
         ({"cp": 4, "cp_inner": 3, "cp_communication": "a2a+p2p"}, "megatron.cp_inner = 3: must divide layout.cp 4"),
         ({"cp": 4, "cp_inner": 2, "cp_communication": "a2a+p2p", "te_version": "2.14"}, "must be 1 before"),
         ({"cp": 4, "cp_communication": "a2a+p2p"}, "a2a+p2p: needs megatron.cp_inner (--cp-inner)"),
+        ({"model": "mistral-7b", "cp": 4}, "default: megatron.cp_communication = p2p: must be a2a or all_gather"),
         ({"optimizer_implementation": "foreach"}, "foreach: must be apex with Transformer Engine's layers"),
         ({"zero": 2}, "layout.zero = 2: must be"),
         ({"optimizer": "adam8bit"}, "optimizer.name = adam8bit: must be one of sgd, adam, adamw"),

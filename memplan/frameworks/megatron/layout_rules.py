@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Origin, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import written_out
 
@@ -257,7 +257,8 @@ def _check_context_way(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies:
-            raise PlanError("megatron.cp_communication", way, problem)
+            given = "cp_communication" in plan.megatron.model_fields_set
+            raise PlanError("megatron.cp_communication", way, problem, origin=None if given else Origin("default"))
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:
