@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from .device.measured import torch_version
 from .frameworks import framework
 from .plan.lora import saved
-from .plan.releases import release
+from .plan.releases import LIBRARIES, release, shown
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
@@ -68,6 +68,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
     ties = BLOCKS_OF_ONE_SIZE[torch_version(plan) >= (2, 13)]
     result = [*COMMON, ties, f"{EVALUATION}; {framework(plan.framework).saving(plan)}"]
+    newest = LIBRARIES["torch"].newest
+    if torch_version(plan) > newest:
+        result.append(f"torch {plan.torch} is taken to be as {shown(newest)}, the newest release that is known")
     if isinstance(plan.model, TracedSpec):
         traces = framework(plan.framework).running.learnt_assumptions(plan)
         return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))

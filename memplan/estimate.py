@@ -227,13 +227,6 @@ def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tu
     return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())
 
 
-def _evaluates(plan: ResolvedPlan) -> bool:
-    """Whether the plan includes an evaluation. Of the Trainer's it says so, with the size of its batches or their
-    number; another loop is taken to evaluate with the micro-batches that it trains with."""
-    trainer = plan.trainer
-    return trainer.loop == "none" or trainer.evaluation_mbs is not None or trainer.evaluation_batches is not None
-
-
 def _check_addresses(plan: ResolvedPlan, readings: Iterable[int]) -> None:
     """``PlanError`` where a rank needs more bytes than ``LARGEST_RANK``."""
     peak = max(readings)
@@ -259,7 +252,7 @@ def _judged(
     return judge(
         program,
         replayed,
-        evaluated if _evaluates(plan) else None,
+        evaluated if plan.trainer.evaluated else None,
         outside_range(outside),
         all_known=all_known(outside),
         capacity=capacity,
@@ -319,7 +312,7 @@ def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> 
     program = kernel_programs(plan)[stage]
     (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
     moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
-    if _evaluates(plan):
+    if plan.trainer.evaluated:
         moments.append(evaluation_peak(evaluation_programs(plan, programs_of(plan, Options()))[stage], replayed) or 0)
     low, high = outside_range(causes(plan, stage, known))
     return max(moments) + (low + high) // 2, max(moments) + high

@@ -153,6 +153,18 @@ class StageEstimate:
                 return reading
         return self.requested
 
+    def worst(self, *, evaluated: bool) -> tuple[str, int]:
+        """The moment that needs most, and the bytes that it adds to an iteration's headline: 0 where that is it.
+
+        Of other moments the sum of what is alive is known, without the allocator's cache; what lies outside PyTorch is
+        there in all. Without ``evaluated`` the plan includes no evaluation.
+        """
+        replayed = next((one for one in (self.reserved, self.allocated) if one is not None), self.requested)
+        others = ("initialisation", *(["evaluation"] if evaluated else []), "checkpoint")
+        moment = max(others, key=lambda name: self.moments.get(name) or 0)
+        more = (self.moments.get(moment) or 0) - replayed
+        return (moment, more) if more > 0 else ("steady", 0)
+
     def of(self, category: Category) -> int:
         return self.breakdown[category]
 

@@ -131,6 +131,26 @@ def test_evaluation_decides_where_the_plan_includes_it() -> None:
     assert estimated(**flags | {"gpu": "a100-80gb"}, **{"eval-mbs": "128"}).fits
 
 
+def test_the_sentence_is_of_the_moment_that_needs_most() -> None:
+    """Free is what evaluation leaves; between what lies outside at least and at most, its own range is said."""
+    flags = SMALL | {"gpu": "a100-80gb", "trainer": "transformers", "eval-mbs": "32"}
+    found = estimated(**flags)
+    (stage,) = found.stages
+    evaluation = stage.moments["evaluation"]
+    assert evaluation is not None
+    assert stage.reserved is not None
+    assert stage.device is not None
+    needed = stage.device - stage.reserved + evaluation
+    assert needed > stage.device + GIB
+    free = (found.capacity or 0) - needed
+    assert f"Fits: evaluation on the GPU needs {needed / GIB:.2f} GiB" in str(verdict(found))
+    assert str(verdict(found)).endswith(f"{free / GIB:.2f} GiB free")
+    tight = estimated(**flags, capacity=f"{needed}B")
+    assert tight.judged.verdict is Verdict.TIGHT
+    assert str(verdict(tight)).startswith("Tight: evaluation on the GPU needs ")
+    assert str(verdict(estimated(**flags | {"eval-mbs": "1"}))).startswith("Fits: the GPU needs ")
+
+
 @pytest.mark.parametrize(
     "layout", [{"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"}, {"framework": "megatron", "tp": "2"}]
 )

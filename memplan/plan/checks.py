@@ -14,7 +14,7 @@ from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .model_checks import divisors
 from .plan import Plan
-from .releases import LIBRARIES, TRL_SCORES, needed, parsed, shown
+from .releases import LIBRARIES, OLDEST_TORCH, TRL_SCORES, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .training_loops import TRAINING_LOOPS
@@ -273,6 +273,9 @@ def check_versions(plan: Plan) -> None:
             by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.own_loss else ""
             problem = f"must be {span}: the releases that are followed{by}"
             raise PlanError(f"versions.{name}", version, problem)
+    if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
+        problem = f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled"
+        raise PlanError("torch", plan.torch, problem)
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
         raise PlanError("versions.torch", plan.versions["torch"], f"must be {plan.torch}, which torch says")
     for name, version in plan.versions.items():

@@ -380,6 +380,12 @@ class Trainer(FrameworkSection, Terse):
     )
 
     @property
+    def evaluated(self) -> bool:
+        """Whether the plan includes an evaluation. Of the Trainer's it says so, with the size of its batches or their
+        number; another loop is taken to evaluate with the micro-batches that it trains with."""
+        return self.loop == "none" or self.evaluation_mbs is not None or self.evaluation_batches is not None
+
+    @property
     def kind(self) -> TrainingLoop:
         """What is known of the loop."""
         return TRAINING_LOOPS[self.loop]

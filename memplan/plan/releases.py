@@ -57,6 +57,9 @@ LIBRARIES: Mapping[str, Library] = {
 }
 """By the name under which pip installs them. trl is a training loop of its own: only a plan that names it has it."""
 
+OLDEST_TORCH: Version = (1, 6)
+"""What the oldest code runs on (code 2020); a plan's ``torch``, without releases of other libraries, may be as old."""
+
 # -- transformers
 
 LOSS_FUNCTION: Version = (4, 46)

@@ -139,11 +139,17 @@ def _unknown(path: str) -> PlanError:
     return PlanError(path, ABSENT, f"is not a field{listed}{others}", known=known)
 
 
+RELEASE = r"'^\d{1,3}\.\d{1,3}(\.\d{1,3})?$'"
+"""The pattern of a release, as pydantic's message shows it."""
+
+
 def _wrong_type(kind: str, value: object, field: PlanField | None, message: str) -> str:
     if field is not None and field.kind is Kind.SIZE:
         return f"{ALLOWED}{_hint(value)}"
     if kind.startswith("int_") or (kind == "float_type" and isinstance(value, str)):
         return f"must be a {'whole ' if kind.startswith('int_') else ''}number{_hint(value)}"
+    if kind == "string_pattern_mismatch" and RELEASE in message:
+        return "must be a release such as 2.6"
     if kind.startswith("bool_"):
         return "must be true or false"
     if kind == "float_type":

@@ -42,17 +42,24 @@ def verdict(estimate: Estimate) -> Text:
     """One sentence: ``Does not fit: stage 31 needs 33.08 GiB of 31.75 GiB on v100-32gb …``."""
     judged = estimate.judged
     told = estimate.stages[estimate.peak_stage]
+    fails, evaluated = judged.verdict is Verdict.DOES_NOT_FIT, estimate.plan.trainer.evaluated
     if told.judged.verdict is not judged.verdict:
         told = next(stage for stage in estimate.stages if stage.judged == judged)
-    told_of = who(estimate, told)
-    need = f"{size(told.headline)}"
+    elif not fails:
+        alike = [stage for stage in estimate.stages if stage.judged.verdict is judged.verdict]
+        told = max(alike, key=lambda one: (one.headline + one.worst(evaluated=evaluated)[1], one is told))
+    moment, more = ("steady", 0) if fails else told.worst(evaluated=evaluated)
+    told_of = who(estimate, told) if not more else f"{moment} on {who(estimate, told)}"
+    need = f"{size(told.headline + more)}"
     if reading_of(told) != "device":
-        need = f"at least {need} ({reading_of(told)})"
+        need = f"at least {need} ({'allocated' if more else reading_of(told)})"
     most = "most, " if len(estimate.stages) > 1 else ""
     free = free_on(told, limit_of(estimate))
     if free is None:
-        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {told_of} needs {need} — {_cause(told)}")
-    if judged.verdict is Verdict.DOES_NOT_FIT:
+        cause = "" if more else f" — {_cause(told)}"
+        return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {told_of} needs {need}{cause}")
+    free -= more
+    if fails:
         return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, told_of, need, free)}")
     if judged.verdict is Verdict.UNKNOWN:
         if judged.retries or free <= 0:
@@ -71,7 +78,7 @@ def verdict(estimate: Estimate) -> Text:
             f": {told_of} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
         )
     if judged.verdict is Verdict.TIGHT and told.device_range is not None:
-        least, utmost = map(size, told.device_range)
+        least, utmost = (size(one + more) for one in told.device_range)
         what = "what CUDA and NCCL take decides, and it fits only at the lower end"
         if judged.retries:
             needs = f"would take {most}{need} of {_limit(estimate)}; {_retries(judged)}: {what}"

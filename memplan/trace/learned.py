@@ -165,7 +165,7 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
     needs = " and ".join(["torch", *job.packages])
     if spec.source in learned_models():
-        problem = f"ships learned in {SHIPS_IN}; in {_told(plan)}{why}: `{learn}` (needs {needs})"
+        problem = f"ships learned in {SHIPS_IN}; it is not known in {_told(plan)}{why}: `{learn}` (needs {needs})"
     else:
         reason = spec.reason.partition("; known are")[0]
         problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs {needs})"

@@ -203,6 +203,7 @@ MIXTURE |= {"seq": "4096", "mbs": "1", "layers": "2"}
         ({"ep": "2", "etp": "2"}, "layout.etp = 2: must be 1"),
         ({"ep": "2", "fsdp-offload": "true"}, "fsdp.offload = true: must be false with ep 2"),
         ({"ep": "2", "reshard-after-forward": "false"}, "fsdp.reshard_after_forward = false: must be true with ep 2"),
+        ({"etp": "2", "model": "llama-3-8b"}, "layout.etp = 2: must be 1: llama-3-8b has no experts"),
         ({"ep": "2", "model": "llama-3-8b"}, "layout.ep = 2: must be 1: llama-3-8b has no experts"),
         ({"ep": "2", "fsdp-code": "transformers"}, "layout.ep = 2: must be 1 with transformers' code"),
         ({"ep": "16", "expert-ffn": "760", "experts": "16"}, ""),

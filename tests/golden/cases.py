@@ -418,7 +418,7 @@ def megatron() -> Iterator[str]:
     yield f"{job} --tp 2 --dp 4 --zero 1 --optimizer-cuda-graph --te-version 2.12 --precision-aware-optimizer --exp-avg-dtype bf16"
     yield f"{job} --tp 4 --dp 2 --no-sequence-parallel --recompute full --distribute-saved-activations"
     job = "--model llama-3-8b --layers 4 --seq 2048 --dtype bf16 --framework megatron --tp 2 --dp 4 --zero 1"
-    yield f"{job} --gpu h200 --optimizer-implementation foreach"
+    yield f"{job} --gpu h200 --optimizer-implementation foreach --transformer-impl local"
     for flags in (
         "--transformer-impl local", "--transformer-impl local --attention eager", "--attention-backend unfused",
         "--attention-backend fused", "--attention-backend flash", "--te-version 2.1", "--deterministic",

@@ -51,6 +51,7 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
             {"framework": "fsdp", "optimizer": "adam8bit"},
             "take no DTensor (FSDP2: the first step ends in 'got mixed torch.Tensor and DTensor'), and their states of",
         ),
+        ({"framework": "fsdp", "optimizer": "paged_adamw_8bit"}, "optimizer.name = adam8bit (paged_adamw_8bit): must"),
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
         ({"framework": "fsdp", "optimizer": "muon"}, "the gathers of its matrix products are not modelled"),
         ({"framework": "fsdp", "optimizer": "sgd", "optimizer_implementation": "fused"}, "fused SGD takes no DTensor"),

@@ -49,6 +49,8 @@ def test_trl_casts_adapters_beside_4_bit_weights_since_0_26() -> None:
         ({"versions": "transformers"}, "must be NAME=VALUE"),
         ({"versions": "trl=0.19.0,transformers=4.48.1"}, "must be 4.51 or later with trl 0.19.0"),
         ({"versions": "transformers=5.0.0,accelerate=1.0.1"}, "must be 1.1 or later with transformers 5.0.0"),
+        ({"torch": "abc"}, "must be a release such as 2.6"),
+        ({"torch": "1.0"}, "must be 1.6 or later: nothing older is modelled"),
         ({"versions": "torch=2.6", "torch": "2.4"}, "must be 2.4"),
         ({"model": "qwen2.5-7b", "versions": "transformers=4.47.1"}, "must be 4.48 or later for family qwen2"),
         (
@@ -68,6 +70,13 @@ def test_what_is_not_followed_is_one_line(flags: dict[str, str], says: str) -> N
         estimate(read_plan(None, {"model": "mistral-7b", **{k.replace("_", "-"): v for k, v in flags.items()}}).plan)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_newer_torch_is_taken_as_the_newest_that_is_known() -> None:
+    said = "torch 2.99 is taken to be as 2.13, the newest release that is known"
+    for torch, is_said in (("2.99", True), ("2.13.0", False)):
+        found = estimate(read_plan(None, {"model": "gpt2", "layers": "2", "seq": "64", "torch": torch}).plan)
+        assert (said in found.assumptions) == is_said
 
 
 MEASURED = {

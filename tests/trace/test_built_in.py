@@ -372,7 +372,7 @@ def test_refusals_name_what_takes_the_model(capsys: pytest.CaptureFixture[str]) 
 def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, "estimate", "--model", "olmo-2-7b", "--dtype", "fp32")
     assert line.startswith("olmo-2-7b: ships learned in bf16 with flash attention, with --recompute full or without;")
-    assert "in fp32, flash attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
+    assert "; it is not known in fp32, flash attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
     line = error_of(capsys, "validate", "--model", "olmo-2-7b")
     assert "known from traces, which memplan estimate and suggest-partition take with framework single, most" in line
 

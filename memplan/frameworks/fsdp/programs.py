@@ -58,6 +58,8 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     if dp % given.replicas:
         raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
+    if (layout.etp or 1) > 1 and not plan.model.experts:
+        raise PlanError("layout.etp", layout.etp, f"must be 1: {plan.model.name} has no experts")
     if layout.ep > 1:
         check_expert_ranks(plan, given, shards)
     if to is not None and not given.reshard_after_forward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...plan.errors import ABSENT, PlanError
+from ...plan.errors import ABSENT, Origin, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import written_out
 
@@ -219,6 +219,10 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
     if cp > 1:
         _check_context_way(plan)
+        if megatron.cp_communication == "a2a+p2p" and "cp_inner" not in megatron.model_fields_set:
+            problem = "needs megatron.cp_inner (--cp-inner), the first of Megatron-LM's "
+            problem += "--hierarchical-context-parallel-sizes, without which it does not start"  # validate_args
+            raise PlanError("megatron.cp_communication", megatron.cp_communication, problem)
     heads = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1)
     if megatron.cp_communication == "a2a" and heads % cp:
         problem = (
@@ -253,7 +257,8 @@ def _check_context_way(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies:
-            raise PlanError("megatron.cp_communication", way, problem)
+            given = "cp_communication" in plan.megatron.model_fields_set
+            raise PlanError("megatron.cp_communication", way, problem, origin=None if given else Origin("default"))
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:

@@ -25,6 +25,9 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     if optimizer.implementation == "foreach" and (optimizer.precision_aware or plan.megatron.fsdp != "none"):
         problem = "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither"
         raise PlanError("optimizer.implementation", "foreach", problem)
+    if optimizer.implementation == "foreach" and plan.megatron.transformer_impl != "local":
+        problem = "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its "
+        raise PlanError("optimizer.implementation", "foreach", f"{problem}FusedAdam steps, not torch.optim's")
     if optimizer.precision_aware:
         check_state_dtypes(plan)
         if plan.layout.zero != 1:

@@ -19,7 +19,8 @@ from .programs import programs as programs_of
 
 CODE = (
     "Megatron-Core as of August 2026, with apex, Transformer Engine and flash-attention 2 installed, as "
-    "in NVIDIA's container; FusedAdam unless optimizer.implementation is foreach; all collectives in place except "
+    "in NVIDIA's container; FusedAdam (with optimizer.implementation foreach neither is installed, and torch.optim "
+    "steps); all collectives in place except "
     "sequence parallelism's gathers and reduce-scatters",
     "side streams (overlapped communication) run in the main stream's order",
     "the report shows the largest of the distributed optimizer's shards, with tensors in the order of "

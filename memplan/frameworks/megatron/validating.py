@@ -140,8 +140,8 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
 
 def stepped_by_torch(plan: ResolvedPlan) -> ResolvedPlan:
     """With ``torch.optim``'s step in place of a fused one (``megatron/core/optimizer/__init__.py``)."""
-    if plan.optimizer.implementation is None:
-        return plan
+    if plan.optimizer.implementation is None or plan.megatron.transformer_impl != "local":
+        return plan  # without Transformer Engine its layers do not run at all
     optimizer = plan.optimizer.model_copy(update={"implementation": "foreach"})
     return resolve(plan.model_copy(update={"optimizer": optimizer}))
 
