@@ -179,9 +179,8 @@ def sharded_model(job: Job, mesh: DeviceMesh | None, within: Surroundings) -> tu
         is_offloaded = job.fsdp is not None and job.fsdp.offload
         materialise(model, within.device, host=is_offloaded)
         initialise(model, seed)
-    if within.device == "cuda" and not within.fake:
-        # a checkpoint's weights are quantised one after another as they are read, and a tied head has none of its own
-        torch.cuda.empty_cache()
+    if is_quantised and within.device == "cuda":
+        torch.cuda.empty_cache()  # weights are read and quantised one after another, not all at once as here
     return model, outline
 
 

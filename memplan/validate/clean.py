@@ -85,10 +85,12 @@ def measured(
     says: Callable[[str], None],
     *,
     communicates: bool,
+    gives_back: bool,
 ) -> Clean:
     """``steps`` timed iterations behind ``within.warmup`` of what ``built`` gives, as ``training_of`` does, on the
     ``local``-th device. ``used`` is what all of that has in use, from the driver, before this process has a context,
-    too; ``communicates``: whether there will be communicators."""
+    too; ``communicates``: whether there will be communicators; ``gives_back``: the cache is emptied when the model is
+    made, where a tied head's own weight would stay, which no checkpoint has."""
     clean = Clean()
     before = used()  # choosing another device than the first makes a context there (CUDA 12)
     torch.cuda.set_device(local)
@@ -98,6 +100,8 @@ def measured(
     torch.cuda.reset_peak_memory_stats()
     says("building the model")
     with built as training:
+        if gives_back:
+            torch.cuda.empty_cache()
         clean.moments.append(_moment("initialisation"))
         _warm_up(training, within, says)
         _iterations(clean, training, steps, says)

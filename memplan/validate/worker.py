@@ -260,8 +260,12 @@ class Rank:
         communicates = self.task.world == "real" and self.native.ranks > 1
         within, steps, code = self._within(None), self.task.steps, self.code
         training = None if code is None else code.training_of(self.task.plan, self.rank, within)
-        built = training or training_of(self.job(), within)
-        return measured(built, within, steps, self.local, self._used, says, communicates=communicates)
+        built, gives_back = training, False
+        if built is None:
+            job = self.job()
+            built, gives_back = training_of(job, within), job.torchtitan is None
+        kinds = {"communicates": communicates, "gives_back": gives_back}
+        return measured(built, within, steps, self.local, self._used, says, **kinds)
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""

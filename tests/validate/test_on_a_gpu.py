@@ -196,7 +196,7 @@ def measured(cuda: Cuda, *, communicates: bool = False, driver: bool = True) -> 
         return cuda.used() if driver else None
 
     within = Surroundings(fake=False, device="cuda", warmup=2)
-    return clean.measured(built(), within, 3, 0, used, lambda what: None, communicates=communicates)
+    return clean.measured(built(), within, 3, 0, used, lambda what: None, communicates=communicates, gives_back=True)
 
 
 def test_what_a_rank_reads(cuda: Cuda) -> None:
@@ -215,7 +215,7 @@ def test_what_a_rank_reads(cuda: Cuda) -> None:
     assert moments["backward"] == (38 * MIB, 32 * MIB)
     assert moments["step"] == (33 * MIB, 32 * MIB)
     assert moments["evaluation"] == (35 * MIB, 32 * MIB)
-    assert cuda.calls == ["device 0", "init", "empty"]
+    assert cuda.calls == ["device 0", "init", "empty", "empty"]
 
 
 def test_communicators_are_what_came_after_the_context(cuda: Cuda) -> None:
