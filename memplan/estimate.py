@@ -176,10 +176,16 @@ def check(plan: Plan) -> ResolvedPlan:
     return plan
 
 
+MASKS_FIRST = (1, 11)
+"""PyTorch with ``native_dropout_cuda`` (pull request 63937); before, ``fused_dropout_cuda`` makes the mask last."""
+
+
 def kernel_programs(plan: ResolvedPlan) -> tuple[Program, ...]:
     """``programs_of`` with what kernels allocate inside on the plan's GPU."""
     gpu = plan.hardware.gpu
-    return programs_of(plan, Options(kernel_workspaces=True, threads=threads_of(gpu) if gpu is not None else 0))
+    threads = threads_of(gpu) if gpu is not None else 0
+    masks_first = torch_version(plan) >= MASKS_FIRST
+    return programs_of(plan, Options(kernel_workspaces=True, threads=threads, masks_first=masks_first))
 
 
 def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:

@@ -298,6 +298,8 @@ class Options:
     """Also what kernels allocate inside, which fake tensors do not show."""
     threads: int = 0
     """With it, buffers of sums on a GPU that runs so many threads at a time; 0: unknown, and none."""
+    masks_first: bool = True
+    """With it, dropout makes its mask before its output."""
     keeps_input: bool = False
     """The input ends elsewhere: a schedule keeps it."""
     consumes_gradients: bool = False
@@ -336,6 +338,7 @@ def build(
             present if grad_enabled else frozenset(),
             options.kernel_workspaces and grad_enabled,
             options.threads if options.kernel_workspaces and grad_enabled else 0,
+            options.masks_first and options.kernel_workspaces and grad_enabled,
             options.consumes_gradients and grad_enabled,
             grad_enabled=grad_enabled,
             autocast=options.autocast,

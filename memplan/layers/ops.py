@@ -294,10 +294,11 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA
-    makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), fake tensors the output."""
+    makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), but for releases that have
+    ``fused_dropout_cuda`` alone; fake tensors the output."""
     if p == 0.0 or r.evaluates:
         return x
-    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces else []
+    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.masks_first else []
     out = r.empty(x.shape, x.dtype, name)
     mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype
