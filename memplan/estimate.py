@@ -199,10 +199,11 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
     begin_plan()
     plan = resolve(plan)
     programs = programs_of(plan, Options())
-    every = programs, kernel_programs(plan), evaluation_programs(plan, programs)
-    own, with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
+    own = programs if stage is None else (programs[stage],)
     folds = [fold_program(program) for program in own]
-    _check_addresses(plan, (folded.peak for folded in folds))
+    _check_addresses(plan, (folded.peak for folded in folds))  # kernels take a part of what they need
+    every = kernel_programs(plan), evaluation_programs(plan, programs)
+    with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replayed = replay(with_workspaces, settings, workspaces)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
