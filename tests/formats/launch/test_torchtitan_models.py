@@ -96,7 +96,7 @@ def test_an_unknown_flavour(read: Read) -> None:
 @pytest.mark.parametrize(
     ("job", "over", "says"),
     [
-        (DEEPSEEK, "parallelism.tensor_parallel_degree=2", "layout.tp = 2: must be 1 with torchtitan's deepseek_v3"),
+        (DEEPSEEK, "parallelism.context_parallel_degree=2", "layout.cp = 2: must be 1 with framework fsdp"),
         (QWEN, "training.mixed_precision_param=float32", "precision.dtype = fp32: must be bf16"),
     ],
 )
