@@ -101,6 +101,6 @@ def test_an_unknown_flavour(read: Read) -> None:
     ],
 )
 def test_what_has_no_recipe(read: Read, job: str, over: str, says: str) -> None:
-    plan = resolve(read(job, over, gpu="h200").plan)
+    plan = read(job, over, gpu="h200").plan
     with pytest.raises(PlanError, match=says):
-        check(plan)
+        check(resolve(plan))
