@@ -492,6 +492,7 @@ def _hooked(
             present,
             options.kernel_workspaces and grad_enabled,
             options.threads if options.kernel_workspaces and grad_enabled else 0,
+            options.masks_first and options.kernel_workspaces and grad_enabled,
             options.consumes_gradients,
             grad_enabled=grad_enabled,
             views_products=bias_first or not grad_enabled,
