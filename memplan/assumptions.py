@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .device.measured import torch_version
+from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, release, shown
@@ -66,7 +66,7 @@ def _loaded(plan: ResolvedPlan) -> str:
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
-    ties = BLOCKS_OF_ONE_SIZE[torch_version(plan) >= (2, 13)]
+    ties = BLOCKS_OF_ONE_SIZE[takes_oldest(plan)]
     result = [*COMMON, ties, f"{EVALUATION}; {framework(plan.framework).saving(plan)}"]
     newest = LIBRARIES["torch"].newest
     if torch_version(plan) > newest:
@@ -109,7 +109,10 @@ def _fused(plan: ResolvedPlan) -> str:
         )
     if plan.attention != "flash":
         return f"{plan.attention}: the package's kernel, whose temporary tensors in backward are counted"
-    return "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted"
+    return (
+        "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted (from 2.11 on "
+        "PyTorch prefers cuDNN's on Hopper and Blackwell, whose tensors are taken to be as large)"
+    )
 
 
 RECOMPUTED = {

@@ -38,6 +38,7 @@ from .device.measured import (
     outside_range,
     reading_warnings,
     taken_assumptions,
+    takes_oldest,
     torch_version,
 )
 from .frameworks import framework
@@ -458,7 +459,7 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
 
 def allocator_settings(plan: ResolvedPlan) -> AllocatorSettings:
     """The allocator as the plan's environment configures it, of its torch's release."""
-    return replace(_environment_settings(plan), oldest_first=torch_version(plan) >= (2, 13))
+    return replace(_environment_settings(plan), oldest_first=takes_oldest(plan))
 
 
 def _environment_settings(plan: ResolvedPlan) -> AllocatorSettings:

@@ -43,6 +43,15 @@ def torch_version(plan: ResolvedPlan) -> facts.Version:
     return int(major), int(minor)
 
 
+OLDEST_FIRST: Version = (2, 13)
+"""PyTorch whose allocator takes, of free blocks of one size, the one in the oldest segment."""
+
+
+def takes_oldest(plan: ResolvedPlan) -> bool:
+    """Whether the allocator of a resolved plan's PyTorch goes by the age of segments, not by addresses."""
+    return torch_version(plan) >= OLDEST_FIRST
+
+
 def cublas_workspaces(plan: ResolvedPlan) -> tuple[Hold, ...]:
     """Workspaces of a training job whose products go through PyTorch, in forward and in backward."""
     if plan.hardware.gpu is None:

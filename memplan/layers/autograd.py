@@ -235,8 +235,8 @@ class Recorder:
     """Also record what kernels allocate inside."""
     threads: int = 0
     """Of these, buffers of sums on a GPU that runs so many threads at a time; 0: unknown, and none."""
-    masks_first: bool = False
-    """Dropout makes its mask before its output."""
+    masks_first: bool = True
+    """Also with them, dropout makes its mask before its output."""
     consumes_gradients: bool = False
     """A hook adds every parameter's gradient to a static buffer as soon as it is there, and drops it."""
     events: list[Event] = field(default_factory=list)

@@ -298,7 +298,7 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     ``fused_dropout_cuda`` alone; fake tensors the output."""
     if p == 0.0 or r.evaluates:
         return x
-    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.masks_first else []
+    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces and r.masks_first else []
     out = r.empty(x.shape, x.dtype, name)
     mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
     shape, dtype = x.shape, x.dtype

@@ -65,7 +65,7 @@ def sum_inside(r: Recorder, whole: Shape, kept: Shape, dtype: str) -> None:
     bits the sums so far are kept in fp32 (``AccumulationBuffer``).
     """
     kept = kept[next((at for at, size in enumerate(kept) if size > 1), len(kept)) :]
-    if not r.threads or not kept or whole[-len(kept) :] != kept:
+    if not (r.kernel_workspaces and r.threads) or not kept or whole[-len(kept) :] != kept:
         return
     outputs = prod(kept)
     parts = list(_parts(prod(whole) // outputs, outputs * ITEMSIZE[dtype]))

@@ -264,8 +264,9 @@ class Rank:
         if built is None:
             job = self.job()
             built, gives_back = training_of(job, within), job.torchtitan is None
-        kinds = {"communicates": communicates, "gives_back": gives_back}
-        return measured(built, within, steps, self.local, self._used, says, **kinds)
+        return measured(
+            built, within, steps, self.local, self._used, says, communicates=communicates, gives_back=gives_back
+        )
 
     def _used(self) -> int | None:
         """Bytes of the device that any process has in use; ``None`` where the driver does not say."""
