@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.trace.collectives import clear_caches
+
 from .tracer import Change, Follow, Trace, cuda_behaviour
 from .training_step import DTYPES, _model, _quiet, _unpacked, begin, update
 from .tuned_step import Tune, _apply, blocks
@@ -83,12 +85,15 @@ def real_meshes() -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(n: int) -> Iterator[None]:
-    """A default process group of ``n`` ranks of which this process is the first."""
+    """A default process group of ``n`` ranks, the first of them played by this process. ``DTensor`` keeps results for
+    meshes that are equal, with the names of their groups, which a later mesh may not have: they are forgotten."""
     dist.init_process_group("fake", rank=0, world_size=n, store=FakeStore())
+    clear_caches()
     try:
         yield
     finally:
         dist.destroy_process_group()
+        clear_caches()
 
 
 @dataclass(frozen=True)
