@@ -16,8 +16,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import sub
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from .repeats import repeats
 
 UNIT_BITS = 9
 """A unit is 2^9 = 512 B, ``kMinBlockSize``."""
@@ -46,15 +49,18 @@ happens; the least code of a block that fits; the most units held until the next
 class Stretch(NamedTuple):
     """Steps in a row."""
 
-    steps: tuple[Step, ...]
+    parts: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...]
+    """Of the steps from each place on, those that give back what was taken before it, if the stretch gives back all
+    that it takes; and the steps until the next place."""
     together: int = 0
-    """Blocks that they take and hold at once, at most, if they give back all that they take; 0 if not."""
+    """Blocks that such steps take and hold at once, at most; 0 of others;"""
     requests: Requests | None = None
-    """Of such steps;"""
     top: int = 0
-    """the most units held;"""
-    given: tuple[Step, ...] = ()
-    """and those that give back what was taken before."""
+    """and the most units held."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(chain.from_iterable(steps for _, steps in self.parts))
 
 
 class Requests:
@@ -66,29 +72,42 @@ class Requests:
     of the requests: answers are remembered by these numbers.
     """
 
-    __slots__ = ("known", "most", "order", "sizes")
+    __slots__ = ("known", "most", "order", "repeats", "sizes")
 
-    def __init__(self, codes: Sequence[int], order: Sequence[tuple[int, bool]]) -> None:
-        """``codes``: of each request, the least of a block that serves it; ``order``: their places, as requests begin
-        (true) and end."""
-        self.sizes = sorted(set(codes))
-        self.order = [(at, self.sizes.index(codes[at]) if begins else -1) for at, begins in order]
-        """Place of a request, and that of its size where it begins."""
+    def __init__(self, order: Sequence[int]) -> None:
+        """``order``: where a request begins, the least code of a block that serves it; where one ends, its place among
+        those that hold blocks, -1 of the latest."""
+        self.sizes = sorted({code for code in order if code > 0})
+        places = {size: place for place, size in enumerate(self.sizes)}
+        self.order = [places.get(code, code) for code in order]
+        """With places of sizes."""
+        self.repeats = repeats(self.order)
         self.most = [0] * len(self.sizes)
         """So many blocks from each size on suffice for all that may lie in them."""
-        live: dict[int, int] = {}
-        for at, size in self.order:
+        live: list[int] = []
+        for size in self._until_the_same(live):
             if size < 0:
-                del live[at]
+                live.pop(size)
                 continue
-            live[at] = size
+            live.append(size)
             for place in range(size, len(self.most)):
-                held = sum([own <= place for own in live.values()])
+                held = sum([own <= place for own in live])
                 self.most[place] = max(self.most[place], held)
         self.known: dict[tuple[int, ...], bool] = {}
 
-    def served(self, free: Sequence[int], changing: Collection[int]) -> bool:
-        """From the blocks ``free``, sorted, without those ``changing``: neighbours of blocks that are given back."""
+    def _until_the_same(self, live: list[Any]) -> Iterator[int]:
+        """The order, without what repeats once it begins with the same ``live`` as the time before."""
+        for start, end, times in self.repeats:
+            before = None
+            for _ in range(times):
+                if live == before:
+                    break
+                before = live[:]
+                yield from self.order[start:end]
+
+    def served(self, free: Sequence[int], changing: Collection[int] = ()) -> bool:
+        """From the blocks ``free``, sorted, without those ``changing``: neighbours of blocks that are given back. What
+        serves all requests serves the last ones of them."""
         sizes, enough = self.sizes, self.most[-1] + len(changing)
         if len(free) >= enough and free[-enough] >= sizes[-1]:
             return True  # as many serve every request as are held at once
@@ -107,23 +126,24 @@ class Requests:
 
     def _suffice(self, counts: Sequence[int]) -> bool:
         """Whether so many free blocks from each size up to the next one do."""
-        live: dict[int, tuple[int, int]] = {}
+        live: list[tuple[int, int]] = []
         """Of requests that hold blocks, the place of the size, and of one that the block was smaller than."""
-        for at, size in self.order:
+        for size in self._until_the_same(live):
             if size < 0:
-                reach = live.pop(at)[1]
-                for other, (own, before) in live.items():
-                    if other > at and before < reach:  # it may lie behind the one that ends
+                reach = live.pop(size)[1]
+                for other in range(len(live) + 1 + size, len(live)):
+                    own, before = live[other]
+                    if before < reach:  # it may lie behind the one that ends
                         live[other] = own, reach
                 continue
             whole, below = counts[size], size + 1
             if whole <= len(live):
-                while whole <= sum([own < below and reach > size for own, reach in live.values()]):
+                while whole <= sum([own < below and reach > size for own, reach in live]):
                     if below == len(counts):
                         return False
                     whole += counts[below]
                     below += 1
-            live[at] = size, below
+            live.append((size, below))
         return True
 
 
@@ -180,34 +200,40 @@ class SegmentPool:
 
         Where what lives does not need a new segment, it decides where free blocks lie. So of a stretch that gives back
         what it takes, and whose requests free blocks serve for certain, only that is run which gives back what was
-        taken before, if its most, with what blocks may exceed requests, is no new peak.
+        taken before, if its most, with what blocks may exceed requests, is no new peak. Where they do not serve it, its
+        first part is run, behind which they may serve the others.
         """
         rest = 0 if self.picky else self.least_rest
         beyond, highest = 0, -1
-        for stretch in stretches:
-            steps, together, _, top, given = stretch
-            if together and rest and top + together * rest + beyond <= limit and self._serves(stretch, blocks):
-                if not given:
-                    continue
-                steps = given
-            more, limit, place = self.run(steps, blocks, limit - beyond)
-            limit += beyond
-            beyond += more
-            if place >= 0:
-                highest = place
+        for parts, together, requests, top in stretches:
+            for given, steps in parts:
+                served = (
+                    requests is not None
+                    and rest
+                    and top + together * rest + beyond <= limit
+                    and self._serves(requests, given, blocks)
+                )
+                more, limit, place = self.run(given if served else steps, blocks, limit - beyond)
+                limit += beyond
+                beyond += more
+                if place >= 0:
+                    highest = place
+                if served:
+                    break
         return beyond, limit, highest
 
-    def _serves(self, stretch: Stretch, blocks: list[int]) -> bool:
-        """Whether free blocks serve every request of a stretch that gives back what it takes, wherever what is given
-        back besides makes larger ones of some."""
-        edges, changing = self.edges, set[int]()
-        for slot, *_ in stretch.given:
+    def _serves(self, requests: Requests, given: Iterable[Step], blocks: list[int]) -> bool:
+        """Whether free blocks serve all ``requests``, wherever what is ``given`` back besides makes larger ones of
+        some."""
+        free, edges, changing = self.free, self.edges, set[int]()
+        if not requests.served(free):
+            return False
+        for slot, *_ in given:
             address = blocks[slot] & ADDRESS
             for edge in (address, address + (blocks[slot] >> SHIFT)):
                 if edge in edges:
                     changing.add(edges[edge])
-        assert stretch.requests is not None
-        return stretch.requests.served(self.free, changing)
+        return not changing or requests.served(free, changing)
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.

@@ -395,6 +395,8 @@ MOST_TOGETHER = 8
 """Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones that serve."""
 WORTHWHILE = 8
 """Steps that such a stretch must save: looking whether free blocks serve it takes as long as so many."""
+FIRST_PART = 64
+"""Steps of such a stretch that are run before looking again; then as many as were run so far, and so many more."""
 LONGEST = 256
 """Steps from a request on among which the end of such a stretch is looked for."""
 
@@ -416,34 +418,52 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
         at = after
     joined: list[Stretch] = []
     for part, own in zip(parts, closed, strict=True):
-        made = _stretch(part) if own else Stretch(tuple(part))
-        if len(part) - len(made.given) < WORTHWHILE:
-            made = Stretch(made.steps)
+        made = _stretch(part) if own else _plain(part)
+        if len(part) - len(made.parts[0][0]) < WORTHWHILE:
+            made = _plain(part)
         if joined and not joined[-1].together and not made.together:
-            made = Stretch(joined.pop().steps + made.steps)
+            made = _plain([*joined.pop().steps, *part])
         joined.append(made)
     return tuple(joined)
+
+
+def _plain(steps: Iterable[Step]) -> Stretch:
+    """Of which every step is run."""
+    return Stretch((((), tuple(steps)),))
 
 
 def _stretch(steps: Sequence[Step]) -> Stretch:
     """Of steps that give back what they take."""
     live: dict[int, int] = {}
-    codes: list[int] = []
-    order: list[tuple[int, bool]] = []
-    given: list[Step] = []
+    """Places where blocks were taken, by slot,"""
+    held: list[int] = []
+    """and in order."""
+    order: list[int] = []
+    given: list[tuple[int, int]] = []
+    """Places where a block was taken, -1 before the first step, and is given back."""
     together = 0
-    for slot, units, code, _, _ in steps:
+    for at, (slot, units, code, _, _) in enumerate(steps):
         if units > 0:
-            live[slot] = len(codes)
-            order.append((len(codes), True))
-            codes.append(code)
-            together = max(together, len(live))
-        elif slot in live:
-            order.append((live.pop(slot), False))
-        else:
-            given.append((slot, units, code, NEVER, -1))
-    top = max([step[3] for step in steps])
-    return Stretch(tuple(steps), together, Requests(codes, order), top, tuple(given))
+            live[slot] = at
+            held.append(at)
+            order.append(code)
+            together = max(together, len(held))
+            continue
+        taken = live.pop(slot, -1)
+        given.append((taken, at))
+        if taken >= 0:
+            order.append(held.index(taken) - len(held))
+            held.remove(taken)
+    places = [0]
+    while 2 * places[-1] + FIRST_PART < len(steps):
+        places.append(2 * places[-1] + FIRST_PART)
+    left = [tuple([steps[at] for taken, at in given if taken < place <= at]) for place in places]
+    ends = [*places[1:], len(steps)]
+    parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])
+    return Stretch(parts, together, _requests(tuple(order)), max([step[3] for step in steps]))
+
+
+_requests = lru_cache(maxsize=1 << 10)(Requests)
 
 
 def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan.allocator import passes, repeats
 from memplan.allocator.blocks import MIB, SHIFT, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.passes import Operation, Pass, parts_of, stretches
@@ -20,12 +23,16 @@ SIZES = st.sampled_from([2, 3, 5, 12, 16, 40])
     SETTINGS,
     st.lists(SIZES, max_size=12),
     st.lists(SIZES | st.floats(0, 1, exclude_max=True), min_size=1, max_size=60),
+    st.integers(1, 6),
     st.integers(0, 100),
+    st.sampled_from([2, 4, 64]),
 )
 def test_what_is_passed_over_changes_nothing(
-    rules: AllocatorSettings, before: list[int], wanted: list[int | float], limit: int
+    rules: AllocatorSettings, before: list[int], once: list[int | float], times: int, limit: int, part: int
 ) -> None:
-    """``before``: blocks that have been taken and given back; requests in MiB."""
+    """``before``: blocks that have been taken and given back; requests in MiB, ``times`` in a row; what is looked at
+    again after ``part`` steps."""
+    wanted = once * times
     whole, apart = rules.pool(small=False), rules.pool(small=False)
     for pool in (whole, apart):
         for block in [pool.take(size * MIB) for size in before]:
@@ -45,7 +52,8 @@ def test_what_is_passed_over_changes_nothing(
         held += units
         steps.append((slot, units, units << SHIFT, held, at))
     one_by_one, together = [0] * len(wanted), [0] * len(wanted)
-    parts = stretches(steps)
+    with patch.multiple(passes, FIRST_PART=part, WORTHWHILE=min(part, 8)), patch.object(repeats, "PROBE", part):
+        parts = stretches(steps)
     assert [step for part in parts for step in part.steps] == steps
     assert whole.run(steps, one_by_one, limit * MIB) == apart.run_all(parts, together, limit * MIB)
     assert whole.free == apart.free
@@ -60,7 +68,7 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held]])
     assert [len(part.steps) for part in found] == [1, 11]
     assert [part.together for part in found] == [0, 2]
-    assert [step[0] for step in found[1].given] == [9]
+    assert [step[0] for step in found[1].parts[0][0]] == [9]
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
     assert not together.together
 
@@ -78,7 +86,7 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
 )
 def test_whether_free_blocks_serve_requests(free: tuple[int, ...], changing: tuple[int, ...], served: bool) -> None:
     """One of 8, and while it is held one of 30."""
-    requests = Requests([8 << SHIFT, 30 << SHIFT], [(0, True), (1, True), (1, False), (0, False)])
+    requests = Requests([8 << SHIFT, 30 << SHIFT, -1, -1])
     codes = [size << SHIFT | at for at, size in enumerate(free)]
     assert requests.served(codes, [code for code in codes if code >> SHIFT in changing]) is served
 
