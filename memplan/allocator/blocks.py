@@ -138,7 +138,8 @@ class Requests:
                 continue
             whole, below = counts[size], size + 1
             if whole <= len(live):
-                while whole <= sum([own < below and reach > size for own, reach in live]):
+                behind = sorted([own for own, reach in live if reach > size])
+                while whole <= bisect_left(behind, below):
                     if below == len(counts):
                         return False
                     whole += counts[below]

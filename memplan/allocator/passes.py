@@ -416,20 +416,16 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
         after = (at if end is None else end) + 1
         parts[-1] += steps[at:after]
         at = after
-    joined: list[Stretch] = []
+    joined: list[Stretch | list[Step]] = []
     for part, own in zip(parts, closed, strict=True):
-        made = _stretch(part) if own else _plain(part)
-        if len(part) - len(made.parts[0][0]) < WORTHWHILE:
-            made = _plain(part)
-        if joined and not joined[-1].together and not made.together:
-            made = _plain([*joined.pop().steps, *part])
-        joined.append(made)
-    return tuple(joined)
-
-
-def _plain(steps: Iterable[Step]) -> Stretch:
-    """Of which every step is run."""
-    return Stretch((((), tuple(steps)),))
+        made = _stretch(part) if own and len(part) >= WORTHWHILE else None
+        if made is not None and len(part) - len(made.parts[0][0]) >= WORTHWHILE:
+            joined.append(made)
+        elif joined and isinstance(joined[-1], list):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return tuple([Stretch((((), tuple(one)),)) if isinstance(one, list) else one for one in joined])
 
 
 def _stretch(steps: Sequence[Step]) -> Stretch:
