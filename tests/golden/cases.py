@@ -480,7 +480,7 @@ def megatron() -> Iterator[str]:
     yield f"{job} optim_grads_params --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
     yield f"{job} optim_grads --use-nccl-ub --dp 8 --distributed-optimizer-instances 2"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"
-    for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1"):
+    for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1", "--offload-layers 2 --fp8 delayed"):
         yield f"{job.removesuffix(' --torch-fsdp')} {more}"
     for more in ("reshard", "keep", "reshard --tp 2 --recompute full", "reshard --cp 2 --torch-fsdp-host-init"):
         yield f"{job} {more}"

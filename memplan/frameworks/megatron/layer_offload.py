@@ -9,13 +9,18 @@ k go:
   been waited for.
 * It comes back, all of it at once, before the backward of layer N - 1 - k + j (``start_reload_map``), on the main
   stream, and ends before the backward of the layer below, or when all of backward has ended (``bwd_step``,
-  ``finish_part_of_bwd``).
+  ``finish_part_of_bwd``). What the layer's own backward empties ends there (``clear_tensor_data`` of ``linear.py`` and
+  ``layernorm_linear.py``): outputs of norms within linear layers, and inputs in 8 or 4 bits.
+
+A quantised tensor goes in its parts (``push_tensor``, ``prepare_for_saving``): data, and scales with enough elements;
+weights and their copies stay (``mark_not_offload``).
 
 The first layer's input is the model's own variable, too, which ends with its forward (``GPTModel.forward``).
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -31,6 +36,9 @@ LEAST = 256 * 1024
 """Elements of the smallest tensor that goes."""
 
 LAYER = "layer."
+
+_CLEARED = re.compile(r"linear_(qkv|fc1)\.layer_norm|_(fp8|fp8_transposed|rows|columns|row_scales|column_scales)$")
+"""Names of what backward empties: within a norm's linear layer, and parts of quantised inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +88,18 @@ def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
                 tapes[place - 1] = _renamed(tapes[place - 1], held.tensor, first)
             else:
                 tapes[place] = _renamed(tapes[place], held.tensor, first)
-            tapes[place] = _without_end(tapes[place], INPUT if is_input else first)
+            cleared = _CLEARED.search(held.name) is not None
+            tapes[place] = _ended(tapes[place], INPUT if is_input else first, again if cleared else None)
             ends = Drop(first, held.bytes, held.category)
             if is_input and not at:
                 around.after_forward[len(modules) - 1].append(ends)
             else:
                 around.before_forward[released_at].append(ends)
             around.before_backward[reloaded_at].append(held._replace(tensor=again, name=f"{held.name}/reloaded"))
-            (around.before_backward if at else around.after_backward)[below].append(
-                Drop(again, held.bytes, held.category)
-            )
+            if not cleared:
+                (around.before_backward if at else around.after_backward)[below].append(
+                    Drop(again, held.bytes, held.category)
+                )
     for events in around.before_backward.values():  # what has come back for the layer above ends first
         events.sort(key=lambda event: isinstance(event, Hold))
     own = [Span(_with(module, _around(tapes[at], around, at)), (name,)) for at, (module, name) in enumerate(modules)]
@@ -133,9 +143,14 @@ def _renamed(tapes: Tapes, id: int, other: int) -> Tapes:
     return replace(tapes, forward=named(tapes.forward), backward=named(tapes.backward), output=output)
 
 
-def _without_end(tapes: Tapes, id: int) -> Tapes:
-    kept = tuple(one for one in tapes.backward if not (isinstance(one, Drop) and one.tensor == id))
-    return replace(tapes, backward=kept)
+def _ended(tapes: Tapes, id: int, other: int | None) -> Tapes:
+    """With the end of ``other`` in backward in the place of that of ``id``, if there is one."""
+    kept = (
+        one._replace(tensor=other) if other is not None and isinstance(one, Drop) and one.tensor == id else one
+        for one in tapes.backward
+        if other is not None or not (isinstance(one, Drop) and one.tensor == id)
+    )
+    return replace(tapes, backward=tuple(kept))
 
 
 def _around(tapes: Tapes, around: _Events, place: int) -> Tapes:

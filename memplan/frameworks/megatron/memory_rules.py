@@ -111,7 +111,6 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "experts, latent attention or multi-token prediction": bool(
             model.experts or model.latent_kv_rank or model.mtp_layers
         ),
-        "fp8 and fp4": plan.precision.low is not None,
         "context parallelism": plan.layout.cp > 1,
         "unfused attention": plan.attention != "flash",
         "a CUDA graph of the iteration": megatron.cuda_graphs != "none",
