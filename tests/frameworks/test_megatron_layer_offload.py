@@ -12,7 +12,7 @@ from memplan.frameworks.megatron.layer_offload import LEAST, pinned
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options
 from memplan.plan.errors import PlanError
-from memplan.tape.events import Drop, Hold
+from memplan.tape.events import Category, Drop, Hold
 from memplan.tape.program import Program, fold_program
 
 from .test_megatron import plan, refusal
@@ -114,6 +114,41 @@ def test_quantised_inputs_go_in_parts(recipe: str) -> None:
     assert [made.order.chunks[0].passes.forward.net + made.order.chunks[0].passes.backward.net] == [0]
 
 
+FSDP = {"megatron_fsdp": "optim_grads_params", "gradient_accumulation_fusion": "false"}
+
+
+@pytest.mark.parametrize("more", [{}, {"megatron_fsdp_double_buffer": "true", "tp": 2, "sequence_parallel": "true"}])
+@pytest.mark.parametrize("low", [{}, {"fp8": "tensorwise", "fp8_parameters": "true"}])
+def test_the_same_goes_beside_megatron_fsdp(more: dict[str, object], low: dict[str, object]) -> None:
+    whole, away = (program(count, **FSDP, **more, **low) for count in (0, 2))
+    gone = fold_program(whole).after_forward - fold_program(away).after_forward
+    plain = {"zero": 1, "gradient_accumulation_fusion": "false"} | more | low
+    plain.pop("megatron_fsdp_double_buffer", None)
+    alone = [fold_program(program(count, **plain)).after_forward for count in (0, 2)]
+    assert gone == alone[0] - alone[1] > 0
+    assert away.host - whole.host == program(2, **plain).host
+    folded, passes = fold_program(away), away.order.chunks[0].passes
+    assert passes.forward.net + passes.backward.net == 0
+    (replayed,) = replay((away,), AllocatorSettings(), ())
+    assert (replayed.static, replayed.allocated) == (folded.static, folded.peak)
+    timeline(away, AllocatorSettings(), (), replayed.breakdown)
+
+
+def test_whose_hooks_run_first() -> None:
+    """The offloading's context is around a layer's call, so that it ends tensors before parameters are gathered; hooks
+    on a tensor, which gather, run before those on its node."""
+    made = program(2, **FSDP, megatron_fsdp_unit_size=1)
+    tapes = module_at(made, "layer.6").steady
+
+    def first(tape: object, category: Category, kind: type = Hold) -> int:
+        found = [at for at, one in enumerate(tape) if isinstance(one, kind) and one.category is category]  # type: ignore[arg-type, var-annotated]
+        return found[0]
+
+    gathered, saved = Category.GATHERED_PARAMETERS, Category.ACTIVATIONS
+    assert first(tapes.forward, saved, Drop) < first(tapes.forward, gathered)
+    assert first(tapes.backward, gathered) < first(tapes.backward, saved)
+
+
 def test_small_tensors_stay() -> None:
     """Layers whose every tensor has fewer than 262,144 elements lose nothing: 64 tokens of 1,024 features at most."""
     assert LEAST == 262_144
@@ -142,7 +177,7 @@ def test_small_tensors_stay() -> None:
         ({"te_version": "2.9"}, "must be 0 before Transformer Engine 2.10"),
         ({"cp": 2}, "must be 0 with context parallelism: it is not modelled yet"),
         ({"attention": "eager"}, "must be 0 with unfused attention: it is not modelled yet"),
-        ({"torch_fsdp": "reshard"}, "must be 0 with Megatron-FSDP or PyTorch's FSDP2: it is not modelled yet"),
+        ({"torch_fsdp": "reshard"}, "must be 0 with PyTorch's FSDP2: it is not modelled yet"),
     ],
 )
 def test_what_is_refused(flags: dict[str, object], line: str) -> None:

@@ -16,6 +16,11 @@ A quantised tensor goes in its parts (``push_tensor``, ``prepare_for_saving``): 
 weights and their copies stay (``mark_not_offload``).
 
 The first layer's input is the model's own variable, too, which ends with its forward (``GPTModel.forward``).
+
+Beside Megatron-FSDP hooks of both run around a layer. Before its forward the offloading's context is entered first;
+before its backward the hook on the output tensor, which gathers, runs ahead of the one on its node, which fetches
+(``register_multi_grad_hook`` of ``megatron_fsdp.py`` and ``synchronization_function``; ``call_tensor_pre_hooks`` and
+``call_pre_hooks`` of PyTorch's ``engine.cpp``); when backward has ended Megatron-FSDP's callback is the older one.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ class _Events:
     before_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     after_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
 
-    def inserted(self, tape: Tape, place: int) -> Tape:
+    def inserted(self, tape: Tape, place: int, keeps: bool) -> Tape:
+        """``keeps``: seams stay for hooks of others, which run before these but ahead of a forward."""
         known: Mapping[Hook, dict[int, list[Event]]] = {
             Hook.BEFORE_FORWARD: self.before_forward,
             Hook.AFTER_FORWARD: self.after_forward,
@@ -60,14 +66,18 @@ class _Events:
 
         def at(seam: Seam) -> Sequence[Event]:
             assert seam.hook is not None
-            return known.get(seam.hook, {}).get(place, ())
+            own = known.get(seam.hook, {}).get(place, ())
+            if not keeps:
+                return own
+            return (*own, seam) if seam.hook is Hook.BEFORE_FORWARD else (seam, *own)
 
         return insert(tape, at)
 
 
 @lru_cache(maxsize=1 << 12)
-def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
-    """``chunk`` of a whole model whose first ``count`` layers are kept by the host, and bytes there."""
+def with_offload(chunk: Chunk, count: int, keeps: bool = False) -> tuple[Chunk, int]:
+    """``chunk`` of a whole model whose first ``count`` layers are kept by the host, and bytes there. ``keeps``: there
+    are hooks of others, too."""
     released, batch, *spans, ended = chunk.spans
     modules = [(span.module, name) for span in spans for name in span.names]
     places = [at for at, (_, name) in enumerate(modules) if name.startswith(LAYER)]
@@ -80,7 +90,7 @@ def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
         for held in (*_saved(tapes[place]), *([given] if _ends(tapes[place].backward, INPUT) else [])):
             if prod(held.shape) < LEAST:
                 continue
-            first, again = Scope.HOOKS.id(number), Scope.COPIES.id(number)
+            first, again = Scope.COPIES.id(2 * number), Scope.COPIES.id(2 * number + 1)
             number += 1
             host += pinned(held.bytes)
             is_input = held is given
@@ -102,7 +112,10 @@ def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
                 )
     for events in around.before_backward.values():  # what has come back for the layer above ends first
         events.sort(key=lambda event: isinstance(event, Hold))
-    own = [Span(_with(module, _around(tapes[at], around, at)), (name,)) for at, (module, name) in enumerate(modules)]
+    own = [
+        Span(_with(module, _around(tapes[at], around, at, keeps), keeps), (name,))
+        for at, (module, name) in enumerate(modules)
+    ]
     return Chunk((released, batch, *own, ended)), host
 
 
@@ -153,12 +166,11 @@ def _ended(tapes: Tapes, id: int, other: int | None) -> Tapes:
     return replace(tapes, backward=tuple(kept))
 
 
-def _around(tapes: Tapes, around: _Events, place: int) -> Tapes:
-    return replace(
-        tapes, forward=around.inserted(tapes.forward, place), backward=around.inserted(tapes.backward, place)
-    )
+def _around(tapes: Tapes, around: _Events, place: int, keeps: bool) -> Tapes:
+    forward, backward = (around.inserted(tape, place, keeps) for tape in (tapes.forward, tapes.backward))
+    return replace(tapes, forward=forward, backward=backward)
 
 
-def _with(module: Module, tapes: Tapes) -> Module:
-    evaluation = insert(module.evaluation, lambda _: ())
+def _with(module: Module, tapes: Tapes, keeps: bool) -> Module:
+    evaluation = module.evaluation if keeps else insert(module.evaluation, lambda _: ())
     return replace(module, first=tapes, steady=tapes, evaluation=evaluation)

@@ -114,7 +114,7 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "context parallelism": plan.layout.cp > 1,
         "unfused attention": plan.attention != "flash",
         "a CUDA graph of the iteration": megatron.cuda_graphs != "none",
-        "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
+        "PyTorch's FSDP2": megatron.torch_fsdp != "none",
         "the fuser of operations": megatron.fuses_operations,
         "norms that return the residual": megatron.norm_takes_residual,
         "MLPs in chunks": megatron.mlp_chunks > 1,
