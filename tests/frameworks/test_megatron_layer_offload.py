@@ -8,10 +8,12 @@ from memplan import suggest
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.allocator.timeline import timeline
+from memplan.estimate import estimate
 from memplan.frameworks.megatron.layer_offload import LEAST, pinned
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options
 from memplan.plan.errors import PlanError
+from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold
 from memplan.tape.program import Program, fold_program
 
@@ -188,3 +190,22 @@ def test_what_is_refused(flags: dict[str, object], line: str) -> None:
 def test_layouts_are_not_searched() -> None:
     with pytest.raises(PlanError, match=r"megatron.offload_layers = 2: must be 0: layouts with layers on the host"):
         suggest(plan(layers=LAYERS, dp=2, offload_layers=2, gpu="h100-80gb"))
+
+
+def test_which_code_of_transformer_engine_offloads() -> None:
+    """Fine-grained offloading wants NVTE_CPU_OFFLOAD_V1=1 (``validate_args``), whole layers the other code."""
+    name = "NVTE_CPU_OFFLOAD_V1"
+    modules = plan(offload_modules="core_attn")
+    with_one = estimate(resolve(modules.model_copy(update={"environment": {name: "1"}})))
+    assert with_one.stages == estimate(modules).stages
+    assert not [note for note in with_one.warnings if name in note.message]
+    for given, value, line in (
+        (modules, "0", f"environment.{name} = 0: must be 1 with megatron.offload_modules"),
+        (
+            plan(offload_layers=2, layers=LAYERS),
+            "1",
+            "megatron.offload_layers = 2: must be 0 with NVTE_CPU_OFFLOAD_V1=1",
+        ),
+    ):
+        with pytest.raises(PlanError, match=line):
+            resolve(given.model_copy(update={"environment": {name: value}}))
