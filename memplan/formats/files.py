@@ -259,6 +259,10 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
         raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=root.origin)
     if "framework" in root.mapping and not arguments.keys() & root.mapping.keys():
         raise PlanError("", ABSENT, "is a plan, not a launch file; leave out --from", origin=root.origin)
+    mode = root.mapping.get("MODE")
+    if mode is not None and mode.value in ("inference", "rl"):  # of Megatron-LM's functional tests (run_ci_test.sh)
+        problem = "runs no pretraining: it generates text, or trains on what it generates, which is not estimated"
+        raise PlanError("MODE", mode.value, problem, origin=mode.origin)
     section = next((root.mapping[name] for name in _SECTIONS if name in root.mapping), root)
     if not isinstance(section.value, dict):
         raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=section.origin)

@@ -480,8 +480,14 @@ def megatron() -> Iterator[str]:
     yield f"{job} optim_grads_params --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
     yield f"{job} optim_grads --use-nccl-ub --dp 8 --distributed-optimizer-instances 2"
     job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 4 --gbs 8 --torch-fsdp"
-    for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1"):
+    for more in ("--offload-layers 2", "--offload-layers 3 --tp 2 --zero 1", "--offload-layers 2 --fp8 delayed"):
         yield f"{job.removesuffix(' --torch-fsdp')} {more}"
+    yield (  # NVIDIA's recipe of 64 GB200s (Megatron-Bridge, llama3_70b_pretrain_64gpu_gb200_fp8cs_config)
+        "--model llama-3-70b --seq 8192 --framework megatron --gpu gb200 --gpus 64 --gbs 256 --mbs 2 --zero 1"
+        " --gradients bf16 --gradient-accumulation-fusion false --megatron-fsdp optim_grads_params"
+        " --megatron-fsdp-double-buffer --megatron-fsdp-meta-device --fp8 tensorwise --fp8-parameters"
+        " --offload-layers 40"
+    )
     for more in ("reshard", "keep", "reshard --tp 2 --recompute full", "reshard --cp 2 --torch-fsdp-host-init"):
         yield f"{job} {more}"
     yield f"{job} reshard --transformer-impl local --recompute selective --dtype fp32"

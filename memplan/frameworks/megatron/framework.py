@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..base import Communicator
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
+from .memory_rules import COMPARED
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -56,7 +57,7 @@ class Megatron(Framework):
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
-        environment=(*SELECTORS, *OF_LOW_ATTENTION),
+        environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED),
         pipeline=(
             "first_layers",
             "last_layers",

@@ -9,13 +9,23 @@ k go:
   been waited for.
 * It comes back, all of it at once, before the backward of layer N - 1 - k + j (``start_reload_map``), on the main
   stream, and ends before the backward of the layer below, or when all of backward has ended (``bwd_step``,
-  ``finish_part_of_bwd``).
+  ``finish_part_of_bwd``). What the layer's own backward empties ends there (``clear_tensor_data`` of ``linear.py`` and
+  ``layernorm_linear.py``): outputs of norms within linear layers, and inputs in 8 or 4 bits.
+
+A quantised tensor goes in its parts (``push_tensor``, ``prepare_for_saving``): data, and scales with enough elements;
+weights and their copies stay (``mark_not_offload``).
 
 The first layer's input is the model's own variable, too, which ends with its forward (``GPTModel.forward``).
+
+Beside Megatron-FSDP hooks of both run around a layer. Before its forward the offloading's context is entered first;
+before its backward the hook on the output tensor, which gathers, runs ahead of the one on its node, which fetches
+(``register_multi_grad_hook`` of ``megatron_fsdp.py`` and ``synchronization_function``; ``call_tensor_pre_hooks`` and
+``call_pre_hooks`` of PyTorch's ``engine.cpp``); when backward has ended Megatron-FSDP's callback is the older one.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -32,6 +42,9 @@ LEAST = 256 * 1024
 
 LAYER = "layer."
 
+_CLEARED = re.compile(r"linear_(qkv|fc1)\.layer_norm|_(fp8|fp8_transposed|rows|columns|row_scales|column_scales)$")
+"""Names of what backward empties: within a norm's linear layer, and parts of quantised inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Events:
@@ -42,7 +55,8 @@ class _Events:
     before_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     after_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
 
-    def inserted(self, tape: Tape, place: int) -> Tape:
+    def inserted(self, tape: Tape, place: int, keeps: bool) -> Tape:
+        """``keeps``: seams stay for hooks of others, which run before these but ahead of a forward."""
         known: Mapping[Hook, dict[int, list[Event]]] = {
             Hook.BEFORE_FORWARD: self.before_forward,
             Hook.AFTER_FORWARD: self.after_forward,
@@ -52,14 +66,18 @@ class _Events:
 
         def at(seam: Seam) -> Sequence[Event]:
             assert seam.hook is not None
-            return known.get(seam.hook, {}).get(place, ())
+            own = known.get(seam.hook, {}).get(place, ())
+            if not keeps:
+                return own
+            return (*own, seam) if seam.hook is Hook.BEFORE_FORWARD else (seam, *own)
 
         return insert(tape, at)
 
 
 @lru_cache(maxsize=1 << 12)
-def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
-    """``chunk`` of a whole model whose first ``count`` layers are kept by the host, and bytes there."""
+def with_offload(chunk: Chunk, count: int, keeps: bool = False) -> tuple[Chunk, int]:
+    """``chunk`` of a whole model whose first ``count`` layers are kept by the host, and bytes there. ``keeps``: there
+    are hooks of others, too."""
     released, batch, *spans, ended = chunk.spans
     modules = [(span.module, name) for span in spans for name in span.names]
     places = [at for at, (_, name) in enumerate(modules) if name.startswith(LAYER)]
@@ -72,7 +90,7 @@ def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
         for held in (*_saved(tapes[place]), *([given] if _ends(tapes[place].backward, INPUT) else [])):
             if prod(held.shape) < LEAST:
                 continue
-            first, again = Scope.HOOKS.id(number), Scope.COPIES.id(number)
+            first, again = Scope.COPIES.id(2 * number), Scope.COPIES.id(2 * number + 1)
             number += 1
             host += pinned(held.bytes)
             is_input = held is given
@@ -80,19 +98,24 @@ def with_offload(chunk: Chunk, count: int) -> tuple[Chunk, int]:
                 tapes[place - 1] = _renamed(tapes[place - 1], held.tensor, first)
             else:
                 tapes[place] = _renamed(tapes[place], held.tensor, first)
-            tapes[place] = _without_end(tapes[place], INPUT if is_input else first)
+            cleared = _CLEARED.search(held.name) is not None
+            tapes[place] = _ended(tapes[place], INPUT if is_input else first, again if cleared else None)
             ends = Drop(first, held.bytes, held.category)
             if is_input and not at:
                 around.after_forward[len(modules) - 1].append(ends)
             else:
                 around.before_forward[released_at].append(ends)
             around.before_backward[reloaded_at].append(held._replace(tensor=again, name=f"{held.name}/reloaded"))
-            (around.before_backward if at else around.after_backward)[below].append(
-                Drop(again, held.bytes, held.category)
-            )
+            if not cleared:
+                (around.before_backward if at else around.after_backward)[below].append(
+                    Drop(again, held.bytes, held.category)
+                )
     for events in around.before_backward.values():  # what has come back for the layer above ends first
         events.sort(key=lambda event: isinstance(event, Hold))
-    own = [Span(_with(module, _around(tapes[at], around, at)), (name,)) for at, (module, name) in enumerate(modules)]
+    own = [
+        Span(_with(module, _around(tapes[at], around, at, keeps), keeps), (name,))
+        for at, (module, name) in enumerate(modules)
+    ]
     return Chunk((released, batch, *own, ended)), host
 
 
@@ -133,17 +156,21 @@ def _renamed(tapes: Tapes, id: int, other: int) -> Tapes:
     return replace(tapes, forward=named(tapes.forward), backward=named(tapes.backward), output=output)
 
 
-def _without_end(tapes: Tapes, id: int) -> Tapes:
-    kept = tuple(one for one in tapes.backward if not (isinstance(one, Drop) and one.tensor == id))
-    return replace(tapes, backward=kept)
-
-
-def _around(tapes: Tapes, around: _Events, place: int) -> Tapes:
-    return replace(
-        tapes, forward=around.inserted(tapes.forward, place), backward=around.inserted(tapes.backward, place)
+def _ended(tapes: Tapes, id: int, other: int | None) -> Tapes:
+    """With the end of ``other`` in backward in the place of that of ``id``, if there is one."""
+    kept = (
+        one._replace(tensor=other) if other is not None and isinstance(one, Drop) and one.tensor == id else one
+        for one in tapes.backward
+        if other is not None or not (isinstance(one, Drop) and one.tensor == id)
     )
+    return replace(tapes, backward=tuple(kept))
 
 
-def _with(module: Module, tapes: Tapes) -> Module:
-    evaluation = insert(module.evaluation, lambda _: ())
+def _around(tapes: Tapes, around: _Events, place: int, keeps: bool) -> Tapes:
+    forward, backward = (around.inserted(tape, place, keeps) for tape in (tapes.forward, tapes.backward))
+    return replace(tapes, forward=forward, backward=backward)
+
+
+def _with(module: Module, tapes: Tapes, keeps: bool) -> Module:
+    evaluation = module.evaluation if keeps else insert(module.evaluation, lambda _: ())
     return replace(module, first=tapes, steady=tapes, evaluation=evaluation)

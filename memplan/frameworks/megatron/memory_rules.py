@@ -60,16 +60,22 @@ def _check_offload(plan: ResolvedPlan) -> None:
         raise PlanError(field, plan.megatron.optimizer_offload, problem)
 
 
+OFFLOAD_V1, GRAPH_REGISTER = COMPARED = ("NVTE_CPU_OFFLOAD_V1", "NCCL_GRAPH_REGISTER")
+"""Variables that Megatron-Core compares with what a plan has, and that change no memory by themselves."""
+
+
 def check_offloading(plan: ResolvedPlan) -> None:
     """Activations on the host (``transformer_config.py``, ``arguments.py``): of GPT's layers of Transformer Engine."""
     field, modules, recompute = "megatron.offload_modules", plan.megatron.offload_modules, plan.recompute
     if modules is None:
         return
+    if plan.environment.get(OFFLOAD_V1, "1") != "1":
+        problem = f"must be 1 with {field}: Megatron-LM stops otherwise from Transformer Engine 2.10 on"
+        raise PlanError(f"environment.{OFFLOAD_V1}", plan.environment[OFFLOAD_V1], problem)
     again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
         "must be left out: only GPT's have it here": plan.model.family in ("bert", "t5")
-        or bool(plan.model.layer_pattern)
         or bool(plan.model.layer_pattern),
         "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
         "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules
@@ -103,7 +109,7 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         ),
         "must be 0 before Transformer Engine 2.10, whose offloading is another": te < (2, 10),
         "must be 0 with NVTE_CPU_OFFLOAD_V1=1, Transformer Engine's offloading before 2.10, which is not modelled": (
-            plan.environment.get("NVTE_CPU_OFFLOAD_V1") == "1"
+            plan.environment.get(OFFLOAD_V1) == "1"
         ),
     }
     missing = {
@@ -111,11 +117,10 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "experts, latent attention or multi-token prediction": bool(
             model.experts or model.latent_kv_rank or model.mtp_layers
         ),
-        "fp8 and fp4": plan.precision.low is not None,
         "context parallelism": plan.layout.cp > 1,
         "unfused attention": plan.attention != "flash",
         "a CUDA graph of the iteration": megatron.cuda_graphs != "none",
-        "Megatron-FSDP or PyTorch's FSDP2": megatron.fsdp != "none" or megatron.torch_fsdp != "none",
+        "PyTorch's FSDP2": megatron.torch_fsdp != "none",
         "the fuser of operations": megatron.fuses_operations,
         "norms that return the residual": megatron.norm_takes_residual,
         "MLPs in chunks": megatron.mlp_chunks > 1,
@@ -163,7 +168,7 @@ def check_graphs(plan: ResolvedPlan) -> None:
         and "moe_router" in (modules or ()),
         "needs NCCL_GRAPH_REGISTER=0 beside expandable segments, as Megatron-Core does": kind == "transformer_engine"
         and segments
-        and plan.environment.get("NCCL_GRAPH_REGISTER") != "0",
+        and plan.environment.get(GRAPH_REGISTER) != "0",
         "needs megatron.cuda_graph_modules without moe, or padded experts (experts.pad_to_capacity)": kind
         == "transformer_engine"
         and whole

@@ -203,12 +203,16 @@ class Stages:
         per_stage = layout.tp * layout.cp * layout.dp
         job = self.job if any("head" in chunk for chunk in entries) else self._without_loss
         held = _stage(job, entries, order.last and bool(self.job.shape.offload))
+        host = 0
         if self.offloaded:
-            chunk, host = with_offload(held.chunks[0], self.offloaded)
-            made = _program(replace(held, chunks=(chunk,)), order, per_stage, own, tied, self.libraries)
-            return replace(made, host=made.host + host)
+            chunk, host = with_offload(held.chunks[0], self.offloaded, self.sharding is not None)
+            held = replace(held, chunks=(chunk,))
         if self.sharding is not None:
-            return _sharded(held, order, per_stage, own, self.sharding, self.libraries)
+            made = _sharded(held, order, per_stage, own, self.sharding, self.libraries)
+        elif self.offloaded:
+            made = _program(held, order, per_stage, own, tied, self.libraries)
+        if self.offloaded or self.sharding is not None:
+            return replace(made, host=made.host + host)
         if self.torch_fsdp is not None:
             return _torch_sharded(held, order, per_stage, own, self.torch_fsdp, self.libraries)
         made = _program(held, order, per_stage, own, tied, self.libraries)

@@ -106,6 +106,7 @@ def test_taking_apart_as_argparse_does() -> None:
         ("Dear all,\nplease find attached the results.\n", "mail.txt", "mail.txt: starts no training that can be read"),
         ("<html><body>it's</body></html>", "x.html", "x.html:1:"),
         ("- 1\n- 2", "x.yaml", "x.yaml:1: is no mapping of arguments to values"),
+        ("MODE: inference\nMODEL_ARGS:\n  --num-layers: 2\n", "x.yaml", "x.yaml:1: MODE = inference: runs no pretraining"),
         ("{", "x.json", "x.json:1: is not valid YAML"),
         ("--num-layers 'x", "args", "args:1: ends inside a quotation"),
         ("#!/bin/bash\n. ./env.sh\n$CMD", "s.sh", "s.sh: starts no training that can be read: no command runs a Python file with arguments such as --num-layers; ./env.sh (line 2) is sourced, and not found below the script's folder"),
