@@ -405,8 +405,8 @@ class Megatron(FrameworkSection, Terse):
     cp_communication: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
     )
-    cp_inner: int = Field(
-        1,
+    cp_inner: int | None = Field(
+        None,
         ge=1,
         le=2**16,
         description="with a2a+p2p, context-parallel neighbours that trade heads; groups of so many are a ring",

@@ -105,7 +105,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
 
 def _context_ways(plan: ResolvedPlan) -> dict[str, Any]:
     """Two levels with one rank in either are the other one alone (``attn_forward_func_with_cp``)."""
-    way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner
+    way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner or 1
     if way != "a2a+p2p":
         return {"cp_communication": way}
     return {"cp_communication": "a2a"} if inner >= plan.layout.cp else {"cp_communication": "p2p", "cp_inner": inner}
