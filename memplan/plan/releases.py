@@ -85,6 +85,10 @@ SCALED_ANGLES: Version = (4, 51)
 MASKS: Version = (4, 53)
 """Masks of eager attention are made as today, and packed rows are looked for (``masking_utils.py``)."""
 
+PACKAGES: Mapping[str, Version] = {"flash_attention_2": (), "flash_attention_3": (), "flash_attention_4": (5, 4)}
+"""Releases 2 to 4 of the flash-attention package, as ``attn_implementation`` names them, and the transformers since
+which there is one that not all have (``modeling_flash_attention_utils.py``)."""
+
 MULTIPLIED_ANGLES: Version = (5, 23)
 """Angles are a product of numbers; up to 5.2 at least of matrices, and positions in fp32 stay in a variable
 (``LlamaRotaryEmbedding.forward``)."""
