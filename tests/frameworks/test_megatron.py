@@ -212,6 +212,11 @@ def test_estimates_are_deterministic() -> None:
         ({"cp": 4, "cp_inner": 3, "cp_communication": "a2a+p2p"}, "megatron.cp_inner = 3: must divide layout.cp 4"),
         ({"cp": 4, "cp_inner": 2, "cp_communication": "a2a+p2p", "te_version": "2.14"}, "must be 1 before"),
         ({"cp": 4, "cp_communication": "a2a+p2p"}, "a2a+p2p: needs megatron.cp_inner (--cp-inner)"),
+        (
+            {"flash_attention_release": 3, "cp": 2},
+            "megatron.flash_attention = 3: must be 2 or 4 with context parallelism",
+        ),
+        ({"flash_attention_release": 4, "packed_sequences": "true"}, "must be 2 with packed sequences"),
         ({"model": "mistral-7b", "cp": 4}, "default: megatron.cp_communication = p2p: must be a2a or all_gather"),
         ({"optimizer_implementation": "foreach"}, "foreach: must be apex with Transformer Engine's layers"),
         ({"zero": 2}, "layout.zero = 2: must be"),
@@ -307,6 +312,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.torch_fsdp_host_init": [{"torch_fsdp_host_init": "true", "torch_fsdp": "reshard", "dp": 4}],
     "megatron.offload_layers": [{"offload_layers": 2}],
     "megatron.cp_communication": [{"cp": 2, "cp_communication": "a2a"}],
+    "megatron.flash_attention": [
+        {"flash_attention_release": release, "attention_backend": "flash", "head_dim": 128} for release in "34"
+    ],
     "megatron.cp_inner": [{"cp": 4, "cp_communication": "a2a+p2p", "cp_inner": 2}],
     "megatron.clip_grad": [{"clip_grad": 0}],
     "megatron.bias_gelu_fusion": [{"bias_gelu_fusion": "false", "activation": "gelu", "mlp_bias": "true"}],

@@ -493,6 +493,11 @@ def megatron() -> Iterator[str]:
         "--layers 4 --seq 8192 --framework megatron --gpu h100-80gb --gpus 8 --cp 2 --dtype bf16 --cp-communication"
     )
     yield f"--model mistral-7b {windows} all_gather"
+    for gpu, release in (("h100-80gb", 3), ("h100-80gb", 4), ("b200", 4)):
+        yield (
+            f"--model llama-3-8b --layers 4 --seq 8192 --framework megatron --gpu {gpu} --gpus 4 --tp 4 "
+            f"--attention-backend flash --flash-attention-release {release}"
+        )
     yield f"--model mistral-7b {windows} all_gather --alternating-windows"
     two = windows.replace("--cp 2", "--cp 4")
     yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2"
