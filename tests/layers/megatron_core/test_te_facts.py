@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 import pytest
 
-from memplan.layers.flash_kernels import Release
+from memplan.layers.flash_kernels import Call, Release, inside
 from memplan.layers.megatron_core import te_attention, te_facts
 from memplan.layers.module import Interface, Options, build
 from memplan.plan.errors import PlanError
@@ -106,6 +107,8 @@ def test_cudnn_front_end_workspace() -> None:
     case = Case("attention", attention="fused")
     assert workspaces(case) == {"cudnn_workspace": 4 * b * a * s * (1 + d)}
     assert workspaces(case, deterministic=True) == {"cudnn_workspace": 4 * b * a * s}
+    second = inside(Release(), Call((b, a, s, d), a, "bf16"))
+    assert sum(4 * prod(shape) for _, shape, _ in second) == 4 * b * a * s * (1 + d)  # as PyTorch's assumption says
 
 
 @pytest.mark.parametrize(
