@@ -189,8 +189,8 @@ def sdpa_kernel(plan: Plan) -> Literal["flash", "memory-efficient", "math"]:
 
 
 CUDNN_ATTENTION: Version = (2, 11)
-"""PyTorch whose wheels are of CUDA 13, with a cuDNN whose attention ``scaled_dot_product_attention`` prefers on Hopper and
-Blackwell,"""
+"""PyTorch whose wheels are of CUDA 13, with a cuDNN whose attention ``scaled_dot_product_attention`` prefers on Hopper
+and Blackwell,"""
 DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 """unless this variable is set (``sdp_utils.cpp``, ``check_prefer_cudnn_attention``)."""
 
