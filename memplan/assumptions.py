@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
 from .plan.lora import saved
-from .plan.releases import LIBRARIES, release, shown
+from .plan.releases import LIBRARIES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
@@ -109,10 +109,23 @@ def _fused(plan: ResolvedPlan) -> str:
         )
     if plan.attention != "flash":
         return f"{plan.attention}: the package's kernel, whose temporary tensors in backward are counted"
+    if prefers_cudnn(plan):
+        return CUDNN_ATTENTION
     return (
         "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted (from 2.11 on "
         "PyTorch prefers cuDNN's on Hopper and Blackwell, whose tensors are taken to be as large)"
     )
+
+
+CUDNN_ATTENTION = (
+    "cuDNN's attention kernel, which PyTorch prefers on Hopper and Blackwell from 2.11 on "
+    "(TORCH_CUDNN_SDPA_DEPRIORITIZED=1 turns it off): its log-sum-exp and gradients are as large as flash attention's, "
+    "and so is the workspace of its front end in backward, dQ and the sums of dO x O in fp32; what the engine inside "
+    "takes is not published, and dK and dV of every query head are counted where heads share keys, as flash attention "
+    "has them"
+)
+"""``aten/src/ATen/native/cudnn/MHA.cpp`` (``run_cudnn_SDP_fprop``, ``run_cudnn_SDP_bprop``); cuDNN front end 1.23,
+``node/scaled_dot_product_flash_attention.h`` (``get_fe_workspace_size_node``)."""
 
 
 RECOMPUTED = {

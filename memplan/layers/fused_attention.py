@@ -7,11 +7,12 @@ Shapes: b micro-batch, a heads, s sequence, d features of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor
+from .flash_kernels import Call, Release, inside
 from .work import Operator, attention
 
 ROWS = 32
@@ -23,34 +24,13 @@ def _work(q: Tensor, k: Tensor, causal: bool) -> Operator:
     return attention((b, s, a, d), k.shape[1], s, q.dtype, causal=causal)
 
 
-Inside = Callable[[Recorder, "tuple[int, ...]", int, str], None]
-"""What a backward kernel allocates inside: shape of the queries, heads of keys, dtype."""
+SECOND = Release()
 
 
-def second_inside(r: Recorder, shape: tuple[int, ...], heads: int, dtype: str) -> None:
-    """flash-attn 2, also in PyTorch (``csrc/flash_attn/flash_api.cpp``, ``mha_bwd``)."""
-    b, a, s, d = shape
-    rows, columns = -(-s // 128) * 128, -(-d // 32) * 32
-    inside = [r.empty((b, a, rows), "fp32", "softmax_d", Category.WORKSPACES)]
-    inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", Category.WORKSPACES))
-    inside += [r.empty(shape, dtype, f"{name}_expanded", Category.WORKSPACES) for name in ("dk", "dv") if heads < a]
-    del inside
-
-
-def third_inside(r: Recorder, shape: tuple[int, ...], heads: int, dtype: str) -> None:
-    """flash-attn 3 on sm90 (``hopper/flash_api.cpp``, ``mha_bwd``), causal: everything in fp32, blocks of queries and
-    of keys by the size of a head."""
-    b, a, s, d = shape
-    columns = next(size for size in (64, 96, 128, 192, 256) if size >= d)
-    of_queries, of_keys = 128 if columns == 64 else 64, 128 if columns <= 128 else 96 if columns == 192 else 80
-    rows, key_rows = -(-s // of_queries) * of_queries, -(-s // of_keys) * of_keys
-    names = ("softmax_d", "softmax_lse_log2")
-    inside = [r.empty((b, a, rows), "fp32", name, Category.WORKSPACES) for name in names]
-    inside.append(r.empty((b, a, rows, columns), "fp32", "dq_accum", Category.WORKSPACES))
-    sums = [name for name in ("dk_accum", "dv_accum") if heads < a]
-    inside += [r.empty((b, heads, key_rows, columns), "fp32", name, Category.WORKSPACES) for name in sums]
-    inside.append(r.empty((rows // of_queries, b, a), "int32", "dq_semaphore", Category.WORKSPACES))
-    del inside
+def allocates(r: Recorder, release: Release, call: Call) -> None:
+    """What the backward kernel of flash-attention needs meanwhile."""
+    made = [r.empty(shape, dtype, name, Category.WORKSPACES) for name, shape, dtype in inside(release, call)]
+    del made
 
 
 def flash_attention(
@@ -61,12 +41,12 @@ def flash_attention(
     name: str = "attention",
     *,
     causal: bool = True,
-    inside: Inside = second_inside,
+    release: Release = SECOND,
 ) -> Tensor:
     """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
-    gradients. For what it allocates ``inside`` see there.
+    gradients. For what it allocates inside see ``flash_kernels``.
     """
     q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
     b, a, s, _ = q.shape
@@ -81,7 +61,7 @@ def flash_attention(
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
-            inside(r, whole, heads, dtype)
+            allocates(r, release, Call(whole, heads, dtype, causal))
         return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
 
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward, work=_work(q, k, causal))

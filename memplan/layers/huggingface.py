@@ -18,7 +18,8 @@ from ..tape.events import Category
 from ..values import dataclass, replace
 from . import ops, selecting, work
 from .autograd import Recorder, Shape, Tensor
-from .fused_attention import efficient_attention, flash_attention, second_inside, third_inside
+from .flash_kernels import Release
+from .fused_attention import SECOND, efficient_attention, flash_attention
 from .tuning import Layer as Linear
 from .tuning import plain_linear, tuned_linear
 
@@ -43,8 +44,8 @@ class LayerShape:
     package: str = ""
     """dtype to which a package's flash attention casts queries, keys and values; empty where sdpa takes them."""
 
-    third: bool = False
-    """The package is flash-attn 3."""
+    release: Release = SECOND
+    """The package's."""
     mixture: bool = False
     """The layer has experts in place of an MLP."""
     turns: bool = True
@@ -355,8 +356,7 @@ def attention(
         return plain_attention(r, q, k, v, shape), None
     if shape.kernel == "memory-efficient":
         return efficient_attention(r, q.tensor, k.tensor, v.tensor, causal=causal).view(b, s, a * d), None
-    inside = third_inside if shape.third else second_inside
-    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, inside=inside)
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, release=shape.release)
     if q.transposed:
         return out.view(b, s, a * d), None
     out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")

@@ -17,7 +17,8 @@ from ..tape.events import Category
 from . import ops, selecting
 from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .experts import grouped_product
-from .fused_attention import third_inside
+from .flash_kernels import Call, Release
+from .fused_attention import allocates
 from .huggingface import LayerShape, Shared, linear, rotary_one
 from .tensor_parallel import tagged
 from .titan_moe import divided, fused_rms_norm, put, with_zeros
@@ -116,7 +117,7 @@ def varlen_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerS
         unused = r.empty((2,), "int64", "grad_rng_state")
         made = [r.empty(one, dtype, f"grad_{part}") for part, one in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
-            third_inside(r, (1, a, n + shape.b * BLOCK, d), g, dtype)
+            allocates(r, Release(3), Call((1, a, n + shape.b * BLOCK, d), g, dtype))
         del unused
         return [*made]
 

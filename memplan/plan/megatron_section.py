@@ -59,6 +59,7 @@ class Megatron(FrameworkSection, Terse):
             "gather_in_step",
             "mlp_chunks",
             "cp_inner",
+            "flash_attention",
             "te_activation",
             "clips_queries",
             "norm_takes_residual",
@@ -92,6 +93,11 @@ class Megatron(FrameworkSection, Terse):
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = Field(
         "auto", description="attention back end; auto: Transformer Engine's choice"
+    )
+    flash_attention: Literal["2", "3", "4"] = Field(
+        "2",
+        description="newest release of the flash-attention package; Transformer Engine takes it where it can",
+        json_schema_extra={"flag": "--flash-attention-release"},
     )
     deterministic: bool = Field(
         False, description="bitwise reproducible training, with other kernels for attention and embedding"
@@ -405,8 +411,8 @@ class Megatron(FrameworkSection, Terse):
     cp_communication: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = Field(
         "p2p", description="how context parallelism exchanges keys and values"
     )
-    cp_inner: int = Field(
-        1,
+    cp_inner: int | None = Field(
+        None,
         ge=1,
         le=2**16,
         description="with a2a+p2p, context-parallel neighbours that trade heads; groups of so many are a ring",

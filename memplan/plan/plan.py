@@ -31,7 +31,9 @@ RecomputeModule = Literal[
     "core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"
 ]
 RecomputeMode = Literal["none", "selective", "full"]
-AttentionImplementation = Literal["eager", "flash", "flash_attention_2", "flash_attention_3", "flex_attention"]
+AttentionImplementation = Literal[
+    "eager", "flash", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+]
 LossKind = Literal[
     "plain", "vocab-parallel", "adaptive-softmax", "liger", "cut", "chunked", "liger-cross-entropy", "unsloth"
 ]
@@ -342,9 +344,9 @@ class Plan(Section, Terse):
     attention: AttentionImplementation | None = Field(
         None,
         description="implementation of attention: eager, which stores the scores; flash, the framework's flash "
-        "attention, with transformers that of PyTorch's sdpa; flash_attention_2, the package's, which keeps its kernel "
-        "with sliding windows; default: flash where framework and dtype support it, flash_attention_2 from a sliding "
-        "window on",
+        "attention, with transformers that of PyTorch's sdpa; flash_attention_2, 3 and 4, the package's, which keep "
+        "their kernel with sliding windows; default: flash where framework and dtype support it, flash_attention_2 "
+        "from a sliding window on",
     )
     code: Literal["current", "2020"] = Field(
         "current",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
+from ..device.gpus import GPUS
 from ..values import dataclass
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ SCALED_ANGLES: Version = (4, 51)
 
 MASKS: Version = (4, 53)
 """Masks of eager attention are made as today, and packed rows are looked for (``masking_utils.py``)."""
+
+PACKAGES: Mapping[str, Version] = {"flash_attention_2": (), "flash_attention_3": (), "flash_attention_4": (5, 4)}
+"""Releases 2 to 4 of the flash-attention package, as ``attn_implementation`` names them, and the transformers since
+which there is one that not all have (``modeling_flash_attention_utils.py``)."""
 
 MULTIPLIED_ANGLES: Version = (5, 23)
 """Angles are a product of numbers; up to 5.2 at least of matrices, and positions in fp32 stay in a variable
@@ -181,6 +186,24 @@ def sdpa_kernel(plan: Plan) -> Literal["flash", "memory-efficient", "math"]:
         return "flash"
     fewer = spec.heads > spec.kv_heads and release(plan, "transformers") >= GROUPED_SDPA
     return "math" if fewer or spec.head_dim % FP32_HEAD_MULTIPLE else "memory-efficient"
+
+
+CUDNN_ATTENTION: Version = (2, 11)
+"""PyTorch whose wheels are of CUDA 13, with a cuDNN whose attention ``scaled_dot_product_attention`` prefers on Hopper
+and Blackwell,"""
+DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+"""unless this variable is set (``sdp_utils.cpp``, ``check_prefer_cudnn_attention``)."""
+
+
+def prefers_cudnn(plan: Plan) -> bool:
+    """Whether that is cuDNN's in place of flash attention's: heads of up to 128 features, dropout in steps of 1/16
+    (``check_cudnn_tensor_shapes``, ``check_cudnn_dropout``)."""
+    gpu, spec = GPUS.get(plan.hardware.gpu or ""), plan.model
+    major = gpu.compute_capability[0] if gpu is not None and gpu.compute_capability is not None else 0
+    newer = plan.torch is None or parsed(plan.torch) >= CUDNN_ATTENTION
+    preferred = newer and major in (9, 10) and not plan.environment.get(DEPRIORITIZED)
+    fits = spec.head_dim <= 128 and not spec.head_dim % 8 and not spec.attention_dropout * 16 % 1
+    return preferred and fits and sdpa_kernel(plan) == "flash"
 
 
 FP32_HEAD_MULTIPLE = 4

@@ -43,7 +43,7 @@ from .plan import (
     Precision,
     Recompute,
 )
-from .releases import TRL_16_BIT_ADAPTERS, has_trl, reentrant, release
+from .releases import PACKAGES, TRL_16_BIT_ADAPTERS, has_trl, reentrant, release
 from .resolved import ResolvedPlan
 from .sizes import headroom_bytes
 from .spec import ModelSpec
@@ -247,8 +247,7 @@ def _quantisation(plan: Plan) -> Quantisation:
 
 def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
     """The attention that the plan names. A package's kernel is the framework's own where that has one."""
-    packages = ("flash_attention_2", "flash_attention_3")
-    return "flash" if plan.attention in packages and not own.runs_transformers(plan) else plan.attention
+    return "flash" if plan.attention in PACKAGES and not own.runs_transformers(plan) else plan.attention
 
 
 def _attention(plan: Plan) -> AttentionImplementation:

@@ -30,6 +30,7 @@ _ATTENTION = {
     **dict.fromkeys(("flash-attention", "flash-attn", "fa"), "flash"),
     **dict.fromkeys(("fa2", "flash2", "flash-attn-2"), "flash_attention_2"),
     **dict.fromkeys(("fa3", "flash3", "flash-attn-3"), "flash_attention_3"),
+    **dict.fromkeys(("fa4", "flash4", "flash-attn-4"), "flash_attention_4"),
     "flex": "flex_attention",
     "sdpa": None,
 }
@@ -58,7 +59,7 @@ _OF_TRL = "is not modelled of trl's trainers: {}; what SFTTrainer runs is --trai
 _TWO_MODELS = _OF_TRL.format("a reference model, pairs of sequences in one batch, log-probabilities of their tokens")
 
 _SERVING = "is a kernel of inference servers, which training does not run; training takes {}"
-_KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3 or flex_attention"
+_KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3, flash_attention_4 or flex_attention"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "precision.fp8": dict.fromkeys(

@@ -12,7 +12,9 @@ from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import estimate, fold
 from memplan.frameworks.megatron.from_plan import core_shape, padded_vocab
+from memplan.frameworks.megatron.modules import layer_shape_of, layers_module
 from memplan.frameworks.megatron.programs import programs
+from memplan.layers.megatron_core.te_context import seen_keys
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
@@ -21,7 +23,7 @@ from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.result import StageEstimate
-from memplan.tape.events import Category
+from memplan.tape.events import Category, Hold
 from memplan.tape.program import fold_program
 
 MIB = 2**20
@@ -170,6 +172,29 @@ def test_two_levels_with_one_rank_in_either_are_the_other_alone(cp: int, inner: 
     assert (shape.cp_communication, shape.cp_inner) == (way, 2 if (cp, inner) == (4, 2) else 1)
 
 
+def test_two_levels_are_read_as_they_were_written() -> None:
+    """One rank that trades heads is a size that was given."""
+    given = plan(cp=4, cp_communication="a2a+p2p", cp_inner=1)
+    assert resolve(Plan.model_validate_json(given.model_dump_json())) == given
+
+
+def test_layers_without_a_window_copy_the_keys_of_all_ranks() -> None:
+    """``all_gather``, cp 4: a rank's two chunks of 32 tokens see a window of 16 and themselves, 2 x 47 keys, or as a
+    causal mask has them 32 and 256. Of one sequence each step's keys and values are parts of what was gathered, of two
+    they are copied: of the 288 - 94 further keys, two tensors of 2 x 16 heads of 16 features in 2 bytes each."""
+    model = {"sliding_window": 16, "alternating_windows": True, "layers": 2, "cp": 4, "cp_communication": "all_gather"}
+    shape = core_shape(plan(**model, mbs=2, attention_backend="flash"))
+    windowed, whole = (layer_shape_of(shape, layer) for layer in range(2))
+    assert (windowed.spec.sliding_window, whole.spec.sliding_window) == (16, None)
+    assert seen_keys(64, windowed) == (47, 47)
+    assert seen_keys(64, whole) == (32, 256)
+    made = [
+        sum(event.bytes for event in layers_module((one,), Options()).steady.forward if isinstance(event, Hold))
+        for one in (windowed, whole)
+    ]
+    assert made[1] - made[0] == (288 - 94) * 2 * 2 * 16 * 16 * 2
+
+
 def test_estimates_are_deterministic() -> None:
     once, again = (estimate(plan(pp=4, vpp=2, gpu="h100-80gb")) for _ in range(2))
     assert once == again
@@ -187,6 +212,11 @@ def test_estimates_are_deterministic() -> None:
         ({"cp": 4, "cp_inner": 3, "cp_communication": "a2a+p2p"}, "megatron.cp_inner = 3: must divide layout.cp 4"),
         ({"cp": 4, "cp_inner": 2, "cp_communication": "a2a+p2p", "te_version": "2.14"}, "must be 1 before"),
         ({"cp": 4, "cp_communication": "a2a+p2p"}, "a2a+p2p: needs megatron.cp_inner (--cp-inner)"),
+        (
+            {"flash_attention_release": 3, "cp": 2},
+            "megatron.flash_attention = 3: must be 2 or 4 with context parallelism",
+        ),
+        ({"flash_attention_release": 4, "packed_sequences": "true"}, "must be 2 with packed sequences"),
         ({"model": "mistral-7b", "cp": 4}, "default: megatron.cp_communication = p2p: must be a2a or all_gather"),
         ({"optimizer_implementation": "foreach"}, "foreach: must be apex with Transformer Engine's layers"),
         ({"zero": 2}, "layout.zero = 2: must be"),
@@ -282,6 +312,9 @@ OTHER_VALUES: dict[str, list[dict[str, object]]] = {
     "megatron.torch_fsdp_host_init": [{"torch_fsdp_host_init": "true", "torch_fsdp": "reshard", "dp": 4}],
     "megatron.offload_layers": [{"offload_layers": 2}],
     "megatron.cp_communication": [{"cp": 2, "cp_communication": "a2a"}],
+    "megatron.flash_attention": [
+        {"flash_attention_release": release, "attention_backend": "flash", "head_dim": 128} for release in "34"
+    ],
     "megatron.cp_inner": [{"cp": 4, "cp_communication": "a2a+p2p", "cp_inner": 2}],
     "megatron.clip_grad": [{"clip_grad": 0}],
     "megatron.bias_gelu_fusion": [{"bias_gelu_fusion": "false", "activation": "gelu", "mlp_bias": "true"}],
@@ -365,7 +398,7 @@ def test_every_choice_of_megatron_changes_memory_or_is_listed(name: str) -> None
     for flags in said:
         without = {key: value for key, value in flags.items() if key != by_name(name)}
         if name == "cp_inner":  # without which a2a+p2p is refused
-            without[name] = default
+            without[name] = 1
         changed = footprint(**flags) != footprint(**without)
         assert changed is (path not in SAME_MEMORY), flags
 

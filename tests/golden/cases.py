@@ -191,6 +191,7 @@ def tuned() -> Iterator[str]:
     yield f"{job} --quantisation nf4 --kbit-preparation --recompute full --autocast --versions transformers=4.48.1,trl=0.13.0"
     yield f"{job} --recompute full --framework fsdp --fsdp-version 1 --gpus 4 --versions transformers=4.48.1"
     yield f"{job} --attention flash_attention_3 --versions transformers=4.57.1,peft=0.17.1"
+    yield f"{job} --attention flash_attention_4 --gpu b200"
     yield f"{job} --kernels liger --recompute full"
     fused = "--lora-targets q_proj,k_proj,v_proj,o_proj --lora-dropout 0.1 --kernels fms --autocast"
     yield f"{job} {fused} --quantisation nf4 --double-quantisation --versions transformers=4.45.2 --recompute full"
@@ -498,6 +499,12 @@ def megatron() -> Iterator[str]:
         "--layers 4 --seq 8192 --framework megatron --gpu h100-80gb --gpus 8 --cp 2 --dtype bf16 --cp-communication"
     )
     yield f"--model mistral-7b {windows} all_gather"
+    for gpu, release in (("h100-80gb", 3), ("h100-80gb", 4), ("b200", 4)):
+        yield (
+            f"--model llama-3-8b --layers 4 --seq 8192 --framework megatron --gpu {gpu} --gpus 4 --tp 4 "
+            f"--attention-backend flash --flash-attention-release {release}"
+        )
+    yield f"--model mistral-7b {windows} all_gather --alternating-windows"
     two = windows.replace("--cp 2", "--cp 4")
     yield f"--model llama-3-8b {two} a2a+p2p --cp-inner 2"
     yield (

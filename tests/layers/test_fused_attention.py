@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.fused_attention import efficient_attention, third_inside
+from memplan.layers.flash_kernels import Call, Release, inside
+from memplan.layers.fused_attention import allocates, efficient_attention
 from memplan.layers.module import Interface, Options, Run, Tapes, build
 from memplan.tape.events import Category, Hold
 
@@ -95,7 +96,7 @@ def _is_inside(event: object) -> bool:
 def test_flash_attn_3_sums_gradients_of_keys_and_values_in_fp32() -> None:
     """4 query heads of 128 features over 2 key heads, 100 tokens: blocks of 64 queries and of 128 keys."""
     r = Recorder()
-    third_inside(r, (2, 4, 100, 128), 2, "bf16")
+    allocates(r, Release(3), Call((2, 4, 100, 128), 2, "bf16"))
     held = {event.name: event.bytes for event in r.events if isinstance(event, Hold)}
     rows = 2 * 4 * 128 * 4
     sums = 2 * 2 * 128 * 128 * 4
@@ -108,3 +109,44 @@ def test_flash_attn_3_sums_gradients_of_keys_and_values_in_fp32() -> None:
         "dq_semaphore": 512,
     }
     assert all(event.category is Category.WORKSPACES for event in r.events)
+
+
+@pytest.mark.parametrize(
+    ("major", "d", "rows", "key_rows"),
+    [
+        (9, 64, 128, 128),
+        (9, 128, 128, 128),
+        (9, 192, 128, 192),
+        (10, 64, 128, 128),
+        (10, 128, 128, 256),
+        (12, 128, 128, 128),
+    ],
+)
+def test_flash_attn_4_fills_the_blocks_of_the_gpu(major: int, d: int, rows: int, key_rows: int) -> None:
+    """4 query heads over 2 key heads, 100 tokens. Blocks of queries and of keys: Hopper 128 and 128 with 64
+    features, 64 and 128 with 128, 64 and 96 with 192; Blackwell 128 and 128, of keys two together from 128
+    features on; its smaller GPUs 64 and 64."""
+    held = {name: shape for name, shape, _ in inside(Release(4, major), Call((2, 4, 100, d), 2, "bf16"))}
+    assert held == {
+        "dq_accum": (2, 4, rows, d),
+        "dpsum": (2, 4, rows),
+        "lse_log2": (2, 4, rows),
+        "dk_accum": (2, 2, key_rows, d),
+        "dv_accum": (2, 2, key_rows, d),
+    }
+
+
+def test_flash_attn_4_has_a_kernel_of_its_own_for_256_features_on_blackwell() -> None:
+    held = [name for name, _, _ in inside(Release(4, 10), Call((2, 4, 100, 256), 2, "bf16"))]
+    assert held == ["dpsum", "lse_log2"]
+
+
+def test_deterministic_kernels_wait_for_one_another() -> None:
+    """256 tokens: of release 3 four blocks of queries and two of keys; of release 4 on Blackwell two of each, and two
+    thread blocks that work together."""
+    call = Call((2, 4, 256, 128), 2, "bf16", deterministic=True)
+    third, fourth = (
+        {name: shape for name, shape, _ in inside(release, call)} for release in (Release(3), Release(4, 10))
+    )
+    assert [third[f"d{part}_semaphore"] for part in "qkv"] == [(4, 2, 4), (2, 2, 2), (2, 2, 2)]
+    assert [fourth[f"d{part}_semaphore"] for part in "qkv"] == [(2, 4, 2, 2), (2, 2, 2, 2), (2, 2, 2, 2)]

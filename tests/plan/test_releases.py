@@ -7,6 +7,7 @@ import pytest
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
+from memplan.plan.releases import prefers_cudnn
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.trace.framework import job_of_plan
@@ -132,3 +133,24 @@ def test_masks_of_chunks_of_older_releases() -> None:
     with pytest.raises(PlanError, match="masks of chunks of releases before") as caught:
         estimate(plan(**given, attention="eager"))
     assert caught.value.field == "attention"
+
+
+@pytest.mark.parametrize(
+    ("flags", "cudnn"),
+    [
+        ({"gpu": "h100-80gb"}, True),
+        ({"gpu": "b200"}, True),
+        ({"gpu": "a100-80gb"}, False),
+        ({}, False),
+        ({"gpu": "h100-80gb", "torch": "2.10"}, False),
+        ({"gpu": "h100-80gb", "dtype": "fp32"}, False),
+        ({"gpu": "h100-80gb", "head-dim": "256"}, False),
+        ({"gpu": "h100-80gb", "attention-dropout": "0.1"}, False),
+        ({"gpu": "h100-80gb", "attention-dropout": "0.125"}, True),
+    ],
+    ids=str,
+)
+def test_sdpa_prefers_cudnn(flags: dict[str, str], cudnn: bool) -> None:
+    """``check_prefer_cudnn_attention`` and ``can_use_cudnn_attention`` of ``sdp_utils.cpp``."""
+    read = read_plan(None, {"model": "llama-3-8b", "seq": "512", "dtype": "bf16"} | flags)
+    assert prefers_cudnn(resolve(read.plan)) is cudnn

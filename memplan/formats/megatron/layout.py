@@ -215,7 +215,7 @@ LAYOUT = (
         read=_context_levels,
         without_effect=_without_context,
         when=lambda plan: plan.layout.cp > 1 and plan.megatron.cp_communication == LEVELS,
-        value=lambda plan: (plan.megatron.cp_inner, plan.layout.cp // plan.megatron.cp_inner),
+        value=lambda plan: (inner := plan.megatron.cp_inner or 1, plan.layout.cp // inner),
     ),
     Row(
         "--expert-model-parallel-size",

@@ -427,7 +427,7 @@ def _liger(reader: Reader) -> None:
         put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
 
 
-_VARLEN = ("flash_attention_2", "flash_attention_3")
+_VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def _packed(reader: Reader) -> None:

@@ -83,7 +83,7 @@ def _context(plan: ResolvedPlan) -> Iterator[Communicator]:
     gated delta nets do in any case (Transformer Engine's ``context_parallel.py``)."""
     t, c, way = plan.layout.tp, plan.layout.cp, plan.megatron.cp_communication
     if way == "a2a+p2p":
-        inner = plan.megatron.cp_inner
+        inner = plan.megatron.cp_inner or 1
         if inner > 1:
             yield Communicator("context parallel, heads", inner, 1, t, peers=inner - 1)
         if c > inner:

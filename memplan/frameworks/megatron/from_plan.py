@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
+from ...layers.flash_kernels import Release
 from ...layers.megatron_core import (
     te_facts,
 )
@@ -98,6 +99,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         sixteen_bit=ends_16bit,
         layers=spec.layers if any(ends_16bit) else 0,
         attention=_attention(plan, te),
+        flash=_flash_release(plan, te),
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
@@ -105,7 +107,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
 
 def _context_ways(plan: ResolvedPlan) -> dict[str, Any]:
     """Two levels with one rank in either are the other one alone (``attn_forward_func_with_cp``)."""
-    way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner
+    way, inner = plan.megatron.cp_communication, plan.megatron.cp_inner or 1
     if way != "a2a+p2p":
         return {"cp_communication": way}
     return {"cp_communication": "a2a"} if inner >= plan.layout.cp else {"cp_communication": "p2p", "cp_inner": inner}
@@ -135,11 +137,10 @@ def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
         problem = "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe"
         raise PlanError("precision.dtype", "fp32", problem)
     assert megatron.attention_backend != "local"
-    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
     return backend(
         megatron.attention_backend,
         te=te,
-        capability=(gpu.compute_capability if gpu is not None else None) or HOPPER,
+        capability=_capability(plan),
         dtype=plan.precision.dtype,
         head_dim=spec.head_dim,
         value_dim=spec.value_head_dim,
@@ -148,6 +149,24 @@ def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
         sinks=spec.attention_sinks,
         flash_installed=not _largest_logit(plan),
     )
+
+
+def _flash_release(plan: ResolvedPlan, te: Version) -> Release:
+    installed = int(plan.megatron.flash_attention)
+    return te_facts.flash_release(
+        installed if plan.environment.get(f"NVTE_FLASH_ATTN_V{installed}") != "0" else te_facts.SECOND,
+        te,
+        _capability(plan),
+        head_dim=plan.model.head_dim,
+        dropout=plan.model.attention_dropout,
+        deterministic=_deterministic_attention(plan),
+        context_parallel=plan.layout.cp > 1,
+    )
+
+
+def _capability(plan: ResolvedPlan) -> te_facts.Capability:
+    gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
+    return (gpu.compute_capability if gpu is not None else None) or HOPPER
 
 
 def _largest_logit(plan: ResolvedPlan) -> bool:

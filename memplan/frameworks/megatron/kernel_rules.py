@@ -48,10 +48,26 @@ def check_kernels(plan: ResolvedPlan) -> None:
     if local and back_end in ("flash", "fused"):
         problem = "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
         raise PlanError(field, back_end, problem)
+    _check_package(plan)
     wanted = "eager" if keeps_scores(megatron) else "flash"
     if plan.attention != wanted:
         what = "transformer_impl local" if local else f"attention_backend {back_end}"
         raise PlanError("attention", plan.attention, f"must be {wanted} with {what}")
+
+
+def _check_package(plan: ResolvedPlan) -> None:
+    """What of later releases of flash-attention is not modelled."""
+    megatron, model = plan.megatron, plan.model
+    refused = {
+        "must be 2 with transformer_impl local: Transformer Engine has it": megatron.transformer_impl == "local",
+        "must be 2 with packed sequences (megatron.packed), beside which it is not modelled yet": megatron.packed,
+        "must be 2 with latent attention, of which it is not modelled yet": bool(model.latent_kv_rank),
+        "must be 2 or 4 with context parallelism, beside which 3 is not modelled yet (Transformer Engine takes 2 where "
+        "4 is installed)": plan.layout.cp > 1 and megatron.flash_attention == "3",
+    }
+    for problem, applies in refused.items():
+        if applies and megatron.flash_attention != "2":
+            raise PlanError("megatron.flash_attention", megatron.flash_attention, problem)
 
 
 def check_modules(plan: ResolvedPlan) -> None:

@@ -219,11 +219,11 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
     if cp > 1:
         _check_context_way(plan)
-        if megatron.cp_communication == "a2a+p2p" and "cp_inner" not in megatron.model_fields_set:
+        if megatron.cp_communication == "a2a+p2p" and megatron.cp_inner is None:
             problem = "needs megatron.cp_inner (--cp-inner), the first of Megatron-LM's "
             problem += "--hierarchical-context-parallel-sizes, without which it does not start"  # validate_args
             raise PlanError("megatron.cp_communication", megatron.cp_communication, problem)
-    heads = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1)
+    heads, inner = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1), megatron.cp_inner or 1
     if megatron.cp_communication == "a2a" and heads % cp:
         problem = (
             f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
@@ -231,16 +231,15 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
         raise PlanError("layout.cp", cp, problem)
     refused = {
         "must be 1 without megatron.cp_communication a2a+p2p": megatron.cp_communication != "a2a+p2p",
-        f"must divide layout.cp {cp}: the ring has the rest": cp > 1 and cp % megatron.cp_inner > 0,
-        f"must divide the {heads} key/value heads of a rank, which it distributes": cp > 1
-        and heads % megatron.cp_inner > 0,
+        f"must divide layout.cp {cp}: the ring has the rest": cp > 1 and cp % inner > 0,
+        f"must divide the {heads} key/value heads of a rank, which it distributes": cp > 1 and heads % inner > 0,
         "must be 1 with hybrids: Megatron-Core's Mamba layers and gated delta nets trade heads among all ranks": bool(
             plan.model.layer_pattern or plan.model.linear_interval
         ),
     }
     for problem, applies in refused.items():
-        if applies and megatron.cp_inner > 1:
-            raise PlanError("megatron.cp_inner", megatron.cp_inner, problem)
+        if applies and inner > 1:
+            raise PlanError("megatron.cp_inner", inner, problem)
 
 
 def _check_context_way(plan: ResolvedPlan) -> None:
@@ -252,8 +251,6 @@ def _check_context_way(plan: ResolvedPlan) -> None:
             model.attention_sinks and way != "a2a"
         ),
         "must be a2a or all_gather with sliding windows: a ring does not know them": windows and "p2p" in way,
-        "must be a2a with windows in every second layer: with all_gather, layers without one need more, which is not "
-        "modelled": windows and model.alternating_windows and way == "all_gather",
     }
     for problem, applies in refused.items():
         if applies:

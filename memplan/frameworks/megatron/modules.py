@@ -226,8 +226,18 @@ def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
         imbalance = experts.imbalances[sum(map(spec.has_experts, range(layer)))]
     wide, routed = bool(shape.layers) and wide, experts is not None
     own = replace(shape, wide=_wide(shape, layer), precision_of=(), starts=()) if shape.precision_of else shape
+    if spec.alternating_windows and shape.cp > 1 and shape.cp_communication == "all_gather":
+        own = _windowed(own, layer % 2 == 0)
     linear = spec.is_linear(layer)
     return _alike(own, wide, spec.kind_of(layer), turns, linear, routed, imbalance, spec.block_of(layer))
+
+
+@lru_cache(maxsize=1024)
+def _windowed(shape: CoreShape, windowed: bool) -> CoreShape:
+    """A layer's ``shape`` with the window in all layers or in none (``is_layer_window_attention``, every second one),
+    which tells how many keys ``AttnFuncWithCPAndKVAllGather`` copies; other ways have tensors of the same sizes."""
+    update = {"alternating_windows": False, **({} if windowed else {"sliding_window": None})}
+    return replace(shape, spec=shape.spec.model_copy(update=update))
 
 
 def _wide(shape: CoreShape, layer: int) -> frozenset[str]:

@@ -31,7 +31,7 @@ CODE = (
 )
 
 BACK_ENDS = {
-    "flash": "flash-attention 2",
+    "flash": "flash-attention {}",
     "fused": "cuDNN; NVIDIA publishes its front end's workspace only, not its engine's other allocations",
     "unfused": "scores are stored",
 }
@@ -128,9 +128,10 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 def _code(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.megatron.transformer_impl != "transformer_engine":
         return CODE
-    back_end = core_shape(plan).attention
+    shape = core_shape(plan)
+    back_end, what = shape.attention, BACK_ENDS[shape.attention].format(shape.flash.number)
     te = f"Transformer Engine {plan.megatron.transformer_engine}, PyTorch {plan.torch}; attention back end "
-    return (*CODE, f"{te}{back_end} ({BACK_ENDS[back_end]})")
+    return (*CODE, f"{te}{back_end} ({what})")
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -183,7 +183,11 @@ class MegatronSearch(FrameworkSearch):
     def fields(self, space: Space, point: Point) -> Mapping[str, Any]:
         parallel = point.tp > 1 if space.sequence_parallel is None else space.sequence_parallel
         fields: dict[str, Any] = {"layout.sequence_parallel": parallel}
-        if space.base.model.experts:
+        model, way = space.base.model, "cp_communication"
+        knows = model.sliding_window is not None or model.attention_sinks  # ``layout_rules._check_context_way``
+        if knows and point.cp > 1 and way not in space.base.megatron.model_fields_set:
+            fields[f"megatron.{way}"] = "a2a"
+        if model.experts:
             fields |= {"layout.ep": point.ep, "layout.etp": point.etp}
         if not point.zero:
             fields |= {"megatron.overlap_param_gather": False, "megatron.distributed_optimizer_instances": 1}

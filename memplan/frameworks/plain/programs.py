@@ -18,6 +18,7 @@ from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
 from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.ends import Embedding
+from ...layers.flash_kernels import Release
 from ...layers.fused_losses import LOG_PROBABILITIES, PLAIN, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
@@ -28,7 +29,17 @@ from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.errors import PlanError
 from ...plan.loss_checks import FUSED, liger_version
-from ...plan.releases import CLAMPED_SLICES, MASKS, SUMMED_POSITIONS, casts_back, parsed, release, sdpa_kernel, shown
+from ...plan.releases import (
+    CLAMPED_SLICES,
+    MASKS,
+    PACKAGES,
+    SUMMED_POSITIONS,
+    casts_back,
+    parsed,
+    release,
+    sdpa_kernel,
+    shown,
+)
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
@@ -253,10 +264,22 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         release(plan, "transformers"),
         bool(plan.recompute.reentrant),
         plan.precision.dtype if plan.flash and plan.attention != "flash" else "",
-        plan.attention == "flash_attention_3",
+        _package(plan),
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
     )
+
+
+def _package(plan: ResolvedPlan) -> Release:
+    """The flash-attention package that the plan names."""
+    number = list(PACKAGES).index(plan.attention) + 2 if plan.attention in PACKAGES else 2
+    return Release(number, _capability(plan)[0]) if number == 4 else Release(number)
+
+
+def _capability(plan: ResolvedPlan) -> tuple[int, int]:
+    """Of the GPU; an H100's without one."""
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    return (gpu.compute_capability if gpu is not None else None) or (9, 0)
 
 
 def head_loss(plan: ResolvedPlan) -> HeadLoss:
@@ -366,6 +389,10 @@ def check_flash(plan: ResolvedPlan) -> None:
     if named != "flash":
         if why := family(spec.family).no_package:
             raise PlanError("attention", named, f"must be flash (sdpa) or eager for family {spec.family}: {why}")
+        if release(plan, "transformers") < (since := PACKAGES[named]):
+            raise PlanError("attention", named, f"comes with transformers {shown(since)}: choose flash_attention_2")
+        if named == "flash_attention_4":
+            _check_fourth(plan)
         return
     if plan.quantisation.prepared and not plan.precision.autocast:
         problem = "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
@@ -381,6 +408,21 @@ def check_flash(plan: ResolvedPlan) -> None:
                 f"--seq {size - 1} needs none"
             )
             raise PlanError("attention", "flash", problem)
+
+
+def _check_fourth(plan: ResolvedPlan) -> None:
+    """What flash-attn 4 trains (``flash_attn/cute/interface.py``, ``_validate_head_dims``, ``_flash_attn_bwd``)."""
+    d, major = plan.model.head_dim, _capability(plan)[0]
+    refused = {
+        f"must be flash_attention_2 on {plan.hardware.gpu}: release 4 has a backward from Hopper on": major < 9,
+        f"must be flash_attention_2 with heads of {d} features: release 4 takes multiples of 8": d % 8 > 0,
+        f"must be flash_attention_2 with heads of {d} features: on Blackwell release 4 takes up to 128, and 256": (
+            major in (10, 11) and d > 128 and d != 256
+        ),
+    }
+    for problem, applies in refused.items():
+        if applies:
+            raise PlanError("attention", plan.attention, problem)
 
 
 @lru_cache(maxsize=128)

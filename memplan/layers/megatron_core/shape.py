@@ -9,6 +9,7 @@ from typing import Literal
 from ...plan.layer_blocks import LayerBlock
 from ...plan.spec import ModelSpec
 from ...values import HashedOnce, dataclass, replace
+from ..flash_kernels import Release
 from ..shapes import ITEMSIZE
 from ..work import Ranks
 from .precision import Low, LowAttention, up
@@ -131,6 +132,8 @@ class CoreShape(HashedOnce):
     """Version of Transformer Engine whose saved tensors are meant."""
     attention: CoreAttention = "flash"
     """``local`` is Megatron's own ``DotProductAttention``; the others are back ends of Transformer Engine."""
+    flash: Release = Release()
+    """Of flash-attention, where that is the back end."""
     deterministic: bool = False
     """``--deterministic-mode``: Megatron's own embedding and cross entropy."""
     deterministic_attention: bool = False

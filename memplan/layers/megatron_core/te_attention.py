@@ -198,25 +198,27 @@ def _prepared(r: Recorder, q: Tensor, k: Tensor, v: Tensor) -> Three:
 
 
 def flash_function(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
-    """``FlashAttnFunc`` on (b, s, a, d): saves its inputs, output, log-sum-exp (b, a, s) and random state."""
+    """``FlashAttnFunc`` on (b, s, a, d): saves its inputs, output, log-sum-exp (b, a, s) and, of release 2, random
+    state."""
     b, s, a, d = q.shape
     dtype, likes = q.dtype, (q.shape, k.shape, v.shape)
     grouped = k.shape[2] < a
     out = r.empty(q.shape, dtype, "context")
     logsumexp = r.empty((b, a, s), "fp32", "softmax_logsumexp")
-    rng_state = r.empty((2,), "int64", "rng_state")
+    second = shape.flash.number == te_facts.SECOND
+    states = [r.empty((2,), "int64", "rng_state")] if second else []
     workspaces = te_facts.backward_workspaces(b, s, a, d, shape, grouped=grouped)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(like, dtype, f"grad_{part}") for part, like in zip("qkv", likes, strict=True)]
-        inside = [r.empty((b, a, te_facts.flash_rows(s, shape)), "fp32", "softmax_d")]
+        inside = [r.empty((b, a, te_facts.flash_rows(s, shape)), "fp32", "softmax_d")] if second else []
         if r.kernel_workspaces:
             inside += [r.empty(size, kind, name, WORKSPACES) for name, size, kind in workspaces]
         inside.clear()
         return made
 
     done = _work(shape, q, k, v)
-    out.node = r.node((q, k, v), (q, k, v, out, logsumexp, rng_state), backward, work=done)
+    out.node = r.node((q, k, v), (q, k, v, out, logsumexp, *states), backward, work=done)
     return out
 
 

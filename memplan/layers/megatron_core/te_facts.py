@@ -11,6 +11,7 @@ from typing import Literal
 
 from ...tape.events import rounded
 from ..autograd import Shape, size_of
+from ..flash_kernels import Call, Release, inside
 from .shape import CoreShape, Version
 
 OLDEST, NEWEST = (2, 0), (2, 20)
@@ -128,8 +129,12 @@ def backward_workspaces(
     deterministic (⌈multiprocessors / (b a)⌉ splits), and with fewer key heads (``grouped``) dk and dv of
     every query head. cuDNN: Σ dO·O and, unless deterministic, the accumulator of dQ, which its front end adds
     (``node/scaled_dot_product_flash_attention.h``, ``get_fe_workspace_size_node``); what the engine inside cuDNN
-    asks for besides is not published.
+    asks for besides is not published. Later releases of flash-attn: ``flash_kernels``.
     """
+    if shape.attention == "flash" and shape.flash.number > SECOND:
+        heads = shape.spec.kv_heads * a // shape.spec.heads if grouped else a
+        call = Call((b, a, s, d), heads, shape.dtype, shape.spec.causal, shape.deterministic_attention)
+        return list(inside(shape.flash, call))
     if shape.attention == "fused":
         return [("cudnn_workspace", (b, a, s, 1 if shape.deterministic_attention else 1 + d), "fp32")]
     rows, columns = flash_rows(s, shape), -(-d // 32) * 32 if d <= 192 else 256
@@ -216,6 +221,36 @@ def fused_is_possible(
     if te < (2, 12):
         return te < (2, 7)
     return dropout == 0.0 and cudnn >= CUDNN_DETERMINISTIC_ON_BLACKWELL
+
+
+SECOND = 2
+"""Release of flash-attention that saves a random state, and gives Σ dO·O back."""
+
+OLDEST_FOURTH = (2, 15)
+"""Before it flash-attn 4 is not looked for."""
+
+
+def flash_release(
+    installed: int,
+    te: Version,
+    capability: Capability,
+    *,
+    head_dim: int,
+    dropout: float,
+    deterministic: bool,
+    context_parallel: bool,
+) -> Release:
+    """The release of flash-attention that ``get_attention_backend`` takes, with 2 beside the one that is
+    ``installed``: 3 on Hopper alone, with deterministic algorithms for heads of fewer than 256 features; 4 from Hopper
+    on, without context parallelism, with the heads that it trains (``flash_attn/cute/interface.py``,
+    ``_validate_head_dims``), on Blackwell's smaller GPUs not deterministic; both without dropout."""
+    hopper, major = capability == (9, 0), capability[0]
+    third = hopper and not (deterministic and head_dim >= 256)
+    wide = head_dim <= 128 or hopper or head_dim == 256
+    fourth = te >= OLDEST_FOURTH and capability >= (9, 0) and wide and not context_parallel
+    possible = {3: third, 4: fourth and not (deterministic and major == 12)}
+    taken = installed if possible.get(installed) and not dropout else SECOND
+    return Release(taken, major if taken > 3 else Release().major)
 
 
 def flash_is_possible(capability: Capability, *, dtype: str, head_dim: int) -> bool:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
+from ...plan.releases import CUDNN_ATTENTION, DEPRIORITIZED
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import MEMORY_EFFICIENT, Fused
@@ -147,11 +148,6 @@ FLASH2 = (2, 2)
 NVJET = (2, 8)
 """PyTorch whose wheels, unless one asks for others, are of CUDA 12.8 or later, whose cuBLAS has ``nvjet`` kernels in
 place of ``sm90_xmma_gemm`` (https://forums.developer.nvidia.com/t/348958)."""
-CUDA_13 = (2, 11)
-"""Those of CUDA 13, whose cuDNN's attention ``scaled_dot_product_attention`` prefers on Hopper and Blackwell
-(``sdp_utils.cpp``, ``check_prefer_cudnn_attention``),"""
-DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-"""unless this variable is set."""
 
 HALF_AS_WIDE = ((7, 0), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores, where others have 128 (CUDA programming guide)."""
@@ -166,7 +162,7 @@ def as_validated(plan: ResolvedPlan) -> ResolvedPlan:
     return plan.model_copy(update={"environment": {**plan.environment, DEPRIORITIZED: "1"}})
 
 
-def before(plan: ResolvedPlan, version: tuple[int, int]) -> bool:
+def before(plan: ResolvedPlan, version: tuple[int, ...]) -> bool:
     """Whether ``plan`` runs a PyTorch before ``version``."""
     if plan.torch is None:
         return False
@@ -197,7 +193,7 @@ def _software(plan: ResolvedPlan) -> Software:
     fused = framework(plan.framework).time.fused_attention
     older = before(plan, FLASH2) and plan.attention != "flash_attention_2"
     preferred = plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED)
-    cudnn = fused or (preferred and not before(plan, CUDA_13))
+    cudnn = fused or (preferred and not before(plan, CUDNN_ATTENTION))
     return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any, cast
 
 import pytest
 
+from memplan.layers.flash_kernels import Call, Release, inside
 from memplan.layers.megatron_core import te_attention, te_facts
 from memplan.layers.module import Interface, Options, build
 from memplan.plan.errors import PlanError
@@ -105,6 +107,48 @@ def test_cudnn_front_end_workspace() -> None:
     case = Case("attention", attention="fused")
     assert workspaces(case) == {"cudnn_workspace": 4 * b * a * s * (1 + d)}
     assert workspaces(case, deterministic=True) == {"cudnn_workspace": 4 * b * a * s}
+    second = inside(Release(), Call((b, a, s, d), a, "bf16"))
+    assert sum(4 * prod(shape) for _, shape, _ in second) == 4 * b * a * s * (1 + d)  # as PyTorch's assumption says
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "changes", "taken"),
+    [
+        (2, HOPPER, {}, (2, 9)),
+        (3, HOPPER, {}, (3, 9)),
+        (3, BLACKWELL, {}, (2, 9)),
+        (3, HOPPER, {"dropout": 0.1}, (2, 9)),
+        (3, HOPPER, {"deterministic": True}, (3, 9)),
+        (3, HOPPER, {"deterministic": True, "head_dim": 256}, (2, 9)),
+        (4, HOPPER, {"head_dim": 192}, (4, 9)),
+        (4, BLACKWELL, {}, (4, 10)),
+        (4, BLACKWELL, {"head_dim": 192}, (2, 9)),
+        (4, BLACKWELL, {"te": (2, 14)}, (2, 9)),
+        (4, BLACKWELL, {"context_parallel": True}, (2, 9)),
+        (4, AMPERE, {}, (2, 9)),
+        (4, (12, 0), {"deterministic": True}, (2, 9)),
+    ],
+)
+def test_the_release_of_flash_attention(
+    installed: int, capability: tuple[int, int], changes: dict[str, Any], taken: tuple[int, int]
+) -> None:
+    """Filters of ``get_attention_backend`` that name releases 3 and 4."""
+    said: dict[str, Any] = {
+        "te": (2, 18), "head_dim": 128, "dropout": 0.0, "deterministic": False, "context_parallel": False
+    }  # fmt: skip
+    te = (said | changes)["te"]
+    rest = {name: value for name, value in (said | changes).items() if name != "te"}
+    assert te_facts.flash_release(installed, te, capability, **rest) == taken
+
+
+def test_later_releases_save_no_random_state() -> None:
+    """Nor do they give Σ dO·O back: all that their backward allocates is theirs alone."""
+    case = Case("attention", dropout=0.0)
+    shape = replace(case.shape((2, 18)), flash=Release(3))
+    module = build("attention", recipe(case, (2, 18), shape), Interface(case.input(), "bf16"), Options())
+    names = {event.name for event in (*module.first.forward, *module.first.backward) if isinstance(event, Hold)}
+    assert "softmax_logsumexp" in names
+    assert not names & {"rng_state", "softmax_d"}
 
 
 def test_flash_saves_one_context_more_than_cudnn() -> None:

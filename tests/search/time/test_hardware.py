@@ -4,10 +4,10 @@ import pytest
 
 from memplan.device.gpus import GPUS, MULTIPROCESSORS
 from memplan.plan.errors import PlanError
+from memplan.plan.releases import DEPRIORITIZED
 from memplan.search.time import rates_of
 from memplan.search.time.efficiency import POWER, default
 from memplan.search.time.hardware import CLOCKS, SPEEDS, Figure
-from memplan.search.time.rates import DEPRIORITIZED
 
 from .plans import plan
 
