@@ -45,7 +45,7 @@ def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
         order=OneChunk((Chunk(flat.with_hooks(made, *how), unrolled=unrolled),), plan.microbatches),
         states=flat.flat_states(plan.optimizer, ranks, ranks, flats, trained),
-        extra=(*inputs_of(piece, b, s), *buffers_of(piece, row), *shared_table(plan)),
+        extra=(*inputs_of(plan, piece), *buffers_of(piece, row), *shared_table(plan)),
         step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
         saving=flat.saving_of(units, trained, ranks),
         late_states=True,
