@@ -118,8 +118,8 @@ FSDP_1 = (
 
 
 PIECES = (
-    "bitsandbytes' states are of the pieces of parameters that a rank's shards cover; readings are of the rank that has "
-    "most of them on its GPU"
+    "bitsandbytes' states are of the pieces of parameters that a rank's shards cover; readings are of the rank that "
+    "has most of them on its GPU"
 )
 
 
