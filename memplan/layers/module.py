@@ -59,7 +59,7 @@ class Parameter:
         """Whether its weights decay where a script leaves biases and norms out: transformers'
         ``Trainer.get_decay_parameter_names`` tells by name, for biases of experts are matrices and attention's sinks a
         vector."""
-        return not any(word in self.name for word in ("bias", "norm"))
+        return not any(word in self.name.lower() for word in ("bias", "norm"))
 
     def bytes(self, dtype: str) -> int:
         """Bytes of a tensor of this shape, rounded."""

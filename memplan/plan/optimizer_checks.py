@@ -39,9 +39,7 @@ def _check_name(plan: ResolvedPlan) -> None:
     others = [one.name for one in frameworks() if one.supports.optimizers is None]
     why = supports.optimizers_refused.get(name, f"{listed(others, 'and')} support other optimizers")
     problem = f"must be one of {', '.join(supports.optimizers)} with framework {plan.framework}: {why}"
-    paged = [word for word, fields in plan.optimizer.algorithm.trainer.items() if fields.get("paged")]
-    shown = f"{name} ({paged[0]})" if plan.optimizer.paged and paged else name
-    raise PlanError("optimizer.name", shown, problem)
+    raise PlanError("optimizer.name", plan.optimizer.called, problem)
 
 
 def _check_fields(plan: ResolvedPlan) -> None:

@@ -216,6 +216,17 @@ class Optimizer(Section):
         """The optimizer's object, which knows what is the same in every plan."""
         return algorithm(self.name)
 
+    @property
+    def called(self) -> str:
+        """Its name, and the Trainer's where its states are paged."""
+        paged = [word for word, fields in self.algorithm.trainer.items() if fields.get("paged")]
+        return f"{self.name} ({paged[0]})" if self.paged and paged else self.name
+
+    @property
+    def of_bitsandbytes(self) -> bool:
+        """bitsandbytes' kernels step."""
+        return self.algorithm.eight_bit or self.implementation == "bitsandbytes"
+
 
 class Recompute(Section):
     shorthand = "mode"

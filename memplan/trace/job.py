@@ -409,10 +409,6 @@ def _check_code(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none or transformers in a trace, which runs no trl")
     if plan.recompute.reentrant:
         raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")
-    if plan.precision.autocast and is_tuned(plan):
-        raise PlanError(
-            "precision.autocast", True, "must be false with adapters, 4-bit or frozen parameters in a trace"
-        )
 
 
 def _check(plan: ResolvedPlan) -> None:

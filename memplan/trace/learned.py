@@ -28,7 +28,7 @@ from ..values import dataclass
 from . import cache
 from .fit import Born, Fit
 from .framework import job_of_plan
-from .job import Job
+from .job import MOST_MICROBATCHES, Job
 
 if TYPE_CHECKING:
     from .run import Steps
@@ -39,7 +39,7 @@ NAMES = frozenset({"_name_or_path", "transformers_version"})
 """Keys of a configuration that change no model."""
 DEVIATIONS = ("casts", "gathers")
 """Fields that the settings of a job have where they are true: what a framework does to modules."""
-SECTIONS = ("precision", "recompute", "lora", "quantisation", "frozen")
+SECTIONS = ("precision", "recompute", "lora", "quantisation", "frozen", "trainer")
 """Of a plan: with ``attention`` what its settings depend on; what is not modelled of the others was refused."""
 ALWAYS_TOLD = ("--dtype", "--attention")
 TRACED = ("transformers", "torch")
@@ -63,7 +63,9 @@ def job_of(plan: ResolvedPlan) -> Job:
     }
     config = {name: value for name, value in spec.config.items() if name not in NAMES}
     job = job_of_plan(plan.model_copy(update=update), config)
-    return replace(job, casts=running.learnt_casts(plan), gathers=running.learnt_gathers(plan))
+    # Without autocast the Trainer's loop changes no event of forward and backward.
+    at_once = MOST_MICROBATCHES if job.trainer is not None and job.autocast is not None else None
+    return replace(job, trainer=at_once, casts=running.learnt_casts(plan), gathers=running.learnt_gathers(plan))
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:

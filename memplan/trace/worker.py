@@ -81,7 +81,7 @@ def traced_job(job: Job, within: Surroundings) -> Traced:
     from .step import traced_step
     from .substitutions import SUBSTITUTIONS as OF_TRANSFORMERS
 
-    with copied_fakes():
+    with copied_fakes(), asked_of_cuda(within.device):
         return replace(traced_step(job, within=within), substitutions=OF_TRANSFORMERS)
 
 
@@ -100,6 +100,23 @@ def copied_fakes() -> Iterator[None]:
         return memo[id(one)]  # type: ignore[no-any-return]
 
     with patch.object(FakeTensor, "__deepcopy__", cloned, create=True):
+        yield
+
+
+@contextmanager
+def asked_of_cuda(device: str) -> Iterator[None]:
+    """``torch.is_autocast_enabled()`` of no device asks CUDA's, as peft's layers of quantised weights do
+    (``requires_conversion`` in ``tuners/lora/bnb.py``): autocast of ``device`` is in its place."""
+    from unittest.mock import patch
+
+    import torch
+
+    of_device = torch.is_autocast_enabled
+
+    def asked(*devices: str) -> bool:
+        return of_device(*(devices or (device,)))
+
+    with patch.object(torch, "is_autocast_enabled", asked):
         yield
 
 
@@ -124,7 +141,7 @@ def evaluated_step(job: Job) -> Traced:
 
     is_quantised = job.tuned is not None and job.tuned.four_bit is not None
     packs = patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext()
-    with packs, copied_fakes(), gathering() if job.gathers else nullcontext():
+    with packs, copied_fakes(), asked_of_cuda("cpu"), gathering() if job.gathers else nullcontext():
         return traced_step(job, evaluates=True)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from memplan.estimate import estimate
-from memplan.frameworks.fsdp.flat import Flat, FlatHooks
+from memplan.frameworks.fsdp.flat import FlatHooks
+from memplan.frameworks.fsdp.flat_states import Flat
 from memplan.frameworks.fsdp.hooks import pass_through
 from memplan.frameworks.fsdp.modules import MODEL
 from memplan.plan.errors import PlanError
@@ -134,6 +135,24 @@ def test_a_step_is_on_pieces() -> None:
     found = stage(mbs="1", gbs="2")
     assert found.peak.phase == "step"
     assert found.requested == pytest.approx(5 * 7_241_732_096, rel=1e-4)
+
+
+def test_eight_bit_states_of_pieces() -> None:
+    """The rank that has a part of the embedding has more than the others: its states are in fp32. Rank 0's half of the
+    root is nearly all embedding (131,072,000 of 131,074,048 elements), and of a layer it has 109,056,000 elements."""
+    embedding, of_layers = 131_072_000, 32 * LAYER // 2
+    found = stage(mbs="1", gbs="2", optimizer="adam8bit")
+    assert found.of(Category.OPTIMIZER_STATES) == pytest.approx(8 * embedding + 2 * of_layers * (1 + 4 / 256), rel=1e-4)
+    paged = stage(mbs="1", gbs="2", optimizer="paged_adamw_8bit")
+    assert paged.host == pytest.approx(8 * embedding + 2 * (2 * of_layers + embedding), rel=1e-4)
+    assert paged.of(Category.OPTIMIZER_STATES) == pytest.approx(2 * (of_layers + embedding) * 4 / 256, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "glm-4.5-air"])
+def test_layers_of_several_kinds_have_shards_of_their_own(model: str) -> None:
+    """A dense layer before those with experts."""
+    (found,) = estimate(plan(model=model, gpus="8", seq="512", versions="")).stages
+    assert found.of(Category.PARAMETERS) == pytest.approx(2 * found.parameters, rel=1e-5)
 
 
 def test_mixed_precision_has_fp32_pieces() -> None:

@@ -12,8 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from memplan.estimate import programs_of
+from memplan.layers.module import Options
+from memplan.optimizers.bitsandbytes import MIN_8BIT_SIZE
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape.events import Category, rounded
+from memplan.tape.program import static
 
 LAYERS, CPU = 4, torch.device("cpu")
 
@@ -89,3 +100,37 @@ def test_layers_gathered_at_once_in_backward(reentrant: bool, most: int) -> None
             layer.module.register_forward_hook(lambda *args: inner.counts.append(gathered(inner)))
         loss.backward()
     assert max(inner.counts) == most
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pieces_of_parameters_on_each_rank(tied: bool) -> None:
+    """What bitsandbytes' optimizers see of a Llama on four ranks, wrapped as Accelerate does."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1003, tie_word_embeddings=tied,
+    )  # fmt: skip
+    sizes = {"hidden": "64", "heads": "4", "kv-heads": "2", "head-dim": "16", "ffn": "160", "vocab": "1003"}
+    shape = {"model": "llama-2-7b", "layers": "2", **sizes, "tied-embeddings": str(tied).lower(), "dtype": "fp32"}
+    flags = {**shape, "framework": "fsdp", "fsdp-version": "1", "gpus": "4", "optimizer": "adam8bit"}
+    plan = resolve(read_plan(None, flags).plan)
+    (program,) = programs_of(plan, Options())
+    held: list[int] = []
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            policy = ModuleWrapPolicy({LlamaDecoderLayer})
+            model: Any = FullyShardedDataParallel(
+                LlamaForCausalLM(config), auto_wrap_policy=policy, use_orig_params=True, device_id=CPU
+            )
+        dist.destroy_process_group()
+        table = model.module.get_input_embeddings().weight
+        pieces = [(one, one.numel()) for one in model.parameters() if one.numel()]
+        bytes_of = (
+            4 * size if one is table or size < MIN_8BIT_SIZE else rounded(size) + rounded(4 * -(-size // 256))
+            for one, size in pieces
+        )
+        held.append(sum(2 * rounded(size) for size in bytes_of))
+    maps = 2 * 256 * 4
+    assert len(set(held)) == 4
+    assert static(program).net_by[Category.OPTIMIZER_STATES] == max(held) + maps

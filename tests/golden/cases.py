@@ -153,6 +153,9 @@ def optimizers() -> Iterator[str]:
     yield f"{jobs[0]} --optimizer adam8bit --paged-optimizer"
     yield "--model gpt2 --layers 3 --seq 256 --framework deepspeed --zero 2 --gpus 4 --optimizer paged_adamw_8bit"
     yield f"{jobs[0]} --optimizer adamw --optimizer-implementation bitsandbytes --paged-optimizer"
+    for optimizer in ("adam8bit", "paged_adamw_8bit", "lion"):
+        yield f"--model llama-3-8b --seq 2048 --framework fsdp --fsdp-version 1 --gpus 8 --optimizer {optimizer}"
+    yield "--model deepseek-v2-lite --seq 512 --framework fsdp --fsdp-version 1 --gpus 8"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16"
     yield f"{jobs[6]} --zero 1 --precision-aware-optimizer --main-params-dtype fp16"
 

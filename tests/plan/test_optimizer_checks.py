@@ -49,7 +49,7 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ({"framework": "megatron-deepspeed", "optimizer": "adam8bit", "paged_optimizer": "true"}, "must be false with"),
         (
             {"framework": "fsdp", "optimizer": "adam8bit"},
-            "take no DTensor (FSDP2: the first step ends in 'got mixed torch.Tensor and DTensor'), and their states of",
+            "take no DTensor (the first step ends in 'got mixed torch.Tensor and DTensor'); FSDP1 runs them",
         ),
         ({"framework": "fsdp", "optimizer": "paged_adamw_8bit"}, "optimizer.name = adam8bit (paged_adamw_8bit): must"),
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from memplan.allocator.caching import AllocatorSettings
@@ -28,12 +29,12 @@ from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan
-from memplan.trace.job import Job
+from memplan.trace.job import MOST_MICROBATCHES, Job
 from memplan.trace.learned import job_of
 from memplan.trace.learning import learn
 from memplan.trace.recording import EVALUATION, Traced
 from memplan.trace.structure import UnfitError
-from memplan.trace.worker import evaluated_step
+from memplan.trace.worker import asked_of_cuda, evaluated_step
 
 from .test_step import SCALARS, WITHOUT_RECIPE, model_flags, targets_of
 
@@ -42,6 +43,10 @@ CASES: dict[str, dict[str, str]] = {
     "llama": {"recompute": "full", "attention": "flash"},
     "bert": {"dtype": "fp32", "attention": "eager"},
 }
+AUTOCAST = {"dtype": "bf16", "autocast": "true", "autocast-parameters": "bf16", "trainer": "transformers"}
+AUTOCAST |= {"lora-rank": "8", "lora-targets": "q_proj,down_proj"}
+"""As the Trainer runs adapters with ``bf16``, of ``llama``: learnt as ``AUTOCAST_OF``."""
+AUTOCAST_OF = "llama-adapters-autocast"
 RECORDED = Path(__file__).with_name("small_fits.json.gz")
 """Of each family: ``python -m tests.trace.test_fits`` learns them anew. Every run learns others: a model without a
 recipe here, adapters in ``test_fits_tuned``."""
@@ -68,7 +73,11 @@ def plan_of(family: str, b: int, s: int, **flags: str) -> ResolvedPlan:
 
 def learnt(family: str) -> Any:
     """JSON of the fit."""
-    fit, _, _ = learn(job_of_plan(plan_of(family, 1, 64)), traced, LONGEST)
+    if family == AUTOCAST_OF:
+        job = replace(job_of_plan(plan_of("llama", 1, 64, **AUTOCAST)), trainer=MOST_MICROBATCHES)
+    else:
+        job = job_of_plan(plan_of(family, 1, 64))
+    fit, _, _ = learn(job, traced, LONGEST)
     return fit.to_json()
 
 
@@ -98,7 +107,7 @@ def test_same_as_a_direct_trace(family: str, point: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [*CASES, AUTOCAST_OF])
 def test_what_is_on_file_is_what_is_learnt(family: str) -> None:
     assert json.dumps(learnt(family)) == json.dumps(fit_of(family).to_json())
 
@@ -115,6 +124,27 @@ def test_same_as_the_recipe(family: str) -> None:
             assert abs(getattr(ours, name) - getattr(theirs, name)) <= SCALARS, name
         assert ours.place.split("/")[:3] == theirs.place.split("/")[:3]
         assert ours.peak_by[Category.PARAMETERS] == theirs.peak_by[Category.PARAMETERS]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", [*CASES, AUTOCAST_OF])
+def test_same_as_the_recipe_in_the_trainer(name: str, micro_batches: int) -> None:
+    """Whose inputs, numbers, clipping and step by groups are compared with transformers' own, with what Accelerate
+    does to outputs of autocast (``test_trainer``)."""
+    family, flags = ("llama", AUTOCAST) if name == AUTOCAST_OF else (name, {"trainer": "transformers"})
+    plan = plan_of(family, 2, 77, **flags, gbs=str(2 * micro_batches))
+    (recipe,) = programs_of(plan, Options())
+    ours, theirs = fold_program(program_of(plan, fit_of(name), Options())), fold_program(recipe)
+    for point in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
+        assert abs(getattr(ours, point) - getattr(theirs, point)) <= SCALARS, point
+    assert ours.static == theirs.static
+
+
+def test_autocast_is_asked_of_cuda() -> None:
+    """Which is how peft's layers of quantised weights learn that autocast is on."""
+    with asked_of_cuda("cpu"), torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled()
+    assert not torch.is_autocast_enabled()
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -288,5 +318,5 @@ def test_ddp_as_the_recipe() -> None:
 
 
 if __name__ == "__main__":
-    found = {family: learnt(family) for family in CASES}
+    found = {family: learnt(family) for family in (*CASES, AUTOCAST_OF)}
     RECORDED.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))

@@ -19,8 +19,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "fp16-recomputed": {"dtype": "fp16", "attention": "eager", "autocast": "true", "recompute": "full"},
     "ddp": {"dtype": "bf16", "attention": "eager", "framework": "ddp", "gpus": "4", "gbs": "32", "autocast": "true"},
     "decaying": {"dtype": "fp32", "attention": "eager", "weight-decay": "0.1", "optimizer": "sgd", "momentum": "0.9"},
-    "adapters": {"dtype": "bf16", "attention": "eager", "lora-rank": "8", "lora-targets": "all-linear"},
+    "adapters": {"dtype": "bf16", "attention": "eager", "autocast": "true", "autocast-parameters": "bf16"},
 }
+SETTINGS["adapters"] |= {"lora-rank": "8", "lora-targets": "all-linear"}
 CASES = [
     pytest.param(family, setting, marks=[] if family == "llama" or turn == at % len(SETTINGS) else [pytest.mark.slow])
     for at, family in enumerate(FAMILIES)

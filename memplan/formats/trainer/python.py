@@ -32,7 +32,21 @@ _OTHER_HEADS = re.compile(r"\w+For(?:Sequence|Token|Question|MultipleChoice|Imag
 _LORA = {
     "r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save", "bias": "lora_bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
+    "target_parameters": "lora_target_parameters",
 }  # fmt: skip
+_NOT_OF_LORA = (
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "layer_replication", "trainable_token_indices"),
+    *(
+        "exclude_modules",
+        "use_qalora",
+        "lora_bias",
+        "megatron_config",
+        "eva_config",
+        "corda_config",
+        "alora_invocation_tokens",
+    ),
+)
+"""Keywords of ``LoraConfig`` that make other adapters, or more of them."""
 _QUANTISED = {
     "load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit", "bnb_4bit_quant_type": "bnb_4bit_quant_type",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
@@ -62,7 +76,15 @@ _FLAGS = {
     "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
 }  # fmt: skip
 """Flags that say what a keyword does."""
-_OWN_CODE = {"unsloth": "Unsloth's layers and offloaded checkpoints are code of its own, which is not modelled"}
+_OWN_CODE = {
+    "unsloth": "Unsloth's layers and offloaded checkpoints are code of its own, which is not modelled",
+    "sentence_transformers": "its losses of pairs of sentences are not modelled",
+}
+_OTHER_WEIGHTS = re.compile(
+    r"(?:GPTQ|Gptq|Awq|Hqq|TorchAo|Quanto|FineGrainedFP8|FbgemmFp8|Eetq|Aqlm|Vptq|Higgs|SpQR|AutoRound|BitNetQuant"
+    r"|CompressedTensors|Mxfp4|Metal|FourOverSix|Sinq)Config"
+)
+"""Of ``transformers.utils.quantization_config`` but bitsandbytes': how the base's weights are stored."""
 INSTEAD = (
     "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
 )
@@ -111,7 +133,8 @@ class _Reading:
         self.source, self.asked = source, asked
         self.module = module
         self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        self.names = _constants(module)
+        self.once = _bound_once(module)
+        self.names = _constants(self.once)
         self.imported = {name.partition(".")[0] for name in _imports(module)}
         self.found: dict[str, Node] = {}
         self.wrong: list[PlanError] = []
@@ -133,6 +156,7 @@ class _Reading:
                 for key, value in _DEFAULTS[name].items():
                     self.found.setdefault(key, _node(value, self.source, call.lineno))
                 self.take(call, keys)
+        self.check_base()
         trainers = self.of(*_TRAINERS)
         for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
             self.take(call, _BESIDE)
@@ -177,6 +201,30 @@ class _Reading:
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
 
+    def check_base(self) -> None:
+        """Refuses weights and adapters that no argument says, and which are not read."""
+        of_peft = {
+            name.name
+            for node in ast.walk(self.module)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "peft"
+            for name in node.names
+            if name.name.endswith("Config") and name.name not in ("LoraConfig", "PeftConfig")
+        }
+        for call in sorted(self.calls, key=lambda call: call.lineno):
+            name = _name(call)
+            if name in of_peft and "lora-rank" not in self.asked:
+                raise self.refused(f"makes a {name}: of peft's methods LoRA alone is modelled", call)
+            if _OTHER_WEIGHTS.fullmatch(name) and "quantisation" not in self.asked:
+                dequantised = _keyword(call, "dequantize")
+                if dequantised is None or self.value(dequantised) is not True:
+                    problem = f"loads weights as {name} has them: nf4, fp4, int8, gptq and awq are modelled "
+                    raise self.refused(f"{problem}(--quantisation gptq)", call)
+            if name == "LoraConfig" and "lora-rank" not in self.asked:
+                for key in _NOT_OF_LORA:
+                    given = _keyword(call, key)
+                    if given is not None and self.value(given) not in (None, False, [], {}):
+                        raise self.refused(f"makes a LoraConfig with {key}, which is not modelled", call)
+
     def frozen(self) -> None:
         """Parameters that the script freezes itself, unless adapters leave all of them frozen, or a flag says which."""
         if self.of("LoraConfig", "get_peft_model") or self.asked & {"lora-rank", "freeze-layers", "freeze-embedding"}:
@@ -218,14 +266,14 @@ class _Reading:
                 self.take_mapping(keyword.value, _LOADED)
 
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
-        value = self.value(given)
-        if not isinstance(value, dict):
+        pairs = _pairs(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
+        if pairs is None:
             problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
             self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
             return
-        for key, item in value.items():
+        for key, item in pairs:
             if keys is None or key in keys:
-                self.found[keys[key] if keys is not None else str(key)] = _node(item, self.source, given.lineno)
+                self.put(keys[key] if keys is not None else key, item)
 
     def put(self, key: str, given: ast.expr) -> None:
         """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
@@ -298,8 +346,19 @@ def _literal(given: ast.expr, names: Mapping[str, object]) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def _constants(module: ast.Module) -> dict[str, object]:
-    """Names to which the file gives one literal, and nothing else anywhere."""
+def _pairs(given: ast.expr) -> list[tuple[str, ast.expr]] | None:
+    """Keys and what they are given in a mapping that stands there as one; nothing where it does not."""
+    if isinstance(given, ast.Call) and _name(given) == "dict" and not given.args:
+        pairs = [(keyword.arg, keyword.value) for keyword in given.keywords]
+        return None if None in dict(pairs) else [(str(key), value) for key, value in pairs]
+    if not isinstance(given, ast.Dict):
+        return None
+    keys = [key.value if isinstance(key, ast.Constant) else None for key in given.keys]
+    return None if None in keys else [(str(key), value) for key, value in zip(keys, given.values, strict=True)]
+
+
+def _bound_once(module: ast.Module) -> dict[str, ast.expr]:
+    """Names to which the file gives one value, and nothing else anywhere."""
     given: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(module):
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -310,11 +369,15 @@ def _constants(module: ast.Module) -> dict[str, object]:
             given.setdefault(name, []).append(node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None)
         for name in _bound_otherwise(node, simple):
             given.setdefault(name, []).append(None)
+    return {name: values[0] for name, values in given.items() if len(values) == 1 and values[0] is not None}
+
+
+def _constants(once: Mapping[str, ast.expr]) -> dict[str, object]:
+    """Names to which the file gives one literal."""
     found: dict[str, object] = {}
     for _ in range(2):  # a name for a name
-        for name, values in given.items():
-            only = values[0]
-            if len(values) == 1 and only is not None and (value := _literal(only, found)) is not _UNKNOWN:
+        for name, only in once.items():
+            if (value := _literal(only, found)) is not _UNKNOWN:
                 found[name] = value
     return found
 

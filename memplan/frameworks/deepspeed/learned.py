@@ -48,7 +48,7 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     model = _model(piece, row, b, s, options.kernel_workspaces, setting.dtype)
     buffers = buffers_of(piece, row)
     scales = beside_packed(model, plan)
-    beside = (*inputs_of(piece, b, s), *buffers, *quantisation_maps(plan.optimizer), *scales)
+    beside = (*inputs_of(plan, piece), *buffers, *quantisation_maps(plan.optimizer), *scales)
     parts = groups_of(setting, model)
     made = [_unrolled(rank_of(setting, model, parts, one), setting) for one in candidates(setting, model)]
     programs = [replace(program_of(rank, setting, beside), order=order) for rank, order in made]

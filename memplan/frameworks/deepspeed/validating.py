@@ -234,8 +234,7 @@ class DeepspeedRunning(OtherRunning):
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         problem = "not modelled for an architecture without a recipe"
-        if trainer.runs(plan):
-            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
+        trainer.check_learnt(plan)
         if is_tuned(plan) and plan.lora.rank is None:
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")

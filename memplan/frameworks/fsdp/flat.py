@@ -20,19 +20,18 @@ tensor, cut into as many equal pieces as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+from ...families import family
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
-from ...layers.tuning import ADAPTERS
-from ...optimizers.base import State, optimizer_states
+from ...optimizers.bitsandbytes import quantisation_maps
 from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
-from ...plan.plan import Optimizer
 from ...plan.releases import WEIGHTS_ON_META, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.section import Dtype
@@ -44,7 +43,8 @@ from ...values import dataclass, replace
 from ..plain import preferences, trainer
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
-from ..plain.tuned import shared_table, stored
+from ..plain.tuned import shared_table
+from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
 from .hooks import GATHERING, REDUCING, Around, pass_through
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
 from .reference import flat_pass, flat_reference, with_pass, without_pass
@@ -92,35 +92,6 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
 # -- units ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A unit: bytes on all ranks, with those of the modules that it spans by their place."""
-
-    name: str
-    first: int
-    last: int
-    whole: int
-    """Of the gathered flat parameter, in the dtype of compute."""
-    trained: int
-    """Elements that are trained; 0 where the unit is frozen."""
-    reshard: bool = True
-    holder: str = ""
-    """Its first parameter, which stands for the flat one where each parameter's states are counted."""
-    inner: bool = False
-    """It is in the middle of its module: none is."""
-    parts: tuple[int, ...] = ()
-    """Bytes of each parameter."""
-    sent: int = 0
-    """Buffers that rank 0 sends, too, while the unit is wrapped."""
-    kept: tuple[int, int] = (0, 0)
-    """Bytes of input and of the output's gradient, which a frozen unit's hook keeps."""
-
-    @property
-    def with_gradient(self) -> bool:
-        """The root's end is that of backward."""
-        return self.name != MODEL
-
-
 def packed_bytes(parameter: Parameter, dtype: str) -> int:
     """As it is stored, on all ranks together; four bits are in storage of another dtype."""
     return sum(_packed(parameter, dtype))
@@ -165,7 +136,8 @@ def _unit(name: str, first: int, last: int, parameters: Sequence[Parameter], dty
     parts = tuple([size for one in parameters for size in _packed(one, dtype)])
     trained = sum(one.elements for one in parameters if one.trained)
     sent = sum(one.four_bit.sent for one in parameters if one.four_bit is not None)
-    return Flat(name, first, last, sum(parts), trained, reshard, parameters[0].name, parts=parts, sent=sent)
+    whole, members = sum(parts), tuple(parameters)
+    return Flat(name, first, last, whole, trained, reshard, members[0].name, parts=parts, members=members, sent=sent)
 
 
 def _kept(module: Module) -> tuple[int, int]:
@@ -395,14 +367,15 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         )
         own = flat_pass(inner, with_seams(options), units, made)
         spans = with_pass(spans, own, plain.keeps_embedded(plain.layer_shape(plan)))
-    tensors = tuple(one for span in single.spans for _ in span.names for one in span.module.parameters)
+    spans, flats = units_held(spans, units, family(plan.model.family).registered)
+    tensors = tuple(one for span in spans for one in span.module.parameters)
     ranks = 1 if ignored else plan.layout.dp
-    flats = tuple(sorted({unit.holder: unit for unit in units if not is_adapter(unit.holder)}.items()))
     states = flat_states(plan.optimizer, plan.layout.dp, ranks, flats, trained)
-    pieces = pieces_of(tensors, dict(flats), ranks, trained)
+    pieces = pieces_of(plan.optimizer, tensors, plan.layout.dp, ranks, flats, trained)
     shape = plain.layer_shape(plan)
     ids = inputs(shape, 0, plan.trainer.kind.inputs)
     extra = [*ids, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
+    extra += quantisation_maps(plan.optimizer)
     extra += flat_reference(plan, units, plan.layout.dp, ITEMSIZE[shards] // ITEMSIZE[compute], compute)
     if is_tuned(plan):
         extra += shared_table(plan)
@@ -420,6 +393,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             evaluated=trainer.kept_logits(plan, plain.layer_shape(plan)),
             saving=saving_of(units_of(single.spans, shards, True, False, ignored), trained, plan.layout.dp),
             late_states=True,
+            managed=managed_states(plan.optimizer, tensors, plan.layout.dp, ranks, flats, trained),
             **wrapping_of(plan, units, ahead),
             elements=sum(-(-one.elements // plan.layout.dp) for one in tensors),
         ),
@@ -470,58 +444,3 @@ def saving_of(units: Sequence[Flat], trained: str, ranks: int) -> int:
         return 0
     states = (-(-unit.trained // ranks) * ITEMSIZE[trained] * (ranks + 1) for unit in units)
     return rounded(max(*states, *(unit.whole for unit in units)))
-
-
-def piece(parameter: Parameter, ranks: int, dtype: str) -> Parameter:
-    """Rank 0's part of a trained parameter, as large as that of any other rank together."""
-    return Parameter(parameter.name, (-(-parameter.elements // ranks),), dtype)
-
-
-def flat_piece(unit: Flat, ranks: int, dtype: str) -> Parameter:
-    """Of a trained unit's flat parameter."""
-    return Parameter(unit.holder, (-(-unit.trained // ranks),), dtype)
-
-
-def pieces_of(tensors: Sequence[Parameter], flats: Mapping[str, Flat], ranks: int, dtype: str) -> tuple[Parameter, ...]:
-    """What the optimizer updates here: of each adapter's weight, and of each trained unit."""
-    return tuple(
-        piece(one, ranks, dtype) if is_adapter(one.name) else flat_piece(flats[one.name], ranks, dtype)
-        for one in tensors
-        if one.trained and (is_adapter(one.name) or one.name in flats)
-    )
-
-
-def is_adapter(name: str) -> bool:
-    """Whatever peft calls the adapter, which it registers as ``default``."""
-    return name.replace(".default", "").endswith(ADAPTERS)
-
-
-@lru_cache(maxsize=64)
-def flat_states(
-    optimizer: Optimizer, ranks: int, of_adapters: int, flats: tuple[tuple[str, Flat], ...], trained: str
-) -> tuple[State, ...]:
-    """Shards, what 4-bit weights keep beside them, whole, and the optimizer's states on shards. A unit's are one
-    tensor, which its first parameter stands for (``flats``); ``of_adapters`` ranks share an adapter's weight."""
-    units = dict(flats)
-
-    def held(parameter: Parameter) -> Parameter | None:
-        """What is trained of it."""
-        if is_adapter(parameter.name):
-            return piece(parameter, of_adapters, trained)
-        unit = units.get(parameter.name)
-        return flat_piece(unit, ranks, trained) if unit is not None and unit.trained else None
-
-    def sharded(parameter: Parameter) -> int:
-        if (one := held(parameter)) is not None:
-            return one.bytes(trained)
-        return rounded(-(-units[parameter.name].whole // ranks)) if parameter.name in units else 0
-
-    def of(state: State) -> State:
-        def size(parameter: Parameter) -> int:
-            one = held(parameter)
-            return state.size(one) if one is not None else 0
-
-        return State(state.name, state.category, size)
-
-    own = optimizer_states(optimizer, trained, embeddings_32bit=optimizer.embeddings_32bit)
-    return (State("parameter", Category.PARAMETERS, sharded), *stored(trained)[1:], *map(of, own))

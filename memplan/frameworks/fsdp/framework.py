@@ -29,11 +29,10 @@ OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
 NO_KERNEL = (
-    "bitsandbytes' kernels take no DTensor (FSDP2: the first step ends in 'got mixed torch.Tensor and DTensor'), and "
-    "their states of flat shards (FSDP1) are not modelled"
+    "must be sgd, adam or adamw of PyTorch under FSDP2: bitsandbytes' kernels take no DTensor (the first step ends in "
+    "'got mixed torch.Tensor and DTensor'); FSDP1 runs them (--fsdp-version 1)"
 )
-"""As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1, which runs: a flat shard has
-8-bit states; with ``use_orig_params`` each piece of a parameter has its own, in fp32 below 4,096 elements)."""
+"""As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1)."""
 
 
 NO_INTEGERS = "Cannot flatten integer dtype tensors"
@@ -53,18 +52,15 @@ class Fsdp(Framework):
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
         sections=("fsdp", "lora", "quantisation", "kernels", "trainer"),
         pipeline=("schedule", "partition"),
-        optimizers=("sgd", "adam", "adamw"),
+        optimizers=("sgd", "adam", "adamw", "adam8bit", "lion", "lion8bit"),
         optimizers_refused={
             "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards (FSDP2); on flat ones "
             "(FSDP1) it is not modelled",
-            "adam8bit": NO_KERNEL,
-            "lion": NO_KERNEL,
-            "lion8bit": NO_KERNEL,
             "muon": "Muon runs on DTensor shards, but the gathers of its matrix products are not modelled",
         },
-        implementations=("foreach", "for-loop", "fused"),
+        implementations=("foreach", "for-loop", "fused", "bitsandbytes"),
         implementations_refused={("sgd", "fused"): "PyTorch's fused SGD takes no DTensor"},
-        optimizer_fields=frozenset({"momentum", "weight_decay"}),
+        optimizer_fields=frozenset({"momentum", "weight_decay", "paged", "block_size", "embeddings_32bit"}),
         losses=("plain", "vocab-parallel", "chunked", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
@@ -273,6 +269,8 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         if plan.loss.kind in OF_TRANSFORMERS:
             problem = "must be plain, vocab-parallel or chunked: of torchtitan's jobs no other loss is modelled"
             raise PlanError("loss.kind", plan.loss.kind, problem)
+    if plan.optimizer.of_bitsandbytes:
+        raise PlanError("optimizer.name", plan.optimizer.called, NO_KERNEL)
     problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
     if plan.precision.autocast:
         raise PlanError("precision.autocast", True, problem)

@@ -59,7 +59,7 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
         order=OneChunk((Chunk(hooked, unrolled=unrolled),), plan.microbatches),
         states=() if sharding.offload else sharded_states(plan.optimizer, sharding),
-        extra=(*inputs_of(piece, b, s), *model.buffers),
+        extra=(*inputs_of(plan, piece), *model.buffers),
         step=Stretch() if sharding.offload else sharded_step(tuple(tensors), plan.optimizer, sharding),
         late_states=True,
         elements=sum(shard(one, sharding.shards).elements for one in tensors),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...layers.module import Options
+from ...optimizers.bitsandbytes import quantisation_maps
 from ...optimizers.steps import step_temporaries
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
@@ -16,7 +17,7 @@ from ...trace.tapes import Row
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
 from . import flat
-from .flat import Flat
+from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
 from .learned import joined_row, seamed, told_apart
 
 
@@ -36,19 +37,21 @@ def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     units = flat.units_of(made, compute, given.reshard_after_forward, False, False)
     how = (units, made[-1].names[0], ranks, compute, False, ahead)
     unrolled = _unrolled(piece, row, b, s, options.kernel_workspaces, plan.microbatches > 1, *how)
-    flats = tuple(sorted({unit.holder: unit for unit in units if not flat.is_adapter(unit.holder)}.items()))
-    tensors = [one for span in made for one in span.module.parameters]
-    pieces = flat.pieces_of(tensors, dict(flats), ranks, trained)
+    maps = quantisation_maps(plan.optimizer)
+    hooked, flats = units_held(flat.with_hooks(made, *how), units)
+    tensors = [one for span in hooked for one in span.module.parameters]
+    pieces = pieces_of(plan.optimizer, tensors, ranks, ranks, flats, trained)
     return Program(
         stage=0,
         ranks=tuple(range(ranks)),
         entries=tuple(dict.fromkeys(name for one in row for name in one.names)),
-        order=OneChunk((Chunk(flat.with_hooks(made, *how), unrolled=unrolled),), plan.microbatches),
-        states=flat.flat_states(plan.optimizer, ranks, ranks, flats, trained),
-        extra=(*inputs_of(piece, b, s), *buffers_of(piece, row), *shared_table(plan)),
+        order=OneChunk((Chunk(hooked, unrolled=unrolled),), plan.microbatches),
+        states=flat_states(plan.optimizer, ranks, ranks, flats, trained),
+        extra=(*inputs_of(plan, piece), *buffers_of(piece, row), *shared_table(plan), *maps),
         step=Stretch(drop_all(step_temporaries(plan.optimizer, pieces, trained), 1)),
         saving=flat.saving_of(units, trained, ranks),
         late_states=True,
+        managed=managed_states(plan.optimizer, tensors, ranks, ranks, flats, trained),
         **flat.wrapping_of(plan, units, ahead),
         elements=sum(-(-one.elements // ranks) for one in tensors),
     )

@@ -117,6 +117,12 @@ FSDP_1 = (
 )
 
 
+PIECES = (
+    "bitsandbytes' states are of the pieces of parameters that a rank's shards cover; readings are of the rank that "
+    "has most of them on its GPU"
+)
+
+
 RUNS_AHEAD = (
     "weights are loaded by rank 0 alone (cpu_ram_efficient_loading); the other ranks have them on the meta device"
     " while FSDP1 wraps them, and run ahead of rank 0, which copies its own to the GPU: buckets that wait for it "
@@ -144,7 +150,8 @@ def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.fsdp.version == "1":
-        return (*FSDP_1, *((RUNS_AHEAD,) if on_meta(plan) else ()), *plain(plan))
+        pieces = (PIECES,) if plan.optimizer.of_bitsandbytes else ()
+        return (*FSDP_1, *pieces, *((RUNS_AHEAD,) if on_meta(plan) else ()), *plain(plan))
     result = [*FSDP, *of_adapters(plan)]
     if plan.fsdp.offload:
         result.append(

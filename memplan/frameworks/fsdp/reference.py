@@ -29,7 +29,7 @@ from .hooks import Around, Hooks, Role, Running
 from .units import Sharding, Unit, shard
 
 if TYPE_CHECKING:
-    from .flat import Flat
+    from .flat_states import Flat
 
 NOTHING = Around((), (), (), ())
 

@@ -48,8 +48,7 @@ class FsdpRunning(FrameworkRunning):
             raise PlanError("fsdp.code", given.code, "must be transformers: this architecture has no recipe")
         if not given.gradient_sync and plan.microbatches > 1:
             raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
-        if trainer.runs(plan):
-            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
+        trainer.check_learnt(plan)
         if is_tuned(plan) and plan.lora.rank is None:
             field, value = first_frozen(plan)
             raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")

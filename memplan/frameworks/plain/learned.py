@@ -20,9 +20,11 @@ from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import Born, Fit, Kind, Piece, Places
+from ...trace.job import MOST_MICROBATCHES
 from ...trace.tapes import FIRST, spans, whole
 from ...values import replace
-from .step import optimizer_step, tensors_of
+from . import trainer
+from .step import optimizer_step, tensors_of, trainer_step
 from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 
 PACKED = "uint8"
@@ -55,7 +57,10 @@ def program_of(
     if not all(one.trained for own, _ in groups for one in own):
         states, groups = tuned_states(plan.optimizer, dtype), trained_only(groups)
     buffers = buffers_of(piece, row)
-    extra = [*inputs_of(piece, b, s), *buffers, *shared_table(plan), *quantisation_maps(plan.optimizer)]
+    extra = [*inputs_of(plan, piece), *buffers, *shared_table(plan), *quantisation_maps(plan.optimizer)]
+    step, clipping = optimizer_step(groups, plan.optimizer, dtype), 0
+    if trainer.runs(plan):
+        step, clipping = trainer_step(groups, plan.optimizer, plan.lora.dtype or dtype, options.kernel_workspaces)
     broadcast = front_of(plan, buffers)
     ready = _ready(piece, row)
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
@@ -67,7 +72,8 @@ def program_of(
         order=OneChunk((chunk,), plan.microbatches),
         states=states,
         extra=(*extra, *buckets_of(plan, ready)),
-        step=optimizer_step(groups, plan.optimizer, dtype),
+        step=step,
+        clipping=clipping,
         late_states=True,
         managed=managed_bytes(plan.optimizer, tensors_of(groups)),
     )
@@ -133,12 +139,16 @@ def _dtypes(piece: Piece) -> frozenset[str]:
     return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters if one.four_bit is None)
 
 
-def inputs_of(piece: Piece, b: int, s: int) -> list[Hold]:
-    """A micro-batch's, kept throughout."""
-    return [
+def inputs_of(plan: ResolvedPlan, piece: Piece) -> list[Hold]:
+    """A micro-batch's, kept throughout; those of all micro-batches where the Trainer runs the model, and its numbers.
+    Traces of its loop have those of further micro-batches, too (``variables`` in ``trace/step.py``)."""
+    b, s = plan.batch.mbs, plan.batch.seq
+    traced = MOST_MICROBATCHES if trainer.converts_outputs(plan) else 1
+    own = [
         Hold(0, rounded(piece.polynomials[one.size](b, s)), Category.INPUTS, one.operator, (), one.dtype)
-        for one in piece.inputs
+        for one in piece.inputs[: len(piece.inputs) // traced]
     ]
+    return [*own * plan.microbatches, *trainer.SCALARS] if trainer.runs(plan) else own
 
 
 def buffers_of(piece: Piece, row: tuple[Places, ...]) -> list[Hold]:

@@ -20,8 +20,7 @@ class PlainRunning(FrameworkRunning):
     learns = True
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
-        if trainer.runs(plan):
-            raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
+        trainer.check_learnt(plan)
         if plan.layout.zero:
             problem = "must be 0: not modelled for an architecture without a recipe"
             raise PlanError("layout.zero", plan.layout.zero, problem)

@@ -13,6 +13,7 @@ from ...layers.autograd import Recorder
 from ...layers.huggingface import LayerShape
 from ...layers.module import Parameter, hold_bytes
 from ...optimizers.steps import step_temporaries
+from ...plan.errors import PlanError
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, Tape, rounded
@@ -26,8 +27,18 @@ SCALARS = tuple(
 )
 """Numbers in variables of ``_run_epoch``."""
 
-NOT_TRACED = "must be none: the Trainer's own tensors were not traced"
-"""Why it does not run an architecture that traces alone know."""
+NOT_TRACED = "must be none or transformers: trl's loss is not modelled for an architecture without a recipe"
+"""Why a loop does not run an architecture that traces alone know."""
+
+
+def check_learnt(plan: ResolvedPlan) -> None:
+    """Refuses what was not traced of the loop: evaluation, and losses of trl's trainers."""
+    if plan.trainer.kind.own_loss:
+        raise PlanError("trainer.loop", plan.trainer.loop, NOT_TRACED)
+    for name, value in plan.trainer.changed_here():
+        if value is not None and name != "loop":
+            problem = "must be left out: not modelled for an architecture without a recipe"
+            raise PlanError(f"trainer.{name}", value, problem)
 
 
 def runs(plan: ResolvedPlan) -> bool:

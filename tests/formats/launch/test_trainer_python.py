@@ -137,6 +137,17 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
             "TrainingArguments()\nAutoModelForSequenceClassification.from_pretrained('bert')",
             "train.py:2: trains a AutoModelForSequenceClassification",
         ),
+        ("import sentence_transformers\nSFTConfig()", "is of sentence_transformers: its losses of pairs"),
+        (
+            "from peft import IA3Config\nSFTConfig()\nIA3Config()",
+            "train.py:3: makes a IA3Config: of peft's methods LoRA alone is modelled",
+        ),
+        (
+            "SFTConfig()\nHqqConfig(nbits=4)",
+            "train.py:2: loads weights as HqqConfig has them: nf4, fp4, int8, gptq and awq are modelled",
+        ),
+        ("SFTConfig()\nMxfp4Config()", "train.py:2: loads weights as Mxfp4Config has them"),
+        ("SFTConfig()\nLoraConfig(r=8, rank_pattern={'q': 4})", "train.py:2: makes a LoraConfig with rank_pattern"),
         ("SFTConfig(bf16=x)\nfor x in (True, False): pass", "bf16: is x, which only the running script knows"),
         ("x = True\nx = False\nSFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
         ("def f(x=True):\n    SFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
@@ -144,6 +155,24 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
 )
 def test_what_cannot_be_read_is_refused(text: str, part: str) -> None:
     assert part in refusal(text)
+
+
+def test_a_mapping_that_stands_in_the_script(tmp_path: Path) -> None:
+    """As OpenAI's recipe of gpt-oss has it: what is read of the mapping is known, and the rest is not looked at."""
+    text = """
+weights = Mxfp4Config(dequantize=True)
+how = dict(attn_implementation="eager", dtype=torch.bfloat16, quantization_config=weights, use_cache=False)
+model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", **how)
+adapters = LoraConfig(r=8, target_modules="all-linear", target_parameters=["experts.down_proj"])
+SFTConfig(per_device_train_batch_size=2, max_length=2048)
+"""
+    found = script_in(text, "train.py", ()).arguments.mapping
+    shown = {key: node.plain() for key, node in found.items() if not isinstance(node.value, list)}
+    assert shown["attn_implementation"] == "eager"
+    assert shown["dtype"] == "bfloat16"
+    assert [one.value for one in found["lora_target_parameters"].value] == ["experts.down_proj"]
+    changed = text.replace("model =", "how['dtype'] = None; model =")
+    assert "takes what the script computes (**how)" in refusal(changed)
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
