@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache, partial
+from itertools import takewhile
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ Fields = tuple[tuple[str, Any], ...]
 """Fields of a plan by their paths, and their values."""
 
 
-def layers_of(cut: StageLayers) -> tuple[int, ...]:
+def layers_of(cut: Iterable[Sequence[ChunkLayers]]) -> tuple[int, ...]:
     """Layers of each stage."""
     return tuple(sum(chunk.layers for chunk in stage) for stage in cut)
 
@@ -291,22 +292,38 @@ def _levelled(
 # -- by memory -----------------------------------------------------------------------------------------
 
 
-def capped(layers: int, vpp: int, ratios: Ratios, caps: Sequence[int], alone: bool) -> StageLayers | None:
-    """The cut whose slowest stage takes least among those with at most ``caps`` layers in a stage."""
-    pp = len(caps)
+Holds = Callable[[int, tuple[ChunkLayers, ...]], bool]
+"""Whether a stage may hold what is given: with more layers no more easily."""
 
-    def options(dense: tuple[int, ...]) -> list[list[Option]]:
-        least, tops = held_with(dense, pp, vpp, alone, layers)
+
+def capped(layers: int, sizes: tuple[int, int, bool], ratios: Ratios, holds: Holds) -> StageLayers | None:
+    """The cut whose slowest stage takes least among those whose every stage ``holds`` it; ``sizes``: stages, chunks of
+    each, and if ends may be alone."""
+
+    def options(dense: tuple[int, ...]) -> list[list[Option]] | None:
+        found = held_by(dense, sizes, layers, holds)
+        if found is None:
+            return None
         return [
-            [
-                Option(chunks, stage_seconds(stage_layers(at, pp, chunks, dense_of(dense, at)), ratios))
-                for count in range(least[at], min(cap, top) + 1)
-                for chunks in (spread(count, vpp, last=at == pp - 1),)
-            ]
-            for at, (cap, top) in enumerate(zip(caps, tops, strict=True))
+            [Option(tuple([one.layers for one in cut]), stage_seconds(cut, ratios)) for cut in own] for own in found
         ]
 
-    return best_of(layers, pp, fastest_ways(layers, (pp, vpp, alone), ratios), options)
+    return best_of(layers, sizes[0], fastest_ways(layers, sizes, ratios), options)
+
+
+def held_by(
+    dense: tuple[int, ...], sizes: tuple[int, int, bool], layers: int, holds: Holds
+) -> list[list[tuple[ChunkLayers, ...]]] | None:
+    """Of each stage what it ``holds``, from the fewest layers on, with the model's first ones as ``dealt``; ``None``
+    where they do not hold all ``layers``."""
+    pp, vpp, _ = sizes
+    result = []
+    for at, (fewest, top) in enumerate(zip(*held_with(dense, *sizes, layers), strict=True)):
+        cuts = (stage_layers(at, pp, spread(n, vpp, at == pp - 1), dense_of(dense, at)) for n in range(fewest, top + 1))
+        result.append(list(takewhile(partial(holds, at), cuts)))
+        if not result[-1]:
+            return None
+    return result if sum(layers_of([own[-1] for own in result])) >= layers else None
 
 
 Ways = Sequence[tuple[float, tuple[int, ...]]]
@@ -346,11 +363,12 @@ def dense_of(dense: tuple[int, ...], stage: int) -> int:
     return dense[stage] if stage < len(dense) else 0
 
 
-def fitting(plan: ResolvedPlan, ratios: Ratios, limit: int, caps: Sequence[int] | None = None) -> StageLayers | None:
+def fitting(plan: ResolvedPlan, ratios: Ratios, limit: int, holds: Holds | None = None) -> StageLayers | None:
     """Of the cuts whose every stage requests at most ``limit`` bytes, the one whose slowest stage takes least, and then
-    the one whose largest needs least. ``caps`` are known bounds of the layers in each stage."""
+    the one whose largest needs least. Stages that do not hold what they are given (``holds``) are known to need more.
+    """
     return framework(plan.framework).search.cut(
-        plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak), caps
+        plan, ratios, limit, lambda peak, seconds: (seconds if peak <= limit else inf, peak), holds
     )
 
 

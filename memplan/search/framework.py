@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..estimate import fold
@@ -11,8 +11,8 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
-from .cuts import Criteria, Fields, Ratios, StageLayers
-from .lower_bounds import LayerNeeds, LowerBounds, States
+from .cuts import Criteria, Fields, Holds, Ratios, StageLayers
+from .lower_bounds import Beside, LayerNeeds, LowerBounds, States
 from .point import NO_RECOMPUTE, Extra, Point, Recomputing
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class FrameworkSearch:
         return None
 
     def cut(
-        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, holds: Holds | None
     ) -> StageLayers | None:
         """The best cut by ``criteria``; see ``cuts.fitting`` and ``cuts.smallest``."""
         raise PlanError("framework", plan.framework, "has no stages whose cut can be chosen")
@@ -167,6 +167,10 @@ class FrameworkSearch:
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         """Of a resolved plan: one layer of a stage in the middle, where the search chooses cuts."""
         raise NotImplementedError
+
+    def beside_layers(self, plan: ResolvedPlan) -> Beside:
+        """Of a resolved plan, where the search chooses cuts: what of it is known."""
+        return Beside()
 
     def states(self, plan: ResolvedPlan) -> States:
         """Of a resolved plan, where the search chooses cuts."""

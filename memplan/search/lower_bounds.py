@@ -30,7 +30,7 @@ from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static
 from ..values import dataclass, replace
-from .cuts import ChunkLayers, StageLayers
+from .cuts import ChunkLayers, Holds, StageLayers
 from .point import NO_RECOMPUTE, Extra, Point
 
 if TYPE_CHECKING:
@@ -51,6 +51,17 @@ class LayerNeeds(NamedTuple):
     """Of the elements, those that only ranks with the same experts share."""
     dense_elements: int = 0
     dense_saved: int = 0
+
+
+class Beside(NamedTuple):
+    """What a stage holds beside states and saved tensors of its layers."""
+
+    embedding: int = 0
+    """Elements of the embedding,"""
+    head: int = 0
+    """and of the head."""
+    turn: int = 0
+    """Bytes that backward through a layer takes, with experts where some have them."""
 
 
 class States(NamedTuple):
@@ -76,6 +87,16 @@ def flights(pp: int, vpp: int, microbatches: int, stage: int) -> int:
     if vpp == 1:
         return min(pp - stage, microbatches)
     return min((pp - stage - 1) * 2 + (vpp - 1) * pp + 1, microbatches * vpp)
+
+
+@lru_cache(maxsize=1 << 14)
+def flying(pp: int, vpp: int, microbatches: int, stage: int) -> tuple[int, ...]:
+    """Of each chunk, passes that a stage has in flight when its first backward pass begins: its first ``flights``,
+    ``pp`` of each chunk by turns."""
+    counts = [0] * vpp
+    for one in range(flights(pp, vpp, microbatches, stage)):
+        counts[one // pp % vpp] += 1
+    return tuple(counts)
 
 
 class StageLoad(NamedTuple):
@@ -184,12 +205,14 @@ def at_best(load: Load, layers: int) -> float:
     return (layers - load.first - free) / sum(1 / (states + one) for one in flying)
 
 
-def most_layers(load: Load, limit: int) -> list[int]:
-    """At most so many layers are in each stage if none needs more than ``limit`` bytes (see ``at_best``); the model's
-    first ones may lie on the first stages beside them."""
-    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
-    most = [int((limit + one * (load.vpp - 1)) / (states + one)) for one in flying]
-    return [count + (load.first if stage <= load.first else 0) for stage, count in enumerate(most)]
+def least_of(load: Load, beside: Beside, stage: int, cut: Sequence[ChunkLayers]) -> float:
+    """Bytes of one stage that holds ``cut``, when its first backward pass begins: that is through its last chunk."""
+    needs, shards = load.needs, load.shards.layers
+    dense, ends = sum(chunk.dense for chunk in cut), cut[0].embedding * beside.embedding + cut[-1].head * beside.head
+    held = (_layers(cut) - dense) * load.states + dense * load.dense_states + load.kept.of(ends, shards)
+    for chunk, passes in zip(cut, flying(load.pp, load.vpp, load.microbatches, stage), strict=True):
+        held += passes * ((chunk.layers - chunk.dense) * needs.saved + chunk.dense * needs.dense_saved)
+    return held + (beside.turn if cut[-1].layers > cut[-1].dense else 0)
 
 
 def fewest_recomputed(plain: Load, full: Load, cut: StageLayers, limit: int) -> int:
@@ -226,6 +249,7 @@ class Needs:
         self.search = space.search
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
+        self._besides: dict[object, Beside] = {}
         self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[StageLoad, ...]]] = {}
         """By the cut's object, which is as long as its key, and micro-batches."""
         self._bounds = space.search.lower_bounds(space)
@@ -264,6 +288,19 @@ class Needs:
     def at_best(self, point: Point) -> float:
         """Of whatever cut."""
         return at_best(self.load(point), self.space.base.model.layers)
+
+    def keeping(self, point: Point, limit: int) -> Holds:
+        """Whether a stage of ``point`` with some cut may keep to ``limit`` bytes, for all that a bound says."""
+        load, beside = self.load(point), self._beside(point)
+        return lambda stage, cut: least_of(load, beside, stage, cut) <= limit
+
+    def _beside(self, point: Point) -> Beside:
+        """Of one sequence; more take no less."""
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute)
+        if key not in self._besides:
+            alone = point._replace(mbs=1, zero=self.space.least_zero, extras=())
+            self._besides[key] = self.search.beside_layers(self.space.alone(alone))
+        return self._besides[key]
 
     def _layer(self, point: Point) -> LayerNeeds:
         key = (point.tp, point.cp, point.ep, point.etp, point.recompute.kind, point.mbs)

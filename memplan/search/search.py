@@ -27,7 +27,7 @@ from ..plan.resolve import resolve
 from ..values import replace
 from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
-from .lower_bounds import Needs, fewest_recomputed, most_layers
+from .lower_bounds import Needs, fewest_recomputed
 from .point import NO_RECOMPUTE, Point, Recomputing
 from .result import Counts, Suggestion
 from .space import Space
@@ -229,8 +229,8 @@ class Search:
             return
         if self.space.cut is None and point.pp > 1 and self.needs.at_best(point) <= limit:
             layers, alone = self.space.base.model.layers, self.space.framework.supports.stages_without_layers
-            caps = most_layers(self.needs.load(point), limit)
-            cut = capped(layers, point.vpp, self.clock.ratios(point), caps, alone)
+            sizes = point.pp, point.vpp, alone
+            cut = capped(layers, sizes, self.clock.ratios(point), self.needs.keeping(point, limit))
             if cut is not None:
                 yield self._timed(candidate, cut)._replace(fitted=True, to_fit=limit)
         whole = point._replace(recompute=Recomputing("full"))
@@ -248,8 +248,8 @@ class Search:
         if point.recompute.method == "block":
             yield from self._recomputed(done, limit)
             return
-        caps = most_layers(self.needs.load(point), limit)
-        cut = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, caps)
+        holds = self.needs.keeping(point, limit)
+        cut = fitting(resolve(self._plan(done)), self.clock.ratios(point), limit, holds)
         if cut is not None:
             yield self._timed(done, cut)
 

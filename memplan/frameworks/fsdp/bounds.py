@@ -100,6 +100,19 @@ def unreduced(units: Sequence[Unit], sharding: Sharding) -> int:
     return sum(size(one.elements, sharding.reduce) for one in tensors)
 
 
+class _Sizes(NamedTuple):
+    """Bytes of a unit."""
+
+    whole: int
+    """Its gathered parameters."""
+    flat: int
+    """The output of their gathering."""
+    gradients: int
+    """Its gradients before they are reduced,"""
+    reduced: int
+    """and as shards."""
+
+
 @dataclass(frozen=True)
 class _Walk:
     """One micro-batch through a model."""
@@ -136,7 +149,7 @@ class _Walk:
             if place not in self.alone and place in owner:
                 waiting[owner[place].name] += left
             if self.outlives and place in self.alone:
-                level += size(self.alone[place].reduced(self.sharding.shards), self.sharding.reduce)
+                level += self.sizes(self.alone[place]).reduced
                 most = max(most, level)
             level -= self.over(place, "first")
             level -= sum(waiting.pop(one.name, 0) for one in self.around if one.first == place)
@@ -158,8 +171,16 @@ class _Walk:
 
     def over(self, place: int, end: str, *, resharded: bool = False) -> int:
         """Gathered parameters of the units of several modules that have an end here."""
-        chosen = (one for one in self.around if getattr(one, end) == place)
-        return sum(self.whole(one) for one in chosen if one.reshard is True or not resharded)
+        return self._ends.get((place, end, resharded), 0)
+
+    @cached_property
+    def _ends(self) -> Counter[tuple[int, str, bool]]:
+        found = Counter[tuple[int, str, bool]]()
+        for one in self.around:
+            for place, end in ((one.first, "first"), (one.last, "last")):
+                found[place, end, False] += self.whole(one)
+                found[place, end, True] += self.whole(one) if one.reshard is True else 0
+        return found
 
     def stays(self, place: int) -> int:
         """What a unit of one module keeps gathered between forward and backward."""
@@ -168,22 +189,30 @@ class _Walk:
 
     def whole(self, unit: Unit) -> int:
         """A unit's gathered parameters."""
-        return self._wholes[unit.name]
-
-    @cached_property
-    def _wholes(self) -> dict[str, int]:
-        known: dict[tuple[Parameter, ...], int] = {}
-        for unit in self.units:
-            if unit.parameters not in known:
-                pieces = unit.gathered(self.sharding)
-                known[unit.parameters] = sum(size(one * self.sharding.shards, dtype) for one, dtype in pieces)
-        return {unit.name: known[unit.parameters] for unit in self.units}
+        return self.sizes(unit).whole
 
     def gathered(self, unit: Unit) -> int:
         """The flat output of its gathering."""
-        shards = self.sharding.shards
-        flat = sum(one * ITEMSIZE[dtype] for one, dtype in unit.gathered(self.sharding))
-        return rounded(flat * shards) if shards > 1 else 0
+        return self.sizes(unit).flat
+
+    @cached_property
+    def _known(self) -> dict[object, _Sizes]:
+        return {}
+
+    def sizes(self, unit: Unit) -> _Sizes:
+        """Layers that are alike have one tuple of parameters."""
+        key = id(unit.parameters), unit.cut
+        if key not in self._known:
+            shards, reduce = self.sharding.shards, self.sharding.reduce
+            pieces, part = unit.gathered(self.sharding), unit.reduced(shards)
+            flat = sum(one * ITEMSIZE[dtype] for one, dtype in pieces)
+            self._known[key] = _Sizes(
+                sum(size(one * shards, dtype) for one, dtype in pieces),
+                rounded(flat * shards) if shards > 1 else 0,
+                size(part * shards, reduce),
+                size(part, reduce),
+            )
+        return self._known[key]
 
     def forward(self, place: int) -> int:
         """A unit's own parameters, and the flat copy."""
@@ -200,8 +229,7 @@ class _Walk:
         if before is not None and before.reshard is True:
             taken += self.gathered(before)
         if behind is not None and self.reduces:
-            shards = self.sharding.shards
-            taken += size(behind.reduced(shards) * shards, self.sharding.reduce)
+            taken += self.sizes(behind).gradients
         return taken
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -226,19 +226,28 @@ def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
     return result
 
 
-def managed_parameters(spans: Sequence[Span], units: Sequence[Unit]) -> list[tuple[Parameter, ...]]:
-    """Parameters of each unit, in the order of the model's modules."""
+def managed_parameters(
+    spans: Sequence[Span], units: Sequence[Unit], ordered: Callable[[tuple[Parameter, ...]], tuple[Parameter, ...]]
+) -> list[tuple[Parameter, ...]]:
+    """Parameters of each unit, in the order of the model's modules until they are ``ordered``: one object for units of
+    the same modules."""
     modules = [span.module for span in spans for _ in span.names]
     apart = {unit.first for unit in units if unit.of_experts}
-    return [
-        tuple(
-            one
-            for place in reversed(places)
-            for one in modules[place].parameters
-            if place not in apart or one.expert == unit.of_experts
-        )
-        for unit, places in zip(units, managed(units, len(modules)), strict=True)
-    ]
+    known: dict[object, tuple[Parameter, ...]] = {}
+    result = []
+    for unit, places in zip(units, managed(units, len(modules)), strict=True):
+        key = unit.of_experts, tuple([(id(modules[place]), place in apart) for place in places])
+        if key not in known:
+            known[key] = ordered(
+                tuple(
+                    one
+                    for place in reversed(places)
+                    for one in modules[place].parameters
+                    if place not in apart or one.expert == unit.of_experts
+                )
+            )
+        result.append(known[key])
+    return result
 
 
 def with_parameters(
@@ -251,8 +260,8 @@ def with_parameters(
         own = tuple(packed(one, storage) for one in own if storage or one.four_bit is None)
         return tuple(sorted(own, key=lambda one: registered_place(one.name, registered)))
 
-    managed = managed_parameters(spans, units)
-    return tuple(replace(unit, parameters=ordered(own)) for unit, own in zip(units, managed, strict=True))
+    managed = managed_parameters(spans, units, ordered)
+    return tuple(replace(unit, parameters=own) for unit, own in zip(units, managed, strict=True))
 
 
 def with_seams(options: Options) -> Options:

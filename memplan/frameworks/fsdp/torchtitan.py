@@ -27,6 +27,7 @@ from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
+from ...plan.spec import ModelSpec
 from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass, replace
@@ -82,7 +83,7 @@ class Recipes:
         spec, known = self.shape.spec, dict[object, Module]()
         result = []
         for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
-            key = mode, own, spec.has_experts(at), spec.has_positions(at), at if self.filters else 0
+            key = mode, own, spec.has_experts(at), spec.has_positions(at), self.low_of(at)
             if key not in known:
                 known[key] = self.block(mode, own, at)
             result.append(known[key])
@@ -525,11 +526,36 @@ def torchtitan_model(
     weight that embedding and head share these two units are one, which comes first.
     """
     check(plan)
-    made, options = recipes(plan), with_seams(options)
-    names = plain.layer_names(plan.model.layers)
+    experts = cut_of_experts(plan) if plan.layout.ep > 1 or crosswise(plan) else None
+    given = Wrapping(reshard, ends_apart, experts, plan.layout.ep > 1, plan.fsdp.cuda_graphs, plan.fsdp.float8_scales)
+    return _model(plan.model, recipes(plan), recompute, with_seams(options), given)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How units are made of a model."""
+
+    reshard: bool
+    ends_apart: bool
+    experts: Cut | None
+    """How experts are cut, if otherwise than other parameters."""
+    shared: bool
+    """Ranks share experts."""
+    graphed: bool
+    """The step runs in CUDA graphs."""
+    scaled_before: bool
+    """Shards that are gathered in 8 bits have their scales already."""
+
+
+@lru_cache(maxsize=64)
+def _model(
+    spec: ModelSpec, made: Recipes, recompute: ActivationCheckpointing, options: Options, given: Wrapping
+) -> Model:
+    """Of all plans whose layers and units are alike, whatever the number of shards and micro-batches."""
+    names = plain.layer_names(spec.layers)
     embedding, norm, head, loss = made.ends(options)
     blocks = made.blocks([recompute.of(at) for at in range(len(names))], [options] * len(names))
-    if plan.model.tied_embeddings and made.chunks is None:
+    if spec.tied_embeddings and made.chunks is None:
         embedding, head = with_waiting_gradient(embedding, head)
     embedding, *blocks = made.behind(embedding, blocks)
     layers = [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
@@ -538,30 +564,33 @@ def torchtitan_model(
         after.append(Span(loss, ("loss",)))
     spans = (Span(embedding, ("embedding",)), *layers, *after)
     last, every = len(names), range(len(names))
-    kept = 0 if ends_apart else last
-    units = [Unit(name, (), at, at, reshard and at != kept) for at, name in enumerate(names, 1)]
-    if crosswise(plan) and plan.layout.ep == 1:
-        units = [replace(one, cut=cut_of_experts(plan)) for one in units]
+    kept = 0 if given.ends_apart else last
+    own_cut = None if given.shared else given.experts
+    units = [Unit(name, (), at, at, given.reshard and at != kept, cut=own_cut) for at, name in enumerate(names, 1)]
     opening, closing = names[:1], names[-1:]
-    if plan.layout.ep > 1 and made.titan.groups_experts:
-        units = with_groups(units, cut_of_experts(plan))
-        opening, closing = (units[0].name, units[1].name), (units[-1].name, units[-2].name)
-    elif plan.layout.ep > 1:
-        units = with_experts(units, [plan.model.has_experts(at) for at in every], cut_of_experts(plan))
-    if plan.model.tied_embeddings:
+    if given.shared:
+        assert given.experts is not None
+        if made.titan.groups_experts:
+            units = with_groups(units, given.experts)
+            opening, closing = (units[0].name, units[1].name), (units[-1].name, units[-2].name)
+        else:
+            units = with_experts(units, [spec.has_experts(at) for at in every], given.experts)
+    if spec.tied_embeddings:
         units = [Unit(chunked.ENDS, (), 0, last + 2, False, False), *units]
-    elif ends_apart:
-        ahead_of = plan.layout.ep > 1
+    elif given.ends_apart:
+        ahead_of = given.shared
         apart = Unit(chunked.ENDS, (), last + 1, last + 2, False, next_backward=closing if ahead_of else ())
-        first = Unit("embedding", (), 0, 0, reshard, with_gradient=False, next_forward=opening if ahead_of else ())
+        first = Unit(
+            "embedding", (), 0, 0, given.reshard, with_gradient=False, next_forward=opening if ahead_of else ()
+        )
         units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     titan = made.titan
-    buffers = (*titan.buffers(plan.model, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
+    buffers = (*titan.buffers(spec, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
     own = with_parameters(spans, units, titan.registered)
-    buffers += float8.scales(own, precomputed=plan.fsdp.float8_scales)
+    buffers += float8.scales(own, precomputed=given.scaled_before)
     if made.chunks is None:
         return Model(spans, own, "head", buffers)
-    own = chunked.apart(own, accumulates=made.chunks.accumulates or plan.fsdp.cuda_graphs)
+    own = chunked.apart(own, accumulates=made.chunks.accumulates or given.graphed)
     return Model(spans, own, "final_norm", buffers)

@@ -22,6 +22,7 @@ from ...search.cuts import (
     ChunkLayers,
     Criteria,
     Fields,
+    Holds,
     Option,
     Ratios,
     StageLayers,
@@ -29,14 +30,16 @@ from ...search.cuts import (
     dense_of,
     fastest,
     fastest_ways,
+    held_by,
     held_with,
+    layers_of,
     most_that,
     spread,
     stage_layers,
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
+from ...search.lower_bounds import Beside, LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -45,7 +48,7 @@ from ...values import replace
 from . import programs
 from .entries import stage_entries
 from .from_plan import rules as rules_of
-from .modules import layers_module, module_shapes
+from .modules import end_module, layers_module, module_shapes
 
 
 def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
@@ -245,6 +248,21 @@ class MegatronSearch(FrameworkSearch):
         whole, dense = of(shape), of(replace(shape, experts=None)) if plan.model.dense_layers else (0, 0)
         return LayerNeeds(*whole, experts[0], *dense)
 
+    def beside_layers(self, plan: ResolvedPlan) -> Beside:
+        """Layers of a block that is recomputed may come before others; pieces of passes have peaks of their own."""
+        job = programs.stages_of(plan, Options()).job
+        shape, ends = module_shapes(job.shape)
+        embedding, head = (
+            sum(one.elements for one in end_module(name, ends, False, job.options).parameters)
+            for name in ("embedding", "head")
+        )
+        if plan.recompute.method == "block" or plan.experts.overlap_exchange:
+            return Beside(embedding, head)
+        options, full = replace(job.options, keeps_input=False, drops_gradient=True), plan.recompute.mode == "full"
+        few, _ = shape.fewest_experts
+        layer = layers_module((few,), options, recomputed=full)
+        return Beside(embedding, head, min(one.backward_fold.peak for one in (layer.first, layer.steady)))
+
     def states(self, plan: ResolvedPlan) -> States:
         rules = rules_of(plan)
         in_low = rules.low is not None and rules.low.parameters
@@ -267,7 +285,7 @@ class MegatronSearch(FrameworkSearch):
         yield Proposal("even", UNCUT_FIELDS)
 
     def cut(
-        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, holds: Holds | None
     ) -> StageLayers | None:
         """Embedding and head have their places, layers are all alike.
 
@@ -278,11 +296,10 @@ class MegatronSearch(FrameworkSearch):
         layers, pp, vpp = plan.model.layers, plan.layout.pp, plan.layout.vpp
         peaks, first = Peaks(plan), fastest(layers, pp, vpp, ratios, True)
         threshold = max(peaks(at, cut) for at, cut in enumerate(first)) if limit is None else limit
-        near = [sum(chunk.layers for chunk in stage) for stage in first] if caps is None else None
-        most = [layers] * pp if caps is None else [min(layers, cap) for cap in caps]
+        starts: Sequence[int] | Holds = layers_of(first) if holds is None else holds
 
         def options(dense: tuple[int, ...]) -> list[list[Option]] | None:
-            return self._options(peaks, dense, (layers, vpp, threshold), most, near, ratios, criteria)
+            return self._options(peaks, dense, (layers, pp, vpp, threshold), starts, ratios, criteria)
 
         ways = fastest_ways(layers, (pp, vpp, True), ratios)
         if limit is None:  # the largest cost is one of bytes
@@ -293,21 +310,24 @@ class MegatronSearch(FrameworkSearch):
     def _options(
         peaks: Peaks,
         dense: tuple[int, ...],
-        sizes: tuple[int, int, int],
-        caps: Sequence[int],
-        starts: Sequence[int] | None,
+        sizes: tuple[int, int, int, int],
+        starts: Sequence[int] | Holds,
         ratios: Ratios,
         criteria: Criteria,
     ) -> list[list[Option]] | None:
-        """Of every stage, with the model's first layers as ``dealt``. ``sizes``: layers, chunks and the bytes to keep
-        to; ``starts``: where the most that a stage can hold is looked for."""
-        (layers, vpp, threshold), pp = sizes, len(caps)
+        """Of every stage, with the model's first layers as ``dealt``. ``sizes``: layers, stages, chunks and bytes to
+        keep to; ``starts``: where the most that a stage can hold is looked for, or what bounds it."""
+        layers, pp, vpp, threshold = sizes
 
         def held(stage: int, count: int) -> tuple[ChunkLayers, ...]:
             return stage_layers(stage, pp, spread(count, vpp, last=stage == pp - 1), dense_of(dense, stage))
 
-        least, highest = held_with(dense, pp, vpp, True, layers)
-        tops = list(map(min, caps, highest))
+        least, tops = held_with(dense, pp, vpp, True, layers)
+        if callable(starts):
+            found = held_by(dense, (pp, vpp, True), layers, starts)
+            if found is None:
+                return None
+            tops = layers_of([own[-1] for own in found])
         most: list[int] = []
         below = 0  # how far the most that a stage can hold is below its cap
         for stage, top in enumerate(tops):
@@ -317,7 +337,7 @@ class MegatronSearch(FrameworkSearch):
             def holds(count: int, stage: int = stage) -> bool:
                 return peaks.keep_to(threshold, stage, held(stage, count))
 
-            near = top - below if starts is None else starts[stage]
+            near = top - below if callable(starts) else starts[stage]
             most.append(most_that(holds, least[stage], top, near))
             below = top - most[-1]
         if sum(most) < layers or any(map(int.__lt__, most, least)):

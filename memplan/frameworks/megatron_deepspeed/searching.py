@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -10,7 +10,7 @@ from math import inf
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Options
 from ...plan.resolved import ResolvedPlan
-from ...search.cuts import ChunkLayers, Criteria, Fields, Ratios, StageLayers, contiguous, fastest
+from ...search.cuts import ChunkLayers, Criteria, Fields, Holds, Ratios, StageLayers, contiguous, fastest
 from ...search.framework import FrameworkSearch, Proposal, eight_bit_adam
 from ...search.lower_bounds import LayerNeeds, States
 from ...search.point import Extra
@@ -60,7 +60,7 @@ class MegatronDeepspeedSearch(FrameworkSearch):
         return States(whole, divided) if shards else States(whole + divided, 0)
 
     def cut(
-        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, holds: Holds | None
     ) -> StageLayers | None:
         """Any run of entries may be a stage that has a layer; others could not run (``notices``)."""
         shape = programs.parallel_shape(plan)

@@ -14,6 +14,7 @@ from ...search.cuts import (
     ChunkLayers,
     Criteria,
     Fields,
+    Holds,
     Option,
     Ratios,
     StageLayers,
@@ -44,7 +45,7 @@ class DeviceMapSearch(FrameworkSearch):
         return smallest(resolve(space.plan(point, {"device_map": None})), Ratios())
 
     def cut(
-        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, caps: Sequence[int] | None
+        self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, holds: Holds | None
     ) -> StageLayers | None:
         """What a device needs depends on its own layers alone."""
         layers, devices = plan.model.layers, plan.hardware.gpus or 1
