@@ -141,9 +141,11 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
     degree = settings.integer(EP, default=1)
     for name in EXCHANGE:
         backend = settings.word(name, default="standard")
-        if degree.value != 1 and backend.value != "standard":
-            problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
-            raise PlanError(name, backend.plain(), problem, origin=backend.origin)
+        if backend.value != "standard":
+            why = "what other libraries allocate for the exchange of rows is not modelled"
+            if degree.value == 1:  # update_ep_token_dispatcher_config; parallelize_deepseekv3 before
+                why = "torchtitan itself refuses others where no ranks share experts"
+            raise PlanError(name, backend.plain(), f"must be standard: {why}", origin=backend.origin)
     return degree
 
 

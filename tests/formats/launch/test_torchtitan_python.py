@@ -314,12 +314,12 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-def test_an_experts_backend_is_refused(read: Read) -> None:
+@pytest.mark.parametrize(("ranks", "why"), [(4, "what other libraries allocate"), (1, "torchtitan itself refuses")])
+def test_an_experts_backend_is_refused(read: Read, ranks: int, why: str) -> None:
     spec = 'model_registry("16B", moe_comm_backend="deepep")'
-    text = one(model_spec=spec, parallelism="ParallelismConfig(expert_parallel_degree=4)").replace(
-        ".llama3 ", ".deepseek_v3 "
-    )
-    with pytest.raises(PlanError, match=r"model_spec.moe_comm_backend = deepep: must be standard"):
+    parallel = f"ParallelismConfig(expert_parallel_degree={ranks})"
+    text = one(model_spec=spec, parallelism=parallel).replace(".llama3 ", ".deepseek_v3 ")
+    with pytest.raises(PlanError, match=rf"model_spec.moe_comm_backend = deepep: must be standard: {why}"):
         read("job.py", text=text)
 
 
