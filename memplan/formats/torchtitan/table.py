@@ -21,6 +21,7 @@ from .stages import (
     OTHER_ATTENTION,
     SIZED,
     VARLEN,
+    WITH_IMAGES,
     flavour_of,
     parts,
     split_points,
@@ -107,7 +108,8 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
         known = [size for one, size in FLAVOURS if one == family]
         if not known:
             raise without_recipe(family, name.origin)
-        problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
+        lacks = "a vision tower, which is not modelled" if plain.endswith(WITH_IMAGES) else "no sizes here"
+        problem = f"of model {family} has {lacks} ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
     if family == VARLEN and settings.era.day < NO_TOML:
         problem = f"keeps its layers in bf16 in {settings.era.label}, which is not modelled; later code is"

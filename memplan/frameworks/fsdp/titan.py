@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_gpt_oss, titan_models, titan_moe, titan_tp, torchtitan, torchtitan_tp
+from ...layers import titan_gpt_oss, titan_models, titan_moe, titan_muse, titan_tp, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
@@ -32,10 +32,8 @@ EXPERTS = (
 )
 """and of their experts."""
 
-VARLEN = (
-    "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size; what "
-    "sorting of rows allocates inside is counted for their sum alone"
-)
+VARLEN_OF_DENSE = "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size"
+VARLEN = f"{VARLEN_OF_DENSE}; what sorting of rows allocates inside is counted for their sum alone"
 
 ROWS = "every expert gets as many rows as any other, without padding; torch._grouped_mm"
 """The same of gpt-oss."""
@@ -57,6 +55,9 @@ class Titan:
     covers: Allowed
     buffers: Buffers
     """With so many tokens a sequence, of some of the layers."""
+    embedding: Callable[[Recorder, LayerShape], Tensor] = torchtitan.embedding
+    around_head: Callable[[Recorder, torchtitan.Operator], Tensor] | None = None
+    """What its head does to its product, which is in fp32 then."""
     table: Callable[[Recorder, LayerShape], Tensor] | None = None
     """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
     early_stop: bool = False
@@ -131,6 +132,11 @@ def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, 
     """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
     (``Decoder.Config.update_from_config``)."""
     return _cosines(spec, seq, layers) * len(layers)
+
+
+def _complex_tables_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
+    """The same of complex numbers, of layers without positions, too."""
+    return _complex_table(spec, seq, layers) * len(layers)
 
 
 def _places(shape: LayerShape) -> tuple[Hold, ...]:
@@ -257,6 +263,27 @@ GPT_OSS = Titan(
     assumes=(VARLEN, ROWS),
 )
 
+MUSE_GLIMMER = Titan(
+    "muse_glimmer",
+    "Muse Glimmer",
+    "August 2026",
+    block=titan_muse.block,
+    norm=titan_muse.gain_norm,
+    embedding=titan_muse.embedding,
+    around_head=titan_muse.capped,
+    registered=(*ATTENTION, "output_gate", "gate", "down", "up", *NORMS, "post_attention_norm", "post_mlp_norm"),
+    covers={
+        **reads(LLAMA, "nope_interval"),
+        **{**UNTIED, "norm_place": ("both",), "qk_norm": (True,), "qk_norm_over": ("head_without_weight",)},
+        **{"attention_gate": (True,), "logit_softcap": (20.0,)},
+        **{"sliding_window": (2048,)},
+    },
+    buffers=_complex_tables_of_layers,
+    pipelined=False,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE,),
+)
+
 MODELS: Mapping[str, Titan] = {
     "llama": LLAMA_3,
     "qwen3": QWEN_3,
@@ -265,6 +292,7 @@ MODELS: Mapping[str, Titan] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
+    "muse_glimmer": MUSE_GLIMMER,
 }
 
 

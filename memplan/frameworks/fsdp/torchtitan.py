@@ -11,7 +11,7 @@ once more, and brings a gradient into its parameter's placement before it is red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from ...device.gpus import GPUS
@@ -210,7 +210,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     apart = tied if of.chunks is not None else frozenset[str]()  # hooks have taken the head's gradient long before
 
     def embed(r: Recorder, x: Tensor | None) -> Run:
-        return Run(torchtitan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
+        return Run(of.titan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -222,7 +222,8 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
         if of.chunks is not None:
             return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
         if t == 1:
-            return Run(torchtitan.output(r, x, shape, of.low_head))
+            product = partial(torchtitan.output, x=x, shape=shape, low=of.low_head)
+            return Run(of.titan.around_head(r, product) if of.titan.around_head else product(r))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
 
     def loss(r: Recorder, x: Tensor | None) -> Run:
@@ -242,7 +243,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
             options,
             apart,
         ),
-        build("loss", loss, Interface(of.logits, shape.dtype), options),
+        build("loss", loss, Interface(of.logits, "fp32" if of.titan.around_head else shape.dtype), options),
     )
 
 
@@ -301,6 +302,9 @@ def check(plan: ResolvedPlan) -> None:
         _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
         problem = "must be false unless loss.kind is plain or chunked: no other was learnt"
+        raise PlanError("fsdp.compile_loss", True, problem)
+    if plan.fsdp.compile_loss and titan.around_head is not None:
+        problem = f"must be false with torchtitan's {titan.name}, whose logits are in fp32: no such loss was learnt"
         raise PlanError("fsdp.compile_loss", True, problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)

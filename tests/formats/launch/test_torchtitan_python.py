@@ -323,6 +323,17 @@ def test_an_experts_backend_is_refused(read: Read, ranks: int, why: str) -> None
         read("job.py", text=text)
 
 
+def test_muse_glimmer(read: Read) -> None:
+    """Its words alone; the vision tower of others is not modelled. FlexAttention is told of."""
+    text = one(model_spec='model_registry("debugmodel")', parallelism='ParallelismConfig(spmd_backend="spmd_types")')
+    made = read("job.py", text=text.replace(".llama3 ", ".muse_glimmer "))
+    spec = resolve(made.plan).model
+    assert (spec.family, spec.layers, spec.hidden, spec.head_dim, spec.ffn) == ("muse_glimmer", 8, 256, 64, 768)
+    assert [note.code for note in made.warnings] == ["attention-other"]
+    with pytest.raises(PlanError, match=r"flavor = debugmodel_mm: of model muse_glimmer has a vision tower"):
+        read("job.py", text=text.replace(".llama3 ", ".muse_glimmer ").replace('"debugmodel"', '"debugmodel_mm"'))
+
+
 def test_nothing_is_run(read: Read, tmp_path: Path) -> None:
     text = one().replace("def job", f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\n\n\ndef job")
     read("job.py", text=text)
