@@ -357,6 +357,7 @@ def torchtitan() -> Iterator[str]:
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    yield f"{job} --gpus 8 --ends-apart --loss chunked --fp8 rowwise --filter-fqns attention.wo --recompute full"
     for flags in ("--recompute-per-operator --compile-loss", "--recompute full", "--seq 8192 --mbs 2"):
         yield f"{job} --gpus 8 --compile {flags}"
     job = "--model gpt-oss-20b --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --ends-apart"

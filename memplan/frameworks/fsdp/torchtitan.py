@@ -18,7 +18,7 @@ from ...device.gpus import GPUS
 from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
-from ...layers.float8 import Float8
+from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
@@ -220,7 +220,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         if of.chunks is not None:
-            return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
+            return Run(None, loss=chunked_head(r, x, shape, _of_chunk(of.chunks, of.low_head), t))
         if t == 1:
             product = partial(torchtitan.output, x=x, shape=shape, low=of.low_head)
             return Run(of.titan.around_head(r, product) if of.titan.around_head else product(r))
@@ -244,6 +244,13 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
             apart,
         ),
         build("loss", loss, Interface(of.logits, "fp32" if of.titan.around_head else shape.dtype), options),
+    )
+
+
+def _of_chunk(loss: HeadLoss, low: Float8 | None) -> HeadLoss:
+    """``loss`` of a head whose products may be in 8 bits."""
+    return (
+        loss if low is None else replace(loss, product=partial(product_with, of=low, policy=torchtitan.Policy(False)))
     )
 
 
