@@ -323,6 +323,23 @@ def test_an_experts_backend_is_refused(read: Read, ranks: int, why: str) -> None
         read("job.py", text=text)
 
 
+@pytest.mark.parametrize(
+    ("argument", "tp", "told"),
+    [
+        ('tp_gemm_backend="dist_gemm"', 1, []),
+        ('tp_gemm_backend="dist_gemm"', 2, ["argument-not-modelled"]),
+        ("of_a_fork=3", 1, ["argument-unknown"]),
+    ],
+)
+def test_every_argument_of_the_registry_is_a_key(read: Read, argument: str, tp: int, told: list[str]) -> None:
+    """Products that gather by themselves, which are others with tensor parallelism alone, and one that nobody knows."""
+    text = one(
+        model_spec=f'model_registry("8B", {argument})', parallelism=f"ParallelismConfig(tensor_parallel_degree={tp})"
+    )
+    codes = {note.code for note in read("job.py", text=text).warnings}
+    assert sorted(codes & {"argument-not-modelled", "argument-unknown"}) == told
+
+
 def test_muse_glimmer(read: Read) -> None:
     """Its words alone; the vision tower of others is not modelled. FlexAttention is told of."""
     text = one(model_spec='model_registry("debugmodel")', parallelism='ParallelismConfig(spmd_backend="spmd_types")')
