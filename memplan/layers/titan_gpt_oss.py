@@ -55,7 +55,12 @@ def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tens
 def queries_keys_values(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
     """``FusedQKVLinear.forward``: one product, of which each part is copied."""
     n, a, g, d = x.shape[0], spec.heads, spec.kv_heads, spec.head_dim
-    both = policy.run(r, lambda r: linear(r, x, "qkv", (a + 2 * g) * d, True)).view(n, g, a // g + 2, d)
+    features = (a + 2 * g) * d
+    if spec.attention_bias:
+        both = policy.run(r, lambda r: linear(r, x, "qkv", features, True))
+    else:
+        both = policy.linear(r, x, "qkv", features)
+    both = both.view(n, g, a // g + 2, d)
     q, k, v = ops.split(r, both, [(n, g, a // g, d), (n, g, 1, d), (n, g, 1, d)], "query_key_value")
     q = ops.contiguous(r, q, (n, a, d), "query")
     k = ops.contiguous(r, k, (n, g, d), "key")

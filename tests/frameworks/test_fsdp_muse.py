@@ -1,4 +1,4 @@
-"""torchtitan's Muse Glimmer under ``fully_shard``, against the same operators run on fake tensors."""
+"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from memplan.tape.program import fold_program
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
 from ..oracle.titan_muse import Decoder, Sizes, builder
+from ..oracle.titan_newest import Llama, Qwen3
 
 SMALL = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=4, b=2, s=64)
 FEW = replace(SMALL, layers=2, interval=2)
@@ -29,12 +30,12 @@ JOB = {"model": "muse-glimmer-30b", "framework": "fsdp", "fsdp-code": "torchtita
 JOB |= {"seq": "4096", "mbs": "1", "layers": "4", "ends-apart": "true", "loss": "chunked"}
 
 
-def plan_of(given: Sizes, shards: int, chunks: int) -> ResolvedPlan:
+def plan_of(given: Sizes, shards: int, chunks: int, **others: str) -> ResolvedPlan:
     flags = {"mbs": str(given.b), "seq": str(given.s), "gpus": str(shards), "vocab": str(given.vocab)}
     flags |= {"hidden": str(given.hidden), "heads": str(given.heads), "kv-heads": str(given.kv_heads)}
     flags |= {"head-dim": str(given.head_dim), "ffn": str(given.ffn), "layers": str(given.layers)}
-    flags |= {"nope-interval": str(given.interval)}
     flags |= {"loss": "chunked", "loss-chunks": str(chunks)} if chunks else {"loss": "plain"}
+    flags |= others or {"nope-interval": str(given.interval)}
     return resolve(read_plan(None, {**JOB, **flags}).plan)
 
 
@@ -48,12 +49,29 @@ def plan_of(given: Sizes, shards: int, chunks: int) -> ResolvedPlan:
     ],
 )
 def test_every_event(recompute: str, chunks: int, given: Sizes) -> None:
-    plan = plan_of(given, 4, chunks)
+    compared(plan_of(given, 4, chunks), recompute, chunks, given, Decoder)
+
+
+@pytest.mark.parametrize(("model", "decoder"), [("llama-3-8b", Llama), ("qwen3-8b", Qwen3)], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("recompute", "chunks"),
+    [
+        pytest.param("none", 0, marks=pytest.mark.slow),
+        ("op", 2),
+        pytest.param("full", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_every_event_of_the_newest(recompute: str, chunks: int, model: str, decoder: type[Decoder]) -> None:
+    plan = plan_of(FEW, 4, chunks, model=model, **{"fsdp-newest": "true"})
+    compared(plan, recompute, chunks, FEW, decoder)
+
+
+def compared(plan: ResolvedPlan, recompute: str, chunks: int, given: Sizes, decoder: type[Decoder]) -> None:
     policy = ActivationCheckpointing(recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), policy, ends_apart=True)
     program = fsdp.program(plan, model, Sharding(4))
     sharding = oracle.Sharding(4)
-    steps = oracle.traced(builder(given, sharding, [recompute] * given.layers, chunks), sharding)
+    steps = oracle.traced(builder(given, sharding, [recompute] * given.layers, chunks, decoder), sharding)
 
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]

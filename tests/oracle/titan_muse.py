@@ -230,12 +230,12 @@ def recomputed(block: nn.Module, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0
+    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0, decoder: type[Decoder] = Decoder
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
-        model = Decoder(sizes)
+        model = decoder(sizes)
         model.skips_head = chunks > 0
         given = sharding.policy
         policy = MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)

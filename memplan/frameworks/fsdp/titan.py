@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_gpt_oss, titan_models, titan_moe, titan_muse, titan_tp, torchtitan, torchtitan_tp
+from ...layers import (
+    titan_gpt_oss,
+    titan_models,
+    titan_moe,
+    titan_muse,
+    titan_newest,
+    titan_tp,
+    torchtitan,
+    torchtitan_tp,
+)
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
 from ...plan.errors import PlanError
+from ...plan.plan import Plan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
-from ...values import dataclass
+from ...values import dataclass, replace
 
 Buffers = Callable[[ModelSpec, int, range], tuple[Hold, ...]]
 Norm = Callable[[Recorder, Tensor, str], Tensor]
@@ -284,6 +294,33 @@ MUSE_GLIMMER = Titan(
     assumes=(VARLEN_OF_DENSE,),
 )
 
+LLAMA_NEWEST = Titan(
+    "llama3",
+    "Llama",
+    "August 2026",
+    block=titan_newest.llama_block,
+    norm=titan_moe.fused_rms_norm,
+    registered=("qkv", "attention_output", "gate", "down", "up", *NORMS),
+    covers=LLAMA_3.covers,
+    buffers=_complex_tables_of_layers,
+    pipelined=False,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE,),
+)
+
+QWEN_3_NEWEST = replace(
+    LLAMA_NEWEST,
+    name="qwen3",
+    title="Qwen 3",
+    block=titan_newest.qwen3_block,
+    registered=("qkv", "attention_output", "query_norm", "key_norm", "gate", "down", "up", *NORMS),
+    covers=QWEN_3.covers,
+    buffers=_cosines_of_layers,
+)
+
+NEWEST: Mapping[str, Titan] = {"llama": LLAMA_NEWEST, "qwen3": QWEN_3_NEWEST}
+"""The newest code, where it has a recipe of its own,"""
+
 MODELS: Mapping[str, Titan] = {
     "llama": LLAMA_3,
     "qwen3": QWEN_3,
@@ -294,11 +331,25 @@ MODELS: Mapping[str, Titan] = {
     "gpt_oss": GPT_OSS,
     "muse_glimmer": MUSE_GLIMMER,
 }
+"""and the code of which every other job is."""
 
 
-def titan_of(spec: ModelSpec) -> Titan:
+def newest(plan: Plan) -> bool:
+    """Whether the newest code is asked for, and has a recipe."""
+    given, layout, precision = plan.fsdp, plan.layout, plan.precision
+    if not given.newest or plan.model.family not in NEWEST:
+        return False
+    plain = layout.tp == layout.pp == 1 and not given.compile and given.ends_apart
+    return plain and precision.dtype == "bf16" and precision.fp8 is None
+
+
+def titan_of_plan(plan: Plan) -> Titan:
+    return titan_of(plan.model, newest=newest(plan))
+
+
+def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
     """torchtitan's code of a model; ``PlanError`` where there is none, or none that has a recipe."""
-    found = MODELS.get(spec.family)
+    found = NEWEST[spec.family] if newest else MODELS.get(spec.family)
     if found is None:
         problem = f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}"
         raise PlanError("model.family", spec.family, problem)

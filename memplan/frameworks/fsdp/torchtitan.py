@@ -33,7 +33,7 @@ from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
-from .titan import Titan, titan_of
+from .titan import Titan, newest, titan_of, titan_of_plan
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -70,6 +70,8 @@ class Recipes:
     """How torchao's linear layers multiply in 8 bits,"""
     filters: tuple[str, ...] = ()
     """and parts of the names that others have (``filter_fqns``)."""
+    newest: bool = False
+    """The code is the newest."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
@@ -121,7 +123,7 @@ class Recipes:
     @property
     def titan(self) -> Titan:
         """The model's code."""
-        return titan_of(self.shape.spec)
+        return titan_of(self.shape.spec, newest=self.newest)
 
     @property
     def hidden(self) -> Shape:
@@ -154,6 +156,7 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         plan.fsdp.compile_loss,
         float8.low_of(plan),
         plan.fsdp.words,
+        newest(plan),
     )
 
 
@@ -293,7 +296,7 @@ def _waited(embedding: Module) -> Tape:
 def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
     spec, layout = plan.model, plan.layout
-    titan = titan_of(spec)
+    titan = titan_of_plan(plan)
     if plan.attention != "flash":
         problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
         raise PlanError("attention", plan.attention, problem)
