@@ -30,6 +30,7 @@ ROOMS = {
     "qwen3_next": ".qwen3_next",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
     "gpt_oss": ".gpt_oss",
+    "muse_glimmer": ".muse_glimmer",
     "glm4_moe": ".glm4_moe",
     "llama4_text": ".llama4",
     "llama4": ".llama4",

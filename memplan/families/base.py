@@ -178,6 +178,8 @@ class Family:
     """These are of every sequence: (b, s), not (1, s)."""
     tables_in_layers: bool = False
     """Every layer has a rotary table of its own, of all positions."""
+    caps_in_head: bool = False
+    """The head itself caps its logits, of whatever part of the tokens."""
     keeps_embedding: bool = False
     """The model has the embedding's output in a variable while its layers run."""
     logits_to_keep: Version = (4, 45)

@@ -153,9 +153,16 @@ def linear(
     category: Category = Category.TEMPORARIES,
 ) -> Tensor:
     """``Float8Linear.forward`` of (…, k), without bias."""
-    shape, dtype, k = x.shape, x.dtype, x.shape[-1]
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, gathered="fp8" if of.gathered else None)
+    return product_with(r, x, weight, name, of, policy, category)
+
+
+def product_with(
+    r: Recorder, x: Tensor, weight: Tensor, name: str, of: Float8, policy: Policy, category: Category
+) -> Tensor:
+    """The same with a ``weight`` (n, k) that is there."""
+    shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
     t, rows = prod(shape[:-1]), of.by_rows
-    weight = r.parameter(f"{name}.weight", (n, k), dtype, gathered="fp8" if of.gathered else None)
     taken = scaled(r, shape, dtype, of, len(shape) - 1 if rows else None, f"{name}_input", policy)
     weights = None if of.gathered else scaled(r, (k, n), dtype, of, 0 if rows else None, f"{name}_weight", policy)
     kept = policy.counted()

@@ -75,6 +75,10 @@ class HeadLoss:
     """Chunked: every tensor-parallel rank has a part of the vocabulary."""
     compiled: bool = False
     """Chunked: the loss of a chunk's logits is compiled."""
+    product: Callable[..., Tensor] | None = None
+    """Chunked: what multiplies, in place of ``ops.linear``."""
+    around_head: Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor] | None = None
+    """Chunked: what the head does to its product."""
 
     @property
     def reads_weight(self) -> bool:
@@ -422,7 +426,9 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
         w, w_leaf = r.leaf(Tensor(weight.storage, (v, h), weight.dtype), "weight")
         if loss.sharded:
             x = watched(r, x, partial(sent, w_leaf, loss, number))
-        logits = ops.linear(r, x, w, name="logits_chunk", category=LOGITS)
+        product = partial(loss.product or ops.linear, x=x, weight=w, name="logits_chunk", category=LOGITS)
+        logits = loss.around_head(r, product) if loss.around_head else product(r)
+        del product
         chunk_loss = summed_loss(r, logits, rows, loss)
         summed = r.empty((), "fp32", "total_loss")
         total = summed

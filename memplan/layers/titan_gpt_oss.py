@@ -56,7 +56,12 @@ def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tens
 def queries_keys_values(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
     """``FusedQKVLinear.forward``: one product, of which each part is copied."""
     n, a, g, d = x.shape[0], spec.heads, spec.kv_heads, spec.head_dim
-    both = policy.run(r, lambda r: linear(r, x, "qkv", (a + 2 * g) * d, True)).view(n, g, a // g + 2, d)
+    features = (a + 2 * g) * d
+    if spec.attention_bias:
+        both = policy.run(r, lambda r: linear(r, x, "qkv", features, True))
+    else:
+        both = policy.linear(r, x, "qkv", features)
+    both = both.view(n, g, a // g + 2, d)
     q, k, v = ops.split(r, both, [(n, g, a // g, d), (n, g, 1, d), (n, g, 1, d)], "query_key_value")
     q = ops.contiguous(r, q, (n, a, d), "query")
     k = ops.contiguous(r, k, (n, g, d), "key")
@@ -100,12 +105,15 @@ def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerSh
     return rescaled(r, out, logsumexp, shape.spec)
 
 
-def varlen_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:
+def varlen_attention(
+    r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, *, alone: bool = False
+) -> tuple[Tensor, Tensor]:
     """``torch_attn::_varlen_attn`` (``torch/nn/attention/varlen.py``): flash attention of packed sequences (n, a, d):
     saves q, k, v, output, log-sum-exp, (a, n) fp32, and two numbers of the random state; the gradient of the
     log-sum-exp is not used. The kernel is flash attention 3 (``get_cuda_flash_attention_impl``), inside of which
     backward has a block's rows more for every sequence (``hopper/flash_api.cpp``, ``mha_bwd``,
-    ``total_q_padded_rounded``); documents that are packed are counted as one a sequence.
+    ``total_q_padded_rounded``); documents that are packed are counted as one a sequence. ``alone``: nobody reads the
+    log-sum-exp, whose gradient is zeros then.
     """
     (n, a, d), g, dtype = q.shape, k.shape[1], q.dtype
     shapes = (q.shape, k.shape, v.shape)
@@ -114,11 +122,12 @@ def varlen_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerS
     state = r.empty((2,), "int64", "attention_rng_state")
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        zeros = r.empty((a, n), "fp32", "grad_logsumexp") if alone else None
         unused = r.empty((2,), "int64", "grad_rng_state")
         made = [r.empty(one, dtype, f"grad_{part}") for part, one in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
             allocates(r, Release(3), Call((1, a, n + shape.b * BLOCK, d), g, dtype))
-        del unused
+        del unused, zeros
         return [*made]
 
     work = attention_work((shape.b, shape.s, a, d), g, shape.s, dtype, causal=True)

@@ -159,7 +159,7 @@ class Fsdp(FrameworkSection, Terse):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"compile", "compile_loss", "cuda_graphs", "filter_fqns", "float8_all_gather", "float8_scales"}
+        {"compile", "compile_loss", "cuda_graphs", "filter_fqns", "float8_all_gather", "float8_scales", "newest"}
     )
 
     code: Literal["transformers", "torchtitan"] = Field(
@@ -244,6 +244,13 @@ class Fsdp(FrameworkSection, Terse):
         False,
         description="torchtitan since August 2026: a CUDA graph replays forward and backward",
         json_schema_extra={"flag": "--fsdp-cuda-graphs"},
+    )
+
+    newest: bool = Field(
+        False,
+        description="torchtitan: dense layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
+        "tensor parallelism, stages, compiled layers and float8, with which they are those of older code",
+        json_schema_extra={"flag": "--fsdp-newest"},
     )
 
     @property

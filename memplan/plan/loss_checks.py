@@ -129,8 +129,8 @@ def _check_fused_kind(plan: ResolvedPlan) -> None:
 
 def _check_chunks(plan: ResolvedPlan) -> None:
     loss = plan.loss
-    if plan.model.logit_softcap is not None:
-        problem = f"cannot be {loss.kind}: {plan.model.name} caps its logits, torchtitan's models do not"
+    if plan.model.logit_softcap is not None and not family(plan.model.family).caps_in_head:
+        problem = f"cannot be {loss.kind}: {plan.model.name} caps its logits behind its head, which runs in chunks"
         raise PlanError("loss.kind", loss.kind, problem)
     if plan.tokens % loss.chunks:
         raise PlanError("loss.chunks", loss.chunks, f"must divide the {plan.tokens} tokens of a micro-batch")

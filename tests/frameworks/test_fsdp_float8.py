@@ -42,6 +42,7 @@ def plan_of(case: Case) -> ResolvedPlan:
         "batch": {"gbs": given.b * case.shards},
         "layout": {"dp": case.shards},
         "precision": {"fp8": case.recipe},
+        "loss": {"kind": "chunked", "chunks": case.chunks} if case.chunks else {},
         "fsdp": {"code": "torchtitan", "filter_fqns": case.filters, "float8_all_gather": case.gathered},
     }
     return plan.model_copy(  # type: ignore[no-any-return]
@@ -138,7 +139,11 @@ def test_gathering_in_8_bits_halves_layers() -> None:
         ({"fp8": "mxfp8"}, r"precision\.fp8 = mxfp8: must be left out or tensorwise, rowwise or rowwise_with_gw_hp"),
         ({"tp": "2"}, r"precision\.fp8 = tensorwise: must be left out with tensor parallelism"),
         ({"gpu": "a100-80gb"}, r"hardware\.gpu = a100-80gb: must have products in 8 bits"),
-        ({"seq": "4095"}, r"must be rowwise_with_gw_hp, or left out, unless a micro-batch has a multiple of 16 tokens"),
+        ({"seq": "4095"}, r"must be rowwise_with_gw_hp, or left out, unless a micro-batch, .* tokens, not 4,095"),
+        (
+            {"ends-apart": "true", "loss": "chunked", "seq": "1040", "filter-fqns": "attention.wo"},
+            "multiple of 16 tokens, not 130",
+        ),
         ({"model": "qwen3-30b-a3b"}, r"precision\.fp8 = tensorwise: must be left out with torchtitan's qwen3"),
         ({"fp8": "rowwise_with_gw_hp", "filter-fqns": "auto_filter_small_kn"}, "must be another with auto_filter"),
         ({"fp8": "rowwise", "enable-fsdp-float8-all-gather": "true"}, "must be with tensorwise scaling alone"),

@@ -361,6 +361,7 @@ def torchtitan() -> Iterator[str]:
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    yield f"{job} --gpus 8 --ends-apart --loss chunked --fp8 rowwise --filter-fqns attention.wo --recompute full"
     for flags in ("--recompute-per-operator --compile-loss", "--recompute full", "--seq 8192 --mbs 2"):
         yield f"{job} --gpus 8 --compile {flags}"
     job = "--model gpt-oss-20b --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --ends-apart"
@@ -376,6 +377,8 @@ def torchtitan() -> Iterator[str]:
         f"{job} --gpus 8 --loss chunked --compile-loss --gbs 16",
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
+    muse = job.replace("gpt-oss-20b", "muse-glimmer-30b") + " --gpus 8 --loss chunked"
+    yield from (f"{muse} --recompute {one}" for one in ("none", "full", "selective --recompute-per-operator"))
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
         job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")

@@ -36,6 +36,8 @@ class Case:
     gathered: bool = False
     """By ``enable_fsdp_float8_all_gather``."""
     shards: int = 4
+    chunks: int = 0
+    """Of the loss, if it has some."""
 
 
 SMALL = torchtitan.Sizes(hidden=96, heads=6, kv_heads=2, ffn=224, vocab=1008, layers=2, b=2, s=24)
@@ -51,6 +53,9 @@ CASES = {
     "tensorwise-gathered": Case("tensorwise", "none", SMALL, gathered=True),
     "tensorwise-gathered-op": Case("tensorwise", "op", SMALL, (), gathered=True),
     "tensorwise-gathered-full": Case("tensorwise", "full", SMALL, gathered=True),
+    "tensorwise-chunked": Case("tensorwise", "none", QWEN_3, (), chunks=3),
+    "rowwise-chunked": Case("rowwise", "op", QWEN_3, (), chunks=3),
+    "gw_hp-chunked": Case("rowwise_with_gw_hp", "none", QWEN_3, (), chunks=4),
     "rowwise": Case("rowwise", "none", SMALL, ("attention.wk", "layers.1.")),
     "rowwise-op": Case("rowwise", "op", SMALL),
     "rowwise-full-qwen3": Case("rowwise", "full", QWEN_3, ()),
@@ -97,7 +102,7 @@ def traced(case: Case) -> oracle.Steps:
     """The second iteration."""
     sharding, modes, convert = oracle.Sharding(case.shards), [case.recompute] * case.sizes.layers, converted(case)
     if isinstance(case.sizes, titan_models.Sizes):
-        build = titan_models.builder(case.sizes, sharding, modes, convert=convert)
+        build = titan_models.builder(case.sizes, sharding, modes, case.chunks, convert=convert)
     else:
         build = torchtitan.builder(case.sizes, sharding, modes, ends_apart=True, convert=convert)
     parts: Any = import_module("torchao.float8.float8_training_tensor")
@@ -107,9 +112,9 @@ def traced(case: Case) -> oracle.Steps:
         return oracle.traced(build, sharding)
 
 
-def written(changes: list[Change]) -> list[int]:
-    """Bytes that begin, and below zero those that end, but for the gradient of the loss."""
-    return [one.sign * one.bytes for one in changes if one.sign > 0 or one.op != "aten.ones_like.default"]
+def written(changes: list[Change], *, but: str = "") -> list[int]:
+    """Bytes that begin, and below zero those that end, ``but`` for tensors of one operator."""
+    return [one.sign * one.bytes for one in changes if one.sign > 0 or one.op != but]
 
 
 def main() -> None:
@@ -122,7 +127,7 @@ def main() -> None:
             "levels": steps.levels(),
             "peaks": steps.peaks(),
             "forward": written(forward),
-            "backward": written(backward),
+            "backward": written(backward, but="aten.ones_like.default"),  # the gradient of the loss
         }
         print(name, len(forward), len(backward))
     text = json.dumps(found, separators=(",", ":"))

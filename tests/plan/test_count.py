@@ -16,7 +16,10 @@ def _rounding(total: int) -> int:
     return 10**zeros // 2 if zeros >= 6 else 0
 
 
-WITHOUT = {"bigscience-104b-250k", "llama-3.3-nemotron-super-49b", "llama-3.1-nemotron-ultra-253b"}
+WITHOUT = {
+    *("bigscience-104b-250k", "llama-3.3-nemotron-super-49b", "llama-3.1-nemotron-ultra-253b"),
+    "muse-glimmer-30b",
+}
 """Models of which only billions were published, in their names."""
 
 

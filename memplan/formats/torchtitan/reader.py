@@ -30,7 +30,7 @@ from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
 from .registry import chosen, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
-from .stages import FLEX, VARLEN, stages
+from .stages import FLEX, PACKED, VARLEN, stages
 from .table import (
     ALL_TOKENS,
     BATCH,
@@ -416,8 +416,8 @@ def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
 
 def _differences(settings: Settings) -> Iterator[Note]:
     name = str(settings.word("model_spec.name", "model.name", default="llama3").value)
-    if name == VARLEN:
-        yield from _gpt_oss(settings)
+    if name in PACKED:
+        yield from _packed(settings, name)
         return
     differences, since = (DIFFERENCES, "December 2024") if name.startswith("llama") else (SINCE_0_2_2, "release 0.2.2")
     flavour = str(settings.word("model_spec.flavor", "model.flavor", default="debugmodel").value)
@@ -437,17 +437,18 @@ def _differences(settings: Settings) -> Iterator[Note]:
         yield Note("recipes-older", f"{problem} {'; '.join(later)}")
 
 
-def _gpt_oss(settings: Settings) -> Iterator[Note]:
-    """What is told of the model whose recipe is of the newest code."""
+def _packed(settings: Settings, name: str) -> Iterator[Note]:
+    """What is told of models whose recipes are of the newest code."""
     day = settings.era.day
-    backend = settings.word("model_spec.attn_backend", default="varlen" if day >= ALL_FLEX else "flex")
+    varlen = name == VARLEN and day >= ALL_FLEX
+    backend = settings.word("model_spec.attn_backend", default="varlen" if varlen else "flex")
     if backend.value != "varlen":
         problem = (
             f"the model asks for {_KERNELS['flex']}; estimated is {_KERNELS['varlen']}, whose tensors have the same "
             "sizes (not counted: masks, and what Inductor allocates; more)"
         )
         yield Note("attention-other", problem)
-    if day < SINCE_GPT_OSS:
+    if name == VARLEN and day < SINCE_GPT_OSS:
         problem = (
             f"layers are estimated as torchtitan has them in August 2026; {settings.era.label} had queries, keys and "
             "values by products of their own, and rows of experts that were padded and not added up by scatter_add "

@@ -41,6 +41,8 @@ _ADAMW = {"optimizer_name": "AdamW", "optimizer_kwargs": {"weight_decay": 0.1}}
 """``default_adamw`` (``torchtitan/components/optimizer/optimizer.py``)."""
 _OF_CONTAINER = ("param_groups", "implementation", "optimizer_factory_kwargs_by_name")
 """Fields of ``OptimizersContainer.Config`` itself, which a function may change afterwards."""
+_OF_SPEC = ("name", "flavor")
+"""Of a ``ModelSpec`` itself; ``model_registry`` has arguments, each of which is a key."""
 _REMEDIES = {
     "optimizer": "--optimizer adamw estimates AdamW",
     "loss": "--loss plain estimates the plain one",
@@ -207,9 +209,8 @@ class _Written:
             found["name"] = Node(family, made.origin)
             if made.positional:
                 fields.setdefault("flavor", made.positional[0])
-        for name in ("name", "flavor", "attn_backend", "converters", "moe_comm_backend", "num_mtp_layers"):
-            value = fields.get(name)
-            if value is not None and (node := self.node(f"model_spec.{name}", value)) is not None:
+        for name, value in fields.items():
+            if (module or name in _OF_SPEC) and (node := self.node(f"model_spec.{name}", value)) is not None:
                 found[name] = node
         if (float8 := _float8_of(fields.get("converters"))) is not None:
             found["float8"] = self.node("model_spec.float8", float8) or Node(None, made.origin)

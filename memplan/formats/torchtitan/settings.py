@@ -90,12 +90,17 @@ class Settings(Keys):
     def matters(self, name: str, key: Key) -> bool:
         """Whether ``name``, which is not modelled, is more than its default here."""
         node = self.given[name]
-        if key.conditions and not any(self.given[one].value for one in key.conditions if one in self.given):
+        if key.conditions and not any(_is_on(self.given[one].value) for one in key.conditions if one in self.given):
             return False
         plain = node.plain()
         if key.default is not None:
             return shown(plain) not in (key.default, "null") and plain != key.default
         return plain not in _OFF
+
+
+def _is_on(value: object) -> bool:
+    """A switch is on, or ranks share what a degree is of."""
+    return bool(value) and (value is True or value != 1)
 
 
 def flat(configuration: Node) -> dict[str, Node]:

@@ -47,6 +47,7 @@ FLAVOURS = MappingProxyType(
         ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
         ("gpt_oss", "20b"): "gpt-oss-20b",
         ("gpt_oss", "120b"): "gpt-oss-120b",
+        ("muse_glimmer", "30B"): "muse-glimmer-30b",
         ("kimi_k2_7", "moonlight-16B-A3B"): "moonlight-16b",
     }
 )
@@ -55,6 +56,9 @@ FLAVOURS = MappingProxyType(
 OTHER_ATTENTION = ("_flex", "_flex_attn", "_varlen", "_varlen_attn")
 """Ends of flavours whose attention is FlexAttention or a kernel for sequences of several lengths."""
 
+
+WITH_IMAGES = "_mm"
+"""End of a flavour that takes images, too."""
 
 UNFUSED = "_non_fused_qkv"
 """End of a flavour with products of their own for queries, keys and values, which are those of the recipe."""
@@ -67,7 +71,7 @@ def debug_model(day: str) -> dict[str, int]:
     return {**sizes, "vocab": 2000 if day < "2025-09-22" else 2048} if day >= SIZED else sizes
 
 
-_DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
+_DEBUG_SIZES_OF: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
     ("deepseek_v3", "debugmodel"): (
         "deepseek-v2-lite",
         {
@@ -81,6 +85,10 @@ _DEBUG_EXPERTS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
             **{"layers": 4, "hidden": 256, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880, "vocab": 2048},
             **{"experts": 8, "expert_top_k": 4, "expert_ffn": 2880},
         },
+    ),
+    ("muse_glimmer", "debugmodel"): (
+        "muse-glimmer-30b",
+        {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 768, "vocab": 2048},
     ),
     ("qwen3", "debugmodel"): (
         "qwen3-0.6b",
@@ -103,7 +111,7 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
     if (family, flavour) == ("llama3", "debugmodel"):
         return "llama-3-8b", debug_model(day)
     known = FLAVOURS.get((family, flavour))
-    return (known, {}) if known is not None else _DEBUG_EXPERTS.get((family, flavour))
+    return (known, {}) if known is not None else _DEBUG_SIZES_OF.get((family, flavour))
 
 
 def without_recipe(family: str, origin: Origin) -> PlanError:
@@ -115,6 +123,8 @@ def without_recipe(family: str, origin: Origin) -> PlanError:
 
 VARLEN = "gpt_oss"
 """The model whose attention is that of packed sequences by itself, and is estimated so."""
+PACKED = (VARLEN, "muse_glimmer")
+"""Models that are estimated with it."""
 FLEX = "deepseek_v3"
 """The model whose flavours, but for the one to debug with, ask for FlexAttention by themselves (``attn_type``)."""
 

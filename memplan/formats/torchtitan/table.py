@@ -21,6 +21,7 @@ from .stages import (
     OTHER_ATTENTION,
     SIZED,
     VARLEN,
+    WITH_IMAGES,
     flavour_of,
     parts,
     split_points,
@@ -107,7 +108,8 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
         known = [size for one, size in FLAVOURS if one == family]
         if not known:
             raise without_recipe(family, name.origin)
-        problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
+        lacks = "a vision tower, which is not modelled" if plain.endswith(WITH_IMAGES) else "no sizes here"
+        problem = f"of model {family} has {lacks} ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
     if family == VARLEN and settings.era.day < NO_TOML:
         problem = f"keeps its layers in bf16 in {settings.era.label}, which is not modelled; later code is"
@@ -141,9 +143,11 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
     degree = settings.integer(EP, default=1)
     for name in EXCHANGE:
         backend = settings.word(name, default="standard")
-        if degree.value != 1 and backend.value != "standard":
-            problem = "must be standard: what other libraries allocate for the exchange of rows is not modelled"
-            raise PlanError(name, backend.plain(), problem, origin=backend.origin)
+        if backend.value != "standard":
+            why = "what other libraries allocate for the exchange of rows is not modelled"
+            if degree.value == 1:  # update_ep_token_dispatcher_config; parallelize_deepseekv3 before
+                why = "torchtitan itself refuses others where no ranks share experts"
+            raise PlanError(name, backend.plain(), f"must be standard: {why}", origin=backend.origin)
     return degree
 
 

@@ -20,6 +20,7 @@ from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Hold, Scope, Tape
 from ...values import replace
 from .hooks import GRADIENTS, Explicit, Gradient, Role
+from .titan import titan_of_plan
 from .units import Sharding, Unit, size
 
 ENDS = "ends"
@@ -45,6 +46,7 @@ def loss_of(plan: ResolvedPlan) -> HeadLoss | None:
         casts=plan.fsdp.reduce != plan.precision.dtype,
         parallel=plan.layout.tp > 1,
         compiled=plan.fsdp.compile_loss,
+        around_head=titan_of_plan(plan).around_head,
     )
 
 

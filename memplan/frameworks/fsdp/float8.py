@@ -82,20 +82,22 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
         problem = f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
         raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
     tokens = plan.batch.mbs * plan.batch.seq
-    alone = plan.loss.kind == "chunked" or plan.model.tied_embeddings
-    if alone and not any(one in HEAD for one in plan.fsdp.words):
-        what = "an embedding that shares the head's weight" if plan.model.tied_embeddings else "chunks of the loss"
-        problem = f"must have {HEAD} with {what}: the head is modelled in bf16 there"
-        raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)
+    if not any(one in HEAD for one in plan.fsdp.words):
+        chunked = plan.loss.kind == "chunked"
+        tokens //= plan.loss.chunks if chunked else 1
+        gathered = chunked and plan.fsdp.float8_all_gather
+        if plan.model.tied_embeddings or gathered:
+            what = "a head that is gathered in 8 bits for chunks" if gathered else "an embedding that shares its weight"
+            problem = f"must have {HEAD} with {what}: the head is modelled in bf16 there"
+            raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)
     problems = {
         "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled": layout.tp > 1,
         "left out unless precision.dtype is bf16": precision.dtype != "bf16",
         f"another with {SMALL}, which torchao has for tensorwise and rowwise": (
             plan.fsdp.filters_small and recipe == "rowwise_with_gw_hp"
         ),
-        f"rowwise_with_gw_hp, or left out, unless a micro-batch has a multiple of {MULTIPLE} tokens, not {tokens:,}": (
-            tokens % MULTIPLE > 0 and recipe != "rowwise_with_gw_hp"
-        ),
+        f"rowwise_with_gw_hp, or left out, unless a micro-batch, or a chunk of the loss, has a multiple of {MULTIPLE} "
+        f"tokens, not {tokens:,}": (tokens % MULTIPLE > 0 and recipe != "rowwise_with_gw_hp"),
     }
     if problem := next((one for one, wrong in problems.items() if wrong), ""):
         raise PlanError("precision.fp8", recipe, f"must be {problem}")

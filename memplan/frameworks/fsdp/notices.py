@@ -14,7 +14,7 @@ from ...tape.events import Category
 from ...tape.program import Program
 from ..plain.preferences import has_model
 from .flat import on_meta
-from .titan import titan_of
+from .titan import titan_of_plan
 
 GIB = 2**30
 
@@ -164,14 +164,14 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _tensor_parallel(plan: ResolvedPlan) -> Iterator[str]:
-    yield TENSOR_PARALLEL.format(titan_of(plan.model).title)
+    yield TENSOR_PARALLEL.format(titan_of_plan(plan).title)
     if plan.model.experts:
         yield PARTS_OF_TOKENS
 
 
 def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     """Of the layers of torchtitan's model."""
-    titan = titan_of(plan.model)
+    titan = titan_of_plan(plan)
     yield f"layers as in torchtitan's {titan.title} of {titan.release}; logits and loss are computed outside the model"
     yield from titan.assumes
     if plan.layout.ep > 1 and titan.groups_experts:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...layers import titan_gpt_oss, titan_models, titan_moe, titan_tp, torchtitan, torchtitan_tp
+from ...layers import (
+    titan_gpt_oss,
+    titan_models,
+    titan_moe,
+    titan_muse,
+    titan_newest,
+    titan_tp,
+    torchtitan,
+    torchtitan_tp,
+)
 from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
 from ...plan.errors import PlanError
+from ...plan.plan import Plan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
-from ...values import dataclass
+from ...values import dataclass, replace
 
 Buffers = Callable[[ModelSpec, int, range], tuple[Hold, ...]]
 Norm = Callable[[Recorder, Tensor, str], Tensor]
@@ -32,10 +42,8 @@ EXPERTS = (
 )
 """and of their experts."""
 
-VARLEN = (
-    "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size; what "
-    "sorting of rows allocates inside is counted for their sum alone"
-)
+VARLEN_OF_DENSE = "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size"
+VARLEN = f"{VARLEN_OF_DENSE}; what sorting of rows allocates inside is counted for their sum alone"
 
 ROWS = "every expert gets as many rows as any other, without padding; torch._grouped_mm"
 """The same of gpt-oss."""
@@ -57,6 +65,9 @@ class Titan:
     covers: Allowed
     buffers: Buffers
     """With so many tokens a sequence, of some of the layers."""
+    embedding: Callable[[Recorder, LayerShape], Tensor] = torchtitan.embedding
+    around_head: Callable[[Recorder, torchtitan.Operator], Tensor] | None = None
+    """What its head does to its product, which is in fp32 then."""
     table: Callable[[Recorder, LayerShape], Tensor] | None = None
     """What ``fully_shard`` makes of the table of rotary positions for every layer that it is given to."""
     early_stop: bool = False
@@ -131,6 +142,11 @@ def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, 
     """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
     (``Decoder.Config.update_from_config``)."""
     return _cosines(spec, seq, layers) * len(layers)
+
+
+def _complex_tables_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
+    """The same of complex numbers, of layers without positions, too."""
+    return _complex_table(spec, seq, layers) * len(layers)
 
 
 def _places(shape: LayerShape) -> tuple[Hold, ...]:
@@ -257,6 +273,54 @@ GPT_OSS = Titan(
     assumes=(VARLEN, ROWS),
 )
 
+MUSE_GLIMMER = Titan(
+    "muse_glimmer",
+    "Muse Glimmer",
+    "August 2026",
+    block=titan_muse.block,
+    norm=titan_muse.gain_norm,
+    embedding=titan_muse.embedding,
+    around_head=titan_muse.capped,
+    registered=(*ATTENTION, "output_gate", "gate", "down", "up", *NORMS, "post_attention_norm", "post_mlp_norm"),
+    covers={
+        **reads(LLAMA, "nope_interval"),
+        **{**UNTIED, "norm_place": ("both",), "qk_norm": (True,), "qk_norm_over": ("head_without_weight",)},
+        **{"attention_gate": (True,), "logit_softcap": (20.0,)},
+        **{"sliding_window": (2048,)},
+    },
+    buffers=_complex_tables_of_layers,
+    pipelined=False,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE,),
+)
+
+LLAMA_NEWEST = Titan(
+    "llama3",
+    "Llama",
+    "August 2026",
+    block=titan_newest.llama_block,
+    norm=titan_moe.fused_rms_norm,
+    registered=("qkv", "attention_output", "gate", "down", "up", *NORMS),
+    covers=LLAMA_3.covers,
+    buffers=_complex_tables_of_layers,
+    pipelined=False,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE,),
+)
+
+QWEN_3_NEWEST = replace(
+    LLAMA_NEWEST,
+    name="qwen3",
+    title="Qwen 3",
+    block=titan_newest.qwen3_block,
+    registered=("qkv", "attention_output", "query_norm", "key_norm", "gate", "down", "up", *NORMS),
+    covers=QWEN_3.covers,
+    buffers=_cosines_of_layers,
+)
+
+NEWEST: Mapping[str, Titan] = {"llama": LLAMA_NEWEST, "qwen3": QWEN_3_NEWEST}
+"""The newest code, where it has a recipe of its own,"""
+
 MODELS: Mapping[str, Titan] = {
     "llama": LLAMA_3,
     "qwen3": QWEN_3,
@@ -265,12 +329,27 @@ MODELS: Mapping[str, Titan] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
+    "muse_glimmer": MUSE_GLIMMER,
 }
+"""and the code of which every other job is."""
 
 
-def titan_of(spec: ModelSpec) -> Titan:
+def newest(plan: Plan) -> bool:
+    """Whether the newest code is asked for, and has a recipe."""
+    given, layout, precision = plan.fsdp, plan.layout, plan.precision
+    if not given.newest or plan.model.family not in NEWEST:
+        return False
+    plain = layout.tp == layout.pp == 1 and not given.compile and given.ends_apart
+    return plain and precision.dtype == "bf16" and precision.fp8 is None
+
+
+def titan_of_plan(plan: Plan) -> Titan:
+    return titan_of(plan.model, newest=newest(plan))
+
+
+def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
     """torchtitan's code of a model; ``PlanError`` where there is none, or none that has a recipe."""
-    found = MODELS.get(spec.family)
+    found = NEWEST[spec.family] if newest else MODELS.get(spec.family)
     if found is None:
         problem = f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}"
         raise PlanError("model.family", spec.family, problem)

@@ -11,14 +11,14 @@ once more, and brings a gradient into its parameter's placement before it is red
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from ...device.gpus import GPUS
 from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
-from ...layers.float8 import Float8
+from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
@@ -34,7 +34,7 @@ from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
-from .titan import Titan, titan_of
+from .titan import Titan, newest, titan_of, titan_of_plan
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -71,6 +71,8 @@ class Recipes:
     """How torchao's linear layers multiply in 8 bits,"""
     filters: tuple[str, ...] = ()
     """and parts of the names that others have (``filter_fqns``)."""
+    newest: bool = False
+    """The code is the newest."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
@@ -122,7 +124,7 @@ class Recipes:
     @property
     def titan(self) -> Titan:
         """The model's code."""
-        return titan_of(self.shape.spec)
+        return titan_of(self.shape.spec, newest=self.newest)
 
     @property
     def hidden(self) -> Shape:
@@ -155,6 +157,7 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         plan.fsdp.compile_loss,
         float8.low_of(plan),
         plan.fsdp.words,
+        newest(plan),
     )
 
 
@@ -211,7 +214,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     apart = tied if of.chunks is not None else frozenset[str]()  # hooks have taken the head's gradient long before
 
     def embed(r: Recorder, x: Tensor | None) -> Run:
-        return Run(torchtitan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
+        return Run(of.titan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
 
     def norm(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -221,9 +224,10 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     def head(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         if of.chunks is not None:
-            return Run(None, loss=chunked_head(r, x, shape, of.chunks, t))
+            return Run(None, loss=chunked_head(r, x, shape, _of_chunk(of.chunks, of.low_head), t))
         if t == 1:
-            return Run(torchtitan.output(r, x, shape, of.low_head))
+            product = partial(torchtitan.output, x=x, shape=shape, low=of.low_head)
+            return Run(of.titan.around_head(r, product) if of.titan.around_head else product(r))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
 
     def loss(r: Recorder, x: Tensor | None) -> Run:
@@ -243,7 +247,14 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
             options,
             apart,
         ),
-        build("loss", loss, Interface(of.logits, shape.dtype), options),
+        build("loss", loss, Interface(of.logits, "fp32" if of.titan.around_head else shape.dtype), options),
+    )
+
+
+def _of_chunk(loss: HeadLoss, low: Float8 | None) -> HeadLoss:
+    """``loss`` of a head whose products may be in 8 bits."""
+    return (
+        loss if low is None else replace(loss, product=partial(product_with, of=low, policy=torchtitan.Policy(False)))
     )
 
 
@@ -286,7 +297,7 @@ def _waited(embedding: Module) -> Tape:
 def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
     spec, layout = plan.model, plan.layout
-    titan = titan_of(spec)
+    titan = titan_of_plan(plan)
     if plan.attention != "flash":
         problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
         raise PlanError("attention", plan.attention, problem)
@@ -302,6 +313,9 @@ def check(plan: ResolvedPlan) -> None:
         _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
         problem = "must be false unless loss.kind is plain or chunked: no other was learnt"
+        raise PlanError("fsdp.compile_loss", True, problem)
+    if plan.fsdp.compile_loss and titan.around_head is not None:
+        problem = f"must be false with torchtitan's {titan.name}, whose logits are in fp32: no such loss was learnt"
         raise PlanError("fsdp.compile_loss", True, problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)

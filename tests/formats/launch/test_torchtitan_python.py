@@ -314,13 +314,41 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-def test_an_experts_backend_is_refused(read: Read) -> None:
+@pytest.mark.parametrize(("ranks", "why"), [(4, "what other libraries allocate"), (1, "torchtitan itself refuses")])
+def test_an_experts_backend_is_refused(read: Read, ranks: int, why: str) -> None:
     spec = 'model_registry("16B", moe_comm_backend="deepep")'
-    text = one(model_spec=spec, parallelism="ParallelismConfig(expert_parallel_degree=4)").replace(
-        ".llama3 ", ".deepseek_v3 "
-    )
-    with pytest.raises(PlanError, match=r"model_spec.moe_comm_backend = deepep: must be standard"):
+    parallel = f"ParallelismConfig(expert_parallel_degree={ranks})"
+    text = one(model_spec=spec, parallelism=parallel).replace(".llama3 ", ".deepseek_v3 ")
+    with pytest.raises(PlanError, match=rf"model_spec.moe_comm_backend = deepep: must be standard: {why}"):
         read("job.py", text=text)
+
+
+@pytest.mark.parametrize(
+    ("argument", "tp", "told"),
+    [
+        ('tp_gemm_backend="dist_gemm"', 1, []),
+        ('tp_gemm_backend="dist_gemm"', 2, ["argument-not-modelled"]),
+        ("of_a_fork=3", 1, ["argument-unknown"]),
+    ],
+)
+def test_every_argument_of_the_registry_is_a_key(read: Read, argument: str, tp: int, told: list[str]) -> None:
+    """Products that gather by themselves, which are others with tensor parallelism alone, and one that nobody knows."""
+    text = one(
+        model_spec=f'model_registry("8B", {argument})', parallelism=f"ParallelismConfig(tensor_parallel_degree={tp})"
+    )
+    codes = {note.code for note in read("job.py", text=text).warnings}
+    assert sorted(codes & {"argument-not-modelled", "argument-unknown"}) == told
+
+
+def test_muse_glimmer(read: Read) -> None:
+    """Its words alone; the vision tower of others is not modelled. FlexAttention is told of."""
+    text = one(model_spec='model_registry("debugmodel")', parallelism='ParallelismConfig(spmd_backend="spmd_types")')
+    made = read("job.py", text=text.replace(".llama3 ", ".muse_glimmer "))
+    spec = resolve(made.plan).model
+    assert (spec.family, spec.layers, spec.hidden, spec.head_dim, spec.ffn) == ("muse_glimmer", 8, 256, 64, 768)
+    assert [note.code for note in made.warnings] == ["attention-other"]
+    with pytest.raises(PlanError, match=r"flavor = debugmodel_mm: of model muse_glimmer has a vision tower"):
+        read("job.py", text=text.replace(".llama3 ", ".muse_glimmer ").replace('"debugmodel"', '"debugmodel_mm"'))
 
 
 def test_nothing_is_run(read: Read, tmp_path: Path) -> None:

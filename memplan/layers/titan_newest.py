@@ -1,0 +1,57 @@
+"""Dense layers of torchtitan's Llama and Qwen 3 as its main branch has them in August 2026 (commit b5bcd76).
+
+``torchtitan/models/llama3/model.py``, ``qwen3/model.py``, and ``models/common/attention.py`` (``GQAttention``,
+``FusedQKVLinear``, ``VarlenAttention``): rows of tokens, in as many sequences as a batch has, one product for queries,
+keys and values, and norms in one kernel. Shapes: n = b s tokens of a micro-batch, h hidden, a heads, g heads of keys, d
+features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import ops, titan_gpt_oss, titan_muse
+from .autograd import Recorder, Tensor
+from .huggingface import LayerShape
+from .titan_moe import fused_rms_norm
+from .torchtitan import Policy, feed_forward
+
+Turning = Callable[[Recorder, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What rotary positions make of queries and keys."""
+
+
+def llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
+    """``Llama3TransformerBlock.forward``."""
+    whole = x.shape
+    x = x.view(shape.b * shape.s, shape.spec.hidden)
+    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy, titan_muse.rotary)
+    h = ops.add(r, x, made, "residual_attention")
+    del made
+    return ops.add(r, h, _dense(r, h, shape, policy), "residual_mlp").view(*whole)
+
+
+def qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
+    """``Qwen3TransformerBlock.forward``, whose variable the first sum takes."""
+    whole = x.shape
+    x = x.view(shape.b * shape.s, shape.spec.hidden)
+    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy, titan_gpt_oss.rotary)
+    x = ops.add(r, x, made, "residual_attention")
+    del made
+    return ops.add(r, x, _dense(r, x, shape, policy), "residual_mlp").view(*whole)
+
+
+def _dense(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    return feed_forward(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy)
+
+
+def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, turning: Turning) -> Tensor:
+    """``GQAttention.forward`` of (n, h); queries and keys may be normed head by head."""
+    spec = shape.spec
+    q, k, v = titan_gpt_oss.queries_keys_values(r, x, spec, policy)
+    if spec.qk_norm:
+        q = fused_rms_norm(r, q, "query_norm")
+        k = fused_rms_norm(r, k, "key_norm")
+    q, k = turning(r, q, k)
+    out = policy.run(r, lambda r: titan_gpt_oss.varlen_attention(r, q, k, v, shape, alone=True)[0])
+    out = out.view(x.shape[0], spec.heads * spec.head_dim)
+    return policy.linear(r, out, "attention_output", spec.hidden)

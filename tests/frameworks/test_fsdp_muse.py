@@ -1,0 +1,118 @@
+"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run on fake tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from memplan.estimate import programs_of
+from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.units import Sharding
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import ROUND
+from memplan.tape.program import fold_program
+
+from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
+from ..oracle import fsdp as oracle
+from ..oracle.titan_muse import Decoder, Sizes, builder
+from ..oracle.titan_newest import Llama, Qwen3
+
+SMALL = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=4, b=2, s=64)
+FEW = replace(SMALL, layers=2, interval=2)
+JOB = {"model": "muse-glimmer-30b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h200", "gpus": "16"}
+JOB |= {"seq": "4096", "mbs": "1", "layers": "4", "ends-apart": "true", "loss": "chunked"}
+
+
+def plan_of(given: Sizes, shards: int, chunks: int, **others: str) -> ResolvedPlan:
+    flags = {"mbs": str(given.b), "seq": str(given.s), "gpus": str(shards), "vocab": str(given.vocab)}
+    flags |= {"hidden": str(given.hidden), "heads": str(given.heads), "kv-heads": str(given.kv_heads)}
+    flags |= {"head-dim": str(given.head_dim), "ffn": str(given.ffn), "layers": str(given.layers)}
+    flags |= {"loss": "chunked", "loss-chunks": str(chunks)} if chunks else {"loss": "plain"}
+    flags |= others or {"nope-interval": str(given.interval)}
+    return resolve(read_plan(None, {**JOB, **flags}).plan)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "chunks", "given"),
+    [
+        ("none", 2, FEW),
+        pytest.param("none", 4, SMALL, marks=pytest.mark.slow),
+        pytest.param("op", 2, SMALL, marks=pytest.mark.slow),
+        pytest.param("full", 0, SMALL, marks=pytest.mark.slow),
+    ],
+)
+def test_every_event(recompute: str, chunks: int, given: Sizes) -> None:
+    compared(plan_of(given, 4, chunks), recompute, chunks, given, Decoder)
+
+
+@pytest.mark.parametrize(("model", "decoder"), [("llama-3-8b", Llama), ("qwen3-8b", Qwen3)], ids=["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("recompute", "chunks"),
+    [
+        pytest.param("none", 0, marks=pytest.mark.slow),
+        ("op", 2),
+        pytest.param("full", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_every_event_of_the_newest(recompute: str, chunks: int, model: str, decoder: type[Decoder]) -> None:
+    plan = plan_of(FEW, 4, chunks, model=model, **{"fsdp-newest": "true"})
+    compared(plan, recompute, chunks, FEW, decoder)
+
+
+def compared(plan: ResolvedPlan, recompute: str, chunks: int, given: Sizes, decoder: type[Decoder]) -> None:
+    policy = ActivationCheckpointing(recompute)  # type: ignore[arg-type]
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), policy, ends_apart=True)
+    program = fsdp.program(plan, model, Sharding(4))
+    sharding = oracle.Sharding(4)
+    steps = oracle.traced(builder(given, sharding, [recompute] * given.layers, chunks, decoder), sharding)
+
+    modules = [span.module for span in program.spans for _ in span.names]
+    forward = [event for module in modules for event in named(module, module.steady.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    traced_forward, traced_backward, _ = steps.stretches
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
+
+    folded = fold_program(program)
+    assert folded.static == steps.before
+    assert folded.after_forward == steps.levels()[0]
+    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
+    assert folded.step_peak == steps.peaks()[2]
+
+
+def test_parameters_are_those_of_its_code() -> None:
+    """Embedding and head, and of each layer queries, gate and output, keys and values, MLP and four norms."""
+    plan = resolve(read_plan(None, {**JOB, "layers": "52"}).plan)
+    (program,) = programs_of(plan, Options())
+    layer = 6656 * (3 * 4096 + 2 * 256) + 3 * 6656 * 19968 + 4 * 6656
+    assert sum(one.elements for one in program.parameter_tensors()) == 2 * 202048 * 6656 + 52 * layer + 6656
+    small = sum(one.numel() for one in Decoder(SMALL).parameters())
+    (program,) = programs_of(plan_of(SMALL, 4, 2), Options())
+    assert sum(one.elements for one in program.parameter_tensors()) == small
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's muse_glimmer"),
+        ({"pp": "2", "loss": "plain"}, "layout.pp = 2: must be 1 with torchtitan's muse_glimmer"),
+        ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
+        ({"compile-loss": "true"}, "fsdp.compile_loss = true: must be false with torchtitan's muse_glimmer"),
+        ({"attention-gate": "false"}, "model.attention_gate = false: must be true in torchtitan's muse_glimmer"),
+        (
+            {"fsdp-code": "transformers", "loss": "plain"},
+            "model.family = muse_glimmer: cannot be trained in fsdp: torchtitan alone",
+        ),
+    ],
+)
+def test_what_is_refused(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(says)) as caught:
+        programs_of(resolve(read_plan(None, {**JOB, **flags}).plan), Options())
+    assert "\n" not in str(caught.value)
