@@ -24,9 +24,12 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "b200": 0.068}
+    {"a100-40gb": 0.045, "a100-80gb": 0.028, "h100-80gb": 0.062, "b200": 0.068}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, most of them on several GPUs, by GPU."""
+
+ERRORS_OF_FEW: Mapping[str, float] = MappingProxyType({"h100-96gb": 0.086})
+"""The same of two steps, on H100s limited to 500 W: of that GPU alone."""
 
 ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.031})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
@@ -36,7 +39,7 @@ ERROR_OF_EXPERTS = 0.114
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.169})
+ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.152})
 """The same of adapters."""
 
 
@@ -54,7 +57,7 @@ def published_error(plan: ResolvedPlan) -> float:
     if plan.trainer.kind.own_loss:
         return largest
     alone = ERRORS_OF_ONE if plan.hardware.gpus == 1 else {}
-    dense = {**PUBLISHED_ERRORS, **alone}.get(gpu or "", largest)
+    dense = {**PUBLISHED_ERRORS, **ERRORS_OF_FEW, **alone}.get(gpu or "", largest)
     if plan.lora.rank is None:
         return dense
     return max(dense, ERRORS_OF_ADAPTERS.get(gpu or "", max(ERRORS_OF_ADAPTERS.values())))
