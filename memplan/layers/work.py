@@ -54,10 +54,10 @@ REPEATED = Issue(0, 3_900_000_000)
 FOUR_BITS = Issue(1100)
 """bitsandbytes' ``kDequantizeBlockwise`` (NF4 to bf16) in a step of Llama 3 8B there: 64.6 microseconds for 58.7
 million elements, 20.2 for 16.8, 6.3 for 4.2."""
-FOUR_BIT_CALLS, FOUR_BIT_CALLS_BACKWARD = 5, 8
+FOUR_BIT_CALLS, FOUR_BIT_CALLS_BACKWARD = 4, 3
 """Operators in whose time the host calls a 4-bit linear layer (``Linear4bit.forward``, ``MatMul4Bit``, the library's
-own operators in Python) beside its kernels: 106 microseconds forward, 57 backward, seven of a Llama's layer with LoRA
-beside the same layer without (as of ``search.time.host.TRANSFORMERS_OPERATOR``; bitsandbytes 0.50.2)."""
+own operators in Python) beside its kernels: 106 microseconds forward, 57 backward, by seven of a Llama's layer with
+LoRA, as of ``search.time.host.TRANSFORMERS_OPERATOR`` (bitsandbytes 0.50.2)."""
 LAYER_NORM, LAYER_NORM_BACKWARD = Issue(1256, 1_290_000), Issue(2170, 5_000_000)
 
 

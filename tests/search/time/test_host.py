@@ -10,9 +10,11 @@ from memplan.search.time.host import (
     BACKWARD,
     GRACE,
     HOST_OPERATOR,
+    PYTHON_MODULES,
     TE_EXPERT,
     TE_LINEAR,
     TRANSFORMER_ENGINE,
+    TRANSFORMERS_BACKWARD,
     TRANSFORMERS_OPERATOR,
     Host,
     seconds,
@@ -48,10 +50,9 @@ def test_plain_pytorch_calls_a_group_once() -> None:
     assert seconds(WORK, Host(), 1.0, False, NO_CALLS) == pytest.approx(18 * HOST_OPERATOR)
 
 
-def test_pythons_modules_call_forward_alone() -> None:
-    of_python = Host(operator=TRANSFORMERS_OPERATOR)
-    assert seconds(WORK, of_python, 1.0, False, NO_CALLS) == pytest.approx(18 * TRANSFORMERS_OPERATOR)
-    assert seconds(WORK, of_python, 1.0, True, NO_CALLS) == pytest.approx(18 * HOST_OPERATOR)
+def test_modules_in_python_call_forward_and_autograd_backward() -> None:
+    assert seconds(WORK, PYTHON_MODULES, 1.0, False, NO_CALLS) == pytest.approx(18 * TRANSFORMERS_OPERATOR)
+    assert seconds(WORK, PYTHON_MODULES, 1.0, True, NO_CALLS) == pytest.approx(18 * TRANSFORMERS_BACKWARD)
 
 
 def test_short_sequences_wait_for_pythons_modules() -> None:
@@ -72,8 +73,8 @@ def test_a_layer_in_four_bits_as_bitsandbytes_calls_it() -> None:
         sum(times * one.launches for one, times in way if isinstance(one, Stream) and not one.bytes)
         for way in (packed.forward, packed.backward)
     ]
-    assert calls[0] / 7 * TRANSFORMERS_OPERATOR == pytest.approx(106e-6, rel=0.06)
-    assert calls[1] / 7 * HOST_OPERATOR == pytest.approx(57e-6, rel=0.06)
+    assert calls[0] / 7 * TRANSFORMERS_OPERATOR == pytest.approx(106e-6, rel=0.15)
+    assert calls[1] / 7 * TRANSFORMERS_BACKWARD == pytest.approx(57e-6, rel=0.15)
 
 
 def test_graphs_call_in_the_hosts_place() -> None:
