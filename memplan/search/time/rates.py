@@ -24,7 +24,7 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.045, "a100-80gb": 0.028, "h100-80gb": 0.051, "b200": 0.068}
+    {"a100-40gb": 0.045, "a100-80gb": 0.028, "h100-80gb": 0.031, "b200": 0.068}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, most of them on several GPUs, by GPU."""
 
