@@ -24,13 +24,16 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import kernel_times, nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
+from memplan.layers.work import STRIDED, WIDENED, Stream  # noqa: E402
+from memplan.plan.count import parameters  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
+from memplan.plan.resolved import ResolvedPlan  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
 from memplan.search.time.efficiency import POWER, default  # noqa: E402
-from memplan.search.time.kernels import matmul  # noqa: E402
-from memplan.search.time.shape import model_flops  # noqa: E402
+from memplan.search.time.kernels import alone, matmul  # noqa: E402
+from memplan.search.time.shape import model_flops, shape_of  # noqa: E402
 
 MEASURED = ROOT.parent / "shared" / "measured"
 PUBLISHED = Path(__file__).with_name("published_steps.jsonl")
@@ -269,13 +272,43 @@ def mpt_plan(row: Row) -> Plan:
     return plan_of(None, positions_max=s, capacity="900GiB", **job, **sizes, **none, **run, **flags)
 
 
+def composer(plan: ResolvedPlan) -> float:
+    """Seconds a step of what llm-foundry and Composer run otherwise than the plan says, or beside it:
+
+    - the loss reads logits in bf16 (``ComposerMPTCausalLM.loss``), where transformers' GPT-2 casts them to fp32: twice
+      forward, and in backward it reads them and writes their gradient (flash-attn's ``xentropy``);
+    - metrics of training: after each micro-batch the cross entropy twice more, in PyTorch (``train_metrics``:
+      ``LanguageCrossEntropy`` and ``LanguagePerplexity``; Composer's ``Trainer._eval_train_metrics``), under autocast,
+      which casts the logits to fp32;
+    - gradients are clipped (``gradient_clipping`` of scripts/train/yamls/pretrain): read, and multiplied in place;
+    - ``attn_impl: flash`` copies queries, keys and values of every layer into sequences without padding, and the
+      context back (flash-attn's ``bert_padding``), by kernels that compute an index for each element."""
+    rates, entries, tokens = rates_of(plan), shape_of(plan).entries, plan.batch.mbs * plan.batch.seq
+    logits, features = tokens * plan.model.vocab, tokens * plan.model.hidden
+
+    def spent(*kernels: Stream) -> float:
+        return sum(alone(one, rates) for one in kernels)
+
+    head = (*entries.head.forward, *entries.head.backward)
+    upcast = sum(times * spent(one) for one, times in head if isinstance(one, Stream) and one.loss)
+    loss = spent(*[Stream(4 * logits, loss=True)] * 2)
+    metric = spent(Stream(6 * logits, 1, True, WIDENED.of(logits)), Stream(16 * logits, loss=True))
+    copies = 0.0
+    if plan.attention == "flash_attention_2":
+        copied, zeroed = Stream(4 * features, issue=STRIDED.of(features)), Stream(2 * features)
+        forward, backward = spent(*[copied] * 4, zeroed), spent(*[copied] * 4, *[zeroed] * 3)
+        copies = plan.model.layers * (forward * (2 if plan.recompute.mode == "full" else 1) + backward)
+    owned = parameters(plan.model) / (plan.layout.dp or 1)
+    return plan.microbatches * (loss - upcast + 2 * metric + copies) + spent(Stream(12 * owned))
+
+
 def foundry(rows: Sequence[Row]) -> list[Table]:
     """Seconds of a step from tokens a second; where the last micro-batch is smaller than the others, as if all were."""
     by_gpu: dict[str, list[Timed]] = {}
     for row in rows:
         plan, batch = resolve(mpt_plan(row)), int(row["GlobalBatchSize"])
         measured = batch * plan.batch.seq / float(row["Throughput (T/s)"])
-        predicted = step_time(plan).total * batch / plan.batch.gbs
+        predicted = (step_time(plan).total + composer(plan)) * batch / plan.batch.gbs
         by_gpu.setdefault(row["GPU"].replace("_", "-"), []).append(Timed(row["id"], measured, predicted))
     return [Table("llm_foundry_throughput.jsonl", gpu, tuple(timed)) for gpu, timed in by_gpu.items()]
 

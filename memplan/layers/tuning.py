@@ -21,7 +21,7 @@ from math import prod
 from ..tape.events import Category, rounded
 from ..values import dataclass
 from . import ops, work
-from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from .fused_lora import Functions, projected
 
 
@@ -522,9 +522,7 @@ def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
         del weight
         return [grad_x]
 
-    tokens, unpacked = prod(shape[:-1]), work.Stream((0.5 + ITEMSIZE[four_bit.dtype]) * n * k)
-    product = work.linear(tokens, n, k, dtype, needs_weight=False)
-    done = work.Operator((unpacked, *(product.forward or ())), (unpacked, *(product.backward or ())))
+    done = work.linear_four_bit(prod(shape[:-1]), n, k, dtype, four_bit.dtype)
     out.node = r.node((x,), (), backward, work=done)
     return out
 

@@ -51,6 +51,13 @@ training step there."""
 REPEATED = Issue(0, 3_900_000_000)
 """For each gradient that is added to one and the same row (``indexing_backward_kernel``, which takes them one by one):
 256 of 2,880 and of 5,760 elements in 1.0 ms, biases of its experts in the same step."""
+FOUR_BITS = Issue(1100)
+"""bitsandbytes' ``kDequantizeBlockwise`` (NF4 to bf16) in a step of Llama 3 8B there: 64.6 microseconds for 58.7
+million elements, 20.2 for 16.8, 6.3 for 4.2."""
+FOUR_BIT_CALLS, FOUR_BIT_CALLS_BACKWARD = 4, 3
+"""Operators in whose time the host calls a 4-bit linear layer (``Linear4bit.forward``, ``MatMul4Bit``, the library's
+own operators in Python) beside its kernels: 106 microseconds forward, 57 backward, by seven of a Llama's layer with
+LoRA, as of ``search.time.host.TRANSFORMERS_OPERATOR`` (bitsandbytes 0.50.2)."""
 LAYER_NORM, LAYER_NORM_BACKWARD = Issue(1256, 1_290_000), Issue(2170, 5_000_000)
 
 
@@ -234,6 +241,14 @@ def _products(
         Product(tokens, k, n, 1, low, e),
         Product(n, k, tokens, 1, low, written or e),
     )
+
+
+def linear_four_bit(tokens: int, n: int, k: int, dtype: str, whole: str) -> Operator:
+    """bitsandbytes' product with a 4-bit weight (n, k), which is dequantised to ``whole`` before each."""
+    unpacked = Stream((0.5 + ITEMSIZE[whole]) * n * k, issue=FOUR_BITS.of(n * k))
+    product = linear(tokens, n, k, dtype, needs_weight=False)
+    calls = Stream(0, FOUR_BIT_CALLS), Stream(0, FOUR_BIT_CALLS_BACKWARD)
+    return Operator((calls[0], unpacked, *(product.forward or ())), (calls[1], unpacked, *(product.backward or ())))
 
 
 def batched(shape: Shape, k: int, dtype: str, *, needs_x: bool = True, needs_y: bool = True) -> Operator:

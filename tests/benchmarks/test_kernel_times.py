@@ -32,11 +32,11 @@ def test_kernels_alone() -> None:
 
 
 def test_steps_on_an_h200() -> None:
-    """Of adapters QLoRA's is 23 % too fast: bitsandbytes' Python is slower than its kernels."""
+    """Of adapters QLoRA's is 17 % too fast: bitsandbytes' Python is slower than its kernels."""
     whole, adapters = timing.own()
     assert (len(whole.rows), len(adapters.rows)) == (21, 2)
     assert whole.median_error == pytest.approx(ERRORS_OF_ONE["h200"], abs=0.002)
     assert whole.rank_correlation > 0.98
-    assert whole.worst_error < 0.17
+    assert whole.worst_error < 0.105
     assert adapters.median_error == pytest.approx(ERRORS_OF_ADAPTERS["h200"], abs=0.002)
-    assert adapters.worst_error < 0.25
+    assert adapters.worst_error < 0.17

@@ -53,7 +53,7 @@ STILL_WRONG = ("30b-s8192", "13b-s2048-gpus8-mbs4", "13b-s512-gpus8", "760m-s102
 
 
 @needs_measured
-@pytest.mark.parametrize(("gpu", "limit", "worst"), [("h100-80gb", 0.08, 0.21), ("a100-80gb", 0.025, 0.095)])
+@pytest.mark.parametrize(("gpu", "limit", "worst"), [("h100-80gb", 0.035, 0.1), ("a100-80gb", 0.03, 0.145)])
 def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
     tables = timing.foundry(read_rows(MEASURED / "llm_foundry_throughput.jsonl"))
     (table,) = (one for one in tables if one.gpu == gpu)
@@ -64,18 +64,18 @@ def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
 
 
 @needs_measured
-def test_of_the_parts_of_a_step_on_h100_products_are_too_fast() -> None:
-    """Rows of 64 H100 and less that are mostly attention are right, those that are mostly products 5 to 10 % too fast
-    (docs/timing.md)."""
+def test_with_products_of_cublas_12_1_large_and_long_steps_on_h100_are_right() -> None:
+    """On 64 GPUs and less long sequences, mostly attention, are 3 to 5 % too slow, large models, mostly products, are
+    within 2 % (docs/timing.md)."""
     rows = read_rows(MEASURED / "llm_foundry_throughput.jsonl")
     first = [row for row in rows if row["GPU"] == "h100_80gb" and timing.LARGE not in row["table"]]
     (table,) = timing.foundry([row for row in first if not any(name in row["id"] for name in STILL_WRONG)])
     long = [row.error for row in table.rows if "-s65536-" in row.id or "-s32768-" in row.id or "-s16384-" in row.id]
     assert len(long) == 4
-    assert all(0 < error < 0.035 for error in long)
+    assert all(0.025 < error < 0.05 for error in long)
     recomputed = [row.error for row in table.rows if "-s2048-" in row.id and "ckptTrue" in row.id]
     assert len(recomputed) == 4
-    assert all(-0.1 < error < -0.05 for error in recomputed)
+    assert all(abs(error) < 0.02 for error in recomputed)
 
 
 @needs_measured

@@ -7,6 +7,7 @@ from itertools import pairwise
 from ...layers.autograd import GRAPHS
 from ...layers.module import Options, Passes, joined
 from ...plan.resolved import ResolvedPlan
+from ...search.time.host import Host
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
@@ -46,6 +47,9 @@ class FsdpTime(PlainTime):
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((at for at in range(spec.layers) if spec.has_experts(at)), 0)
         return Entries(embedding.work, *both(most), norm.work, joined(head.work, loss.work), *dense)
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        return super().host(plan) if plan.fsdp.code == "transformers" else Host()
 
     def stages(self, plan: ResolvedPlan) -> Work:
         if plan.layout.pp == 1:

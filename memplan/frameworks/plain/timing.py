@@ -6,6 +6,7 @@ from ...layers.coverage import TRANSFORMERS, check_covered
 from ...layers.module import NO_PASSES, Options, Passes, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.host import PYTHON_MODULES, Host
 from ...search.time.rates import before
 from ...search.time.shape import Entries, StageWork, Work, recomputed
 from . import programs
@@ -38,6 +39,9 @@ class PlainTime(FrameworkTime):
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
         return Entries(embedding.work, *both(most), normed, head.work, *dense)
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        return PYTHON_MODULES
 
     def stages(self, plan: ResolvedPlan) -> Work:
         return super().stages(plan) if plan.model.has_sizes else stages_of(plan)

@@ -105,6 +105,10 @@ _OWN = (
     f"{_FILE} (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 "
     "products of 10 GFLOP and more that end before the clock falls, as parts of what tiles and waves leave)"
 )
+_TRITON = (
+    "https://github.com/triton-lang/triton/issues/2339 (H100, September 2023, cuBLAS in fp16: 2,048 x 2,048 x 2,048, "
+    "4,096 x 4,096 and 8,192 x 8,192 reach 515, 614 and 722 TFLOP/s; median, as parts of what tiles and waves leave)"
+)
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
 _B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
 _SIMUMAX = (
@@ -148,6 +152,10 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
 
 _NEWEST: Mapping[str, Fraction] = MappingProxyType({"h100-80gb": Fraction(0.86, _OWN), "h200": Fraction(0.86, _OWN)})
 """Where cuBLAS has ``nvjet`` kernels, before the power limit."""
+_EARLY: Mapping[str, Fraction] = MappingProxyType(dict.fromkeys(_NEWEST, Fraction(0.677, _TRITON)))
+"""The same where cuBLAS is 12.1, whose kernels for Hopper NVIDIA's notes do not tell apart from those of 12.0.2 and
+12.3; products of 10 GFLOP and more, as of ``_OWN``. With the power limit four of Llama 70B with 16,384 rows are 6 % too
+fast to 5 % too slow (https://github.com/meta-pytorch/float8_experimental/pull/100)."""
 
 _ORDINARY = 50.06 / 66.9
 """The same GPU, fp32: a product of 4,096 x 4,096 x 4,096."""
@@ -176,9 +184,9 @@ same chip is as fast. Its best product is 828.6 TFLOP/s (stas00/ml-engineering's
 sustains nobody published."""
 
 
-def _measured(gpu: str, newest: bool = False) -> Fraction | None:
+def _measured(gpu: str, newest: bool = False, early: bool = False) -> Fraction | None:
     chip = SAME_CHIP.get(gpu, gpu)
-    return _NEWEST.get(chip) if newest and chip in _NEWEST else _MATRIX.get(chip)
+    return {**_MATRIX, **(_NEWEST if newest else _EARLY if early else {})}.get(chip)
 
 
 def unmeasured(gpu: str) -> float | None:
@@ -275,11 +283,13 @@ def default(
     older: bool = False,
     narrow: bool = False,
     newest: bool = False,
+    early: bool = False,
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where cuDNN has attention's, ``older`` before
-    FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``."""
-    limited = newest and SAME_CHIP.get(gpu, gpu) in _NEWEST
-    matrix = _measured(gpu, newest) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
+    FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``, ``early``
+    where it is 12.1."""
+    limited = (newest or early) and SAME_CHIP.get(gpu, gpu) in _NEWEST
+    matrix = _measured(gpu, newest, early) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
     memory = _MEMORY.get((major, minor if major == 8 else 0), _NO_MEMORY)
     if narrow and memory is _HOPPER:

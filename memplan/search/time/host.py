@@ -16,6 +16,17 @@ HOST_OPERATOR = 7e-6
 """Seconds that PyTorch needs on the host for the simplest operator that autograd follows
 (https://github.com/pytorch/pytorch/issues/41383)."""
 
+_ON_CPU = 2.36e-6
+"""What such an operator, a sum of two tensors of 512 elements, takes on the CPU of what follows (an AMD EPYC)."""
+
+TRANSFORMERS_OPERATOR = 22.2e-6 - _ON_CPU + HOST_OPERATOR
+"""Seconds of an operator that modules of transformers call forward: a layer's on that CPU, in fp32 and of tensors so
+small that their arithmetic is nothing, over its operators, of GPT-NeoX; Llama's took 17.4, GPT-2's 28.4 (user and
+system time, the least of twelve; torch 2.11, transformers 5.23)."""
+
+TRANSFORMERS_BACKWARD = 12.0e-6 - _ON_CPU + HOST_OPERATOR
+"""The same where autograd calls them: of GPT-NeoX; Llama's took 8.2, GPT-2's 13.4."""
+
 HOST_WAIT = 6.7e-6
 """Seconds by which a kernel takes longer if the host waits for it: 9.6 instead of 2.9 microseconds
 (https://developer.nvidia.com/blog/cuda-graphs/)."""
@@ -45,6 +56,10 @@ class Host(NamedTuple):
     """Seconds of a linear layer's forward,"""
     expert: float = 0.0
     """and of each expert's part in that of a group."""
+    operator: float = HOST_OPERATOR
+    """Seconds of any other operator's forward,"""
+    back: float = HOST_OPERATOR
+    """and of one that backward calls."""
     replays: bool = False
     """A CUDA graph launches the whole iteration."""
     blocking: bool = False
@@ -52,12 +67,13 @@ class Host(NamedTuple):
 
 
 TRANSFORMER_ENGINE = Host(TE_LINEAR, TE_EXPERT)
+PYTHON_MODULES = Host(operator=TRANSFORMERS_OPERATOR, back=TRANSFORMERS_BACKWARD)
 
 
 def seconds(work: Sequence[tuple[Kernel, int]], host: Host, slower: float, backward: bool, replayed: Calls) -> float:
     """Of what is called in ``work``, but for what graphs have ``replayed``. A linear layer has one product forward, two
     in backward."""
-    share = BACKWARD / 2 if backward else 1.0
+    share, operator = (BACKWARD / 2, host.back) if backward else (1.0, host.operator)
     linear, others, experts = -replayed.linear, -replayed.others, 0
     for kernel, times in work:
         if not isinstance(kernel, Product):
@@ -65,5 +81,5 @@ def seconds(work: Sequence[tuple[Kernel, int]], host: Host, slower: float, backw
         else:
             linear += times
             experts += times * kernel.times if kernel.rows else 0
-    ordinary = max(0, linear) * max(HOST_OPERATOR, share * host.linear) + max(0, others) * HOST_OPERATOR
+    ordinary = max(0, linear) * max(operator, share * host.linear) + max(0, others) * operator
     return slower * ordinary + experts * share * host.expert

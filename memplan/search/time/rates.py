@@ -25,11 +25,14 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.027, "a100-80gb": 0.025, "h100-80gb": 0.069, "b200": 0.068}
+    {"a100-40gb": 0.045, "a100-80gb": 0.028, "h100-80gb": 0.031, "b200": 0.068}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, most of them on several GPUs, by GPU."""
 
-ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.031})
+ERRORS_OF_FEW: Mapping[str, float] = MappingProxyType({"h100-96gb": 0.086})
+"""The same of two steps, on H100s limited to 500 W: of that GPU alone."""
+
+ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.03})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
 
@@ -37,7 +40,7 @@ ERROR_OF_EXPERTS = 0.114
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.169})
+ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.134})
 """The same of adapters."""
 
 
@@ -55,7 +58,7 @@ def published_error(plan: ResolvedPlan) -> float:
     if plan.trainer.kind.own_loss:
         return largest
     alone = ERRORS_OF_ONE if plan.hardware.gpus == 1 else {}
-    dense = {**PUBLISHED_ERRORS, **alone}.get(gpu or "", largest)
+    dense = {**PUBLISHED_ERRORS, **ERRORS_OF_FEW, **alone}.get(gpu or "", largest)
     if plan.lora.rank is None:
         return dense
     return max(dense, ERRORS_OF_ADAPTERS.get(gpu or "", max(ERRORS_OF_ADAPTERS.values())))
@@ -148,6 +151,8 @@ FLASH2 = (2, 2)
 NVJET = (2, 8)
 """PyTorch whose wheels, unless one asks for others, are of CUDA 12.8 or later, whose cuBLAS has ``nvjet`` kernels in
 place of ``sm90_xmma_gemm`` (https://forums.developer.nvidia.com/t/348958)."""
+CUDA_12_1, CUDA_12_4 = (2, 1), (2, 5)
+"""Those of CUDA 12.1, with cuBLAS 12.1.3.1 (https://github.com/pytorch/pytorch/issues/114911), and of 12.4."""
 
 HALF_AS_WIDE = ((7, 0), (7, 5), (8, 0))
 """Compute capabilities whose multiprocessors have 64 fp32 cores, where others have 128 (CUDA programming guide)."""
@@ -187,6 +192,7 @@ class Software(NamedTuple):
     older: bool
     narrow: bool
     newest: bool
+    early: bool
 
 
 def _software(plan: ResolvedPlan) -> Software:
@@ -194,7 +200,8 @@ def _software(plan: ResolvedPlan) -> Software:
     older = before(plan, FLASH2) and plan.attention != "flash_attention_2"
     preferred = plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED)
     cudnn = fused or (preferred and not before(plan, CUDNN_ATTENTION))
-    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET))
+    early = before(plan, CUDA_12_4) and not before(plan, CUDA_12_1)
+    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET), early)
 
 
 def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:

@@ -11,6 +11,7 @@ from memplan.search.time.rates import (
     BEST_MFU_OF_EXPERTS,
     ERROR_OF_EXPERTS,
     ERRORS_OF_ADAPTERS,
+    ERRORS_OF_FEW,
     ERRORS_OF_ONE,
     PUBLISHED_ERRORS,
     rates_of,
@@ -33,8 +34,12 @@ def test_a_gpu_that_nobody_compared_has_the_largest_error() -> None:
 
 
 def test_one_gpu_was_compared_where_several_were_not() -> None:
-    assert of("h200") == of("h100-80gb") == max(PUBLISHED_ERRORS.values()) > ERRORS_OF_ONE["h200"]
+    assert of("h200") == max(PUBLISHED_ERRORS.values()) > of("h100-80gb") > ERRORS_OF_ONE["h200"]
     assert of("h200", gpus=1, framework="single") == ERRORS_OF_ONE["h200"]
+
+
+def test_two_steps_are_of_their_own_gpu_alone() -> None:
+    assert of("h100-96gb") == ERRORS_OF_FEW["h100-96gb"] > of("h800") == max(PUBLISHED_ERRORS.values())
 
 
 def test_the_same_chip_is_as_fast() -> None:
