@@ -145,9 +145,9 @@ class _Reading:
                 self.found["gradient_checkpointing"] = Node(True, Origin(self.source, call.lineno))
         if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
             self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
-        for call in self.of("compile"):
-            if _owner(call) == "torch":
-                self.found["torch_compile"] = Node(True, Origin(self.source, call.lineno))
+        for node in ast.walk(self.module):
+            if isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) not in _REGEX:
+                self.found["torch_compile"] = Node(True, Origin(self.source, node.lineno))
         self.frozen()
         script = _CONFIGS[_name(config)]
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
@@ -253,6 +253,8 @@ class _Reading:
         return PlanError("", ABSENT, problem, origin=Origin(self.source, where.lineno if where is not None else None))
 
 
+_REGEX = ("re", "regex")
+"""Modules whose ``compile`` is not PyTorch's; a model's own is (``nn.Module.compile``)."""
 _ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
 """Models beside the one that is trained."""
 
