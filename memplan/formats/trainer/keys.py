@@ -59,6 +59,9 @@ READ = frozenset(
         "lora_target_modules",
         "lora_modules_to_save",
         "lora_task_type",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
         "lora_target_parameters",
         "load_in_4bit",
         "load_in_8bit",
@@ -70,13 +73,8 @@ READ = frozenset(
 )
 """Keys whose values are looked at."""
 
-COMPILED = "compiled code saves other tensors, and is not modelled"
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
-        "torch_compile": ((None, False), COMPILED),
-        **dict.fromkeys(
-            ("torch_compile_backend", "torch_compile_mode"), ((None,), f"it turns on torch_compile: {COMPILED}")
-        ),
         "label_smoothing_factor": ((None, 0, 0.0), "the Trainer's own loss is not modelled; the model's is"),
         "neftune_noise_alpha": ((None,), "noise on the embeddings is not modelled"),
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),

@@ -147,7 +147,12 @@ class _Reading:
             self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
         for node in ast.walk(self.module):
             if isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) not in _REGEX:
-                self.found["torch_compile"] = Node(True, Origin(self.source, node.lineno))
+                problem = (
+                    "is called by the script itself, and what it compiles then is not modelled; torch_compile=True "
+                )
+                problem += "among the Trainer's arguments is, by which Accelerate compiles the whole model"
+                where = Origin(self.source, node.lineno)
+                self.wrong.append(PlanError(ast.unparse(node)[:60], ABSENT, problem, origin=where))
         self.frozen()
         script = _CONFIGS[_name(config)]
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
