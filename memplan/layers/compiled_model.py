@@ -90,20 +90,22 @@ def _moved(event: Event, more: int, made: Mapping[str, int]) -> Event:
 
 class Weight(NamedTuple):
     """A parameter outside of layers, or that of every layer (``{}`` in its name), and its gradients in the shallow
-    graph: those of the ``first`` and of the ``last`` layers, and in between the one that one more layer makes."""
+    graph: those of the ``first`` and of the ``last`` layers, and in between those that more layers make; later layers
+    first."""
 
     name: str
     shape: Shape
     first: tuple[int, ...]
     last: tuple[int, ...]
-    middle: int
+    middle: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledModel:
-    """What was learnt, of at least ``layers`` layers."""
+    """What was learnt, of at least ``layers`` layers, and of any number of ``step`` more."""
 
     layers: int
+    step: int
     forward: Graph
     backward: Graph
     outputs: tuple[Ends, Ends]
@@ -122,9 +124,13 @@ class CompiledModel:
     def made(self) -> dict[str, int]:
         return {"f": self.forward.made, "b": self.backward.made, "z": 0}
 
+    def more(self, layers: int) -> int:
+        """How often the events of more layers stand in the graph of so many."""
+        return (layers - self.layers) // self.step
+
     def parameters(self, layers: int) -> Iterator[tuple[str, Shape, int]]:
         """Names, shapes, and numbers of their gradients, in the order in which they are registered."""
-        more, made = layers - self.layers, self.backward.made
+        more, made = self.more(layers), self.backward.made
         front, of_layer, back = self.weights
         for one in front:
             yield one.name, one.shape, _of_one(one, more * made)
@@ -138,6 +144,7 @@ class CompiledModel:
         """As ``from_json`` reads it."""
         return {
             "layers": self.layers,
+            "step": self.step,
             **{name: [list(map(_text, part)) for part in _parts(graph)] for name, graph, _ in self.graphs()},
             "outputs": list(map(_text, self.outputs)),
             "logits": _text(self.logits),
@@ -150,17 +157,11 @@ class CompiledModel:
             Graph(*(tuple(map(_event, one)) for one in data[name])) for name in ("forward", "backward")
         )
         loss, logits = map(_ends, data["outputs"])
-        weights = [
-            tuple(
-                Weight(name, tuple(shape), tuple(first), tuple(last), middle)
-                for name, shape, first, last, middle in part
-            )
-            for part in data["weights"]
-        ]
+        weights = [tuple(Weight(name, *map(tuple, rest)) for name, *rest in part) for part in data["weights"]]
         found = _event(data["logits"])
         assert isinstance(found, Begins)
         return CompiledModel(
-            data["layers"], forward, backward, (loss, logits), found, (weights[0], weights[1], weights[2])
+            data["layers"], data["step"], forward, backward, (loss, logits), found, (weights[0], weights[1], weights[2])
         )
 
 
@@ -178,7 +179,8 @@ def _of_layer(weight: Weight, layer: int, layers: int, more: int, made: int) -> 
         return weight.last[behind]
     if layer < len(weight.first):
         return weight.first[layer] + more * made
-    return weight.middle + (behind - len(weight.last)) * made
+    copy, at = divmod(behind - len(weight.last), len(weight.middle))
+    return weight.middle[at] + copy * made
 
 
 def _text(event: Event) -> str:
@@ -202,7 +204,7 @@ def _ends(text: str) -> Ends:
 def model(r: Recorder, learnt: CompiledModel, layers: int, dtype: str) -> Run:
     """The compiled model with so many layers, whose parameters are in ``dtype``. Without gradients it is another graph,
     which saves nothing: no larger than this one, which stands in for it."""
-    more, made = layers - learnt.layers, learnt.made
+    more, made = learnt.more(layers), learnt.made
     given = [*learnt.parameters(layers)]
     parameters = [r.parameter(name, shape, dtype) for name, shape, _ in given]
     logits_elements = prod(learnt.logits.shape)

@@ -27,8 +27,8 @@ from .places import UntraceableError
 
 SHALLOW = 4
 """Layers of the first graph."""
-DEPTHS = (SHALLOW, SHALLOW + 1, SHALLOW + 2)
-"""One more layer is what is learnt, and two more what it is checked with."""
+STEPS = (1, 3)
+"""Layers that are added at once, the first number that will do: kernels of several layers' masks may be one."""
 LOSS, ZEROS = 10**7, 10**7 + 1
 """Numbers of what autograd hands to a backward graph: the loss's gradient, and zeros for the logits'."""
 LONGEST = 32
@@ -175,20 +175,31 @@ class _Cut(NamedTuple):
     events: int
 
 
-def learnt(job: Job, report: Callable[[int], None] = lambda done: None) -> CompiledModel:
-    """``UntraceableError`` where one layer more is not always the same."""
-    depths: list[Depth] = []
-    for layers in DEPTHS:
-        report(len(depths))
-        depths.append(depth_of(job, layers))
-    found = between(depths[0], depths[1])
-    check(found, depths[2], DEPTHS[2])
-    return found
+def learnt(job: Job, layers: int, report: Callable[[int], None] = lambda done: None) -> CompiledModel:
+    """Of ``job`` with so many layers. ``UntraceableError`` where more layers are not always the same."""
+    seen: dict[int, Depth] = {}
+
+    def at(count: int) -> Depth:
+        if count not in seen:
+            report(len(seen))
+            seen[count] = depth_of(job, count)
+        return seen[count]
+
+    for step in STEPS:
+        first = SHALLOW + (layers - SHALLOW) % step
+        try:
+            found = between(at(first), at(first + step), first, step)
+            check(found, at(first + 2 * step), first + 2 * step)
+            return found
+        except UntraceableError:
+            if step == STEPS[-1]:
+                raise
+    raise AssertionError
 
 
 def check(found: CompiledModel, depth: Depth, layers: int) -> None:
     """``UntraceableError`` unless ``found`` comes to ``depth`` with so many layers."""
-    more, made = layers - found.layers, found.made
+    more, made = found.more(layers), found.made
     for name, graph, own in found.graphs():
         ours = [*graph.events(own, more, made)]
         for at, (mine, theirs) in enumerate(zip(ours, depth.streams[name], strict=False)):
@@ -201,8 +212,8 @@ def check(found: CompiledModel, depth: Depth, layers: int) -> None:
             raise UntraceableError(f"the gradient of {path} with {layers} layers is another one")
 
 
-def between(fewer: Depth, more: Depth) -> CompiledModel:
-    """What one layer adds to ``fewer``, which has ``SHALLOW``."""
+def between(fewer: Depth, more: Depth, layers: int, step: int) -> CompiledModel:
+    """What ``step`` layers add to ``fewer``, which has so many."""
     cuts = {name: _cut(fewer.streams[name], more.streams[name]) for name in fewer.streams}
     made = {
         name[0]: sum(isinstance(one, Begins) for one in _block(more.streams[name], cut)) for name, cut in cuts.items()
@@ -210,8 +221,8 @@ def between(fewer: Depth, more: Depth) -> CompiledModel:
     graphs = {name: _graph(fewer.streams[name], more.streams[name], cut, made) for name, cut in cuts.items()}
     loss, logits = (Ends("f", one, other != one) for one, other in zip(fewer.outputs, more.outputs, strict=True))
     front = _front(fewer.streams["backward"], cuts["backward"])
-    weights = _weights(fewer, more, front, made["b"])
-    return CompiledModel(SHALLOW, **graphs, outputs=(loss, logits), logits=fewer.logits, weights=weights)
+    weights = _weights(fewer, more, range(front, front + made["b"]), step)
+    return CompiledModel(layers, step, **graphs, outputs=(loss, logits), logits=fewer.logits, weights=weights)
 
 
 def _cut(fewer: Sequence[Event], more: Sequence[Event]) -> _Cut:
@@ -261,24 +272,32 @@ def _moves(one: Event, other: Event, made: Mapping[str, int]) -> Event:
     return one._replace(moves=True)
 
 
-def _weights(fewer: Depth, more: Depth, front: int, made: int) -> Any:
-    """Gradients by layers: those of the last layers are made in ``front``, one is made between, the rest behind."""
+def _weights(fewer: Depth, more: Depth, between: range, step: int) -> Any:
+    """Gradients by layers: those of the last layers are made in front of the tensors ``between``, which more layers
+    make; the rest behind them."""
     rows: tuple[list[Weight], list[Weight], list[Weight]] = ([], [], [])
     for path, shape in fewer.parameters:
         found = _NUMBER.search(path)
         if found is None:
             number = fewer.gradients[path]
-            behind = number >= front
+            behind = number >= between.start
             row = rows[2] if rows[1] else rows[0]
-            row.append(Weight(path, shape, (number,) * behind, (number,) * (not behind), 0))
+            row.append(Weight(path, shape, (number,) * behind, (number,) * (not behind), ()))
         elif found[1] == "0":
-            name = path.replace(f".{found[1]}.", ".{}.", 1)
-            ours = [fewer.gradients[name.format(layer)] for layer in range(SHALLOW)]
-            theirs = [more.gradients[name.format(layer)] for layer in range(SHALLOW + 1)]
-            first = tuple(number for number in ours if number >= front)
-            last = tuple(number for number in reversed(ours) if number < front)
-            middle = [number for number in theirs if front <= number < front + made]
-            if len(middle) != 1:
-                raise UntraceableError(f"a layer more does not make one gradient of {name}")
-            rows[1].append(Weight(name, shape, first, last, middle[0]))
+            name = path.replace(".0.", ".{}.", 1)
+            ours, theirs = (_of_layers(depth, name) for depth in (fewer, more))
+            first = tuple(number for number in ours if number >= between.start)
+            last = tuple(number for number in reversed(ours) if number < between.start)
+            middle = tuple(number for number in reversed(theirs) if number in between)
+            if len(middle) != step:
+                raise UntraceableError(f"{step} layers more make {len(middle)} gradients of {name}")
+            rows[1].append(Weight(name, shape, first, last, middle))
     return tuple(map(tuple, rows))
+
+
+def _of_layers(depth: Depth, name: str) -> list[int]:
+    """Gradients of each layer's parameter ``name``, the first layer's first."""
+    found: list[int] = []
+    while (path := name.format(len(found))) in depth.gradients:
+        found.append(depth.gradients[path])
+    return found

@@ -157,12 +157,12 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
 
 def compiled(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """What ``torch.compile`` makes of the whole model."""
-    from .compiled_model import DEPTHS, learnt
+    from .compiled_model import learnt
 
     def report(done: int) -> None:
-        print(PROGRESS, done, len(DEPTHS), file=sys.stderr, flush=True)
+        print(PROGRESS, done, max(3, done + 1), file=sys.stderr, flush=True)
 
-    return {**versions, "compiled": learnt(job, report).to_json()}
+    return {**versions, "compiled": learnt(job, data["layers"], report).to_json()}
 
 
 PROGRESS = "memplan-progress"

@@ -22,6 +22,8 @@ from ...values import replace
 
 CODE = 1
 """Of what is learnt: a larger one makes files of the smaller ones stale."""
+TURNS = 3
+"""Depths that differ by a multiple of this are learnt as one (``trace.compiled_model.STEPS``)."""
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -76,7 +78,8 @@ def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
     name = layers_name(job.config)
     config = {key: value for key, value in job.config.items() if key != name}
     fields = {"b": job.b, "s": job.s, "dtype": job.dtype, "autocast": job.autocast, "recompute": job.recompute}
-    return {"compiled": CODE, "config": config, **fields, "trainer": job.trainer is not None}
+    turn = plan.model.layers % TURNS
+    return {"compiled": CODE, "config": config, **fields, "trainer": job.trainer is not None, "layers": turn}
 
 
 def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
@@ -106,7 +109,9 @@ def learn(plan: ResolvedPlan, report: Callable[[int, int], None]) -> Path:
     check(plan)
     cache.folder()
     check_packages({"torch": (2, 13)})
-    answer = answer_of("compiled", job_of_plan(without_compiler(plan)), {}, plan.model.name, report)
+    answer = answer_of(
+        "compiled", job_of_plan(without_compiler(plan)), {"layers": plan.model.layers}, plan.model.name, report
+    )
     return cache.store(settings_of(plan), CompiledModel.from_json(answer["compiled"]))
 
 
