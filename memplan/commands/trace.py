@@ -134,11 +134,11 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
 
 def _learn_compiled(plan: ResolvedPlan, json: bool) -> int:
     """Of the whole model under ``torch.compile``, at the plan's sizes."""
-    from ..frameworks.plain.compiled import learn
+    from ..frameworks.plain.compiled import kept
 
     doing = f"compiling {plan.model.name} on fake tensors"
     with progress(doing) as report:
-        path = learn(plan, lambda done, of: report(doing, done, of))
+        path = kept(plan, lambda done, of: report(doing, done, of))
     if json:
         print_json({"model": plan.model.name, "file": str(path)})
     else:

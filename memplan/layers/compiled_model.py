@@ -25,7 +25,8 @@ ASSUMPTIONS = (
     "autograd fills a gradient of the logits with zeros, which the loss does not need; all gradients of parameters are "
     "there when the backward graph ends, and only then added to those of earlier micro-batches",
     "batches have one shape: others compile another graph, for any shape; a batch without gradients has a graph of its "
-    "own, which takes no more; what kernels and their compilation take inside is not counted",
+    "own, which takes no more; what kernels and their compilation take inside is not counted; times, where shown, are "
+    "of the code without the compiler",
 )
 """Taken for granted."""
 

@@ -22,7 +22,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple, Protocol
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.library import LEARNED
+from ..plan.library import COMPILED, LEARNED
 from ..user_folders import user_folder
 from .fit import Fit
 
@@ -121,13 +121,13 @@ def load(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
 
 
 def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
-    """The file of the learned model ``name`` under ``settings``."""
-    return LEARNED / name / f"{_digest(settings)}{SUFFIX}"
+    """The file of the learned or compiled model ``name`` under ``settings``."""
+    return (COMPILED if "compiled" in settings else LEARNED) / name / f"{_digest(settings)}{SUFFIX}"
 
 
 def built_in(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
     """The fit that ships with memplan, whichever tracer made it: tests see to it that it is this one."""
-    for path in LEARNED.glob(f"*/{_digest(settings)}{SUFFIX}"):
+    for path in (COMPILED if "compiled" in settings else LEARNED).glob(f"*/{_digest(settings)}{SUFFIX}"):
         data = shipped(path)
         if data is not None and data["settings"] == settings:
             return kind.from_json(data["fit"])

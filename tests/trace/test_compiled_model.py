@@ -3,26 +3,23 @@ layers."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.compiled_models import PLANS, plan_of
 from memplan.estimate import fold
 from memplan.frameworks.plain import compiled
-from memplan.layers.compiled_model import Begins, CompiledModel, Ends, Graph, model
+from memplan.layers.compiled_model import Begins, Ends, Graph, model
 from memplan.layers.module import Interface, Module, Options, build
 from memplan.plan.errors import PlanError
+from memplan.plan.library import COMPILED
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold, rounded
+from memplan.trace import cache
 
-LEARNT = CompiledModel.from_json(
-    json.loads(gzip.decompress((Path(__file__).parent / "compiled_llama.json.gz").read_bytes()))
-)
-"""Llama 3.2 1B, two sequences of 4096 tokens, in bf16."""
 B, S, H, F, HEADS, KV, VOCAB = 2, 4096, 2048, 8192, 32, 512, 128256
 ONE = {
     "model": "llama-3.2-1b",
@@ -32,6 +29,14 @@ ONE = {
     "seq": str(S),
     "torch-compile": "true",
 }
+
+
+def planned(**flags: str) -> Any:
+    return resolve(read_plan(None, ONE | flags).plan)
+
+
+LEARNT = compiled.learnt_of(planned())
+"""Llama 3.2 1B, two sequences of 4096 tokens, in bf16: it ships."""
 
 
 def made(layers: int) -> Module:
@@ -71,23 +76,28 @@ def test_all_gradients_wait_before_the_first_is_added() -> None:
     )
 
 
-def planned(**flags: str) -> Any:
-    return resolve(read_plan(None, ONE | flags).plan)
-
-
-def test_an_estimate_with_what_was_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memplan.trace.cache.load", lambda settings, kind: LEARNT)
+def test_an_estimate_with_what_was_learnt() -> None:
     (found,) = fold(planned())
     both = made(16).first
     assert found.peak - found.static == both.forward_fold.net + both.backward_fold.peak
     with pytest.raises(PlanError, match="must be at least 4"):
-        fold(planned(layers="3"))
+        fold(planned(layers="1"))
 
 
 def test_what_was_not_learnt_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path))
     with pytest.raises(PlanError, match="`memplan trace --learn` with the same plan"):
-        fold(planned())
+        fold(planned(mbs="7"))
+
+
+def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
+    """Each checked at three depths when it was made, of the releases that tests pin."""
+    paths = {cache.built_in_path(plan.model.name, compiled.settings_of(plan)) for plan in map(plan_of, PLANS)}
+    assert set(COMPILED.glob("*/*")) == paths
+    for path in paths:
+        data = cache.shipped(path)
+        assert data is not None
+        assert (data["versions"]["torch"].partition("+")[0], data["versions"]["transformers"]) == ("2.13.0", "5.23.0")
 
 
 @pytest.mark.parametrize(

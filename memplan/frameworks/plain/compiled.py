@@ -30,6 +30,7 @@ def check(plan: ResolvedPlan) -> None:
     """``PlanError`` unless one graph of Inductor's is the whole model's step, and is the one that would run."""
     spec, precision, trainer = plan.model, plan.precision, plan.trainer
     rules: tuple[tuple[bool, str, object, str], ...] = (
+        (not spec.has_sizes, "compile", True, "must be false of an architecture without a recipe"),
         (is_tuned(plan), "compile", True, "must be false with adapters, quantised or frozen parameters"),
         (
             any(True for _ in plan.kernels.changed()),
@@ -102,17 +103,20 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     return found
 
 
-def learn(plan: ResolvedPlan, report: Callable[[int, int], None]) -> Path:
-    """Runs Inductor for the resolved ``plan`` in a process of its own; where it is kept."""
+def learn(plan: ResolvedPlan, report: Callable[[int, int], None] = lambda done, of: None) -> CompiledModel:
+    """Runs Inductor for the resolved ``plan`` in a process of its own."""
     from ...trace.run import answer_of, check_packages
 
     check(plan)
-    cache.folder()
     check_packages({"torch": (2, 13)})
-    answer = answer_of(
-        "compiled", job_of_plan(without_compiler(plan)), {"layers": plan.model.layers}, plan.model.name, report
-    )
-    return cache.store(settings_of(plan), CompiledModel.from_json(answer["compiled"]))
+    job, data = job_of_plan(without_compiler(plan)), {"layers": plan.model.layers}
+    return CompiledModel.from_json(answer_of("compiled", job, data, plan.model.name, report)["compiled"])
+
+
+def kept(plan: ResolvedPlan, report: Callable[[int, int], None]) -> Path:
+    """Learns, and keeps it for later estimates; where."""
+    cache.folder()  # before what takes long is in vain
+    return cache.store(settings_of(plan), learn(plan, report))
 
 
 def module(plan: ResolvedPlan, options: Options) -> Module:

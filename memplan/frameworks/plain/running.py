@@ -20,6 +20,8 @@ class PlainRunning(FrameworkRunning):
     learns = True
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
+        if plan.compile:
+            raise PlanError("compile", True, "must be false of an architecture without a recipe: not modelled")
         if trainer.runs(plan):
             raise PlanError("trainer.loop", plan.trainer.loop, trainer.NOT_TRACED)
         if plan.layout.zero:
