@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
+from .layers import compiled_model
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -48,6 +49,8 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     """Of transformers' models in plain PyTorch."""
     if plan.code == "2020":
         return (*OLD, *PLAIN[1:])
+    if plan.compile:
+        return (PLAIN[0], *compiled_model.ASSUMPTIONS, *PLAIN[2:])
     if not plan.versions:
         return PLAIN
     followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)

@@ -22,6 +22,7 @@ from .output import (
 )
 
 if TYPE_CHECKING:
+    from ..plan.resolved import ResolvedPlan
     from ..trace.recording import Recording
 
 
@@ -116,6 +117,8 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
     read = read_plan(plan, {"framework": "single", **flags} if plan is None else flags, traced=True)
     try:
         resolved = resolve(read.plan)
+        if resolved.compile:
+            return _learn_compiled(resolved, json)
         doing = f"tracing {resolved.model.name} at several sizes"
         with progress(doing) as report:
             found = learned(resolved, lambda done, of: report(doing, done, of))
@@ -126,6 +129,21 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
     else:
         with printing():
             print_learned(resolved, found, console(no_color), quiet=quiet)
+    return 0
+
+
+def _learn_compiled(plan: ResolvedPlan, json: bool) -> int:
+    """Of the whole model under ``torch.compile``, at the plan's sizes."""
+    from ..frameworks.plain.compiled import kept
+
+    doing = f"compiling {plan.model.name} on fake tensors"
+    with progress(doing) as report:
+        path = kept(plan, lambda done, of: report(doing, done, of))
+    if json:
+        print_json({"model": plan.model.name, "file": str(path)})
+    else:
+        with printing():
+            print(f"Learnt: {plan.model.name} under torch.compile, kept in {path}")
     return 0
 
 

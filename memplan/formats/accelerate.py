@@ -20,6 +20,7 @@ from ..plan.read import Source
 from ..plan.text import folder_of, path_of, read_text, text_at
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
+from .compiler import compiled
 from .deepspeed.reader import ds_config_in
 from .launch import Asked, Launch, guessed, left_out
 from .launchers import found_from
@@ -79,6 +80,8 @@ class Accelerated:
     """Where DeepSpeed runs: as a ``ds_config.json``."""
     kind: Node
     """``distributed_type``."""
+    compiler: Node | None = None
+    """What turns ``torch.compile`` on."""
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -101,6 +104,8 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     building = Building(written.origin)
     if found.processes is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.processes)
+    if found.compiler is not None:
+        building.put("compile", found.compiler)
     if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))
@@ -124,13 +129,9 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         node = written.mapping.get(key)
         if node is not None and node.value not in (None, {}, False, "false"):
             raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
-    dynamo = written.mapping.get("dynamo_config", written)
-    backend = next(
-        (node for key, node in dynamo.mapping.items() if key.endswith("dynamo_backend") or key == "backend"), None
-    )
-    if backend is not None and str(backend.value).upper() not in ("NO", "NONE", "FALSE"):
-        problem = "must be NO: compiled code saves other tensors, and is not modelled"
-        raise PlanError("dynamo_backend", backend.plain(), problem, origin=backend.origin)
+    dynamo = dict(written.mapping.get("dynamo_config", written).mapping)
+    if "backend" in dynamo:
+        dynamo = {f"dynamo_{key}": node for key, node in dynamo.items()}
     kind = written.mapping.get("distributed_type", Node("NO", written.origin))
     named = "NO" if kind.value in (False, None) else str(kind.value).removeprefix("DistributedType.")
     framework = _DISTRIBUTED.get(named)
@@ -154,6 +155,7 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         sharding_keys(fsdp.with_items(groups)) if shards else None,
         ds_config(deepspeed, folder) if "deepspeed" in sections else None,
         kind,
+        compiled(dynamo, "dynamo_"),
     )
 
 

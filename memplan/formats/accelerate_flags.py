@@ -77,7 +77,7 @@ def configured(flags: Mapping[str, Node], origin: Node, folder: Path) -> Acceler
             items[_PARTS[name][0]] = Node(_PARTS[name][1], node.origin)
         elif section:
             items[section] = items.get(section, Node({}, node.origin)).with_items({name: node})
-        elif name in ("num_processes", "mixed_precision", "dynamo_backend"):
+        elif name in ("num_processes", "mixed_precision") or name.startswith("dynamo_"):
             items[name] = node
     return accelerated(Node(items, origin.origin), folder)
 

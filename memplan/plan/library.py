@@ -15,6 +15,8 @@ of."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 LEARNED = _PACKAGE / "learned"
+COMPILED = _PACKAGE / "compiled"
+"""What was learnt of models under ``torch.compile``, by the names of models (``benchmarks/compiled_models.py``)."""
 """A folder for each learned model: its configuration, and what was learnt of it."""
 
 

@@ -181,11 +181,6 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--image-size", "--num-frames", "--vision"), "vision towers are not modelled: models of text alone are"
     ),
     **dict.fromkeys(
-        ("--torch-compile",),
-        "compiled code is modelled of torchtitan's Llama alone (--framework fsdp --fsdp-code torchtitan --compile); "
-        "without this flag the code is estimated as it stands",
-    ),
-    **dict.fromkeys(
         ("--sharding-strategy", "--fsdp-sharding-strategy", "--shard-strategy", "--sharding"),
         "is --framework fsdp: FULL_SHARD as it is, SHARD_GRAD_OP with --no-reshard-after-forward, HYBRID_SHARD with "
         "--fsdp-replicas N; NO_SHARD is --framework ddp",

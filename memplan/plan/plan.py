@@ -342,7 +342,7 @@ class Pipeline(Section):
 class Plan(Section, Terse):
     """A training job: the whole input of an estimate."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels", "compile"})
 
     model: SerializeAsAny[ModelSpec]
     framework: FrameworkName = Field("single", description="training framework")
@@ -362,6 +362,12 @@ class Plan(Section, Terse):
     code: Literal["current", "2020"] = Field(
         "current",
         description="version of the model's code: today's transformers, or transformers of October 2020 (GPT-2 only)",
+    )
+    compile: bool = Field(
+        False,
+        description="the whole model runs by torch.compile (transformers' torch_compile) with Inductor as by default; "
+        "torchtitan's layers: fsdp.compile",
+        json_schema_extra={"flag": "--torch-compile"},
     )
     loss: Loss = Loss.model_construct()
     lora: Lora = Lora.model_construct()

@@ -97,6 +97,9 @@ def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
     if capacity is None or gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: a search needs the GPU's memory and speed")
+    if plan.compile:
+        problem = "must be false in a search: a compiled model is learnt at the sizes of one plan (memplan estimate)"
+        raise PlanError("compile", True, problem)
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 

@@ -19,10 +19,10 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..plan.errors import ABSENT, Origin, PlanError
-from ..plan.library import LEARNED
+from ..plan.library import COMPILED, LEARNED
 from ..user_folders import user_folder
 from .fit import Fit
 
@@ -33,6 +33,12 @@ ABANDONED = 3600
 """Seconds after which what a writer that was killed has left is removed."""
 LARGEST = 1 << 28
 """Bytes of a fit's JSON at most."""
+
+
+class Learnt(Protocol):
+    """What a file holds: a fit, or what else traces come to, which its ``from_json`` reads."""
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 class Versions(NamedTuple):
@@ -76,7 +82,7 @@ def tracer() -> str:
 NO_TRACER = frozenset(
     {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "run", "tapes", "timed", "worker"}
     | {"gathering", "marks", "periods"}
-    | {"compiled", "inductor", "torchtitan", "torchtitan_step"}
+    | {"compiled", "compiled_model", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
 from them."""
@@ -108,22 +114,23 @@ def _digest(value: Mapping[str, Any]) -> str:
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(settings: Mapping[str, Any]) -> Fit | None:
-    """The user's own fit for this environment, else the built-in one, which says of which releases it is."""
-    return _of_user(settings) or built_in(settings)
+def load(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
+    """The user's own fit for this environment, else the built-in one, which says of which releases it is; or another
+    ``kind`` of what was learnt."""
+    return _of_user(settings, kind) or built_in(settings, kind)
 
 
 def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
-    """The file of the learned model ``name`` under ``settings``."""
-    return LEARNED / name / f"{_digest(settings)}{SUFFIX}"
+    """The file of the learned or compiled model ``name`` under ``settings``."""
+    return (COMPILED if "compiled" in settings else LEARNED) / name / f"{_digest(settings)}{SUFFIX}"
 
 
-def built_in(settings: Mapping[str, Any]) -> Fit | None:
+def built_in(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
     """The fit that ships with memplan, whichever tracer made it: tests see to it that it is this one."""
-    for path in LEARNED.glob(f"*/{_digest(settings)}{SUFFIX}"):
+    for path in (COMPILED if "compiled" in settings else LEARNED).glob(f"*/{_digest(settings)}{SUFFIX}"):
         data = shipped(path)
         if data is not None and data["settings"] == settings:
-            return Fit.from_json(data["fit"])
+            return kind.from_json(data["fit"])
     return None
 
 
@@ -139,7 +146,7 @@ def is_stale(path: Path) -> bool:
     return data is None or data.get("versions", {}).get("tracer") != tracer()
 
 
-def _of_user(settings: Mapping[str, Any]) -> Fit | None:
+def _of_user(settings: Mapping[str, Any], kind: Any) -> Any:
     """The fit for this environment; where torch or transformers are not installed, the newest of this tracer's."""
     try:
         found = sorted(
@@ -151,8 +158,8 @@ def _of_user(settings: Mapping[str, Any]) -> Fit | None:
         return None
     known = versions()
     if known.installed:
-        return _read(path_of(settings, known), settings, known)
-    return next((fit for path in found if (fit := _read(path, settings, known)) is not None), None)
+        return _read(path_of(settings, known), settings, known, kind)
+    return next((fit for path in found if (fit := _read(path, settings, known, kind)) is not None), None)
 
 
 def others(settings: Mapping[str, Any]) -> str:
@@ -173,7 +180,7 @@ def others(settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _read(path: Path, settings: Mapping[str, Any], known: Versions) -> Fit | None:
+def _read(path: Path, settings: Mapping[str, Any], known: Versions, kind: Any) -> Any:
     data = _json(path)
     if data is None or data.get("format") != FORMAT or data.get("settings") != settings:
         return None
@@ -183,7 +190,7 @@ def _read(path: Path, settings: Mapping[str, Any], known: Versions) -> Fit | Non
         made = Versions(**data["versions"])
         if made.tracer != known.tracer or (known.installed and made != known):
             return None
-        return Fit.from_json(data["fit"])
+        return kind.from_json(data["fit"])
     except (TypeError, KeyError, ValueError, AttributeError, IndexError):
         return None
 
@@ -209,7 +216,7 @@ def _json(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def written(settings: Mapping[str, Any], fit: Fit) -> bytes:
+def written(settings: Mapping[str, Any], fit: Learnt) -> bytes:
     """What a file holds of ``fit``; the same for the same fit."""
     fitted = fit.to_json()
     data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fitted}
@@ -217,7 +224,7 @@ def written(settings: Mapping[str, Any], fit: Fit) -> bytes:
     return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
 
 
-def store(settings: Mapping[str, Any], fit: Fit) -> Path:
+def store(settings: Mapping[str, Any], fit: Learnt) -> Path:
     """Writes ``fit`` whole, over what was there; the last of several writers wins. ``PlanError`` where it cannot be."""
     path = path_of(settings, versions())
     content = written(settings, fit)

@@ -24,14 +24,16 @@ from unittest.mock import patch
 import torch
 import torch._inductor.scheduler
 import torch.utils._triton
+from torch._decomp import decomposition_table
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx_inner, partition_fn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_iter
@@ -91,19 +93,27 @@ class Graphs:
 
     forward: GraphModule
     backward: GraphModule
+    inputs: list[str]
+    """What Dynamo calls those of the function, parameters among them."""
 
 
 def graphs_of(function: Any, arguments: Sequence[Any], mode: FakeTensorMode) -> Graphs:
-    """``function`` of fake tensors of the CPU, under ``mode``, in one graph (``fullgraph``) of one output. What is
-    recomputed takes its random numbers from a generator, which is no tensor (``graphsafe_rng_functionalization``)."""
+    """``function`` of fake tensors of the CPU, under ``mode``, in one graph (``fullgraph``), whose backward starts at
+    the first output. What is recomputed takes its random numbers from a generator, which is no tensor
+    (``graphsafe_rng_functionalization``)."""
     found: dict[str, GraphModule] = {}
+    inputs: list[str] = []
 
     def kept(name: str) -> Callable[[GraphModule, Any], GraphModule]:
-        def compiler(graph: GraphModule, _: Any) -> GraphModule:
+        def compiler(graph: GraphModule, _: Any) -> Any:
             found[name] = graph
-            return graph
+            return make_boxed_func(graph.forward)
 
         return compiler
+
+    def named(graph: GraphModule, examples: Any) -> Any:
+        inputs.extend(node.name for node in graph.graph.nodes if node.op == "placeholder")
+        return backend(graph, examples)
 
     torch._dynamo.reset()
     backend = aot_autograd(
@@ -115,9 +125,10 @@ def graphs_of(function: Any, arguments: Sequence[Any], mode: FakeTensorMode) -> 
     )
     attention = patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention)
     with mode, attention, patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
-        run: Any = torch.compile(function, backend=backend, fullgraph=True)
-        run(*arguments).sum().backward()
-    return Graphs(found["forward"], found["backward"])
+        run: Any = torch.compile(function, backend=named, fullgraph=True)
+        out = run(*arguments)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return Graphs(found["forward"], found["backward"], inputs)
 
 
 def code_of(graph: GraphModule, *, is_backward: bool, reuse: bool = False) -> Code:
@@ -130,7 +141,7 @@ def code_of(graph: GraphModule, *, is_backward: bool, reuse: bool = False) -> Co
         written.append(lowering.codegen()[0].value)
         raise _WrittenError
 
-    with _as_on_a_gpu(reuse), patch.object(GraphLowering, "compile_to_module", stop):
+    with _as_on_a_gpu(reuse), _without_copies(), patch.object(GraphLowering, "compile_to_module", stop):
         mode = FakeTensorMode()
         inputs = _moved(graph, mode)
         with tracing(TracingContext(mode)):
@@ -141,6 +152,19 @@ def code_of(graph: GraphModule, *, is_backward: bool, reuse: bool = False) -> Co
                     raise
     call, launched = _call_of(written[-1]), list[Launched]()
     return Code(_runner(call, written[-1], launched), _made_by(call), launched)
+
+
+@contextmanager
+def _without_copies() -> Iterator[None]:
+    """What fake tensors of a GPU ask a build without CUDA for: copies and fills, which change no size."""
+    index_put: Any = torch.ops.aten._unsafe_masked_index_put_accumulate.default
+
+    def copied(into: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return into
+
+    summed = patch.dict(decomposition_table, {index_put: lambda x, *_: torch.empty_like(x)})
+    with summed, patch.object(FakeTensor, "copy_", copied, create=True):
+        yield
 
 
 def _moved(graph: GraphModule, mode: FakeTensorMode) -> list[Any]:
@@ -411,8 +435,10 @@ FEW = 1 << 16
 
 
 def _named(shape: Sequence[int], sizes: Mapping[str, int]) -> list[str]:
-    """Dimensions by their names: each one of ``sizes``, or a product of few. Parts of the maximum of a whole tensor are
-    as many as Inductor finds best, and stand as a number."""
+    """Dimensions by their names: each one of ``sizes``, or a product of few; as they are where nothing has a name.
+    Parts of the maximum of a whole tensor are as many as Inductor finds best, and stand as a number."""
+    if not sizes:
+        return list(map(str, shape))
     return [name for size in shape if size != 1 for name in _factors(size, sizes, 3) or _part(size, shape)]
 
 

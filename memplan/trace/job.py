@@ -393,6 +393,9 @@ def transformers_job(
 
 def _check_code(plan: ResolvedPlan) -> None:
     """A trace runs what is installed, without the packages of kernels, and recomputes as today's transformers does."""
+    if plan.compile:
+        problem = "must be false here, where the model runs as it stands; `memplan trace --learn` runs the compiler"
+        raise PlanError("compile", True, problem)
     for name, version in plan.versions.items():
         raise PlanError(f"versions.{name}", version, "must be left out: a trace runs the releases that are installed")
     if plan.attention not in ("eager", "flash"):

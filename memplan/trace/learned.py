@@ -159,7 +159,7 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     job = job_of(plan)
     asked = [settings_of(one, layers) for one in _jobs(job) for layers in (None, spec.layers)]
     for settings in asked:
-        fit = cache.load(settings)
+        fit: Fit | None = cache.load(settings)
         if fit is not None:
             return replace(fit, casts="casts" in settings)
     made = next(filter(None, map(cache.others, asked)), "")

@@ -172,6 +172,16 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
     return {"fit": {**fit.to_json(), **versions}, "point": point, "points": points, "traces": traces}
 
 
+def compiled(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """What ``torch.compile`` makes of the whole model."""
+    from .compiled_model import learnt
+
+    def report(done: int) -> None:
+        print(PROGRESS, done, max(3, done + 1), file=sys.stderr, flush=True)
+
+    return {**versions, "compiled": learnt(job, data["layers"], report).to_json()}
+
+
 PROGRESS = "memplan-progress"
 """What a line on standard error begins with that says how many steps were traced, and of how many, as far as is
 known."""
@@ -179,7 +189,7 @@ USUAL = 22
 """Steps that are traced of an architecture whose layers repeat and whose step is one for all lengths."""
 
 Work: TypeAlias = Callable[[Job, Mapping[str, Any], dict[str, str]], dict[str, Any]]
-WORK: Mapping[str, Work] = {"traced": traced, "learned": learned}
+WORK: Mapping[str, Work] = {"traced": traced, "learned": learned, "compiled": compiled}
 
 if __name__ == "__main__":
     raise SystemExit(main(sys.argv[1:]))

@@ -258,6 +258,12 @@ def trainer() -> Iterator[str]:
     yield f"{job} --lora-rank 8 --quantisation nf4 --dtype bf16 --recompute full"
     yield "--model gpt2 --layers 3 --seq 512 --trainer transformers --framework device-map --gpus 2"
     yield "--model gpt-neox-20b --layers 3 --seq 512 --trainer transformers --dtype bf16"
+    compiled = "--framework single --torch-compile --seq 4096"
+    yield f"--model llama-3.2-1b {compiled} --mbs 2 --gbs 8"
+    yield f"--model llama-3-8b {compiled} --trainer transformers --autocast"
+    yield f"--model llama-3-8b {compiled} --trainer transformers --autocast --recompute full"
+    yield f"--model llama-3-8b {compiled} --mbs 7"
+    yield "--model llama-3-8b --framework ddp --gpus 2 --torch-compile"
 
 
 def autocast() -> Iterator[str]:

@@ -141,7 +141,8 @@ WITHOUT_EFFECT = frozenset(
     pretrain_multipack_attn pretraining_sample_concatenation streaming_multipack_buffer_size scaling_softmax_factor
     scaling_softmax_bias chunked_cross_entropy_num_chunks eaft_alpha eaft_k tiled_mlp_num_shards
     tiled_mlp_use_original_mlp fp32_norm_classes fsdp_final_state_dict_type val_set_size heads_k_stride
-    ring_attn_func special_tokens added_tokens_overrides torch_compile_options evals_per_epoch saves_per_epoch
+    ring_attn_func special_tokens added_tokens_overrides torch_compile_options torch_compile_backend torch_compile_mode
+    evals_per_epoch saves_per_epoch
     save_first_step early_stopping_patience use_tensorboard profiler_steps profiler_steps_start include_tkps
     orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight rl_beta low_cpu_mem_usage
     chat_template_jinja chat_template_kwargs eot_tokens default_system_message fix_untrained_tokens is_preprocess

@@ -59,6 +59,9 @@ READ = frozenset(
         "lora_target_modules",
         "lora_modules_to_save",
         "lora_task_type",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
         "lora_target_parameters",
         "load_in_4bit",
         "load_in_8bit",
@@ -72,7 +75,6 @@ READ = frozenset(
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
-        "torch_compile": ((None, False), "compiled code saves other tensors, and is not modelled"),
         "label_smoothing_factor": ((None, 0, 0.0), "the Trainer's own loss is not modelled; the model's is"),
         "neftune_noise_alpha": ((None,), "noise on the embeddings is not modelled"),
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
@@ -105,7 +107,7 @@ WITHOUT_EFFECT = frozenset(
     """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
-    tf32 torch_compile_backend torch_compile_mode use_cache logging_strategy logging_steps
+    tf32 use_cache logging_strategy logging_steps
     logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay eval_on_start

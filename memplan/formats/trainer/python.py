@@ -169,9 +169,14 @@ class _Reading:
                 self.found["gradient_checkpointing"] = Node(True, Origin(self.source, call.lineno))
         if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
             self.found["gradient_checkpointing"] = Node(True, Origin(self.source, config.lineno))
-        for call in self.of("compile"):
-            if _owner(call) == "torch":
-                self.found["torch_compile"] = Node(True, Origin(self.source, call.lineno))
+        for node in ast.walk(self.module):
+            if isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) not in _REGEX:
+                problem = (
+                    "is called by the script itself, and what it compiles then is not modelled; torch_compile=True "
+                )
+                problem += "among the Trainer's arguments is, by which Accelerate compiles the whole model"
+                where = Origin(self.source, node.lineno)
+                self.wrong.append(PlanError(ast.unparse(node)[:60], ABSENT, problem, origin=where))
         self.frozen()
         script = _CONFIGS[_name(config)]
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
@@ -301,6 +306,8 @@ class _Reading:
         return PlanError("", ABSENT, problem, origin=Origin(self.source, where.lineno if where is not None else None))
 
 
+_REGEX = ("re", "regex")
+"""Modules whose ``compile`` is not PyTorch's; a model's own is (``nn.Module.compile``)."""
 _ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
 """Models beside the one that is trained."""
 

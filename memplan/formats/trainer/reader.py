@@ -25,6 +25,7 @@ from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from .. import OF_SCRIPTS
 from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
+from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
 from ..in_flags import in_flags
 from ..launch import Asked, Launch, guessed, left_out
@@ -81,6 +82,8 @@ def launched(found: Started, asked: Asked) -> Launch:
         building.put("trainer.loop", loop.name)
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
+    if found.accelerate is not None and found.accelerate.compiler is not None:
+        building.put("compile", found.accelerate.compiler)
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
@@ -394,6 +397,13 @@ def _recompute(reader: Reader) -> None:
     reader.building.put("recompute.mode", Node("full", node.origin), *names)
 
 
+def _compiled(reader: Reader) -> None:
+    """By the arguments, or by what Accelerate's launcher says."""
+    on = of_trainer(reader.settings.given)
+    if on is not None:
+        reader.building.put("compile", on, "torch_compile")
+
+
 LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
 """Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
 
@@ -516,6 +526,7 @@ ROWS = (
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
+    Row("torch_compile", "compile", read=_compiled),
     Row("use_liger_kernel", "kernels.set", read=_liger),
 )
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""

@@ -63,7 +63,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
-    arguments = Node({**base, **flags}, training.origin)
+    arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
     front = _of_launcher(training.launcher, training.origin)
     launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
     if wrong:
@@ -108,6 +108,16 @@ def _check_spread(training: Training, asked: Asked) -> None:
         f"each GPU say --gpus {seen}, of one GPU --gpus 1"
     )
     raise PlanError("CUDA_VISIBLE_DEVICES", ABSENT, problem, origin=training.origin)
+
+
+def _compiled(training: Training) -> dict[str, Node]:
+    """``TorchDynamoPlugin`` reads a variable where the Trainer's arguments say nothing; ``accelerate launch`` sets it
+    anew (``utils/launch.py`` of accelerate 1.15)."""
+    by_accelerate = any(text(word).rpartition("/")[2].startswith("accelerate") for word in training.launcher)
+    backend = training.environment.get("ACCELERATE_DYNAMO_BACKEND")
+    if backend is None or by_accelerate or text(backend).upper() in ("NO", ""):
+        return {}
+    return {"torch_compile_backend": scalar(text(backend), origin_of(backend, training.origin))}
 
 
 SWIFT_TRAINS = {"sft": "lora", "pt": "lora"}

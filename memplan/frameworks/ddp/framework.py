@@ -24,6 +24,7 @@ class Ddp(Framework):
         sizes=frozenset({"dp"}),
         zero=(0, 1),
         sections=(*PYTORCH_SECTIONS, "ddp"),
+        compiled="torch's DDPOptimizer cuts the graph where a bucket of gradients is full",
         losses=("plain", "liger", "cut", "liger-cross-entropy", "unsloth"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )

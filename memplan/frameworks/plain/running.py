@@ -20,6 +20,8 @@ class PlainRunning(FrameworkRunning):
     learns = True
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
+        if plan.compile:
+            raise PlanError("compile", True, "must be false of an architecture without a recipe: not modelled")
         trainer.check_learnt(plan)
         if plan.layout.zero:
             problem = "must be 0: not modelled for an architecture without a recipe"

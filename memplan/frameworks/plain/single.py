@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base import Framework
+from ..base import Framework, Supports
 
 if TYPE_CHECKING:
     from ...layers.module import Options
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 class Single(Framework):
     name = "single"
+    supports = Supports(compiled="")
 
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import programs

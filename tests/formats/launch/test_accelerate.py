@@ -164,7 +164,12 @@ def test_a_script_that_deepspeed_launches(tmp_path: Path) -> None:
         ({**FSDP, "fsdp_config": {"fsdp_ofload_params": True}}, "fsdp_ofload_params: is no key; did you mean fsdp_off"),
         ({**FSDP, "num_processes": 0}, "num_processes = 0: must be a whole number from 1 on"),
         ({**FSDP, "megatron_lm_config": {"tp": 2}}, "megatron_lm_config: must be left out"),
-        ({**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_backend = INDUCTOR: must be NO"),
+        ({**FSDP, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "dynamo_backend = AOT_EAGER: must be inductor"),
+        ({**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "must be false with framework fsdp: it puts hooks"),
+        (
+            {**FSDP, "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True},
+            "dynamo_use_regional_compilation = true: must be false",
+        ),
         ({**FSDP, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"}}, "must be TRANSFORMER_BASED_WRAP"),
         ({**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": 7}}, "cpu_offload = 7: must be true or"),
         ({**ZERO, "deepspeed_config": {"zero_stage": 7}}, "zero_optimization.stage = 7: must be from 0 to 3"),

@@ -110,6 +110,14 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (str, int, float))
 
 
+@pytest.mark.parametrize(
+    "said", [{"torch_compile": True}, {"torch_compile_backend": "inductor"}, {"torch_compile_mode": "default"}]
+)
+def test_a_compiled_model_is_one_by_any_of_three_arguments(said: dict[str, object], tmp_path: Path) -> None:
+    assert plan(tmp_path, {**said, "bf16": True}).compile
+    assert not plan(tmp_path, dict.fromkeys(said, None)).compile
+
+
 def test_flags_override_arguments(tmp_path: Path) -> None:
     assert plan(tmp_path, {"gradient_accumulation_steps": 4}, gbs="16").batch.gbs == 16
     assert plan(tmp_path, {}, framework="device-map", gpus="2").framework == "device-map"
@@ -162,6 +170,8 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
         ),
         ({"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}}, "layer_norm = true: is not modelled"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "offload = true"),
+        ({"torch_compile": False, "torch_compile_mode": "max-autotune"}, "max-autotune: must be default"),
+        ({"torch_compile_backend": "aot_eager"}, "torch_compile_backend = aot_eager: must be inductor"),
         ({"attn_implementation": "flex_attention"}, "attention = flex_attention: is not modelled"),
         ({"dtype": "int8", "bf16": True}, "float16 or auto"),
         ({"framework": "single"}, "leave out --from"),

@@ -102,6 +102,30 @@ def test_defaults_of_peft_and_transformers() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "line", ["model.compile()", "model = torch.compile(model)", "step = partial(torch.compile)(f)"]
+)
+def test_compiled_code_is_not_passed_over(line: str, tmp_path: Path) -> None:
+    changed = TRAIN.replace("args =", f"{line}\nargs =")
+    with pytest.raises(PlanError, match="is called by the script itself"):
+        plan_of(tmp_path, "train.py", changed)
+    plan_of(tmp_path, "train.py", changed.replace(line, "pattern = re.compile('a')"))
+
+
+@pytest.mark.parametrize(
+    ("runner", "compiles"),
+    [
+        ("torchrun --nproc_per_node 2", True),
+        ("accelerate launch --num_processes 2", False),
+        ("accelerate launch --num_processes 2 --dynamo_backend inductor", True),
+    ],
+)
+def test_accelerates_variable_compiles_unless_its_launcher_sets_it(runner: str, compiles: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    script = f"export ACCELERATE_DYNAMO_BACKEND=inductor\n{runner} train.py\n"
+    assert plan_of(tmp_path, "run.sh", script).compile == compiles
+
+
 def test_a_launcher_in_front_of_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     alone = plan_of(tmp_path, "train.py", TRAIN, gpus="4", framework="ddp")

@@ -1,0 +1,44 @@
+"""What configurations say of ``torch.compile`` over the whole model: the Trainer's arguments and Accelerate's own.
+
+transformers 5.23, ``training_args.py`` (``__post_init__``: a backend or a mode turns it on); accelerate 1.15,
+``utils/dataclasses.py`` (``TorchDynamoPlugin``) and ``accelerator.py`` (``prepare_model``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..plan.errors import Node, PlanError
+
+OFF = ("NO", "NONE", "FALSE", "")
+"""Backends that compile nothing."""
+_ON = (True, "true", "True", "auto")
+
+
+def compiled(given: Mapping[str, Node], prefix: str) -> Node | None:
+    """What turns the compiler on among ``given``, whose keys begin with ``prefix`` (``dynamo_``); nothing where nothing
+    does. ``PlanError`` where it is another compiler than the one that is modelled: Inductor, in its default mode."""
+    backend, mode = given.get(f"{prefix}backend"), given.get(f"{prefix}mode")
+    if backend is None or str(backend.plain()).upper() in OFF:
+        return None
+    if str(backend.value).lower() != "inductor":
+        problem = "must be inductor: what other backends keep is not modelled; without a compiler it must be left out"
+        raise PlanError(f"{prefix}backend", backend.plain(), problem, origin=backend.origin)
+    if mode is not None and mode.value not in (None, "default"):
+        problem = "must be default: CUDA graphs of compiled code, and kernels chosen by running them, are not modelled"
+        raise PlanError(f"{prefix}mode", mode.plain(), problem, origin=mode.origin)
+    regional = given.get(f"{prefix}use_regional_compilation")
+    if regional is not None and regional.value in _ON:
+        problem = "must be false: layers that are compiled one by one are modelled under torchtitan alone"
+        raise PlanError(f"{prefix}use_regional_compilation", regional.plain(), problem, origin=regional.origin)
+    return Node(True, backend.origin)
+
+
+def of_trainer(given: Mapping[str, Node]) -> Node | None:
+    """The same among the Trainer's arguments: ``torch_compile``, or a backend or a mode that turns it on."""
+    names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+    said = {name: given[name] for name in names if name in given and given[name].value is not None}
+    on = next((node for name, node in said.items() if name != names[0] or node.value in _ON), None)
+    if on is None:
+        return None
+    return compiled({names[1]: Node("inductor", on.origin), **said}, "torch_compile_")

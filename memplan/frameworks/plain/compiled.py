@@ -1,0 +1,127 @@
+"""A plan whose whole model runs by ``torch.compile``: which of them are modelled, what was learnt of them, and where.
+
+Nothing is fitted: Inductor runs at the plan's own sizes (``trace.compiled_model``), once, and what it writes is kept
+for later estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...layers.compiled_model import CompiledModel, model
+from ...layers.module import Interface, Module, Options, build
+from ...plan.errors import PlanError
+from ...plan.resolved import ResolvedPlan
+from ...plan.traced_spec import layers_name
+from ...plan.tuning_checks import is_tuned
+from ...trace import cache
+from ...trace.framework import job_of_plan
+from ...values import replace
+
+CODE = 1
+"""Of what is learnt: a larger one makes files of the smaller ones stale."""
+TURNS = 3
+"""Depths that differ by a multiple of this are learnt as one (``trace.compiled_model.STEPS``)."""
+
+
+def check(plan: ResolvedPlan) -> None:
+    """``PlanError`` unless one graph of Inductor's is the whole model's step, and is the one that would run."""
+    spec, precision, trainer = plan.model, plan.precision, plan.trainer
+    rules: tuple[tuple[bool, str, object, str], ...] = (
+        (not spec.has_sizes, "compile", True, "must be false of an architecture without a recipe"),
+        (is_tuned(plan), "compile", True, "must be false with adapters, quantised or frozen parameters"),
+        (
+            any(True for _ in plan.kernels.changed()),
+            "compile",
+            True,
+            "must be false with kernels that are not PyTorch's",
+        ),
+        (bool(spec.experts), "compile", True, "must be false with experts: each token's are known at run time alone"),
+        (plan.attention != "flash", "attention", plan.attention, "must be flash (sdpa) with torch.compile"),
+        (precision.dtype != "bf16", "precision.dtype", precision.dtype, "must be bf16 with torch.compile"),
+        (plan.loss.kind != "plain", "loss.kind", plan.loss.kind, "must be plain with torch.compile"),
+        (trainer.kind.own_loss, "trainer.loop", trainer.loop, "must be none or transformers with torch.compile"),
+        (
+            bool(plan.recompute.reentrant),
+            "recompute.reentrant",
+            True,
+            "must be false with torch.compile, which reentrant checkpoints break into many graphs",
+        ),
+        (
+            precision.autocast and spec.norm != "rmsnorm",
+            "precision.autocast",
+            True,
+            "must be false with torch.compile and layer norms, which autocast runs in fp32 on a GPU alone",
+        ),
+        (
+            trainer.evaluation_batches is not None or (trainer.evaluation_mbs or 0) > plan.batch.mbs,
+            "trainer.evaluation_batches",
+            trainer.evaluation_batches,
+            "must be left out with torch.compile, and evaluation's batches no larger than training's",
+        ),
+        (
+            bool(spec.embedding_dropout or spec.attention_dropout or spec.hidden_dropout),
+            "compile",
+            True,
+            "must be false with dropout, whose seeds were not learnt",
+        ),
+    )
+    for wrong, field, value, problem in rules:
+        if wrong:
+            raise PlanError(field, value, problem + ": not modelled" * (field != "recompute.reentrant"))
+
+
+def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
+    """What tells one compiled graph from another, whatever its depth."""
+    job = job_of_plan(without_compiler(plan))
+    name = layers_name(job.config)
+    config = {key: value for key, value in job.config.items() if key != name}
+    fields = {"b": job.b, "s": job.s, "dtype": job.dtype, "autocast": job.autocast, "recompute": job.recompute}
+    turn = plan.model.layers % TURNS
+    return {"compiled": CODE, "config": config, **fields, "trainer": job.trainer is not None, "layers": turn}
+
+
+def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
+    """The same without the compiler, of one micro-batch: what a trace knows."""
+    return plan.model_copy(update={"compile": False})
+
+
+def learnt_of(plan: ResolvedPlan) -> CompiledModel:
+    """``PlanError`` with the command that learns it, where nobody has."""
+    found: CompiledModel | None = cache.load(settings_of(plan), CompiledModel)
+    if found is None:
+        problem = (
+            f"was not learnt of this model with mbs {plan.batch.mbs} and seq {plan.batch.seq}: `memplan trace --learn` "
+            "with the same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
+        )
+        raise PlanError("compile", True, problem)
+    if plan.model.layers < found.layers:
+        problem = f"must be at least {found.layers} with torch.compile: fewer were not learnt"
+        raise PlanError("model.layers", plan.model.layers, problem)
+    return found
+
+
+def learn(plan: ResolvedPlan, report: Callable[[int, int], None] = lambda done, of: None) -> CompiledModel:
+    """Runs Inductor for the resolved ``plan`` in a process of its own."""
+    from ...trace.run import answer_of, check_packages
+
+    check(plan)
+    check_packages({"torch": (2, 13)})
+    job, data = job_of_plan(without_compiler(plan)), {"layers": plan.model.layers}
+    return CompiledModel.from_json(answer_of("compiled", job, data, plan.model.name, report)["compiled"])
+
+
+def kept(plan: ResolvedPlan, report: Callable[[int, int], None]) -> Path:
+    """Learns, and keeps it for later estimates; where."""
+    cache.folder()  # before what takes long is in vain
+    return cache.store(settings_of(plan), learn(plan, report))
+
+
+def module(plan: ResolvedPlan, options: Options) -> Module:
+    """The whole model."""
+    check(plan)
+    learnt, layers, dtype = learnt_of(plan), plan.model.layers, plan.precision.stored
+    plain = replace(options, autocast=None, converts_outputs=False)  # the graph casts by itself
+    return build("model", lambda r, _: model(r, learnt, layers, dtype), Interface(None, dtype), plain)

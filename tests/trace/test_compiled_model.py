@@ -1,0 +1,140 @@
+"""A whole compiled model, as it was learnt, beside a count by hand, and (slow) beside Inductor's own code of more
+layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.compiled_models import PLANS, plan_of
+from memplan.estimate import fold
+from memplan.frameworks.plain import compiled
+from memplan.layers.compiled_model import Begins, Ends, Graph, model
+from memplan.layers.module import Interface, Module, Options, build
+from memplan.plan.errors import PlanError
+from memplan.plan.library import COMPILED
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.tape.events import Category, Drop, Hold, rounded
+from memplan.trace import cache
+
+B, S, H, F, HEADS, KV, VOCAB = 2, 4096, 2048, 8192, 32, 512, 128256
+ONE = {
+    "model": "llama-3.2-1b",
+    "framework": "single",
+    "gpu": "h100-80gb",
+    "mbs": str(B),
+    "seq": str(S),
+    "torch-compile": "true",
+}
+
+
+def planned(**flags: str) -> Any:
+    return resolve(read_plan(None, ONE | flags).plan)
+
+
+LEARNT = compiled.learnt_of(planned())
+"""Llama 3.2 1B, two sequences of 4096 tokens, in bf16: it ships."""
+
+
+def made(layers: int) -> Module:
+    return build("model", lambda r, _: model(r, LEARNT, layers, "bf16"), Interface(None, "bf16"), Options())
+
+
+def test_what_a_layer_saves_counted_by_hand() -> None:
+    """In bf16: the residual stream twice, both norms' outputs, the query, keys and values repeated for every head,
+    attention's output and what its projection makes of it; gate, up and their product; in fp32 two norms' factors and
+    the softmax's; and the two numbers of attention's random state."""
+    tokens = B * S
+    wide, of_ffn = rounded(2 * tokens * H), rounded(2 * tokens * F)
+    small = 2 * rounded(4 * tokens) + rounded(4 * tokens * HEADS) + 2 * rounded(8)
+    assert made(17).first.forward_fold.net - made(16).first.forward_fold.net == 8 * wide + 3 * of_ffn + small
+
+
+def test_peak_by_hand() -> None:
+    """At the start of backward: zeros for the gradient of the logits, and the gradient itself, beside the logits that
+    were saved, and no other tensor than the loss's gradient; and gradients of all parameters are there at the end."""
+    both = made(16).first
+    logits = rounded(2 * B * S * VOCAB)
+    assert both.backward_fold.peak == 2 * logits + rounded(4)
+    assert both.forward_fold.net_by[Category.LOGITS] == logits
+    parameters = VOCAB * H + 16 * (2 * H * H + 2 * H * KV + 3 * H * F + 2 * H) + H
+    assert sum(one.elements for one in made(16).parameters) == parameters
+    assert both.backward_fold.net_by[Category.GRADIENTS] == 2 * parameters
+    assert both.forward_fold.net + both.backward_fold.net == 2 * parameters
+
+
+def test_all_gradients_wait_before_the_first_is_added() -> None:
+    """A second micro-batch ends with a second set of them: none ends before the last one is there."""
+    module = made(16)
+    tape = module.steady.backward
+    last = max(at for at, event in enumerate(tape) if isinstance(event, Hold))
+    assert sum(event.bytes for event in tape[last:] if isinstance(event, Drop)) >= 2 * sum(
+        one.elements for one in module.parameters
+    )
+
+
+def test_an_estimate_with_what_was_learnt() -> None:
+    (found,) = fold(planned())
+    both = made(16).first
+    assert found.peak - found.static == both.forward_fold.net + both.backward_fold.peak
+    with pytest.raises(PlanError, match="must be at least 4"):
+        fold(planned(layers="1"))
+
+
+def test_what_was_not_learnt_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path))
+    with pytest.raises(PlanError, match="`memplan trace --learn` with the same plan"):
+        fold(planned(mbs="7"))
+
+
+def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
+    """Each checked at three depths when it was made, of the releases that tests pin."""
+    paths = {cache.built_in_path(plan.model.name, compiled.settings_of(plan)) for plan in map(plan_of, PLANS)}
+    assert set(COMPILED.glob("*/*")) == paths
+    for path in paths:
+        data = cache.shipped(path)
+        assert data is not None
+        assert (data["versions"]["torch"].partition("+")[0], data["versions"]["transformers"]) == ("2.13.0", "5.23.0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"framework": "ddp", "gpus": "2"}, "DDPOptimizer cuts the graph"),
+        ({"framework": "fsdp", "gpus": "2"}, "it puts hooks into the graph"),
+        ({"attention": "flash_attention_2"}, r"must be flash \(sdpa\)"),
+        ({"dtype": "fp32"}, "must be bf16"),
+        ({"lora-rank": "8"}, "must be false with adapters"),
+        ({"model": "gpt2-xl", "seq": "1024", "dtype": "bf16"}, "dropout"),
+        ({"model": "qwen3-30b-a3b"}, "experts"),
+        ({"trainer": "transformers", "eval-batches": "2"}, "evaluation's batches"),
+    ],
+)
+def test_what_else_is_refused_in_one_line(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError, match=says) as caught:
+        fold(planned(**flags))
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_further_take_the_numbers_of_their_own() -> None:
+    """Forward makes two tensors a layer, and ends one; backward ends the other, the last layer's first."""
+    forward = Graph(
+        (Begins((1,), "bf16", "x"),), (Begins((2,), "bf16", "y"), Begins((3,), "bf16", "z"), Ends("f", 1)), ()
+    )
+    assert [one for one in forward.events("f", 2, {"f": 2}) if isinstance(one, Ends)] == [Ends("f", 1), Ends("f", 3)]
+    backward = Graph((), (Ends("f", 2),), (Ends("f", 0),))
+    assert [*backward.events("b", 3, {"f": 2, "b": 0})] == [Ends("f", 6), Ends("f", 4), Ends("f", 2), Ends("f", 0)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layers", [7, 12])
+def test_more_layers_are_inductors(layers: int) -> None:
+    """Every event of the whole graph, as AOTAutograd and Inductor make it of so many layers."""
+    from memplan.trace.compiled_model import check, depth_of
+    from memplan.trace.framework import job_of_plan
+
+    check(LEARNT, depth_of(job_of_plan(compiled.without_compiler(planned())), layers), layers)
