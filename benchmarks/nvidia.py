@@ -105,7 +105,8 @@ def plan_of_row(row: Row) -> Plan:
     """The plan of a row. ``PlanError`` for what is not modelled."""
     if row["model"] == "Nemotron_3_Ultra":
         problem = (
-            "is not modelled: Megatron-FSDP beside multi-token prediction, and activations of a hybrid on the host"
+            "is not modelled: parameters in MXFP8 that Megatron-FSDP shards beside multi-token prediction, experts in "
+            "one kernel of products and activation, and what that saves on the host"
         )
         raise PlanError("model", row["model"], problem)
     if row["task"].startswith("LoRA"):

@@ -15,6 +15,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.write import plan_yaml
 from memplan.search.candidates import Clock
+from memplan.search.changes import point_of
 from memplan.search.search import Candidate, Search
 from memplan.search.space import filled, space_of
 
@@ -166,3 +167,15 @@ def _buildable(search: Search, random: Random) -> Iterator[Candidate]:
 
 def test_jobs_name_every_framework() -> None:
     assert set(JOBS) == set(ROOMS)
+
+
+def test_layers_are_timed_alone_without_what_needs_stages() -> None:
+    """On one stage without virtual ones, which Megatron-Core has none of these with: no reason to refuse the plan."""
+    given = {
+        **LLAMA, "layers": "4", "framework": "megatron", "gpu": "h100-80gb", "gpus": "8", "pp": "2", "vpp": "2",
+        "zero": "1", "gbs": "16", "defer-embedding-wgrad-compute": "true", "wgrad-deferral-limit": "2",
+        "overlap-p2p": "true", "overlap-p2p-warmup": "true", "overlap-grad-reduce": "true",
+        "overlap-param-gather": "true", "overlap-param-gather-with-optimizer-step": "true",
+    }  # fmt: skip
+    plan = resolve(read_plan(None, given).plan)
+    assert Clock(space_of(plan, plan, {})).ratios(point_of(plan))

@@ -44,6 +44,8 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     for field, node in overlap.items():
         if node.value is not None and not node.mapping:
             _put(given, field, _value(node), known)
+        if node.value is False:  # over what model and ddp say (``CommOverlapConfig.setup``)
+            given.pop(f"--{field.replace('_', '-')}", None)
     for path in table.DISTILLATION:
         if (said := said_at(root, path)) is not None:
             raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=said.origin)
@@ -57,7 +59,17 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     if given.keys() & {"--fp8-format", "--fp4-format"}:
         notes += _check_low_precision(sections["model"], precision, strict)
     given.update(_model(root, {**sections.get("model", {})}, precision))
+    if GATHER in given and not given.keys() & {"--overlap-grad-reduce", "--use-megatron-fsdp"}:
+        origin = given.pop(GATHER).origin
+        given.pop(f"{GATHER}-with-optimizer-step", None)
+        told = f"overlap_param_gather ({origin}) without overlap_grad_reduce, which Megatron-LM's own parser refuses,"
+        notes.append(Note("argument-not-modelled", f"{told} changes no memory, and is timed as if it were false"))
     return given, tuple(notes)
+
+
+GATHER = "--overlap-param-gather"
+"""It says which bucket of parameters is waited for when, and without buckets of gradients there is one
+(``DistributedDataParallel.__init__``)."""
 
 
 LAYOUT = "--pipeline-model-parallel-layout"

@@ -194,6 +194,12 @@ class MegatronSearch(FrameworkSearch):
             fields |= {"layout.ep": point.ep, "layout.etp": point.etp}
         if not point.zero:
             fields |= {"megatron.overlap_param_gather": False, "megatron.distributed_optimizer_instances": 1}
+        if not point.zero or point.vpp == 1:
+            fields["megatron.gather_in_step"] = False
+        if point.vpp == 1:
+            fields["pipeline.overlap_p2p_warmup"] = False
+        if point.pp == 1:
+            fields |= {"megatron.defer_embedding_wgrad": False, "megatron.wgrad_deferral_limit": 0}
         return fields
 
     def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:

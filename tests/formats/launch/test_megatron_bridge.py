@@ -347,6 +347,15 @@ def test_graphs_and_activations_on_the_host(tmp_path: Path) -> None:
     assert (given.offload_modules, given.offload_least) == (("core_attn",), 1000)
 
 
+def test_parameters_gathered_beside_passes_without_gradients(tmp_path: Path) -> None:
+    """As NVIDIA's recipe of DeepSeek V3 on 1,024 H100s: only Megatron-LM's parser refuses it."""
+    run = {**RUN, "comm_overlap": {"overlap_grad_reduce": False, "overlap_param_gather_with_optimizer_step": True}}
+    found = read(tmp_path, run)
+    given = found.plan.megatron
+    assert (given.overlap_grad_reduce, given.overlap_param_gather, given.gather_in_step) == (False, False, False)
+    assert any("timed as if it were false" in note.message for note in found.warnings)
+
+
 def test_a_layout_of_lists_beside_virtual_stages(tmp_path: Path) -> None:
     """Recipes name layers in words, and say both; the model has 8 layers, on 2 ranks with 2 chunks each."""
     stages = [["embedding", *["decoder"] * 2], ["decoder"] * 2, ["decoder"] * 2, [*["decoder"] * 2, "loss"]]
