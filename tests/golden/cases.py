@@ -658,7 +658,7 @@ def pipelines() -> Iterator[str]:
     ):  # fmt: skip
         yield f"{job} {flags}"
     yield "--model bert-5.1b --layers 8 --seq 512 --dtype bf16 --framework megatron --pp 4 --gbs 8"
-    yield "--model bert-large --layers 4 --seq 512 --framework megatron --tp 2 --mbs 4 --gpu h100-80gb --gpus 2"
+    yield "--model bert-5.1b --layers 4 --seq 512 --framework megatron --tp 2 --mbs 4 --gpu h100-80gb --gpus 2"
     yield "--model gpt2-large --layers 8 --seq 1024 --dtype bf16 --framework megatron --pp 4 --vpp 2 --gbs 8 --transformer-impl local"
 
 
