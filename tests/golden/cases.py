@@ -658,7 +658,6 @@ def pipelines() -> Iterator[str]:
     ):  # fmt: skip
         yield f"{job} {flags}"
     yield "--model bert-5.1b --layers 8 --seq 512 --dtype bf16 --framework megatron --pp 4 --gbs 8"
-    yield "--model bert-5.1b --layers 4 --seq 512 --framework megatron --tp 2 --mbs 4 --gpu h100-80gb --gpus 2"
     yield "--model gpt2-large --layers 8 --seq 1024 --dtype bf16 --framework megatron --pp 4 --vpp 2 --gbs 8 --transformer-impl local"
 
 
@@ -776,6 +775,7 @@ def launched() -> Iterator[str]:
         ("megatron", "llama.sh", "--set DTYPE=bf16 --set TP=2"),
         ("megatron", "llama.sh", ""),
         ("megatron", "bert.sh", "--vocab-size 30000"),
+        ("megatron", "bert.sh", "--vocab-size 30000 --gpu h100-80gb"),
         ("megatron-deepspeed", "bigscience.sh", "--set SLURM_NNODES=8 --vocab-size 250100"),
         ("megatron-bridge", "bridge_overrides.yaml", "--model llama-3-8b --layers 4 --gpus 8 --gpu h100-80gb"),
         (
