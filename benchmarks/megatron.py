@@ -148,11 +148,6 @@ def ci(rows: Sequence[Row]) -> Table:
             "its one row was seen (with blocks free as soon as they are sent it is 11 % low), and so were what a CUDA "
             "graph keeps of gradients and workspaces of streams with the rows of graphs. A graph of attention alone is "
             "captured before the first iteration, which is its row's peak.",
-            "Within the limit and not explained: BERT's four "
-            "rows are 1.5 to 1.7 % low at the peak, in both implementations alike, while GPT's and T5's layers and "
-            "losses are exact. Layers keep what is estimated: the two implementations differ at the peak by 1.0 MiB a "
-            "layer, all 12 of them. They do not differ by the local one's attention mask, which is there until forward "
-            "ends: the peak is in backward, and what is missing there, 44 to 48 MiB, in the head or behind it.",
         ),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..tape.events import Category
 from . import ops
 from . import tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor
@@ -160,7 +161,9 @@ def rotated(r: Recorder, x: Tensor, name: str) -> Tensor:
 def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
     """``_scaled_dot_product_cudnn_attention``, the first of ``ScaledDotProductAttentionWrapper``'s list and the only
     fused one of its list that takes values with heads of another size (``sdp_utils.cpp``): saves q, k, v, output and
-    log-sum-exp, (b, a, s, 1) fp32, and two numbers of the random state. cuDNN's own workspace is not counted."""
+    log-sum-exp, (b, a, s, 1) fp32, and two numbers of the random state. In backward cuDNN's front end adds up dQ and
+    Σ dO·O in fp32 (``node/scaled_dot_product_flash_attention.h``, ``get_fe_workspace_size_node``); what the engine
+    inside takes is not published."""
     b, a, s, d = q.shape
     dtype, shapes, width = q.dtype, (q.shape, k.shape, v.shape), v.shape[-1]
     out = r.empty((b, a, s, width), dtype, name)
@@ -168,7 +171,11 @@ def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
+        if r.kernel_workspaces:
+            workspace = r.empty((b, a, s, 1 + d), "fp32", "cudnn_workspace", Category.WORKSPACES)
+            del workspace
+        return made
 
     work = attention_work((b, s, a, d), a, s, dtype, causal=True, values=width)
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)

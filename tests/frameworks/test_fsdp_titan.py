@@ -12,12 +12,14 @@ from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.communicators import communicators
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
-from memplan.layers.module import Options
+from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers.module import Interface, Options, Run, build
+from memplan.layers.titan_models import cudnn_attention
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
-from memplan.tape.events import ROUND
+from memplan.tape.events import ROUND, Category, Hold
 from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import (
@@ -254,3 +256,16 @@ def test_groups_of_experts(etp: str, groups: dict[str, tuple[int, int, int]]) ->
     known = {one.name: (one.ranks, one.block, one.stride) for one in communicators(plan, 0)}
     assert {name: known[name] for name in known if "expert" in name} == groups
     assert (known["tensor parallel"], known["shards"]) == ((4, 4, 4), (16, 1, 4))
+
+
+def test_cudnns_front_end_adds_up_the_gradient_of_queries() -> None:
+    """Of 2 x 4 heads of 192 features and 64 tokens: dQ, and a sum for each token, in fp32."""
+
+    def attended(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(cudnn_attention(r, x, x, x))
+
+    interface, options = Interface((2, 4, 64, 192), "bf16"), Options(kernel_workspaces=True)
+    tapes = build("attention", attended, interface, options).first
+    inside = [one.bytes for one in tapes.backward if isinstance(one, Hold) and one.category is Category.WORKSPACES]
+    assert inside == [2 * 4 * 64 * 193 * 4]

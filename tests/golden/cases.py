@@ -793,6 +793,7 @@ def launched() -> Iterator[str]:
         ("megatron", "llama.sh", "--set DTYPE=bf16 --set TP=2"),
         ("megatron", "llama.sh", ""),
         ("megatron", "bert.sh", "--vocab-size 30000"),
+        ("megatron", "bert.sh", "--vocab-size 30000 --gpu h100-80gb"),
         ("megatron-deepspeed", "bigscience.sh", "--set SLURM_NNODES=8 --vocab-size 250100"),
         ("megatron-bridge", "bridge_overrides.yaml", "--model llama-3-8b --layers 4 --gpus 8 --gpu h100-80gb"),
         (

@@ -32,7 +32,8 @@ Block = Callable[[Recorder, Tensor, LayerShape, torchtitan.Policy, "Tensor | Non
 
 KERNELS = (
     "attention by scaled_dot_product_attention, whose tensors are counted (flex attention, which torchtitan compiles, "
-    "is not modelled); cuDNN's own workspace, and what sorting of rows allocates inside, are not counted"
+    "is not modelled), and the workspace of cuDNN's front end, which is as large as flash attention's; what cuDNN's "
+    "engine takes is not published, and what sorting of rows allocates inside is not counted"
 )
 """Taken for granted of torchtitan's models of release 0.2.2."""
 

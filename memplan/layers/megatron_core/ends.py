@@ -17,7 +17,7 @@ from ...values import replace
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes
-from ..reductions import table_gradient
+from ..reductions import summed, table_gradient
 from ..work import Exchange, Operator, Stream, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
@@ -384,8 +384,9 @@ def output_layer(
             r.events.append(Hold(TIED_GRADIENT, size, Category.GRADIENTS, "grad_head_weight", (v, h), dtype))
         elif not fused:
             grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+        made = [received, grad_weight, *([summed(r, (s * b, v), (v,), dtype, "grad_head_bias")] if bias else [])]
         cast.clear()
-        return [received, grad_weight, *([r.empty((v,), dtype, "grad_head_bias")] if bias else [])]
+        return made
 
     work = shape.ranks.column(s * b, v, h, dtype, shape.added(r.summed))
     node = r.node((hidden, *parameters), (hidden,), backward, work=work)

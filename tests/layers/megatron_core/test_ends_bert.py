@@ -13,8 +13,10 @@ import torch
 
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import bert
+from memplan.layers.megatron_core.ends import output_layer
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Run, build
+from memplan.tape.events import Hold
 
 from ...oracle import tracer
 from .test_ends_real import (
@@ -174,3 +176,21 @@ def test_attention_mask(attention: Any) -> None:
 
     forward, _ = traced(body, 1)
     assert told(made.steady.forward)[2:] == forward
+
+
+def test_the_sum_of_the_heads_bias_is_the_peak_of_bert() -> None:
+    """``grad_output.sum(dim=0)`` of 2,048 tokens and 15,360 words on an H100: 120 blocks across, of 4 x 32 threads with
+    4 words each, by 18, which is 132 x 2,048 threads / (128 x 120) rounded up; each has 128 x 4 sums of 4 bytes, and
+    Megatron-LM's functional tests of BERT have their peak there."""
+    spec = {"hidden": 1024, "heads": 16, "kv_heads": 16, "head_dim": 64}
+    given = bert_shape(2, 4, 512, **spec)
+    given = replace(given, vocab=2 * 15_360, gradient_fusion=False)
+    options = replace(OPTIONS, kernel_workspaces=True, threads=132 * 2048)
+
+    def head(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(output_layer(r, x, given, bias=True))
+
+    tapes = build("output_layer", head, Interface(given.hidden, "bf16"), options).first
+    (sums,) = [event.bytes for event in tapes.backward if isinstance(event, Hold) and event.name == "partial_sums"]
+    assert sums == 4 * 15_360 * 18 * 128
