@@ -234,6 +234,9 @@ class Family:
     modules: ModuleNames | None = None
     linear_layers: Mapping[str, str] = field(default_factory=dict)
     """Linear layers as the recipe names them, and the ends of their names."""
+    all_linear_of_attention: bool = False
+    """Experts and router have no linear layers, and peft's ``all-linear`` finds those of attention alone, with
+    transformers 5; of other families with experts it wraps stacks of experts and routers, too."""
     lora_targets: tuple[str, ...] | None = None
     """peft's own (``utils/constants.py``, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""
     registered: tuple[str, ...] = ()

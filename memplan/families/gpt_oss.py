@@ -130,6 +130,7 @@ GPT_OSS = replace(
     kernels=(),
     no_flash="its attention sinks are not in PyTorch's flash kernel, and transformers refuses sdpa for the family",
     linear_layers=MIXTRAL.linear_layers,
+    all_linear_of_attention=True,
     registered=(*ATTENTION, "sinks", "router", "experts", "attention_norm", "mlp_norm"),
     since=SORTED_ONCE,
     not_followed=None,

@@ -55,6 +55,7 @@ GRANITE_MOE = replace(
     },
     mixture=mixture,
     megatron_core=None,
+    all_linear_of_attention=True,
     kernels=(),
     registered=(*MIXTRAL.registered[:-4], "attention_norm", "mlp_norm", "router", "experts"),
     since=SORTED_ONCE,

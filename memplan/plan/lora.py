@@ -74,7 +74,9 @@ def adapted(plan: Plan) -> frozenset[str]:
     if ALL_LINEAR in targets and len(targets) > 1:
         raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
     if plan.model.experts:
-        _check_experts(targets, plan.model)
+        attention = _finds_attention_alone(plan)
+        _check_experts([one for one in targets if one != ALL_LINEAR or not attention], plan.model)
+        names = {part: name for part, name in names.items() if part not in OF_EXPERTS}
     ends = tables(plan.model)
     for target in targets:
         matched = {part for part, name in names.items() if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
@@ -89,6 +91,12 @@ def adapted(plan: Plan) -> frozenset[str]:
         wrong, problem = ", ".join(targets), f"matches nothing in {plan.model.name}; {_named(plan)}"
         raise PlanError("lora.targets", wrong, problem, known=(*last_names(plan.model), ALL_LINEAR))
     return frozenset(found)
+
+
+def _finds_attention_alone(plan: Plan) -> bool:
+    """Whether peft's word for all linear layers names no experts."""
+    known = family(plan.model.family)
+    return known.all_linear_of_attention and release(plan, "transformers") >= STACKED_EXPERTS
 
 
 def tables(spec: ModelSpec) -> dict[str, str]:

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from memplan.plan.errors import PlanError
+from memplan.plan.lora import adapted, linear_layers
+from memplan.plan.read import read_plan
 from memplan.tape.events import rounded
 
 from ..oracle.tuned_step import frozen, lora, traced_tuned_step
@@ -18,7 +23,7 @@ from .tuned_comparison import assert_equal, config_of, program_of, traced_backwa
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
+    peft = pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
 RANK = 8
 DOWN = "mlp.experts.down_proj"
@@ -167,3 +172,24 @@ def compare(case: Case, shape: Shape, flags: dict[str, str], tune: object, folde
         recompute=case.recompute == "full",
     )
     assert_equal(program, witness_of(step, program), rounded(8 * b * s))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "granite-3.0-3b-a800m", "mixtral-8x7b"])
+def test_all_linear_layers_of_a_model_with_experts(name: str) -> None:
+    """Those of attention, unless peft wraps experts and routers, too."""
+    plan = read_plan(None, {"model": name, "lora-rank": "8", "lora-targets": "all-linear"}).plan
+    spec = plan.model
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(spec.family, **sizes, vocab_size=128, num_local_experts=4, num_experts_per_tok=2)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft names a pattern of ranks for stacks that are not adapted
+        base, settings = AutoModelForCausalLM.from_config(config), peft.LoraConfig(target_modules="all-linear")
+        model = peft.get_peft_model(base, settings)
+    modules = {one.split(".lora_A")[0].rpartition(".")[2] for one, _ in model.named_parameters() if ".lora_A" in one}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if modules == attention:
+        assert {linear_layers(spec)[one].rpartition(".")[2] for one in adapted(plan)} == attention
+    else:
+        assert "experts" in modules
+        with pytest.raises(PlanError, match=r"lora\.targets = all-linear: must be among q_proj"):
+            adapted(plan)
