@@ -268,14 +268,17 @@ class Needs:
         stages = self._loads.get(key)
         if stages is None:
             stages = self._loads[key] = cut, loads(cut, load.microbatches)
-        for point in points:
-            yield at_least(load._replace(kept=self._kept(point)), stages[1])
+        known: dict[States, int] = {}
+        for kept in map(self._kept, points):
+            if kept not in known:
+                known[kept] = at_least(load._replace(kept=kept), stages[1])
+            yield known[kept]
 
     def could_keep_to(self, limit: int, points: Sequence[Point]) -> bool:
         """Whether one of ``points``, which differ in what is kept alone, may request ``limit`` bytes at most in some
         cut."""
         one = self.load(points[0])
-        kept = min((self._kept(point) for point in points), key=lambda states: one._replace(kept=states).states)
+        kept = min(set(map(self._kept, points)), key=lambda states: one._replace(kept=states).states)
         return at_best(one._replace(kept=kept), self.space.base.model.layers) <= limit
 
     def load(self, point: Point) -> Load:

@@ -17,6 +17,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.candidates import Clock
 from memplan.search.cuts import StageLayers, fields_of, smallest
+from memplan.search.lower_bounds import least_of
 from memplan.search.point import Point, Recomputing, changed
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Space, filled, space_of
@@ -137,9 +138,11 @@ def test_bounds_from_above_and_below(name: str) -> None:
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
-        for program, peak in zip(programs, peaks, strict=True):
+        load, beside = search.needs.load(point), search.needs._beside(point)
+        for at, (program, peak) in enumerate(zip(programs, peaks, strict=True)):
             bounds = between(program)
             assert bounds.least <= peak <= bounds.most
+            assert least_of(load, beside, at, candidate.cut[at]) <= peak
         enough = min(peaks)
         most, stage = search.space.search.fullest(plan, enough)
         assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]
