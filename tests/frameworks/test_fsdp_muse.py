@@ -1,4 +1,5 @@
-"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run on fake tensors."""
+"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run
+on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """torchtitan's Llama and Qwen 3 in plain PyTorch: reference modules whose operators, saved tensors and names are those
-of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common`` of 21 August 2026 (commit b5bcd76)."""
+of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common`` of 21 August 2026 (b5bcd76)."""
 
 from __future__ import annotations
 
