@@ -96,7 +96,7 @@ def test_the_newest_does_not_run_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{"tp": "2"}, {"pp": "2", "gbs": "32"}, {"fp8": "rowwise"}, {"model": "qwen3-30b-a3b"}]
+    "flags", [{"tp": "2"}, {"pp": "2", "gbs": "32"}, {"fp8": "rowwise"}, {"model": "deepseek-v2-lite"}]
 )
 def test_where_the_newest_has_no_recipe_it_is_the_older(flags: dict[str, str]) -> None:
     """Figures are those of the same plan without the field."""

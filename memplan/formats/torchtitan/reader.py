@@ -262,10 +262,12 @@ class _Finish:
                 )
         update = {name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()}
         plan = plan.model_copy(update=update)
-        if "fsdp.newest" not in origins and self._may_be_newest(plan):
+        placed = plan.model_copy(update={"layout": plan.layout.model_copy(update={"dp": dp})})
+        if "fsdp.newest" not in origins and self._may_be_newest(placed):
             plan = _asking(plan)
             origins["fsdp.newest"] = self.settings.where(*FLAVOUR)
-        told = _packed if _runs_newest(plan) else _differences
+            placed = _asking(placed)
+        told = _packed if _runs_newest(placed) else _differences
         return ReadPlan(plan, origins, (*told(self.settings), *read.warnings), read.assumptions)
 
     def _may_be_newest(self, plan: Plan) -> bool:
