@@ -188,6 +188,10 @@ class Framework:
         """The layout, with sizes that other fields of the plan decide."""
         return plan.layout
 
+    def runs_newest(self, plan: Plan) -> bool:
+        """Whether the newest code of its configuration's models is asked for, and has a recipe."""
+        return False
+
     def default_gradients(self, plan: Plan) -> Dtype:
         """The dtype in which gradients are accumulated."""
         return plan.precision.stored

@@ -11,6 +11,7 @@ a token, N = n k rows, E experts, h hidden, f an expert's inner width, a heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
@@ -21,7 +22,8 @@ from .flash_kernels import Call, Release
 from .fused_attention import allocates
 from .huggingface import LayerShape, Shared, linear, rotary_one
 from .tensor_parallel import tagged
-from .titan_moe import divided, fused_rms_norm, put, with_zeros
+from .titan_moe import divided, fused_rms_norm, normalises, put, with_zeros
+from .titan_moe import grouped as plain_grouped
 from .torchtitan import Policy
 from .work import Exchange, Operator, Stream
 from .work import attention as attention_work
@@ -179,19 +181,23 @@ def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Ten
 
     chosen = policy.run(r, chosen_of)
     top = selecting.gathered(r, scores, chosen, "top_scores")
-    total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
-    top = divided(r, top, total, "top_scores_normed")
+    if normalises(spec):
+        total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
+        top = divided(r, top, total, "top_scores_normed")
     top = ops.scale(r, top, "top_scores_scaled")
     return top, chosen, scores
 
 
 def gate_of(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor:
-    """``F.linear`` of input, weight and bias in fp32."""
+    """``F.linear`` of input, weight and bias, if it has one, in fp32; selective recompute keeps the sum with a bias."""
     stored = r.parameter("router.weight", (spec.experts, spec.hidden), x.dtype)
-    bias = ops.cast(r, r.parameter("router.bias", (spec.experts,), x.dtype), "fp32", "router_bias_fp32")
+    bias = None
+    if spec.mlp_bias:
+        bias = ops.cast(r, r.parameter("router.bias", (spec.experts,), x.dtype), "fp32", "router_bias_fp32")
     weight = ops.cast(r, stored, "fp32", "router_fp32")
     wide = ops.cast(r, x, "fp32", "router_input_fp32")
-    return policy.run(r, lambda r: ops.linear(r, wide, weight, bias, name="router_logits"))
+    product = partial(ops.linear, x=wide, weight=weight, bias=bias, name="router_logits")
+    return product(r) if bias is None else policy.run(r, product)
 
 
 def routed_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
@@ -298,7 +304,10 @@ def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Ten
 
 
 def grouped(r: Recorder, x: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
-    """``GptOssGroupedExperts.forward`` of (N, h): what is in its variables ends when it returns."""
+    """``GptOssGroupedExperts.forward`` of (N, h), or ``GroupedExperts.forward``: what is in its variables ends when it
+    returns."""
+    if not spec.mlp_bias:
+        return plain_grouped(r, x, counts, spec)
     e, f, h, dtype = counts.shape[0], spec.expert_ffn, spec.hidden, x.dtype
     sizes = {f"{GATE_UP}.weight": (e, 2 * f, h), f"{GATE_UP}.bias": (e, 2 * f)}
     sizes |= {f"{DOWN}.weight": (e, h, f), f"{DOWN}.bias": (e, h)}

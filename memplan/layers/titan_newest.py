@@ -1,4 +1,5 @@
-"""Dense layers of torchtitan's Llama and Qwen 3 as its main branch has them in August 2026 (commit b5bcd76).
+"""Layers of torchtitan's Llama and Qwen 3 as its main branch has them in August 2026 (commit b5bcd76); Qwen 3's experts
+are gpt-oss' without biases.
 
 ``torchtitan/models/llama3/model.py``, ``qwen3/model.py``, and ``models/common/attention.py`` (``GQAttention``,
 ``FusedQKVLinear``, ``VarlenAttention``): rows of tokens, in as many sequences as a batch has, one product for queries,
@@ -37,7 +38,12 @@ def qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Te
     made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy, titan_gpt_oss.rotary)
     x = ops.add(r, x, made, "residual_attention")
     del made
-    return ops.add(r, x, _dense(r, x, shape, policy), "residual_mlp").view(*whole)
+    inner = _mixture if shape.mixture else _dense
+    return ops.add(r, x, inner(r, x, shape, policy), "residual_mlp").view(*whole)
+
+
+def _mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+    return titan_gpt_oss.mixture(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy)
 
 
 def _dense(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:

@@ -248,7 +248,7 @@ class Fsdp(FrameworkSection, Terse):
 
     newest: bool = Field(
         False,
-        description="torchtitan: dense layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
+        description="torchtitan: layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
         "tensor parallelism, stages, compiled layers and float8, with which they are those of older code",
         json_schema_extra={"flag": "--fsdp-newest"},
     )

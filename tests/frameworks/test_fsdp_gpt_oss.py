@@ -21,7 +21,8 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
-from ..oracle.titan_gpt_oss import Sizes, builder, expert_meshes
+from ..oracle.titan_gpt_oss import Decoder, Sizes, builder, expert_meshes
+from ..oracle.titan_newest import Qwen3Moe
 
 SMALL = Sizes(
     hidden=192, heads=6, kv_heads=2, head_dim=64, vocab=1003, layers=2, b=2, s=64, experts=8, top_k=3, expert_ffn=96
@@ -43,6 +44,8 @@ class Case:
     """The loss is."""
     ranks: int = 1
     """That share experts."""
+    newest: bool = False
+    """It is Qwen 3's mixture."""
 
 
 CASES = {
@@ -59,11 +62,18 @@ CASES = {
     "chunked-across-full": Case("full", SMALL, 16, chunks=2),
     "across": Case("none", SMALL, 16),
     "wide-full": Case("full", WIDE, 8),
+    "qwen3": Case("none", SMALL, newest=True),
+    "qwen3-op-chunked": Case("op", SMALL, chunks=2, newest=True),
+    "qwen3-full": Case("full", MULTI_HEAD, 3, newest=True),
+    "qwen3-shared": Case("none", SMALL, 8, ranks=4, newest=True),
+    "qwen3-shared-op-chunked": Case("op", WIDE, 8, chunks=2, ranks=2, newest=True),
+    "qwen3-shared-full": Case("full", WIDE, 8, ranks=4, newest=True),
 }
 
 
-def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
-    base = {"model": "gpt-oss-20b", "framework": "single", "dtype": "bf16", "mbs": str(given.b), "seq": str(given.s)}
+def plan_of(given: Sizes, shards: int, chunks: int = 0, *, newest: bool = False) -> ResolvedPlan:
+    model = "qwen3-30b-a3b" if newest else "gpt-oss-20b"
+    base = {"model": model, "framework": "single", "dtype": "bf16", "mbs": str(given.b), "seq": str(given.s)}
     base |= {"layers": str(given.layers), "attention": "eager", "optimizer": "adamw", "gpu": "h100-80gb"}
     plan = resolve(read_plan(None, base).plan)
     changed: dict[str, object] = {"hidden": given.hidden, "heads": given.heads, "kv_heads": given.kv_heads}
@@ -71,7 +81,7 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     changed |= {"experts": given.experts, "expert_top_k": given.top_k, "expert_ffn": given.expert_ffn}
     parts = {
         "attention": "flash",
-        "fsdp": plan.fsdp.model_copy(update={"ends_apart": True}),
+        "fsdp": plan.fsdp.model_copy(update={"ends_apart": True, "newest": newest}),
         "model": plan.model.model_copy(update=changed),
         "batch": plan.batch.model_copy(update={"gbs": given.b * shards}),
         "layout": plan.layout.model_copy(update={"dp": shards}),
@@ -81,7 +91,7 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0) -> ResolvedPlan:
     return plan.model_copy(update=parts)
 
 
-SLOW = tuple(CASES.keys() - {"across", "chunked", "full", "shared"})
+SLOW = tuple(CASES.keys() - {"across", "chunked", "full", "shared", "qwen3-shared"})
 
 
 @pytest.mark.parametrize(
@@ -90,7 +100,7 @@ SLOW = tuple(CASES.keys() - {"across", "chunked", "full", "shared"})
     ids=list(CASES),
 )
 def test_every_event(case: Case) -> None:
-    plan = plan_of(case.sizes, case.shards, case.chunks)
+    plan = plan_of(case.sizes, case.shards, case.chunks, newest=case.newest)
     updates = {"fsdp": {"compile_loss": case.compiled}, "layout": {"ep": case.ranks}}
     plan = plan.model_copy(update={name: getattr(plan, name).model_copy(update=one) for name, one in updates.items()})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
@@ -100,7 +110,10 @@ def test_every_event(case: Case) -> None:
     program = fsdp.program(plan, model, Sharding(case.shards, divides=shares, experts=cut))
     sharding = oracle.Sharding(case.shards)
     modes = [case.recompute] * case.sizes.layers
-    build = builder(case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled, ranks=case.ranks)
+    decoder = Qwen3Moe if case.newest else Decoder
+    build = builder(
+        case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled, ranks=case.ranks, decoder=decoder
+    )
     meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else None
     steps = oracle.traced(build, sharding, of=meshes)
 

@@ -1,4 +1,5 @@
-"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run on fake tensors."""
+"""torchtitan's newest dense layers (Muse Glimmer, Llama, Qwen 3) under ``fully_shard``, against the same operators run
+on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND
 from memplan.tape.program import fold_program
+from memplan.trace.framework import job_of_plan
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
@@ -85,6 +87,25 @@ def compared(plan: ResolvedPlan, recompute: str, chunks: int, given: Sizes, deco
     assert folded.after_forward == steps.levels()[0]
     assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
     assert folded.step_peak == steps.peaks()[2]
+
+
+def test_the_newest_does_not_run_here() -> None:
+    plan = plan_of(FEW, 4, 0, model="llama-3-8b", **{"fsdp-newest": "true"})
+    with pytest.raises(PlanError, match=r"fsdp.newest = true: must be false \(--no-fsdp-newest\)"):
+        job_of_plan(plan)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"tp": "2"}, {"pp": "2", "gbs": "32"}, {"fp8": "rowwise"}, {"model": "deepseek-v2-lite"}]
+)
+def test_where_the_newest_has_no_recipe_it_is_the_older(flags: dict[str, str]) -> None:
+    """Figures are those of the same plan without the field."""
+    job = {**JOB, "model": "llama-3-8b", "layers": "2", "seq": "1024", "loss": "plain", **flags}
+    one, other = (
+        fold_program(programs_of(resolve(read_plan(None, {**job, "fsdp-newest": newest}).plan), Options())[-1])
+        for newest in ("true", "false")
+    )
+    assert one == other
 
 
 def test_parameters_are_those_of_its_code() -> None:

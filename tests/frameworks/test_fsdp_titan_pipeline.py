@@ -105,7 +105,8 @@ def test_every_pass(case: Case) -> None:
         traced = traced_pipeline(case.sizes, pipeline, case.rank, sharding, case.recompute, ends_apart=True, make=stage)
     marks = marks_of(program, Place(case.rank, case.ranks, case.chunks))
     assert (marks.before, marks.end, marks.names) == (traced.before, traced.end, traced.names)
-    spare = places(recipes(plan).shape, range(case.sizes.layers)) if case.together > 1 else ()
+    made = recipes(plan)
+    spare = places(made.shape, made.titan, range(case.sizes.layers)) if case.together > 1 else ()
     most = sum(one.bytes for one in spare)  # where passes are in flight, the module's places are one of them
     for mine, real in ((marks.levels, traced.levels), (marks.peaks, traced.peaks)):
         assert all(0 <= one - other <= most for one, other in zip(mine, real, strict=True))

@@ -384,6 +384,8 @@ def torchtitan() -> Iterator[str]:
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     muse = job.replace("gpt-oss-20b", "muse-glimmer-30b") + " --gpus 8 --loss chunked"
+    newest = muse.replace("muse-glimmer-30b", "{}") + " --fsdp-newest --recompute selective --recompute-per-operator"
+    yield from (newest.format(model) for model in ("llama-3-8b", "qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"))
     yield from (f"{muse} --recompute {one}" for one in ("none", "full", "selective --recompute-per-operator"))
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
         job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"

@@ -543,15 +543,16 @@ def builder(
     *,
     compiles_loss: bool = False,
     ranks: int = 1,
+    decoder: Callable[[Any], Any] = Decoder,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
     ``ranks``: so many share experts; the mesh is then of shards, of those with the same experts, and of those."""
 
     def build(meshes: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
         mesh, of_experts, together = meshes if ranks > 1 else (meshes,) * 3
-        model = Decoder(sizes)
+        model = decoder(sizes)
         for block in model.layers.values() if ranks > 1 else ():
-            block.moe.routed_experts.shared_among(sizes, together.get_group())  # type: ignore[operator, union-attr]
+            block.moe.routed_experts.shared_among(sizes, together.get_group())
         model.skips_head = chunks > 0
         loss_of = compiled(titan_loss.cross_entropy) if compiles_loss else titan_loss.cross_entropy
         given = sharding.policy
@@ -564,7 +565,7 @@ def builder(
         across = sharding.shards > sizes.experts
         infos: list[Any] = [_get_mesh_info(one) for one in (mesh, of_experts) if ranks > 1]
         for block in model.layers.values():
-            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()}  # type: ignore[union-attr]
+            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()}
 
             def placed(one: nn.Parameter, of: set[int] = experts) -> Any:
                 if ranks == 1:

@@ -1,12 +1,15 @@
 """torchtitan's Llama and Qwen 3 in plain PyTorch: reference modules whose operators, saved tensors and names are those
-of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common`` of 21 August 2026 (commit b5bcd76)."""
+of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common`` of 21 August 2026 (b5bcd76)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from . import titan_gpt_oss, titan_muse
 from .titan_gpt_oss import Metadata
@@ -97,3 +100,67 @@ class Llama(Decoder):
 
 class Qwen3(Decoder):
     block = Qwen3Block
+
+
+class Router(titan_gpt_oss.Router):
+    """``TokenChoiceTopKRouter`` whose gate has no bias."""
+
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes)
+        self.gate = nn.Linear(sizes.hidden, sizes.experts, bias=False)
+
+    def wide(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        weight = self.gate.weight.float()
+        return x.float(), weight
+
+
+class GroupedExperts(nn.Module):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__()
+        e, h, f = sizes.experts, sizes.hidden, sizes.expert_ffn
+        self.w1 = nn.Parameter(torch.empty(e, f, h))
+        self.w2 = nn.Parameter(torch.empty(e, h, f))
+        self.w3 = nn.Parameter(torch.empty(e, f, h))
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        multiply: Any = torch._grouped_mm
+        offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        h = functional.silu(multiply(x.bfloat16(), w1.bfloat16().transpose(-2, -1), offs=offsets))
+        h = h * multiply(x.bfloat16(), w3.bfloat16().transpose(-2, -1), offs=offsets)
+        return multiply(h, w2.bfloat16().transpose(-2, -1), offs=offsets).type_as(x)  # type: ignore[no-any-return]
+
+
+class RoutedExperts(titan_gpt_oss.RoutedExperts):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes)
+        self.inner_experts: Any = GroupedExperts(sizes)
+
+    def shared_among(self, sizes: Any, group: Any) -> None:
+        super().shared_among(sizes, group)
+        self.inner_experts = GroupedExperts(replace(sizes, experts=sizes.experts // dist.get_world_size(group)))
+
+
+class MoE(titan_gpt_oss.MoE):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes)
+        self.routed_experts = RoutedExperts(sizes)
+        self.router = Router(sizes)
+
+
+class Qwen3MoeBlock(nn.Module):
+    def __init__(self, sizes: Any, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(sizes, norms=True)
+        self.moe = MoE(sizes)
+        self.attention_norm = Norm(sizes.hidden)
+        self.ffn_norm = Norm(sizes.hidden)
+
+    def forward(self, x: torch.Tensor, masks: Metadata, positions: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), masks, positions)
+        x = x + self.moe(self.ffn_norm(x))
+        return x  # noqa: RET504 (a variable, as there)
+
+
+class Qwen3Moe(Decoder):
+    block = Qwen3MoeBlock

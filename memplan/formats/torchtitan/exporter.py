@@ -138,7 +138,7 @@ def read(text: str, flags: Flags, settings: tuple[str, ...]) -> Plan:
 
 def settled(plan: ResolvedPlan) -> dict[str, Any]:
     """Selective recompute of every n-th layer is full recompute of those; stages by their entries; AdamW decays in
-    place, and Adam either does or not."""
+    place, and Adam either does or not; no release has the newest layers."""
     if plan.fsdp.code != "torchtitan":
         return {}
     optimizer, recompute, pipeline = plan.optimizer, plan.recompute, plan.pipeline
@@ -147,6 +147,8 @@ def settled(plan: ResolvedPlan) -> dict[str, Any]:
         updates["recompute"] = recompute.model_copy(update={"mode": "full", "layers": 1})
     if optimizer.name == "adamw" or not optimizer.weight_decay:
         updates["optimizer"] = optimizer.model_copy(update={"weight_decay": None})
+    if plan.fsdp.newest:
+        updates["fsdp"] = plan.fsdp.model_copy(update={"newest": False})
     if plan.layout.pp > 1:
         updates["pipeline"] = pipeline.model_copy(update={"partition": titan_edges(plan)})
     return updates

@@ -30,7 +30,7 @@ from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
 from .registry import chosen, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
-from .stages import FLEX, PACKED, VARLEN, stages
+from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
 from .table import (
     ALL_TOKENS,
     BATCH,
@@ -106,8 +106,12 @@ ALWAYS_SHARDED = "2026-04-09"
 
 TIED = "2026-03-11"
 """The day from which a weight that embedding and head share is in one unit (``apply_fsdp``)."""
-SINCE_GPT_OSS = "2026-06-24"
-"""The day from which gpt-oss's layers are as they are estimated."""
+SINCE_PACKED = "2026-06-24"
+"""The day from which gpt-oss's layers, and the newest of dense models, are as they are estimated."""
+OLDER, OTHER_KERNEL = "recipes-older", "attention-other"
+"""What is told of layers that are not those of the job's code, and of their attention."""
+FLAVOUR = ("model_spec.flavor", "model.flavor")
+BACKEND = "model_spec.attn_backend"
 ALL_FLEX = "2026-06-09"
 """The day from which language models have FlexAttention unless a configuration says another."""
 _KERNELS = {
@@ -188,7 +192,7 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
     if is_json and era.day >= NO_TOML:
         unseen = "linears in bf16" + (", and attention by scaled_dot_product_attention" if era.day < ALL_FLEX else "")
         assumptions.append(f"{unseen}: the file says of {'neither' if era.day < ALL_FLEX else 'no converter'}")
-    notes = (*_notes(settings, strict=asked.strict), *_differences(settings))
+    notes = tuple(_notes(settings, strict=asked.strict))
     return Launch(
         Source(building.plan(), Path()),
         notes,
@@ -196,6 +200,15 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
         finish=_Finish(settings),
         assumptions=tuple(assumptions),
     )
+
+
+def _runs_newest(plan: Plan) -> bool:
+    return framework(plan.framework).runs_newest(plan)
+
+
+def _asking(plan: Plan) -> Plan:
+    """``plan`` with layers of the newest code."""
+    return plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"newest": True})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +261,20 @@ class _Finish:
                     Node([Node(one, self.settings.where(*PP)) for one in cut.first], self.settings.where(*PP)),
                 )
         update = {name: getattr(plan, name).model_copy(update=fields) for name, fields in sections.items()}
-        return ReadPlan(plan.model_copy(update=update), origins, read.warnings, read.assumptions)
+        plan = plan.model_copy(update=update)
+        placed = plan.model_copy(update={"layout": plan.layout.model_copy(update={"dp": dp})})
+        if "fsdp.newest" not in origins and self._may_be_newest(placed):
+            plan = _asking(plan)
+            origins["fsdp.newest"] = self.settings.where(*FLAVOUR)
+            placed = _asking(placed)
+        told = _packed if _runs_newest(placed) else _differences
+        return ReadPlan(plan, origins, (*told(self.settings), *read.warnings), read.assumptions)
+
+    def _may_be_newest(self, plan: Plan) -> bool:
+        """Layers are as they are in the newest code, where that has a recipe."""
+        flavour = self.settings.word(*FLAVOUR, default="")
+        older = str(flavour.value).endswith(UNFUSED) or self.settings.word(BACKEND, default="flex").value == "sdpa"
+        return not older and self.settings.era.day >= SINCE_PACKED and _runs_newest(_asking(plan))
 
     def _check_sharded(self, plan: Plan, dp: int) -> None:
         shards = dp // plan.fsdp.replicas * plan.layout.cp
@@ -417,38 +443,38 @@ def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
 def _differences(settings: Settings) -> Iterator[Note]:
     name = str(settings.word("model_spec.name", "model.name", default="llama3").value)
     if name in PACKED:
-        yield from _packed(settings, name)
+        yield from _packed(settings)
         return
     differences, since = (DIFFERENCES, "December 2024") if name.startswith("llama") else (SINCE_0_2_2, "release 0.2.2")
     flavour = str(settings.word("model_spec.flavor", "model.flavor", default="debugmodel").value)
-    backend = settings.word("model_spec.attn_backend", default="flex" if settings.era.day >= ALL_FLEX else "sdpa")
+    backend = settings.word(BACKEND, default="flex" if settings.era.day >= ALL_FLEX else "sdpa")
     if name == FLEX and not flavour.startswith("debugmodel"):
-        backend = settings.word("model_spec.attn_backend", default="flex")
+        backend = settings.word(BACKEND, default="flex")
     if (other := _KERNELS.get(str(backend.value))) is not None:
         problem = (
             f"the model asks for {other}; estimated is scaled_dot_product_attention, whose tensors have the same sizes "
             "(not counted: masks, and what Inductor allocates; more)"
         )
-        yield Note("attention-other", problem)
+        yield Note(OTHER_KERNEL, problem)
     differences += IN_PARTS if since != "December 2024" and settings.integer(*TP, default=1).value != 1 else ()
     later = [what for day, what in differences if day <= settings.era.day]
     if later:
         problem = f"layers are estimated as torchtitan had them in {since}; {settings.era.label} has"
-        yield Note("recipes-older", f"{problem} {'; '.join(later)}")
+        yield Note(OLDER, f"{problem} {'; '.join(later)}")
 
 
-def _packed(settings: Settings, name: str) -> Iterator[Note]:
+def _packed(settings: Settings) -> Iterator[Note]:
     """What is told of models whose recipes are of the newest code."""
-    day = settings.era.day
+    day, name = settings.era.day, str(settings.word("model_spec.name", "model.name", default="llama3").value)
     varlen = name == VARLEN and day >= ALL_FLEX
-    backend = settings.word("model_spec.attn_backend", default="varlen" if varlen else "flex")
-    if backend.value != "varlen":
+    backend = settings.word(BACKEND, default="varlen" if varlen else "flex")
+    if backend.value != "varlen" and str(backend.value) in _KERNELS:
         problem = (
-            f"the model asks for {_KERNELS['flex']}; estimated is {_KERNELS['varlen']}, whose tensors have the same "
-            "sizes (not counted: masks, and what Inductor allocates; more)"
+            f"the model asks for {_KERNELS[str(backend.value)]}; estimated is {_KERNELS['varlen']}, whose tensors have "
+            "the same sizes (not counted: masks, and what Inductor allocates; more)"
         )
-        yield Note("attention-other", problem)
-    if name == VARLEN and day < SINCE_GPT_OSS:
+        yield Note(OTHER_KERNEL, problem)
+    if name == VARLEN and day < SINCE_PACKED:
         problem = (
             f"layers are estimated as torchtitan has them in August 2026; {settings.era.label} had queries, keys and "
             "values by products of their own, and rows of experts that were padded and not added up by scatter_add "

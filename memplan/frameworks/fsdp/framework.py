@@ -119,6 +119,11 @@ class Fsdp(Framework):
     def runs_transformers(self, plan: Plan) -> bool:
         return plan.fsdp.code == "transformers"
 
+    def runs_newest(self, plan: Plan) -> bool:
+        from .titan import newest
+
+        return newest(plan)
+
     def check(self, plan: ResolvedPlan) -> None:
         from . import float8
 

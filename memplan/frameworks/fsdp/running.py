@@ -20,7 +20,7 @@ from .learned_flat import flat_program_of
 from .notices import FSDP
 from .programs import check_settings, recompute_of
 from .stages import check_no_pipeline, partition
-from .titan import titan_of_plan
+from .titan import newest, titan_of
 
 LOSSES = ("plain", "vocab-parallel")
 NO_OFFLOAD = "must be false: torchtitan's code runs without offload here"
@@ -164,7 +164,10 @@ def _stages(plan: ResolvedPlan, stage: int) -> Stages | None:
 
 
 def _check_torchtitan(plan: ResolvedPlan) -> None:
-    if not titan_of_plan(plan).complete:
+    if newest(plan):
+        problem = "must be false (--no-fsdp-newest): memplan's module of torchtitan's Llama that runs here is older"
+        raise PlanError("fsdp.newest", True, problem)
+    if not titan_of(plan.model).complete:
         problem = "must be llama: memplan has no module of torchtitan's other models that runs here"
         raise PlanError("model.family", plan.model.family, problem)
     if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:

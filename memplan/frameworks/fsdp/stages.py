@@ -228,7 +228,7 @@ def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
         layers = range(cut.low, cut.high)
-        result += [*made.titan.buffers(shape.spec, shape.s, layers), *places(shape, layers)]
+        result += [*made.titan.buffers(shape.spec, shape.s, layers), *places(shape, made.titan, layers)]
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

@@ -319,7 +319,16 @@ QWEN_3_NEWEST = replace(
     buffers=_cosines_of_layers,
 )
 
-NEWEST: Mapping[str, Titan] = {"llama": LLAMA_NEWEST, "qwen3": QWEN_3_NEWEST}
+QWEN_3_MOE_NEWEST = replace(
+    QWEN_3_NEWEST,
+    registered=("qkv", "attention_output", "query_norm", "key_norm", titan_moe.EXPERTS, "router", *NORMS),
+    covers={**QWEN_3_MOE.covers, "shared_expert_ffn": (0,), "router_groups": (0,), "router_score": ("softmax",)},
+    buffers=_with_experts(_cosines_of_layers),
+    groups_experts=True,
+    assumes=(VARLEN, ROWS),
+)
+
+NEWEST: Mapping[str, Titan] = {"llama": LLAMA_NEWEST, "qwen3": QWEN_3_NEWEST, "qwen3_moe": QWEN_3_MOE_NEWEST}
 """The newest code, where it has a recipe of its own,"""
 
 MODELS: Mapping[str, Titan] = {
@@ -340,6 +349,8 @@ def newest(plan: Plan) -> bool:
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
     if not given.newest or plan.model.family not in NEWEST:
         return False
+    if plan.model.experts and ((layout.dp or 0) // given.replicas > plan.model.experts):
+        return False  # experts are cut across their rows
     plain = layout.tp == layout.pp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None
 

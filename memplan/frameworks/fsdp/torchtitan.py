@@ -513,10 +513,10 @@ def with_groups(blocks: Sequence[Unit], cut: Cut) -> list[Unit]:
     return result
 
 
-def places(shape: LayerShape, layers: range) -> tuple[Hold, ...]:
+def places(shape: LayerShape, titan: Titan, layers: range) -> tuple[Hold, ...]:
     """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
     spec, ranks = shape.spec, shape.expert_ranks
-    if ranks == 1 or titan_of(spec).groups_experts:
+    if ranks == 1 or titan.groups_experts:
         return ()
     tokens = shape.b * shape.s * shape.expert_parts // shape.tensor
     rows = titan_moe.padded_length(tokens * spec.expert_top_k, spec.experts // ranks)
@@ -601,7 +601,7 @@ def _model(
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
     titan = made.titan
-    buffers = (*titan.buffers(spec, made.shape.s, every), *titan.given(made.shape), *places(made.shape, every))
+    buffers = (*titan.buffers(spec, made.shape.s, every), *titan.given(made.shape), *places(made.shape, titan, every))
     own = with_parameters(spans, units, titan.registered)
     buffers += float8.scales(own, precomputed=given.scaled_before)
     if made.chunks is None:

@@ -109,7 +109,7 @@ def test_saved_configurations(read: Read) -> None:
     assert (plan.fsdp.ends_apart, plan.optimizer.name, codes(found)) == (
         True,
         "adamw",
-        ["attention-other", "recipes-older"],
+        ["attention-other"],
     )
     selective = saved(activation_checkpoint={"force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]})
     assert read(selective).plan.fsdp.per_operator

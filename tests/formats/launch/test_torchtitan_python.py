@@ -146,7 +146,11 @@ def test_a_function_that_torchtitan_ships(read: Read) -> None:
     assert plan.fsdp.ends_apart
     assert plan.optimizer.implementation == "fused"
     assert "torchtitan of 2026-08-21" in " ".join(found.assumptions)
-    assert [note.code for note in found.warnings] == ["attention-other", "recipes-older"]
+    assert plan.fsdp.newest
+    assert [note.code for note in found.warnings] == ["attention-other"]
+    older = read(LLAMA, "CONFIG=llama3_8b", GRAPHS, loss="plain", tp="2")
+    assert not older.plan.fsdp.newest
+    assert [note.code for note in older.warnings] == ["attention-other", "recipes-older"]
 
 
 def test_a_function_as_torchtitan_ships_it(read: Read) -> None:
