@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.search import LARGE, answering, cutting, searching  # noqa: E402
-from benchmarks.start import AIMS, COMMANDS, lines  # noqa: E402
+from benchmarks.start import AIMS, COMMANDS, lines, per_layer  # noqa: E402
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator  # noqa: E402
 from memplan.allocator.limited import replay_within  # noqa: E402
 from memplan.allocator.memory import DeviceMemory  # noqa: E402
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", action="store_true", help="also learn llama-3-8b from traces (torch; a minute)")
     given = parser.parse_args(arguments)
     runs = max(1, given.runs)
-    ratios = (lines(COMMANDS, AIMS, runs), answering(-(-runs // 3)))
+    ratios = (lines(COMMANDS, AIMS, runs), per_layer(-(-runs // 3)), answering(-(-runs // 3)))
     measures = (in_process(), allocator(), cutting(), searching(), processes(runs), *ratios)
     for measure in (*measures, traces()) if given.traces else measures:
         for name, result in measure:

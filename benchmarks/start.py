@@ -68,10 +68,32 @@ def lines(commands: Mapping[str, Sequence[str]], aims: Mapping[str, str], runs: 
         yield name, f"{took} (aim: {aims.get(name, '2.5 x')})"
 
 
+LAYERS = (16, 160)
+FEW_BITS = {
+    "bf16": (), **{f"fp8 {recipe}": ("--fp8", recipe) for recipe in ("delayed", "tensorwise", "mxfp8")},
+    "nvfp4": ("--fp4", "nvfp4"),
+}  # fmt: skip
+DEEP = (
+    *MEMPLAN, "estimate", "--model", "llama-3-70b", "--framework", "megatron", "--tp", "16", "--gpus", "16",
+    "--zero", "1", "--sequence-parallel", "--seq", "2048", "--gbs", "8", "--dtype", "bf16", "--gpu", "b200", "--layers",
+)  # fmt: skip
+
+
+def per_layer(runs: int) -> Iterator[tuple[str, str]]:
+    """What a layer more costs an estimate in few bits, as a multiple of one in BF16."""
+    few, many = LAYERS
+    commands = {f"{name} {size}": (*DEEP, str(size), *flags) for name, flags in FEW_BITS.items() for size in LAYERS}
+    best = {name: min(spent for spent, _ in times) for name, times in in_turns(commands, runs).items()}
+    each = {name: (best[f"{name} {many}"] - best[f"{name} {few}"]) / (many - few) for name in FEW_BITS}
+    for name, spent in each.items():
+        yield f"a layer in {name}", f"{1e3 * spent:.2f} ms: {spent / each['bf16']:5.2f} x BF16 (aim: 1 x)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="how long memplan takes to start")
     parser.add_argument("--runs", type=int, default=10, metavar="N", help="of each command (10)")
-    for name, line in lines(COMMANDS, AIMS, parser.parse_args().runs):
+    runs = parser.parse_args().runs
+    for name, line in (*lines(COMMANDS, AIMS, runs), *per_layer(runs)):
         print(f"{name:40} {line}")
     return 0
 

@@ -18,7 +18,7 @@ from .test_blocks import SETTINGS
 SIZES = st.sampled_from([2, 3, 5, 12, 16, 40])
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     SETTINGS,
     st.lists(SIZES, max_size=12),
