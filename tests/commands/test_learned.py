@@ -139,7 +139,7 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
         (["trace", "--learn", "--model", "gpt2"], "model = gpt2: has a recipe: memplan estimate needs no trace of it"),
         (["trace", "--learn", "--model", "{}", "--hidden", "128"], "--hidden: model.hidden = 128: cannot be changed"),
         (["estimate", "--model", "{}", "--layers", "0"], "--layers: model.layers = 0: must be a whole number from 1"),
-        (["estimate", "--model", "{}", "--trainer", "transformers"], "trainer.loop = transformers: must be none"),
+        (["estimate", "--model", "{}", "--trainer", "sft"], "trainer.loop = sft: must be none or transformers: trl"),
         (
             ["trace", "--learn", "--model", "{}", "--lora-rank", "8"],
             "lora.targets: is missing: peft has no default for model_type olmo2; say --lora-targets all-linear",

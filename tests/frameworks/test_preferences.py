@@ -32,6 +32,7 @@ ALONE_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsd
 FLAT_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_flat_steps.json").read_text())
 SHARDED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_steps.json").read_text())
 RANKS = 4
+MIXED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_expert_steps.json").read_text())
 AVERAGED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_steps.json").read_text())
 SCORED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_reward_steps.json").read_text())
 
@@ -149,6 +150,21 @@ def test_step_of_trls_sft_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
     numbers = {one.name for one in SCALARS}
     assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
+
+
+@pytest.mark.parametrize(
+    "step", MIXED_STEPS, ids=lambda one: f"{one['config']['model_type']}{'-adapters' * one['adapters']}"
+)
+def test_step_of_trls_sft_trainer_with_experts(step: dict[str, Any], tmp_path: Path) -> None:
+    """Forward to the byte; backward but for a number."""
+    sizes = {name: value for name, value in step["config"].items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(step["config"]["model_type"], **sizes)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": SAMPLES, "seq": LENGTH, "attention": "eager"}
+    flags |= {"trainer": "sft", "router_aux_loss": 0}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "recompute": "full"} if step["adapters"] else {}
+    (program,) = programs_of(plan(**flags), Options())
+    assert peaks(program) == (step["forward"], pytest.approx(step["backward"], abs=512))
 
 
 @pytest.mark.parametrize(

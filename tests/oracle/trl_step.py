@@ -25,6 +25,7 @@ from .tracer import Follow, Trace
 
 HEADS = Path(__file__).parents[1] / "layers" / "trl_head_steps.json"
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_dpo_steps.json"
+MIXED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_sft_expert_steps.json"
 AVERAGED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_sft_steps.json"
 SCORED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_reward_steps.json"
 GROUPED_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_grpo_steps.json"
@@ -44,6 +45,16 @@ MODEL: dict[str, Any] = {
 PAIRS, LENGTH, RANK = 2, 96, 8
 SAMPLES, COMPLETION = 4, 72
 LLAMA: dict[str, Any] = {"model_type": "llama", **MODEL}
+EXPERTS: dict[str, Any] = {
+    **{name: value for name, value in MODEL.items() if name != "head_dim"},
+    **{"intermediate_size": 96, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
+}
+MIXTURES: list[dict[str, Any]] = [
+    {"model_type": "qwen3_moe", **EXPERTS, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 48},
+    {"model_type": "gpt_oss", **EXPERTS, "head_dim": 16, "num_local_experts": 8},
+    {"model_type": "mixtral", **EXPERTS, "num_local_experts": 8},
+]
+"""Without routers' auxiliary loss, which trl adds unless its coefficient is 0."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4_000,
 }  # fmt: skip
@@ -120,9 +131,10 @@ def head(case: dict[str, Any]) -> dict[str, Any]:
     return {"case": case, "forward": forward, "backward": backward}
 
 
-def policy(*, adapters: bool, recompute: bool) -> tuple[Any, Any]:
+def policy(*, adapters: bool, recompute: bool, given: dict[str, Any] = LLAMA) -> tuple[Any, Any]:
     """The model, with adapters around it if asked for, and the model inside."""
-    config = transformers.LlamaConfig(**MODEL, attn_implementation="eager")
+    sizes = {name: value for name, value in given.items() if name != "model_type"}
+    config = transformers.AutoConfig.for_model(given["model_type"], **sizes, attn_implementation="eager")
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     base = model
     if recompute:
@@ -233,13 +245,13 @@ def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Cal
     return lambda outer, inputs: trainer.GRPOTrainer._compute_loss(own, outer, inputs), inputs
 
 
-def averaged_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
+def averaged_step(*, adapters: bool, recompute: bool, given: dict[str, Any] = LLAMA) -> dict[str, Any]:
     """The same of ``SFTTrainer.compute_loss`` with its defaults: every token but the first has a label."""
     utils, _ = as_on_cuda()
-    model, base = policy(adapters=adapters, recompute=recompute)
+    model, base = policy(adapters=adapters, recompute=recompute, given=given)
     utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     loss, inputs = averaged(model, SAMPLES, LENGTH)
-    how = {"adapters": adapters, "recompute": recompute}
+    how = {"adapters": adapters, "recompute": recompute, **({} if given is LLAMA else {"config": given})}
     return how | peaks([model], inputs, lambda: loss(model, inputs))
 
 
@@ -313,6 +325,8 @@ def main() -> None:
     GROUPED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [averaged_step(adapters=a, recompute=r) for a in both for r in both]
     AVERAGED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+    steps = [averaged_step(adapters=a, recompute=a, given=one) for one in MIXTURES for a in both]
+    MIXED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [scored_step(adapters=a, recompute=r, config=LLAMA, dtype="bfloat16") for a in both for r in both]
     steps += [scored_step(adapters=False, recompute=False, config=one, dtype="float32") for one in SCORERS]
     SCORED_STEPS.write_text(json.dumps(steps, indent=1) + "\n")

@@ -44,7 +44,7 @@ def check(plan: ResolvedPlan) -> None:
         problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
         raise PlanError("trainer.loop", loop, problem)
     if model.experts:
-        raise PlanError("trainer.loop", loop, "must be none or transformers with experts: their loss is not modelled")
+        _check_experts(plan)
     if plan.lora.dora:
         raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
     if plan.loss.kind != "plain":
@@ -59,6 +59,18 @@ def check(plan: ResolvedPlan) -> None:
         if (value := getattr(plan.trainer, field)) is not None:
             problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
             raise PlanError(f"trainer.{field}", value, problem)
+
+
+def _check_experts(plan: ResolvedPlan) -> None:
+    """With a loss of all tokens experts run as in any other loop, unless trl adds the routers' auxiliary loss, which it
+    does where the configuration has a coefficient (``SFTTrainer.__init__``, ``aux_loss_enabled``)."""
+    loop = plan.trainer.loop
+    if plan.trainer.kind.reduced != "tokens":
+        raise PlanError("trainer.loop", loop, "must be none, transformers or sft with experts: others are not modelled")
+    if plan.model.router_aux_loss:
+        problem = "must be none or transformers with experts, or run without the routers' auxiliary loss, which keeps "
+        problem += "scores of all layers and is not modelled (router_aux_loss_coef 0: --router-aux-loss 0)"
+        raise PlanError("trainer.loop", loop, problem)
 
 
 def without_dropout(spec: ModelSpec) -> ModelSpec:
