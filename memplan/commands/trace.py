@@ -109,12 +109,12 @@ def trace(
 
 def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bool) -> int:
     from ..plan.errors import PlanError
-    from ..plan.read import read_plan
     from ..plan.resolve import resolve
     from ..report.trace import learned_to_json, print_learned
     from ..trace.learned import learned
 
-    read = read_plan(plan, {"framework": "single", **flags} if plan is None else flags, traced=True)
+    given = {"framework": "single", **flags} if plan is None else flags
+    read = read_given(plan, flags_of_launch(plan, None), given, traced=True)
     try:
         resolved = resolve(read.plan)
         if resolved.compile:

@@ -3,12 +3,14 @@ layers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.compiled_models import PLANS, plan_of
+from memplan.cli import main
 from memplan.estimate import fold
 from memplan.frameworks.plain import compiled
 from memplan.layers.compiled_model import Begins, Ends, Graph, model
@@ -90,6 +92,21 @@ def test_what_was_not_learnt_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path:
         fold(planned(mbs="7"))
 
 
+def test_learnt_and_estimated_from_the_trainers_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path))
+    monkeypatch.setattr("memplan.frameworks.plain.compiled.learn", lambda plan, report: LEARNT)
+    given = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": B, "block_size": S}
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps({**given, "dtype": "bfloat16", "bf16": True, "torch_compile": True}), encoding="utf-8")
+    assert main(["estimate", str(file), "--gpu", "h100-80gb"]) == 2
+    assert "args.json:1: compile = true: was not learnt" in capsys.readouterr().err
+    assert main(["trace", "--learn", str(file), "--gpu", "h100-80gb"]) == 0
+    assert main(["estimate", str(file), "--gpu", "h100-80gb", "-q"]) == 0
+    assert "llama-3.2-1b" in capsys.readouterr().out
+
+
 def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
     """Each checked at three depths when it was made, of the releases that tests pin."""
     paths = {cache.built_in_path(plan.model.name, compiled.settings_of(plan)) for plan in map(plan_of, PLANS)}
@@ -104,7 +121,7 @@ def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
     ("flags", "says"),
     [
         ({"framework": "ddp", "gpus": "2"}, "DDPOptimizer cuts the graph"),
-        ({"framework": "fsdp", "gpus": "2"}, "it puts hooks into the graph"),
+        ({"framework": "fsdp", "gpus": "2"}, "its hooks cut the graph at every layer"),
         ({"attention": "flash_attention_2"}, r"must be flash \(sdpa\)"),
         ({"dtype": "fp32"}, "must be bf16"),
         ({"lora-rank": "8"}, "must be false with adapters"),
@@ -138,3 +155,56 @@ def test_more_layers_are_inductors(layers: int) -> None:
     from memplan.trace.framework import job_of_plan
 
     check(LEARNT, depth_of(job_of_plan(compiled.without_compiler(planned())), layers), layers)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_graph_is_the_one_that_accelerate_compiles() -> None:
+    """Of a tiny Llama on the CPU, as the Trainer calls it after ``prepare_model``: one graph, of the same operations;
+    and its backward is given zeros for the logits."""
+    import torch
+    from accelerate import Accelerator
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from memplan.trace.compiled_model import _Model
+    from memplan.trace.framework import job_of_plan
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 128, "num_key_value_heads": 2, **sizes}
+    job = job_of_plan(
+        plan_of({"model": "llama-3-8b", "trainer": "transformers", "autocast": "true", "torch-compile": "false"}),
+        config,
+    )
+    ours = _Model(job)
+    theirs = AutoModelForCausalLM.from_config(LlamaConfig(**config, use_cache=False), attn_implementation="sdpa")
+    ids = torch.randint(0, 128, (2, 16))
+    given = (ids, torch.ones_like(ids), torch.tensor(30))
+    batch = dict(zip(("input_ids", "attention_mask", "num_items_in_batch"), given, strict=True), labels=ids)
+    graphs: list[list[str]] = []
+    zeros: list[bool] = []
+
+    def backward(graph: Any, _: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            last = [one for one in arguments if isinstance(one, torch.Tensor) and one.shape == (2, 16, 128)][-1]
+            zeros.append(
+                last.dtype is torch.float32 and not last.any() and last.untyped_storage().nbytes() == 4 * 2 * 16 * 128
+            )
+            return graph(*arguments)
+
+        return make_boxed_func(run)
+
+    aot = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op not in ("placeholder", "output")])
+        return aot(graph, examples)
+
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(theirs.train())
+    torch.compile(prepared, backend=backend)(**batch).loss.backward()
+    torch._dynamo.reset()
+    torch.compile(ours, backend=backend)(*given)[0].backward()
+    first, second = graphs
+    assert first == second
+    assert zeros == [True, True]

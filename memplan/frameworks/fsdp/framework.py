@@ -45,6 +45,7 @@ class Fsdp(Framework):
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
+        compiled="its hooks cut the graph at every layer (torchtitan's compiled layers are fsdp.compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "vpp", "ep"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},

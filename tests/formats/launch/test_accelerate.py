@@ -165,7 +165,7 @@ def test_a_script_that_deepspeed_launches(tmp_path: Path) -> None:
         ({**FSDP, "num_processes": 0}, "num_processes = 0: must be a whole number from 1 on"),
         ({**FSDP, "megatron_lm_config": {"tp": 2}}, "megatron_lm_config: must be left out"),
         ({**FSDP, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "dynamo_backend = AOT_EAGER: must be inductor"),
-        ({**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "must be false with framework fsdp: it puts hooks"),
+        ({**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "must be false with framework fsdp: its hooks"),
         (
             {**FSDP, "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True},
             "dynamo_use_regional_compilation = true: must be false",
