@@ -67,7 +67,7 @@ def learned() -> Iterator[str]:
     )
     for more in ("", " --framework ddp --gpus 4"):
         yield f"--model gemma-3-1b --gpu h100 --seq 512 --gbs 32 --trainer transformers{more}"
-    yield "--model gpt-oss-20b --gpu h100 --seq 2048 --sft --router-aux-loss 0 --lora-rank 8 --lora-targets all-linear --recompute full"
+    yield "--model gpt-oss-20b --gpu h100 --seq 2048 --trainer sft --router-aux-loss 0 --lora-rank 8 --lora-targets all-linear --recompute full"
     yield "--model gemma-2b --gpu h100 --lora-rank 16"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation nf4"
     for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
