@@ -84,14 +84,14 @@ def _learned(model: LearnedModel) -> dict[str, Any]:
 
 def _sizes(model: LearnedModel) -> dict[str, int]:
     """Sizes by their names in a spec; none that the configuration does not name."""
-    from ..plan.traced_spec import LENGTHS
+    from ..plan.traced_spec import length_in
 
     config = model.configuration()
-    named = {**_CALLED, "positions_max": LENGTHS}
     found = {
         size: next((config[name] for name in names if type(config.get(name)) is int), None)
-        for size, names in named.items()
+        for size, names in _CALLED.items()
     }
+    found["positions_max"] = length_in(config, model.config)
     return {size: value for size, value in found.items() if value is not None}
 
 

@@ -189,6 +189,9 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     if plan.batch.seq is None and spec.positions_max == NO_LENGTH:
         problem = "is missing, and the model's configuration names no maximum sequence length"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
+    if plan.batch.seq not in (None, spec.patches) and spec.patches is not None:
+        problem = f"must be {spec.patches}: patches of an image that {spec.name} reads, and the token before them"
+        raise PlanError("batch.seq", plan.batch.seq, problem, origin=dict(node.origins()).get("batch.seq"))
     plan = plan.model_copy(update={"model": spec})
     told = (text_part(spec.name),) if spec.is_text_part else ()
     origins = {path: origin for path, origin in node.origins() if path.partition(".")[0] != "model"}

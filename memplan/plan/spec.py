@@ -225,6 +225,11 @@ class ModelSpec(Terse):
     source: str = Field("", description="source of the sizes", json_schema_extra={"flag": ""})
 
     @property
+    def patches(self) -> int | None:
+        """What stands for a sequence's tokens where images are read: of each its patches, and a token before them."""
+        return None
+
+    @property
     def qkv_features(self) -> int:
         """Output features of the fused query/key/value projection: ``(a + 2 a_kv) d``, and a d of a gate."""
         return (self.heads * (1 + self.attention_gate) + 2 * self.kv_heads) * self.head_dim

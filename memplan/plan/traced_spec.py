@@ -18,7 +18,7 @@ from .text import is_folder, is_there, read_text
 
 STAND_IN = "llama-2-7b"
 """Takes its place while the rest of a plan is read."""
-LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_source_positions")
+LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_target_positions", "max_source_positions")
 BEHIND_PADDING = frozenset(
     {"roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "data2vec-text", "mpnet", "xmod"}
 )
@@ -39,6 +39,10 @@ CHANGES_NOTHING = frozenset(
 """Keys of a configuration on whose values no tensor's size depends."""
 NO_LENGTH = 2**31
 """Longest sequence where the configuration names none, and the longest that it can name."""
+
+
+MOST_PIXELS = 1 << 14
+"""Along the side of an image."""
 
 
 class TracedSpec(ModelSpec):
@@ -74,6 +78,12 @@ class TracedSpec(ModelSpec):
     """Of the configuration."""
     is_text_part: bool = False
     """The configuration is of a model that reads images, too, and this is its part that reads text."""
+
+    @property
+    def patches(self) -> int | None:
+        """Those of an image and the class token before them (transformers, ``ViTEmbeddings``), where the model reads
+        images and no text."""
+        return patches_in(self.config)
 
     def __hash__(self) -> int:
         """Of what decides: a configuration is a mapping, which has none."""
@@ -197,11 +207,23 @@ def _that_counts(config: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]
 
 def _positions(config: dict[str, Any], path: Path) -> int:
     """The longest sequence."""
-    found = size_in(config, LENGTHS, NO_LENGTH, path) or NO_LENGTH
+    found = length_in(config, path) or NO_LENGTH
     padding = config.get("pad_token_id", 1)
     if config["model_type"] in BEHIND_PADDING and type(padding) is int and 0 <= padding < found - 1:
         return found - padding - 1
     return found
+
+
+def length_in(config: dict[str, Any], path: Path) -> int | None:
+    """The longest sequence that the configuration names, or the one of an image."""
+    return size_in(config, LENGTHS, NO_LENGTH, path) or patches_in(config)
+
+
+def patches_in(config: dict[str, Any]) -> int | None:
+    image, patch = config.get("image_size"), config.get("patch_size")
+    if type(image) is not int or type(patch) is not int or not 0 < patch <= image <= MOST_PIXELS:
+        return None
+    return (image // patch) ** 2 + 1
 
 
 def name_of_built_in(path: Path) -> str:

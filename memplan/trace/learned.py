@@ -263,6 +263,8 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 LONGEST = 4096
 """Tokens up to which an architecture is traced that names no longest sequence."""
+IMAGE_STEP = 128
+"""A multiple of every step between lengths."""
 NAMED = {
     "between steps": "static",
     "after the first forward": "after_forward",
@@ -299,8 +301,11 @@ def learned(plan: ResolvedPlan, report: Steps = lambda done, of: None) -> Learne
 
 
 def longest_of(plan: ResolvedPlan) -> int:
-    """The longest sequence to trace: that of the model, and that of the plan if it is longer."""
+    """The longest sequence to trace: that of the model, and that of the plan if it is longer. An image's patches are
+    in the middle of a range, though traces at any of its lengths are of the same images."""
     spec, asked = plan.model, plan.batch.seq or 1
+    if spec.patches is not None:
+        return -(-spec.patches // IMAGE_STEP) * IMAGE_STEP
     named = spec.positions_max if spec.positions_max != NO_LENGTH else max(LONGEST, asked)
     return max(named, asked)
 

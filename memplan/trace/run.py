@@ -245,7 +245,7 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
         problem = f"is needed: peft's targets are those of a family, which {path} is not (--lora-targets q_proj,v_proj)"
         raise PlanError("lora.targets", ABSENT, problem)
     if "seq" not in rest:
-        length = traced_spec.size_in(config, traced_spec.LENGTHS, traced_spec.NO_LENGTH, path)
+        length = traced_spec.length_in(config, path)
         if length is None:
             raise PlanError("batch.seq", ABSENT, "is needed: the configuration names no longest sequence")
         rest["seq"] = str(length)

@@ -73,6 +73,8 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
 def lacks(plan: ResolvedPlan, fit: Fit) -> str:
     """Why ``fully_shard`` around what was learnt is not known; nothing where it is."""
     piece = fit.piece_at(plan.batch.mbs, plan.batch.seq or 1) or fit.pieces[0]
+    if plan.lora.rank is None and any(not one.trained for kind in piece.kinds for one in kind.parameters):
+        return "it has parameters that are not trained, whose shards no optimizer has: not modelled"
     if plan.fsdp.version == "1":  # one dtype, in which nothing is cast
         return ""
     if plan.fsdp.parameters != plan.precision.dtype and any(

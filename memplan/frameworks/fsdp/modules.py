@@ -199,14 +199,15 @@ def _gradient(hold: Hold, ids: GradientIds, sharding: Sharding) -> Gradient:
 
 def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) -> list[Gradient]:
     """A unit's gradients in the order of its parameters; among equal sizes any, but the embedding's, which comes
-    first, before the head's: tensor parallelism leaves it in another placement. A unit's may all be made elsewhere."""
+    first, before the head's: tensor parallelism leaves it in another placement. A unit's may all be made elsewhere.
+    One may be a view of a larger tensor, as that of a token put before an image's patches, of one image."""
     left = list(gradients)
     result = []
     for parameter in (one for one in parameters if one.trained and left):
         equal = [gradient for gradient in left if gradient.elements == parameter.elements]
-        one = min(equal, key=lambda gradient: gradient.placed is None)
+        one = min(equal or left, key=lambda gradient: (gradient.placed is None, gradient.elements))
         left.remove(one)
-        result.append(one)
+        result.append(one if equal else replace(one, elements=parameter.elements))
     return result
 
 
