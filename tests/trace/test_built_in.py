@@ -51,7 +51,7 @@ IMAGES = {one.name for one in learned_models().values() if one.configuration()["
 highest in turn within the head, and equal over the whole."""
 TWO_LISTS = {one.name for one in learned_models().values() if one.configuration()["model_type"] == "t5"}
 """Encoders and decoders, whose layers an estimate under FSDP counts on."""
-BUFFERS_16 = {one.name for one in learned_models().values() if one.configuration()["model_type"] == "bart"}
+BUFFERS_16 = {one.name for one in learned_models().values() if one.configuration()["model_type"] in ("bart", "m2m_100")}
 """Models with buffers in bf16, which shards in fp32 would have in fp32."""
 SHARDED_BESIDE = {"roberta-base", "olmo-2-1b"}
 """Models that every run traces under FSDP: of the second it casts what layers are handed."""
