@@ -126,7 +126,7 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
 def _by_itself(found: Started, reader: Reader, asked: Asked) -> Launch:
     """One process for each GPU, with the Trainer's own loop; the model is whole in each."""
     building = reader.building
-    _framework(found, reader)
+    _framework(found, reader, asked)
     read_rows((*PRECISION, *OPTIMIZER), reader)
     building.put("trainer.loop", found.loop.name)
     read_rows(found.loop.rows, reader)
@@ -296,8 +296,8 @@ def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: b
         raise together(wrong)
 
 
-def _framework(found: Started, reader: Reader) -> None:
-    """Who runs the model."""
+def _framework(found: Started, reader: Reader, asked: Asked) -> None:
+    """Who runs the model; on one GPU nobody needs a launcher."""
     names, put = reader.context, reader.building.put
     if "framework" in names:
         return
@@ -310,7 +310,8 @@ def _framework(found: Started, reader: Reader) -> None:
     if found.gpus is not None or found.accelerate is not None:
         put("framework", "ddp" if found.gpus is not None and found.gpus.value != 1 else "single")
         return
-    several = bool({"gpus", "dp"} & names) and not {"gpus", "dp"} <= names
+    said = {"gpus", "dp"} & names
+    several = len(said) == 1 and all(asked.flags.get(name) != "1" for name in said)
     put("framework", "ddp" if several else "single")
     if several:
         reader.building.note(

@@ -54,6 +54,11 @@ def test_a_script_is_its_arguments(tmp_path: Path) -> None:
     assert plan_of(tmp_path, "train.py", TRAIN) == plan_of(tmp_path, "train.json", json.dumps(SAME))
 
 
+@pytest.mark.parametrize(("gpus", "framework"), [("1", "single"), ("2", "ddp")])
+def test_one_gpu_needs_no_launcher(gpus: str, framework: str, tmp_path: Path) -> None:
+    assert plan_of(tmp_path, "train.py", TRAIN, gpus=gpus).framework == framework
+
+
 def test_adapters_and_weights_in_four_bits(tmp_path: Path) -> None:
     same = {
         "model_name_or_path": "mistralai/Mistral-7B-v0.3", "use_peft": True, "lora_r": 64, "lora_dropout": 0.1,
