@@ -74,6 +74,7 @@ _FLAGS = {
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
     "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
     "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
+    "torch_compile": "torch-compile",
 }  # fmt: skip
 """Flags that say what a keyword does."""
 _OWN_CODE = {

@@ -186,6 +186,7 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
             "SFTConfig()\nAutoModelForCausalLM.from_pretrained('a/b', quantization_config=of(args))",
             "train.py:2: takes weights from of(args), which only the running script knows: say it with --quantisation",
         ),
+        ("SFTConfig(torch_compile=f())", "which only the running script knows: say it with --torch-compile"),
         ("SFTConfig(bf16=x)\nfor x in (True, False): pass", "bf16: is x, which only the running script knows"),
         ("x = True\nx = False\nSFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
         ("def f(x=True):\n    SFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
