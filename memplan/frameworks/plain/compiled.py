@@ -96,8 +96,8 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
         told = {"autocast": "autocast", "trainer": f"trainer {plan.trainer.loop}", "recompute": "recompute"}
         parts = [plan.precision.dtype, *(word for key, word in told.items() if settings[key])]
         problem = (
-            f"was not learnt of this model with mbs {plan.batch.mbs} and seq {plan.batch.seq} in {', '.join(parts)}: "
-            "`memplan trace --learn` "
+            f"was not learnt of {plan.model.layers} layers with mbs {plan.batch.mbs} and seq {plan.batch.seq} in "
+            f"{', '.join(parts)}: `memplan trace --learn` "
             "with the same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
         )
         raise PlanError("compile", True, problem)
