@@ -10,6 +10,7 @@ import pytest
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.communicators import communicators
+from memplan.frameworks.fsdp.titan import newest
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.autograd import Recorder, Tensor
@@ -220,6 +221,10 @@ MIXTURE |= {"seq": "4096", "mbs": "1", "layers": "2"}
         ({"tp": "4", "expert-ffn": "770"}, "model.expert_ffn = 770: must be a multiple of 4: tensor parallelism gives"),
         ({"tp": "2", "model": "gpt-oss-20b"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"ends-apart": "false"}, "fsdp.ends_apart = false: must be true"),
+        (
+            {"model": "llama-3-8b", "fsdp-code": "transformers", "fsdp-newest": "true"},
+            "fsdp.code = transformers: must be torchtitan for fsdp.per_operator",
+        ),
     ],
 )
 def test_what_is_refused(flags: dict[str, str], says: str) -> None:
@@ -230,6 +235,13 @@ def test_what_is_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)) as caught:
         programs_of(plan, Options())
     assert "\n" not in str(caught.value)
+
+
+def test_newest_layers_need_no_second_flag() -> None:
+    """The code that has them shards embedding and head as units of their own, as every torchtitan after 2024."""
+    plan = resolve(read_plan(None, {**MIXTURE, "model": "llama-3-8b", "fsdp-newest": "true"}).plan)
+    assert plan.fsdp.ends_apart
+    assert newest(plan)
 
 
 def test_ranks_with_the_same_experts_hold_fewer_of_them() -> None:

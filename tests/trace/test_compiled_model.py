@@ -128,6 +128,7 @@ def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
         ({"model": "gpt2-xl", "seq": "1024", "dtype": "bf16"}, "dropout"),
         ({"model": "qwen3-30b-a3b"}, "experts"),
         ({"trainer": "transformers", "eval-batches": "2"}, "evaluation's batches"),
+        ({"autocast": "true"}, "was not learnt of 16 layers with mbs 2 and seq 4096 in bf16, autocast: `"),
     ],
 )
 def test_what_else_is_refused_in_one_line(flags: dict[str, str], says: str) -> None:

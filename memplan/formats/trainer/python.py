@@ -74,6 +74,7 @@ _FLAGS = {
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
     "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
     "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
+    "torch_compile": "torch-compile",
 }  # fmt: skip
 """Flags that say what a keyword does."""
 _OWN_CODE = {
@@ -85,6 +86,8 @@ _OTHER_WEIGHTS = re.compile(
     r"|CompressedTensors|Mxfp4|Metal|FourOverSix|Sinq)Config"
 )
 """Of ``transformers.utils.quantization_config`` but bitsandbytes': how the base's weights are stored."""
+_WEIGHTS = re.compile(f"BitsAndBytesConfig|{_OTHER_WEIGHTS.pattern}")
+_ADAPTERS = re.compile("LoraConfig")
 INSTEAD = (
     "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
 )
@@ -160,11 +163,12 @@ class _Reading:
         trainers = self.of(*_TRAINERS)
         for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
             self.take(call, _BESIDE)
+            self.check_made(self.keyword(call, "peft_config"), "adapters", "lora_r", _ADAPTERS)
             self.optimizer_of(call)
         self.take(config, None)
         for call in self.of(K_BIT):
             self.found[K_BIT] = Node(True, Origin(self.source, call.lineno))
-            kept = _keyword(call, "use_gradient_checkpointing")
+            kept = self.keyword(call, "use_gradient_checkpointing")
             if kept is None or self.value(kept) is not False:
                 self.found["gradient_checkpointing"] = Node(True, Origin(self.source, call.lineno))
         if self.methods("gradient_checkpointing_enable") and "gradient_checkpointing" not in self.found:
@@ -197,12 +201,13 @@ class _Reading:
             problem = f"trains a {_owner(other)}: heads and losses of language models alone are modelled"
             raise self.refused(problem, other)
         for call in models[:1]:
-            named = call.args[0] if call.args else _keyword(call, "pretrained_model_name_or_path")
+            named = call.args[0] if call.args else self.keyword(call, "pretrained_model_name_or_path")
             if named is not None:
                 self.put("model_name_or_path", named)
             self.take(call, _LOADED)
+            self.check_made(self.keyword(call, "quantization_config"), "weights", "load_in_4bit", _WEIGHTS)
         for call in self.of(*_TRAINERS) if not models else ():
-            given = _keyword(call, "model")
+            given = self.keyword(call, "model")
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
 
@@ -220,15 +225,27 @@ class _Reading:
             if name in of_peft and "lora-rank" not in self.asked:
                 raise self.refused(f"makes a {name}: of peft's methods LoRA alone is modelled", call)
             if _OTHER_WEIGHTS.fullmatch(name) and "quantisation" not in self.asked:
-                dequantised = _keyword(call, "dequantize")
+                dequantised = self.keyword(call, "dequantize")
                 if dequantised is None or self.value(dequantised) is not True:
                     problem = f"loads weights as {name} has them: nf4, fp4, int8, gptq and awq are modelled "
                     raise self.refused(f"{problem}(--quantisation gptq)", call)
             if name == "LoraConfig" and "lora-rank" not in self.asked:
                 for key in _NOT_OF_LORA:
-                    given = _keyword(call, key)
+                    given = self.keyword(call, key)
                     if given is not None and self.value(given) not in (None, False, [], {}):
                         raise self.refused(f"makes a LoraConfig with {key}, which is not modelled", call)
+
+        for call in (*self.of("get_peft_model"), *self.methods("from_pretrained")):
+            if _name(call) == "get_peft_model" or _owner(call).startswith(("Peft", "AutoPeft")):
+                self.check_made(call.args[-1] if call.args else call, "adapters", "lora_r", _ADAPTERS)
+
+    def check_made(self, given: ast.expr | None, what: str, key: str, made: re.Pattern[str]) -> None:
+        """Asks for weights or adapters that no configuration of the script's own says."""
+        here = given is None or self.value(given) is None or any(made.fullmatch(_name(call)) for call in self.calls)
+        if given is not None and not here and _FLAGS[key] not in self.asked:
+            problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
+            problem += f"say it with --{_FLAGS[key]}"
+            self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
 
     def frozen(self) -> None:
         """Parameters that the script freezes itself, unless adapters leave all of them frozen, or a flag says which."""
@@ -255,7 +272,7 @@ class _Reading:
 
     def optimizer_of(self, call: ast.Call) -> None:
         """An optimizer that the script makes itself is none that the arguments name."""
-        given = _keyword(call, "optimizers")
+        given = self.keyword(call, "optimizers")
         if given is not None and "optimizer" not in self.asked:
             problem = "is an optimizer that the script makes itself: say which (--optimizer adamw)"
             self.wrong.append(PlanError("optimizers", ABSENT, problem, origin=Origin(self.source, given.lineno)))
@@ -271,7 +288,7 @@ class _Reading:
                 self.take_mapping(keyword.value, _LOADED)
 
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
-        pairs = _pairs(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
+        pairs = self.pairs(given)
         if pairs is None:
             problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
             self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
@@ -293,6 +310,18 @@ class _Reading:
     def value(self, given: ast.expr) -> object:
         """What ``given`` is without running anything: a literal, or a name for one."""
         return _literal(given, self.names)
+
+    def pairs(self, given: ast.expr) -> list[tuple[str, ast.expr]] | None:
+        return _pairs(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
+
+    def keyword(self, call: ast.Call, name: str) -> ast.expr | None:
+        """What ``call`` is given as ``name``, by itself or in a mapping that the script makes."""
+        for one in call.keywords:
+            pairs = (self.pairs(one.value) or []) if one.arg is None else [(one.arg, one.value)]
+            for key, value in pairs:
+                if key == name:
+                    return value
+        return None
 
     def of(self, *names: str) -> list[ast.Call]:
         """Calls of what is named so, in whatever module."""
@@ -417,10 +446,6 @@ def _owner(call: ast.Call) -> str:
     """``AutoModelForCausalLM`` of ``AutoModelForCausalLM.from_pretrained``."""
     value = call.func.value if isinstance(call.func, ast.Attribute) else None
     return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
-
-
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((one.value for one in call.keywords if one.arg == name), None)
 
 
 def _node(value: object, source: str, line: int) -> Node:

@@ -113,7 +113,7 @@ class Fsdp(Framework):
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
         titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
-        if titan is not None and titan.ends_apart and "ends_apart" not in given:
+        if titan is not None and (titan.ends_apart or plan.fsdp.newest) and "ends_apart" not in given:
             changed["ends_apart"] = True
         return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 

@@ -86,9 +86,9 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         problem = "must be false: compiled code is modelled of torchtitan's Llama alone (--framework torchtitan); of "
         problem += "others the code is estimated as it stands without torch.compile"
         raise PlanError(f"fsdp.{compiled}", True, problem)
-    own = given.per_operator or given.recompute_every != 1 or given.ends_apart
+    own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.newest
     if given.code != "torchtitan" and own:
-        problem = "must be torchtitan for fsdp.per_operator, recompute_every and ends_apart"
+        problem = "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart and newest"
         raise PlanError("fsdp.code", given.code, problem)
 
 

@@ -90,10 +90,14 @@ def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
 
 def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     """``PlanError`` with the command that learns it, where nobody has."""
-    found: CompiledModel | None = cache.load(settings_of(plan), CompiledModel)
+    settings = settings_of(plan)
+    found: CompiledModel | None = cache.load(settings, CompiledModel)
     if found is None:
+        told = {"autocast": "autocast", "trainer": f"trainer {plan.trainer.loop}", "recompute": "recompute"}
+        parts = [plan.precision.dtype, *(word for key, word in told.items() if settings[key])]
         problem = (
-            f"was not learnt of this model with mbs {plan.batch.mbs} and seq {plan.batch.seq}: `memplan trace --learn` "
+            f"was not learnt of {plan.model.layers} layers with mbs {plan.batch.mbs} and seq {plan.batch.seq} in "
+            f"{', '.join(parts)}: `memplan trace --learn` "
             "with the same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
         )
         raise PlanError("compile", True, problem)

@@ -177,6 +177,21 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
         ),
         ("SFTConfig()\nMxfp4Config()", "train.py:2: loads weights as Mxfp4Config has them"),
         ("SFTConfig()\nLoraConfig(r=8, rank_pattern={'q': 4})", "train.py:2: makes a LoraConfig with rank_pattern"),
+        (
+            "SFTConfig()\nkw = dict(layers_to_transform=[1])\nLoraConfig(**kw)",
+            "train.py:3: makes a LoraConfig with layers_to_transform",
+        ),
+        (
+            "SFTConfig()\nSFTTrainer(peft_config=of(args))",
+            "train.py:2: takes adapters from of(args), which only the running script knows: say it with --lora-rank",
+        ),
+        ("SFTConfig()\nget_peft_model(m, of(args))", "train.py:2: takes adapters from of(args)"),
+        ("SFTConfig()\nPeftModel.from_pretrained(m, 'a/b')", "train.py:2: takes adapters from 'a/b'"),
+        (
+            "SFTConfig()\nAutoModelForCausalLM.from_pretrained('a/b', quantization_config=of(args))",
+            "train.py:2: takes weights from of(args), which only the running script knows: say it with --quantisation",
+        ),
+        ("SFTConfig(torch_compile=f())", "which only the running script knows: say it with --torch-compile"),
         ("SFTConfig(bf16=x)\nfor x in (True, False): pass", "bf16: is x, which only the running script knows"),
         ("x = True\nx = False\nSFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
         ("def f(x=True):\n    SFTConfig(bf16=x)", "bf16: is x, which only the running script knows"),
