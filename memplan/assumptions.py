@@ -33,7 +33,7 @@ EVALUATION = "evaluation runs the same batch without a graph, one micro-batch at
 
 PLAIN = (
     "layers as in transformers 5.x, dropout active, no KV cache",
-    "no torch.compile (not modelled)",
+    "no torch.compile",
     "the model's output and logits are freed before backward begins, as in transformers' Trainer",
     "zero_grad(set_to_none=True) after every step; PyTorch's optimizer states have the parameters' dtype",
 )

@@ -246,8 +246,15 @@ def _quantisation(plan: Plan) -> Quantisation:
 
 
 def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
-    """The attention that the plan names. A package's kernel is the framework's own where that has one."""
-    return "flash" if plan.attention in PACKAGES and not own.runs_transformers(plan) else plan.attention
+    """The attention that the plan names. A package's kernel is the framework's own where that has one, of the second
+    release as long as nothing else of the plan says another."""
+    if plan.attention not in PACKAGES or own.runs_transformers(plan):
+        return plan.attention
+    if plan.attention != next(iter(PACKAGES)):
+        problem = f"is transformers' name of a kernel, which {own.name} does not take: choose flash"
+        with_release = "; under Megatron-Core --flash-attention-release 3 or 4 says which release is installed"
+        raise PlanError("attention", plan.attention, problem + with_release)
+    return "flash"
 
 
 def _attention(plan: Plan) -> AttentionImplementation:

@@ -10,6 +10,7 @@ import pytest
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.communicators import communicators
+from memplan.frameworks.fsdp.notices import warnings
 from memplan.frameworks.fsdp.titan import newest
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
@@ -281,3 +282,10 @@ def test_cudnns_front_end_adds_up_the_gradient_of_queries() -> None:
     tapes = build("attention", attended, interface, options).first
     inside = [one.bytes for one in tapes.backward if isinstance(one, Hold) and one.category is Category.WORKSPACES]
     assert inside == [2 * 4 * 64 * 193 * 4]
+
+
+def test_layers_that_are_older_than_asked_are_told() -> None:
+    words = {**MIXTURE, "model": "llama-3-8b", "fsdp-newest": "true", "gpu": "h100-80gb", "seq": "2048"}
+    for more, told in (({}, False), ({"tp": "2", "gpus": "8"}, True)):
+        plan = resolve(read_plan(None, {**words, **more}).plan)
+        assert ("newest-not-known" in {one.code for one in warnings(plan, ())}) is told

@@ -154,3 +154,13 @@ def test_sdpa_prefers_cudnn(flags: dict[str, str], cudnn: bool) -> None:
     """``check_prefer_cudnn_attention`` and ``can_use_cudnn_attention`` of ``sdp_utils.cpp``."""
     read = read_plan(None, {"model": "llama-3-8b", "seq": "512", "dtype": "bf16"} | flags)
     assert prefers_cudnn(resolve(read.plan)) is cudnn
+
+
+@pytest.mark.parametrize("framework", ["megatron", "fsdp"])
+def test_a_kernel_by_transformers_name_is_not_taken_elsewhere(framework: str) -> None:
+    """That of the second release is what other code runs, too, as long as nothing says another."""
+    flags = {"model": "llama-3-8b", "framework": framework, "gpus": "8", "tp": "8", "fsdp-code": "torchtitan"}
+    flags = {name: value for name, value in flags.items() if framework == "fsdp" or name != "fsdp-code"}
+    assert resolve(read_plan(None, {**flags, "attention": "flash_attention_2"}).plan).attention == "flash"
+    with pytest.raises(PlanError, match=r"is transformers' name of a kernel.* --flash-attention-release 3 or 4"):
+        resolve(read_plan(None, {**flags, "attention": "flash_attention_4"}).plan)

@@ -399,7 +399,9 @@ def _recompute(reader: Reader) -> None:
 
 
 def _compiled(reader: Reader) -> None:
-    """By the arguments, or by what Accelerate's launcher says."""
+    """By the arguments, or by what Accelerate's launcher says; a flag stands before both."""
+    if "torch-compile" in reader.context:
+        return
     on = of_trainer(reader.settings.given)
     if on is not None:
         reader.building.put("compile", on, "torch_compile")

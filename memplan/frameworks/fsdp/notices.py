@@ -14,7 +14,7 @@ from ...tape.events import Category
 from ...tape.program import Program
 from ..plain.preferences import has_model
 from .flat import on_meta
-from .titan import titan_of_plan
+from .titan import newest, titan_of_plan
 
 GIB = 2**30
 
@@ -183,7 +183,7 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
         if plan.fsdp.per_operator:
             yield NOT_GATHERED_AHEAD
     yield (
-        TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile (not modelled)"
+        TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile"
     )
     if plan.fsdp.compile:
         yield from COMPILED
@@ -226,6 +226,12 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "whole-4bit",
             "4-bit weights in uint8 are not sharded: every rank holds all of them; --quant-storage "
             f"{plan.precision.dtype} (bnb_4bit_quant_storage) shards them",
+        )
+    if plan.fsdp.newest and not newest(plan):
+        yield Notice(
+            "newest-not-known",
+            "layers are those of torchtitan before August 2026 all the same: of the newest, Llama and Qwen 3 are known, "
+            "in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
         )
     if plan.trainer.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)

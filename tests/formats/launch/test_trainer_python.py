@@ -117,6 +117,13 @@ def test_compiled_code_is_not_passed_over(line: str, tmp_path: Path) -> None:
     plan_of(tmp_path, "train.py", changed.replace(line, "pattern = re.compile('a')"))
 
 
+def test_a_flag_stands_before_what_compiles(tmp_path: Path) -> None:
+    mode = TRAIN.replace("bf16=True", 'bf16=True, torch_compile_mode="max-autotune"')
+    with pytest.raises(PlanError, match="must be default"):
+        plan_of(tmp_path, "train.py", mode)
+    assert not plan_of(tmp_path, "train.py", mode, **{"torch-compile": "false"}).compile
+
+
 @pytest.mark.parametrize(
     ("runner", "compiles"),
     [
