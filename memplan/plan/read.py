@@ -18,7 +18,7 @@ from .implied import has_recipe, with_implied, with_packed_weights
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .normalise import field_value, normalised
-from .notes import Note, notes_of, says_choice, text_part
+from .notes import Note, head_assumed, notes_of, says_choice, text_part
 from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
@@ -191,6 +191,8 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     plan = plan.model_copy(update={"model": spec})
     told = (text_part(spec.name),) if spec.is_text_part else ()
+    if spec.small_head:
+        told = (*told, head_assumed(spec.source, spec.small_head))
     origins = {path: origin for path, origin in node.origins() if path.partition(".")[0] != "model"}
     origins |= {path: origin for path, origin in written.origins() if path.partition(".")[0] == "model"}
     base = written.mapping["model"].mapping.get("base")
