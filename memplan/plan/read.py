@@ -282,10 +282,18 @@ def _over(below: Node, above: Node) -> Node:
         old = items.get(name)
         replaced = old is None or not isinstance(node.value, dict) or (name == "model" and "base" in node.mapping)
         if old is None or replaced or name == "device_map":
-            items[name] = node
+            items[name] = _still_classifies(node, old) if name == "model" else node
         else:
             items[name] = Node({**old.mapping, **node.mapping}, node.origin)
     return Node(items, above.origin)
+
+
+def _still_classifies(model: Node, old: Node | None) -> Node:
+    """``model`` in the place of ``old``, with as many labels: they are no size of either."""
+    labels = old.mapping.get("labels") if old is not None and isinstance(old.value, dict) else None
+    if labels is None or not isinstance(model.value, dict) or "labels" in model.mapping:
+        return model
+    return model.with_items({"labels": labels})
 
 
 def _with_flags(plan: Node, flags: Flags, prefix: str, wrong: list[PlanError]) -> Node:

@@ -136,6 +136,9 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     for field, value in items.items():
         if field != "layers" or name is None:
             problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
+            if field == "labels":
+                problem = "must be left out: the architecture is known from traces, of a language model alone, whose "
+                problem += "head and loss take more than a classifier's"
             raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
         if type(value.value) is not int or not 1 <= value.value <= MOST_LAYERS:
             problem = f"must be a whole number from 1 to {MOST_LAYERS:,}"

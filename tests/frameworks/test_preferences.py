@@ -129,8 +129,46 @@ def test_a_head_of_one_score() -> None:
     (program,) = programs_of(resolved, Options())
     assert sum(one.elements for one in program.parameter_tensors()) == parameters(resolved.model)
     assert resolve(resolved) == resolved
-    with pytest.raises(PlanError, match=r"needs trainer\.loop reward"):
+    with pytest.raises(PlanError, match=r"needs trainer\.loop none, transformers or reward"):
         resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"framework": "ddp", "gpus": 2, "trainer": "transformers"},
+        {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "trainer": "transformers"},
+        {"framework": "fsdp", "gpus": 2, "trainer": "none"},
+        {"framework": "deepspeed", "gpus": 2, "zero": 2, "trainer": "none"},
+        {"framework": "deepspeed", "gpus": 2, "zero": 3, "trainer": "none"},
+    ],
+    ids=lambda flags: "-".join(str(value) for value in flags.values()),
+)
+def test_a_classifier_needs_what_a_reward_model_does(flags: dict[str, object]) -> None:
+    """Both have two sequences at once: the loss of labels differs from that of a pair by tensors of a few numbers."""
+    flags = {"model": "qwen2.5-0.5b", "recompute": "full", "dtype": "bf16", **flags}
+    needs = []
+    for own in ({"labels": 1, "mbs": 2}, {"trainer": "reward", "mbs": 1}):
+        (program,) = programs_of(plan(**{**flags, **own}), Options())
+        needs.append(peaks(program))
+    assert needs[0] == pytest.approx(needs[1], abs=64 * 512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"model": "mixtral-8x7b"}, "must be left out with experts"),
+        ({"lora_rank": 8, "use_dora": "true"}, "must be left out with DoRA"),
+        ({"loss": "liger"}, "must be left out with loss.kind liger"),
+        ({"trainer": "sft"}, "needs trainer.loop none, transformers or reward"),
+        ({"framework": "megatron", "trainer": "none"}, "must be left out with framework megatron"),
+        ({"model": "granite-3.1-2b"}, "no class for sequence classification of family granite"),
+        ({"torch_compile": "true"}, "must be left out with torch.compile"),
+    ],
+)
+def test_what_is_refused_of_a_classifier(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        programs_of(plan(**{"trainer": "transformers", "framework": "single", "labels": 2, **flags}), Options())
 
 
 @pytest.mark.parametrize(

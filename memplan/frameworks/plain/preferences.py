@@ -37,9 +37,11 @@ which take the same one after the other."""
 
 def check(plan: ResolvedPlan) -> None:
     """Refuses what is not modelled with a loss of log-probabilities or of scores."""
-    if not plan.trainer.kind.own_loss:
+    if not plan.loop.own_loss:
         return
     model, loop = plan.model, plan.trainer.loop
+    if plan.loop.loss_of == "labels":
+        _check_labels(plan)
     if not model.labels and (not model.causal or model.mlm_head or model.head_bias):
         problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
         raise PlanError("trainer.loop", loop, problem)
@@ -61,16 +63,31 @@ def check(plan: ResolvedPlan) -> None:
             raise PlanError(f"trainer.{field}", value, problem)
 
 
+def _check_labels(plan: ResolvedPlan) -> None:
+    """Refuses what is not modelled with a classifier, in the words of its field."""
+    wrong = {
+        "with experts: their loss is not modelled": plan.model.experts,
+        "with DoRA: both together are not modelled": plan.lora.dora,
+        f"with loss.kind {plan.loss.kind}, which is of words": plan.loss.kind != "plain",
+        "with loss.logits_to_keep: the head sees all tokens": plan.loss.logits_to_keep is not None,
+    }
+    for why, found in wrong.items():
+        if found:
+            raise PlanError("model.labels", plan.model.labels, f"must be left out {why}")
+
+
 def without_dropout(spec: ModelSpec) -> ModelSpec:
     """``disable_dropout_in_model``, which turns off modules."""
     kept = family(spec.family).dropout_functions
     return spec.model_copy(update={name: 0.0 for name in DROPOUTS if name not in kept})
 
 
-def batch(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
+def batch(plan: ResolvedPlan, shape: tuple[int, ...]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
-    size = hold_bytes(shape, "int64")
-    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in plan.trainer.kind.masks]
+    made = [(name, shape) for name in plan.loop.masks]
+    if plan.loop.loss_of == "labels":
+        made.append(("labels", shape[:1]))
+    return [Hold(0, hold_bytes(one, "int64"), Category.INPUTS, name, one, "int64") for name, one in made]
 
 
 def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
