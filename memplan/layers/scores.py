@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..families import family
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor
@@ -24,6 +25,9 @@ from .huggingface import LayerShape
 def head(r: Recorder, hidden: Tensor, shape: LayerShape, *, of_pairs: bool) -> tuple[Tensor, Tensor]:
     """Loss, and the scores (b, n) that the model returns."""
     spec, b, s = shape.spec, shape.b, shape.s
+    if (own := family(spec.family).scores) is not None:
+        scores = own(r, hidden, shape)
+        return loss_of_labels(r, scores), scores
     weight = r.parameter("head.weight", (spec.labels, spec.hidden), shape.dtype)
     logits = ops.linear(r, hidden, weight, None, name="scores_of_tokens", category=Category.LOGITS)
     last, mask, indices = last_tokens(r, b, s)

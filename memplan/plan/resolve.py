@@ -137,7 +137,9 @@ def _model(plan: Plan) -> ModelSpec:
     if loop.loss_of == "labels" and not ("reward" in own.supports.loops and own.runs_transformers(plan)):
         problem = f"must be left out with framework {plan.framework}, whose models of sequences are not modelled"
         raise PlanError("model.labels", spec.labels, problem)
-    if isinstance(spec, TracedSpec) or not spec.causal or not family(spec.family).classifies:
+    known = family(spec.family)
+    pairs_of_own = loop.loss_of == "scores" and known.scores is not None
+    if isinstance(spec, TracedSpec) or not (spec.causal or known.scores) or not known.classifies or pairs_of_own:
         problem = f"must be another one: no class for sequence classification of family {spec.family} is modelled"
         field, value = ("model.labels", spec.labels) if spec.labels else ("trainer.loop", loop.name)
         raise PlanError(field, value, problem)

@@ -133,6 +133,13 @@ def test_a_head_of_one_score() -> None:
         resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
 
 
+def test_parameters_of_berts_classifier() -> None:
+    """``BertForSequenceClassification`` of bert-large-uncased with two labels has 335,143,938."""
+    resolved = plan(model="bert-large", trainer="transformers", labels=2, framework="single")
+    (program,) = programs_of(resolved, Options())
+    assert parameters(resolved.model) == 335_143_938 == program.parameters()
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -163,6 +170,9 @@ def test_a_classifier_needs_what_a_reward_model_does(flags: dict[str, object]) -
         ({"trainer": "sft"}, "needs trainer.loop none, transformers or reward"),
         ({"framework": "megatron", "trainer": "none"}, "must be left out with framework megatron"),
         ({"model": "granite-3.1-2b"}, "no class for sequence classification of family granite"),
+        ({"model": "bert-large", "lora_rank": 8}, "must be left out with adapters"),
+        ({"model": "bert-large", "framework": "deepspeed", "gpus": 2, "zero": 3, "trainer": "none"}, "under ZeRO-3"),
+        ({"model": "bert-large", "trainer": "reward", "labels": 0}, "no class for sequence classification"),
         ({"torch_compile": "true"}, "must be left out with torch.compile"),
     ],
 )

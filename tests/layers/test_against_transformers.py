@@ -185,7 +185,7 @@ def cases(in_every_shape: Sequence[str]) -> list[Case]:
 CLASSIFIERS = [
     Case(model, *shape, *setting, labels)
     for model in IN_EVERY_SHAPE
-    if model != "bert" and family_of(MODELS[model][0]).classifies and family_of(MODELS[model][0]).mixture is None
+    if family_of(MODELS[model][0]).classifies and family_of(MODELS[model][0]).mixture is None
     for shape, setting, labels in (
         (SHAPES[0], ("bf16", "eager", "none"), 2),
         (SHAPES[1], ("fp32", "eager", "none"), 1),
@@ -226,7 +226,7 @@ class Compared:
     program: Program
     step: Step
     ids: int
-    """Bytes of the labels, or of a classifier's attention mask, which the trace does not hold."""
+    """Bytes of the labels, or of a classifier's attention mask and token types, which the trace does not hold."""
 
     def events(self, backward: bool) -> list[Event]:
         spans = reversed(self.program.spans) if backward else self.program.spans
@@ -287,7 +287,8 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         accumulates=accumulates,
         labels=case.labels,
     )
-    return Compared(program, step, rounded(8 * case.b * case.s))
+    beside = 2 if case.labels and plan.model.token_types else 1
+    return Compared(program, step, beside * rounded(8 * case.b * case.s))
 
 
 # -- differences that have a name -------------------------------------------------------------------

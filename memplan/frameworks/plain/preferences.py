@@ -65,8 +65,10 @@ def check(plan: ResolvedPlan) -> None:
 
 def _check_labels(plan: ResolvedPlan) -> None:
     """Refuses what is not modelled with a classifier, in the words of its field."""
+    own = family(plan.model.family).scores is not None
     wrong = {
         "with experts: their loss is not modelled": plan.model.experts,
+        "with adapters: this family's classifier with them is not modelled": own and plan.lora.rank is not None,
         "with DoRA: both together are not modelled": plan.lora.dora,
         f"with loss.kind {plan.loss.kind}, which is of words": plan.loss.kind != "plain",
         "with loss.logits_to_keep: the head sees all tokens": plan.loss.logits_to_keep is not None,
@@ -86,7 +88,7 @@ def batch(plan: ResolvedPlan, shape: tuple[int, ...]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
     made = [(name, shape) for name in plan.loop.masks]
     if plan.loop.loss_of == "labels":
-        made.append(("labels", shape[:1]))
+        made += [("labels", shape[:1]), *[("token_type_ids", shape)] * bool(plan.model.token_types)]
     return [Hold(0, hold_bytes(one, "int64"), Category.INPUTS, name, one, "int64") for name, one in made]
 
 
