@@ -55,7 +55,9 @@ def bert_feed_forward(r: Recorder, attended: Tensor, spec: ModelSpec) -> Tensor:
 
 def bert_scores(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
     """``BertPooler`` and the classifier of ``BertForSequenceClassification``: of each sequence's first token a dense
-    layer, tanh and dropout, then one linear layer, (b, n). The gradient of the first tokens is laid into zeros."""
+    layer, tanh and dropout, then one linear layer, (b, n). The gradient of the first tokens is laid into zeros.
+    The pooler runs before ``BertModel.forward`` returns: the embedding's output, which is dropped then where no node
+    saved it (under autocast), waits that long, and here ends before."""
     whole, dtype, spec = hidden.shape, hidden.dtype, shape.spec
     first = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_of_tokens")])
     x = linear(r, Tensor(hidden.storage, (whole[0], whole[2]), dtype, first), "pooler", spec.hidden, True)

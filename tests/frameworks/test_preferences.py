@@ -19,7 +19,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Trainer
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.events import Category, Drop, Hold, rounded
 from memplan.tape.program import Program
 
 from ..oracle.trl_step import COMPLETION, LENGTH, MODEL, PAIRS, RANK, SAMPLES
@@ -131,6 +131,16 @@ def test_a_head_of_one_score() -> None:
     assert resolve(resolved) == resolved
     with pytest.raises(PlanError, match=r"needs trainer\.loop none, transformers or reward"):
         resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
+
+
+def test_evaluation_of_a_classifier_keeps_scores() -> None:
+    """Of 4,000 batches of 2 sequences 3 scores and a label each: a few hundred KiB, where words would take GiBs."""
+    kept = [
+        programs_of(plan(trainer="transformers", labels=3, framework="single", **own), Options())[0].evaluated
+        for own in ({}, {"eval_batches": 4000})
+    ]
+    of = [rounded(rows * 3 * 2) + rounded(rows * 8) for rows in (7998, 2, 8000)]
+    assert kept == [(0, 0), (of[0] + of[1], sum(of))]
 
 
 def test_parameters_of_berts_classifier() -> None:

@@ -57,7 +57,8 @@ def check(plan: ResolvedPlan) -> None:
     if plan.loss.logits_to_keep is not None:
         problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
         raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
-    for field in ("evaluation_batches", *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
+    beside = () if plan.loop.loss_of == "labels" else ("evaluation_batches",)
+    for field in (*beside, *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
         if (value := getattr(plan.trainer, field)) is not None:
             problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
             raise PlanError(f"trainer.{field}", value, problem)
@@ -71,6 +72,7 @@ def _check_labels(plan: ResolvedPlan) -> None:
         "with adapters: this family's classifier with them is not modelled": own and plan.lora.rank is not None,
         "with DoRA: both together are not modelled": plan.lora.dora,
         f"with loss.kind {plan.loss.kind}, which is of words": plan.loss.kind != "plain",
+        f"with code {plan.code}": plan.code != "current",
         "with loss.logits_to_keep: the head sees all tokens": plan.loss.logits_to_keep is not None,
     }
     for why, found in wrong.items():
