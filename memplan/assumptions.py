@@ -81,8 +81,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result += own.assumptions(plan) or plain(plan)
     result += (*of_tuning(plan), *of_kernels(plan))
     result += _of_autocast(plan)
-    result += (*TRAINER, _loaded(plan)) if plan.trainer.loop != "none" else ()
-    result += _OF_LOOP.get(plan.trainer.loop, _nothing)(plan)
+    mask = "and an" if plan.loop.loss_of == "labels" else "but no"
+    result += (TRAINER.format(mask=mask), _loaded(plan)) if plan.trainer.loop != "none" else ()
+    result += _OF_LOOP.get(plan.trainer.loop, _nothing)(plan) + _of_labels(plan)
     result += own.optimizer_assumptions(plan)
     if plan.loss.kind in FUSED_LOSSES:
         result.append(FUSED_LOSSES[plan.loss.kind].format(plan.loss.liger))
@@ -213,6 +214,18 @@ def _of_scores(plan: ResolvedPlan) -> tuple[str, ...]:
     )
 
 
+def _of_labels(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of a classifier."""
+    if plan.loop.loss_of != "labels":
+        return ()
+    loss = "cross entropy" if plan.model.labels > 1 else "squared error of labels in the scores' dtype"
+    return (
+        f"the model is transformers' for sequence classification: its head gives {plan.model.labels} numbers of each "
+        f"sequence, and its loss is the {loss}; one label of each sequence is on the device, beside an attention mask, "
+        f"and all sequences have {plan.batch.seq} tokens without padding",
+    )
+
+
 def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
     return ()
 
@@ -228,8 +241,8 @@ _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
 
 TRAINER = (
     "Trainer of transformers 5.23: the model returns its loss; the device holds token ids and labels of "
-    "all micro-batches of a step, but no attention mask; evaluation computes no metrics unless "
-    "--eval-batches is given",
+    "all micro-batches of a step, {mask} attention mask; evaluation computes no metrics unless "
+    "--eval-batches is given"
 )
 
 

@@ -54,7 +54,7 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
 def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """The upcast of the logits, where one tensor takes a gibibyte or more."""
     b, s = plan.batch.mbs, plan.batch.seq
-    if plan.loss.kind in ("adaptive-softmax", *FUSED) or plan.trainer.kind.own_loss:
+    if plan.loss.kind in ("adaptive-softmax", *FUSED) or plan.loop.own_loss:
         return
     if plan.compile or plan.fsdp.compile_loss:
         return

@@ -198,6 +198,8 @@ class Family:
     """Whose kernels its layers can have."""
     classifies: bool = True
     """transformers has a class of it for sequence classification: one linear layer, and the last token's scores."""
+    scores: Callable[[Recorder, Tensor, LayerShape], Tensor] | None = None
+    """Another head of that class, which has weights of its own beside the scores'."""
     dropout_functions: tuple[str, ...] = ("attention_dropout",)
     """Dropouts that no ``nn.Dropout`` does, so that trl's trainers do not turn them off (``trainer/utils.py``,
     ``disable_dropout_in_model``)."""

@@ -53,6 +53,19 @@ def bert_feed_forward(r: Recorder, attended: Tensor, spec: ModelSpec) -> Tensor:
     return bert_output(r, intermediate, attended, "down", spec)
 
 
+def bert_scores(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
+    """``BertPooler`` and the classifier of ``BertForSequenceClassification``: of each sequence's first token a dense
+    layer, tanh and dropout, then one linear layer, (b, n). The gradient of the first tokens is laid into zeros.
+    The pooler runs before ``BertModel.forward`` returns: the embedding's output, which is dropped then where no node
+    saved it (under autocast), waits that long, and here ends before."""
+    whole, dtype, spec = hidden.shape, hidden.dtype, shape.spec
+    first = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_of_tokens")])
+    x = linear(r, Tensor(hidden.storage, (whole[0], whole[2]), dtype, first), "pooler", spec.hidden, True)
+    x = ops.tanh(r, x, "pooled")
+    x = ops.dropout(r, x, spec.hidden_dropout, "pooled_dropout")
+    return linear(r, x, "head", spec.labels, True)
+
+
 def bert_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``BertEmbeddings.forward``."""
     spec, dtype, h = shape.spec, shape.dtype, shape.spec.hidden
@@ -129,6 +142,7 @@ BERT = Family(
     softmax_in_dtype=True,
     takes_positions=lambda r: False,
     keeps_embedding=True,
+    scores=bert_scores,
     no_4bit="bitsandbytes' layers are modelled in causal models",
     megatron_core=CORE_BERT,
     modules=ModuleNames(("bert.embeddings",), "bert.encoder.layer", (), ("cls",)),

@@ -32,6 +32,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "scaled_dot_product_attention": Policy.LOWER,
         "layer_norm": Policy.FP32,
         "nll_loss": Policy.FP32,
+        "mse_loss": Policy.FP32,
         "pow": Policy.FP32,
         "rsqrt": Policy.FP32,
         "softmax": Policy.FP32_OUTPUT,

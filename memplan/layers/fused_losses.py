@@ -92,7 +92,10 @@ LOG_PROBABILITIES = "log-probabilities"
 """The kind of trl's loss of labels' log-probabilities,"""
 
 SCORES = "scores"
-"""and of scores of whole sequences."""
+"""of scores of whole sequences,"""
+
+LABELS = "labels"
+"""and the model's own loss of these."""
 
 JOINED = ("input_ids", "attention_mask", "labels")
 """What GRPOTrainer makes of prompts and completions, until its loss is computed."""
@@ -114,8 +117,8 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
             reduced = summed(r, computed)
         del joined
         return reduced, returned
-    if loss.kind == SCORES:
-        computed, given = scores.head(r, hidden, shape)
+    if loss.kind in (SCORES, LABELS):
+        computed, given = scores.head(r, hidden, shape, of_pairs=loss.kind == SCORES)
         return computed, [given]
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..families import family
 from .layer_blocks import LINEAR, NONE, block_of
 from .spec import ModelSpec
 
@@ -145,10 +146,11 @@ def norm(spec: ModelSpec) -> int:
 
 def head(spec: ModelSpec) -> int:
     """The output projection ``v h`` unless tied, and its bias; BERT's adds a dense layer, a norm and the decoder's
-    bias. A head of scores has a row for each and no bias."""
+    bias. A head of scores has a row for each and no bias; BERT's has biases, and a dense layer before it."""
     h, v = spec.hidden, spec.vocab
     if spec.labels:
-        return spec.labels * h
+        own = family(spec.family).scores is not None
+        return spec.labels * h + (h * h + h + spec.labels if own else 0)
     projection = 0 if spec.tied_embeddings else v * h
     transform = h * h + h + norm(spec) + v if spec.mlm_head else 0
     return projection + transform + (v if spec.head_bias else 0)

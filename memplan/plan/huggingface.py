@@ -14,10 +14,10 @@ from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
 from .block_configs import KEY as BLOCKS
 from .block_configs import blocks_of
-from .errors import ABSENT, Node, PlanError, one_line, shown
+from .errors import ABSENT, Node, PlanError, one_line
 from .hub import config_name
 from .layer_blocks import block_of
-from .notes import Note, text_part
+from .notes import Note, head_assumed, text_part
 from .spec import MOST_LAYERS
 
 LARGEST = 2**31
@@ -85,8 +85,7 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
         notes.append(Note("custom-code", message))
     other = [name for name in _architectures(config) if not (family.text_part or _HEADS_ASSUMED.search(name))]
     if other:
-        message = f"{path} is a {shown(other[0])}: a language-model head and its loss are assumed in place of its own"
-        notes.append(Note("head-assumed", one_line(message)))
+        notes.append(head_assumed(str(path), other[0]))
     return tuple(notes)
 
 

@@ -116,8 +116,9 @@ def _check_tables(plan: Plan, found: set[str]) -> None:
     if plan.loss.kind != "plain" and HEAD in found:
         problem = f"must not name the head with loss.kind {plan.loss.kind}: its loss reads the head's own weight"
         raise PlanError("lora.targets", given, problem)
-    if plan.trainer.kind.own_loss:
-        problem = f"must not name embedding or head with trainer.loop {plan.trainer.loop}: both are not modelled"
+    if plan.loop.own_loss:
+        of = "a classifier" if plan.model.labels else f"trainer.loop {plan.trainer.loop}"
+        problem = f"must not name embedding or head with {of}: both are not modelled"
         raise PlanError("lora.targets", given, problem)
     if plan.quantisation.prepared:
         problem = "must be false with adapters on embedding or head: both together are not modelled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -40,6 +41,23 @@ def text_part(name: str) -> Note:
     """What is told of a model that reads images, too."""
     message = f"{name} reads images, too: its text part alone is planned, without the vision tower and projector"
     return Note("text-part", one_line(message))
+
+
+_SMALL_HEADS = re.compile(r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)$")
+"""Classes of transformers whose head gives a few numbers for a token or a sequence, where a language model's gives one
+for each word of the vocabulary."""
+
+
+def has_small_head(name: str) -> bool:
+    return _SMALL_HEADS.search(name) is not None
+
+
+def head_assumed(path: str, name: str) -> Note:
+    """What is told of a configuration in ``path`` that was saved from a class ``name`` with another head."""
+    message = f"{path} is a {shown(name)}: a language-model head and its loss are assumed in place of its own"
+    if has_small_head(name):
+        message += "; its own take less"
+    return Note("head-assumed", one_line(message))
 
 
 def limited(notes: Iterable[Note]) -> tuple[Note, ...]:

@@ -17,6 +17,7 @@ from .megatron_section import Megatron
 from .releases import sdpa_kernel
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
+from .training_loops import TrainingLoop
 from .tuning_sections import Frozen, Kernels, Lora, Quantisation
 
 if TYPE_CHECKING:
@@ -403,6 +404,12 @@ class Plan(Section, Terse):
         description="version of PyTorch; default: 2.13, or the version of older code",
     )
     headroom: str = Field("0", description="memory kept free: bytes, 2GiB, or 5%")
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The training loop, around a classifier where the model has labels and takes its own loss of them."""
+        kind = self.trainer.kind
+        return kind.of_labels() if self.model.labels and not kind.own_loss else kind
 
     @property
     def sdpa_kernel(self) -> str:

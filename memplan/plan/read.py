@@ -18,7 +18,7 @@ from .implied import has_recipe, with_implied, with_packed_weights
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
 from .normalise import field_value, normalised
-from .notes import Note, notes_of, says_choice, text_part
+from .notes import Note, head_assumed, notes_of, says_choice, text_part
 from .plan import Plan
 from .routing import with_routing
 from .spellings import with_optimizer
@@ -194,6 +194,8 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
         raise PlanError("batch.seq", plan.batch.seq, problem, origin=dict(node.origins()).get("batch.seq"))
     plan = plan.model_copy(update={"model": spec})
     told = (text_part(spec.name),) if spec.is_text_part else ()
+    if spec.small_head:
+        told = (*told, head_assumed(spec.source, spec.small_head))
     origins = {path: origin for path, origin in node.origins() if path.partition(".")[0] != "model"}
     origins |= {path: origin for path, origin in written.origins() if path.partition(".")[0] == "model"}
     base = written.mapping["model"].mapping.get("base")
@@ -283,10 +285,18 @@ def _over(below: Node, above: Node) -> Node:
         old = items.get(name)
         replaced = old is None or not isinstance(node.value, dict) or (name == "model" and "base" in node.mapping)
         if old is None or replaced or name == "device_map":
-            items[name] = node
+            items[name] = _still_classifies(node, old) if name == "model" else node
         else:
             items[name] = Node({**old.mapping, **node.mapping}, node.origin)
     return Node(items, above.origin)
+
+
+def _still_classifies(model: Node, old: Node | None) -> Node:
+    """``model`` in the place of ``old``, with as many labels: they are no size of either."""
+    labels = old.mapping.get("labels") if old is not None and isinstance(old.value, dict) else None
+    if labels is None or not isinstance(model.value, dict) or "labels" in model.mapping:
+        return model
+    return model.with_items({"labels": labels})
 
 
 def _with_flags(plan: Node, flags: Flags, prefix: str, wrong: list[PlanError]) -> Node:

@@ -125,16 +125,26 @@ def _with(plan: Plan, changed: dict[str, Any]) -> ResolvedPlan:
 
 
 def _model(plan: Plan) -> ModelSpec:
-    """With a head of one score where the loop's loss is of scores (``RewardTrainer.__init__``: ``num_labels``)."""
-    spec, loop = plan.model, plan.trainer.kind
-    if loop.loss_of != "scores":
+    """With a head of one score where the loop's loss is of scores (``RewardTrainer.__init__``: ``num_labels``), and of
+    as many as the plan says where the model has a loss of labels."""
+    spec, loop = plan.model, plan.loop
+    if loop.loss_of not in ("scores", "labels"):
         if spec.labels:
-            raise PlanError("model.labels", spec.labels, "needs trainer.loop reward (--trainer reward)")
+            problem = "needs trainer.loop none, transformers or reward: no other trains a classifier"
+            raise PlanError("model.labels", spec.labels, problem)
         return spec
-    if isinstance(spec, TracedSpec) or not spec.causal or not family(spec.family).classifies:
+    own = framework(plan.framework)
+    if loop.loss_of == "labels" and not ("reward" in own.supports.loops and own.runs_transformers(plan)):
+        problem = f"must be left out with framework {plan.framework}, whose models of sequences are not modelled"
+        raise PlanError("model.labels", spec.labels, problem)
+    known = family(spec.family)
+    pairs_of_own = loop.loss_of == "scores" and known.scores is not None
+    if isinstance(spec, TracedSpec) or not (spec.causal or known.scores) or not known.classifies or pairs_of_own:
         problem = f"must be another one: no class for sequence classification of family {spec.family} is modelled"
-        raise PlanError("trainer.loop", loop.name, problem)
-    return spec.model_copy(update={"labels": 1, "tied_embeddings": False})
+        field, value = ("model.labels", spec.labels) if spec.labels else ("trainer.loop", loop.name)
+        raise PlanError(field, value, problem)
+    labels = spec.labels if loop.loss_of == "labels" else 1
+    return spec.model_copy(update={"labels": labels, "tied_embeddings": False})
 
 
 def _ranks(hardware: Hardware, layout: Layout, gpus: int | None) -> tuple[int, int]:

@@ -128,8 +128,8 @@ class ModelSpec(Terse):
     logit_scale: bool = Field(False, description="divide logits by a number (Granite)")
     labels: Rows = Field(
         0,
-        description="scores of a sequence, from a head in the place of the vocabulary's (num_labels); 0: words",
-        json_schema_extra={"flag": ""},
+        description="scores of a sequence, from a head in the place of the vocabulary's (num_labels), as a classifier "
+        "has them, whose loss is a cross entropy, or of one score a squared error; 0: words",
     )
     token_types: Rows = Field(0, description="rows of the token-type table (BERT); 0 where there is none")
     mlm_head: bool = Field(

@@ -13,6 +13,7 @@ from .hub import config_name
 from .huggingface import QUANTISED
 from .library import LEARNED, learned_models
 from .models import model_path
+from .notes import has_small_head
 from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
 from .text import is_folder, is_there, read_text
 
@@ -78,6 +79,9 @@ class TracedSpec(ModelSpec):
     """Of the configuration."""
     is_text_part: bool = False
     """The configuration is of a model that reads images, too, and this is its part that reads text."""
+    small_head: str = ""
+    """The class that the configuration was saved from, where its head is another than the language model's that is
+    traced, and smaller."""
 
     @property
     def patches(self) -> int | None:
@@ -131,6 +135,8 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     if not is_text_part and (tower := next((key for key in TOWERS if isinstance(config.get(key), dict)), None)):
         problem = f"is of a model with {tower}, which is not modelled, and has no text_config to plan alone; "
         raise PlanError("model_type", config["model_type"], f"{problem}models of text are", origin=error.origin)
+    saved_from = config.get("architectures")
+    heads = [one for one in saved_from if isinstance(one, str)] if isinstance(saved_from, list) else []
     known = built_in_like(config)
     name_there = name_of_built_in(path) or known
     config = learned_models()[known].configuration() if known else config
@@ -140,6 +146,9 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     for field, value in items.items():
         if field != "layers" or name is None:
             problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
+            if field == "labels":
+                problem = "must be left out: the architecture is known from traces, of a language model alone, whose "
+                problem += "head and loss take more than a classifier's"
             raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
         if type(value.value) is not int or not 1 <= value.value <= MOST_LAYERS:
             problem = f"must be a whole number from 1 to {MOST_LAYERS:,}"
@@ -153,6 +162,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         positions_max=_positions(config, path),
         source=name_of_built_in(path) or one_line(str(path)),
         is_text_part=is_text_part or (bool(name_there) and learned_models()[name_there].is_text_part),
+        small_head=next(filter(has_small_head, heads), ""),
         config=config,
         counted=name is not None,
         changed="layers" in items,

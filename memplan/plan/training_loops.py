@@ -12,7 +12,7 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Literal
 
-from ..values import dataclass
+from ..values import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,9 @@ class TrainingLoop:
 
     name: str
     """``trainer.loop`` of a plan."""
-    loss_of: Literal["model", "log-probabilities", "scores"] = "model"
-    """The model's own loss of logits, or one that the loop takes of labels' log-probabilities or of scores."""
+    loss_of: Literal["model", "log-probabilities", "scores", "labels"] = "model"
+    """The model's own loss of logits, of tokens or of sequences (labels), or one that the loop takes of labels'
+    log-probabilities or of scores."""
     beside: tuple[str, ...] = ()
     """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
     reduced: Literal["rows", "clipped", "tokens"] = "rows"
@@ -48,8 +49,12 @@ class TrainingLoop:
 
     @property
     def own_loss(self) -> bool:
-        """The loss is not the model's: one of trl's trainers runs it."""
+        """The loss is not that of a language model's logits: one of trl's trainers runs it, or a classifier has it."""
         return self.loss_of != "model"
+
+    def of_labels(self) -> TrainingLoop:
+        """This loop around a model for sequence classification, whose collator makes one label of a sequence."""
+        return replace(self, loss_of="labels", inputs=("input_ids",), masks=("attention_mask",))
 
 
 NONE = TrainingLoop("none")

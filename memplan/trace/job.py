@@ -410,6 +410,8 @@ def _check_code(plan: ResolvedPlan) -> None:
         raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
     if plan.trainer.kind.own_loss:
         raise PlanError("trainer.loop", plan.trainer.loop, "must be none or transformers in a trace, which runs no trl")
+    if plan.model.labels:
+        raise PlanError("model.labels", plan.model.labels, "must be left out in a trace, which runs language models")
     if plan.recompute.reentrant:
         raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")
 

@@ -19,7 +19,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Trainer
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.events import Category, Drop, Hold, rounded
 from memplan.tape.program import Program
 
 from ..oracle.trl_step import COMPLETION, LENGTH, MODEL, PAIRS, RANK, SAMPLES
@@ -130,8 +130,66 @@ def test_a_head_of_one_score() -> None:
     (program,) = programs_of(resolved, Options())
     assert sum(one.elements for one in program.parameter_tensors()) == parameters(resolved.model)
     assert resolve(resolved) == resolved
-    with pytest.raises(PlanError, match=r"needs trainer\.loop reward"):
+    with pytest.raises(PlanError, match=r"needs trainer\.loop none, transformers or reward"):
         resolve(resolved.model_copy(update={"trainer": Trainer(loop="dpo")}))
+
+
+def test_evaluation_of_a_classifier_keeps_scores() -> None:
+    """Of 4,000 batches of 2 sequences 3 scores and a label each: a few hundred KiB, where words would take GiBs."""
+    kept = [
+        programs_of(plan(trainer="transformers", labels=3, framework="single", **own), Options())[0].evaluated
+        for own in ({}, {"eval_batches": 4000})
+    ]
+    of = [rounded(rows * 3 * 2) + rounded(rows * 8) for rows in (7998, 2, 8000)]
+    assert kept == [(0, 0), (of[0] + of[1], sum(of))]
+
+
+def test_parameters_of_berts_classifier() -> None:
+    """``BertForSequenceClassification`` of bert-large-uncased with two labels has 335,143,938."""
+    resolved = plan(model="bert-large", trainer="transformers", labels=2, framework="single")
+    (program,) = programs_of(resolved, Options())
+    assert parameters(resolved.model) == 335_143_938 == program.parameters()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"framework": "ddp", "gpus": 2, "trainer": "transformers"},
+        {"framework": "fsdp", "gpus": 2, "fsdp_version": 1, "trainer": "transformers"},
+        {"framework": "fsdp", "gpus": 2, "trainer": "none"},
+        {"framework": "deepspeed", "gpus": 2, "zero": 2, "trainer": "none"},
+        {"framework": "deepspeed", "gpus": 2, "zero": 3, "trainer": "none"},
+    ],
+    ids=lambda flags: "-".join(str(value) for value in flags.values()),
+)
+def test_a_classifier_needs_what_a_reward_model_does(flags: dict[str, object]) -> None:
+    """Both have two sequences at once: the loss of labels differs from that of a pair by tensors of a few numbers."""
+    flags = {"model": "qwen2.5-0.5b", "recompute": "full", "dtype": "bf16", **flags}
+    needs = []
+    for own in ({"labels": 1, "mbs": 2}, {"trainer": "reward", "mbs": 1}):
+        (program,) = programs_of(plan(**{**flags, **own}), Options())
+        needs.append(peaks(program))
+    assert needs[0] == pytest.approx(needs[1], abs=64 * 512)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"model": "mixtral-8x7b"}, "must be left out with experts"),
+        ({"lora_rank": 8, "use_dora": "true"}, "must be left out with DoRA"),
+        ({"loss": "liger"}, "must be left out with loss.kind liger"),
+        ({"trainer": "sft"}, "needs trainer.loop none, transformers or reward"),
+        ({"framework": "megatron", "trainer": "none"}, "must be left out with framework megatron"),
+        ({"model": "granite-3.1-2b"}, "no class for sequence classification of family granite"),
+        ({"model": "bert-large", "lora_rank": 8}, "must be left out with adapters"),
+        ({"model": "bert-large", "framework": "deepspeed", "gpus": 2, "zero": 3, "trainer": "none"}, "under ZeRO-3"),
+        ({"model": "bert-large", "trainer": "reward", "labels": 0}, "no class for sequence classification"),
+        ({"torch_compile": "true"}, "must be left out with torch.compile"),
+    ],
+)
+def test_what_is_refused_of_a_classifier(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        programs_of(plan(**{"trainer": "transformers", "framework": "single", "labels": 2, **flags}), Options())
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,13 @@ def tuned() -> Iterator[str]:
     yield f"{reward} --autocast --recompute full --lora-rank 8 --modules-to-save score"
     for sharded in ("deepspeed --zero 2", "deepspeed --zero 3", "fsdp", "fsdp --fsdp-version 1", "ddp"):
         yield f"{reward} --gpus 8 --framework {sharded} --recompute full"
+    labels = "--model qwen2.5-1.5b --layers 3 --seq 512 --dtype bf16 --mbs 4 --labels 2"
+    yield f"{labels} --trainer transformers --autocast --lora-rank 8 --modules-to-save score"
+    yield f"{labels} --trainer transformers --gpu a100-80gb --eval-batches 4"
+    for sharded in ("deepspeed --zero 2", "deepspeed --zero 3", "fsdp", "fsdp --fsdp-version 1", "ddp"):
+        yield f"{labels} --gpus 8 --framework {sharded} --recompute full"
+    yield "--model bert-base --labels 1 --mbs 32 --seq 128 --trainer transformers --autocast"
+    yield "--model bert-base --labels 3 --mbs 32 --seq 128 --gpus 2 --framework ddp --trainer transformers"
     job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
     yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"
     yield f"{job} --quantisation fp4 --compute-dtype fp32 --kbit-preparation"

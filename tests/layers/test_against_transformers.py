@@ -152,9 +152,11 @@ class Case:
     dtype: str
     attention: str
     recompute: str
+    labels: int = 0
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.b}x{self.s}-{self.dtype}-{self.attention}-recompute-{self.recompute}"
+        classifies = f"-labels-{self.labels}" if self.labels else ""
+        return f"{self.model}-{self.b}x{self.s}-{self.dtype}-{self.attention}-recompute-{self.recompute}{classifies}"
 
 
 DROPS_SCORES = {
@@ -180,9 +182,21 @@ def cases(in_every_shape: Sequence[str]) -> list[Case]:
     ]
 
 
-CASES = cases(IN_EVERY_SHAPE)
+CLASSIFIERS = [
+    Case(model, *shape, *setting, labels)
+    for model in IN_EVERY_SHAPE
+    if family_of(MODELS[model][0]).classifies and family_of(MODELS[model][0]).mixture is None
+    for shape, setting, labels in (
+        (SHAPES[0], ("bf16", "eager", "none"), 2),
+        (SHAPES[1], ("fp32", "eager", "none"), 1),
+        (SHAPES[2], ("bf16", "flash", "full"), 5),
+    )
+    if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
+]
+"""Models for sequence classification: a cross entropy over labels, or of one score a squared error."""
+CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS]
 IN_EACH_SHAPE = ("gpt2", "llama")
-EACH_TIME = frozenset(
+EACH_TIME: frozenset[Case] = frozenset(
     case
     for case in cases(IN_EACH_SHAPE)
     if case.model in IN_EACH_SHAPE
@@ -190,6 +204,7 @@ EACH_TIME = frozenset(
     == bool((list(MODELS).index(case.model) + MODES.index((case.dtype, case.attention))) % 2)
     or family_of(MODELS[case.model][0]).returns_weights
 )
+EACH_TIME |= {case for case in CLASSIFIERS if case.model in ("llama", "bert")}
 """Two models in everything; of the others every mode once, with recompute and without it in turn. The rest is slow:
 other shapes and the other half of recompute, in which models differ by nothing of their own."""
 
@@ -211,7 +226,7 @@ class Compared:
     program: Program
     step: Step
     ids: int
-    """Bytes of the labels, which the trace does not hold."""
+    """Bytes of the labels, or of a classifier's attention mask and token types, which the trace does not hold."""
 
     def events(self, backward: bool) -> list[Event]:
         spans = reversed(self.program.spans) if backward else self.program.spans
@@ -257,12 +272,23 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         "attention": case.attention,
         "recompute": case.recompute,
         "optimizer": "adamw",
+        "labels": str(case.labels),
     }
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
     flash, recompute = case.attention == "flash", case.recompute == "full"
-    step = traced_step(config, case.b, case.s, case.dtype, flash=flash, recompute=recompute, accumulates=accumulates)
-    return Compared(program, step, rounded(8 * case.b * case.s))
+    step = traced_step(
+        config,
+        case.b,
+        case.s,
+        case.dtype,
+        flash=flash,
+        recompute=recompute,
+        accumulates=accumulates,
+        labels=case.labels,
+    )
+    beside = 2 if case.labels and plan.model.token_types else 1
+    return Compared(program, step, beside * rounded(8 * case.b * case.s))
 
 
 # -- differences that have a name -------------------------------------------------------------------

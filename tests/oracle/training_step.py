@@ -51,8 +51,10 @@ def traced_step(
     recompute: bool,
     accumulates: bool = False,
     autocast: str | None = None,
+    labels: int = 0,
 ) -> Step:
-    """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach).
+    """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach); with
+    ``labels``, ``ForSequenceClassification`` and one label of each sequence.
 
     ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are. With
     ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is the dtype of one around the model's call.
@@ -60,7 +62,7 @@ def traced_step(
     steps: list[Step] = []
 
     def body(trace: Trace, follow: Follow) -> None:
-        model = _model(config, dtype, "sdpa" if flash else "eager")
+        model = _model(config, dtype, "sdpa" if flash else "eager", labels)
         if recompute:
             model.activation_checkpointing_enable()
         parameters = list(model.parameters())
@@ -68,7 +70,9 @@ def traced_step(
             follow.adopt(tensor, "state")
         key = tuple((parameter.shape, parameter.dtype) for parameter in parameters)
         optimizer, states = torch.optim.AdamW(parameters, foreach=True), []
-        ids = torch.randint(0, config.vocab_size, (b, s))
+        ids = of_ids = torch.randint(0, config.vocab_size, (b, s))
+        if labels:
+            of_ids = torch.randint(0, labels, (b,)) if labels > 1 else torch.rand(b, dtype=DTYPES[dtype])
         if key in _updates:
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(2)]
         else:
@@ -81,7 +85,7 @@ def traced_step(
         gc.collect()
         before, start = trace.live, len(trace.changes)
         with cuda_autocast(autocast):
-            out = model(input_ids=ids, labels=ids)
+            out = model(input_ids=ids, labels=of_ids)
         loss = out.loss
         del out
         middle = len(trace.changes)
@@ -131,8 +135,11 @@ def _unpacked() -> Iterator[None]:
         yield
 
 
-def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str) -> Any:
+def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, labels: int = 0) -> Any:
     auto: Any = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
+    if labels:
+        auto = transformers.AutoModelForSequenceClassification
+        config.num_labels, config.pad_token_id = labels, 0
     with initialization.no_init_weights():
         model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()

@@ -14,7 +14,7 @@ CONTRACT = (
     "model framework gpu gpus tp pp dp cp ep vpp zero mbs gbs seq layers optimizer dtype recompute attention partition "
     "schedule headroom"
 )
-ABOUT_A_SPEC = {"model.labels", "model.published_parameters", "model.source"}
+ABOUT_A_SPEC = {"model.published_parameters", "model.source"}
 
 VALUES: dict[str, tuple[str, object]] = {
     "model.name": ("mine", "mine"),

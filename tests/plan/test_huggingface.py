@@ -15,6 +15,7 @@ from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec, read_spec
+from memplan.plan.read import read_plan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.validation import validated_spec
 from memplan.trace.job import config_of_spec
@@ -445,6 +446,20 @@ def test_a_head_that_is_not_the_one_estimated_is_told(config: dict[str, Any], to
     notes = read_spec(tmp_path).notes
     assert [note.code for note in notes] == (["head-assumed"] if told else [])
     assert all(config["architectures"][0] in note.message for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [("ForMaskedLM", False), ("Model", False), ("ForTokenClassification", True), ("ForQuestionAnswering", True)],
+)
+def test_a_head_that_is_not_the_one_traced_is_told(head: str, told: bool, tmp_path: Path) -> None:
+    """Of an architecture that traces alone know, the language model with masked words is what was learnt."""
+    config = {"model_type": "roberta", "architectures": [f"Roberta{head}"], "max_position_embeddings": 514}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    notes = read_plan(None, {"model": str(tmp_path), "seq": "128"}, traced=True).warnings
+    found = [note.message for note in notes if note.code == "head-assumed"]
+    assert bool(found) == told
+    assert all(f"is a Roberta{head}: " in message and "its own take less" in message for message in found)
 
 
 EXPERTS = {**LLAMA, "intermediate_size_mlp": 40, "num_local_experts": 4, "head_dim": 4, "moe_layers": [1]}

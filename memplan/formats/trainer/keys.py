@@ -59,6 +59,7 @@ READ = frozenset(
         "lora_target_modules",
         "lora_modules_to_save",
         "lora_task_type",
+        "num_labels",
         "torch_compile",
         "torch_compile_backend",
         "torch_compile_mode",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
@@ -69,7 +69,7 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 ``utils/quantization_config.py``), which differs from what trl's scripts do."""
 _FLAGS = {
     "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
-    "model_name_or_path": "model", "bf16": "dtype bf16 --autocast",
+    "model_name_or_path": "model", "num_labels": "labels", "bf16": "dtype bf16 --autocast",
     "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
     "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
@@ -159,6 +159,9 @@ class _Reading:
                 for key, value in _DEFAULTS[name].items():
                     self.found.setdefault(key, _node(value, self.source, call.lineno))
                 self.take(call, keys)
+                task = _keyword(call, "task_type") if name == "LoraConfig" else None
+                if task is not None and ast.unparse(task).rpartition(".")[2].strip("'\"") == "SEQ_CLS":
+                    self.found["lora_task_type"] = _node("SEQ_CLS", self.source, call.lineno)
         self.check_base()
         trainers = self.of(*_TRAINERS)
         for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
@@ -196,9 +199,13 @@ class _Reading:
         loaded = self.methods("from_pretrained")
         known = _SCORING if self.of("RewardTrainer", "RewardConfig") else _MODELS
         models = [call for call in loaded if known.fullmatch(_owner(call))]
+        if not models and not self.of(*_TRAINERS, *(name for name, script in _CONFIGS.items() if script)):
+            models = [call for call in loaded if _SCORING.fullmatch(_owner(call))]
+            self.labels(models[:1])
         other = next((call for call in loaded if _OTHER_HEADS.fullmatch(_owner(call))), None)
         if other is not None and not models:
-            problem = f"trains a {_owner(other)}: heads and losses of language models alone are modelled"
+            problem = f"trains a {_owner(other)}: heads and losses of language models, and of a plain Trainer's "
+            problem += "classifiers of sequences, alone are modelled"
             raise self.refused(problem, other)
         for call in models[:1]:
             named = call.args[0] if call.args else self.keyword(call, "pretrained_model_name_or_path")
@@ -210,6 +217,24 @@ class _Reading:
             given = self.keyword(call, "model")
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
+
+    def labels(self, models: Sequence[ast.Call]) -> None:
+        """How many labels a classifier has: transformers' default is 2 (``configuration_utils.py``)."""
+        for call in models:
+            kind = _keyword(call, "problem_type")
+            number, names = _keyword(call, "num_labels"), _keyword(call, "id2label")
+            pairs = _pairs(self.once.get(names.id, names) if isinstance(names, ast.Name) else names) if names else []
+            if number is not None or pairs is None:
+                self.put("num_labels", number or names or call)
+            else:
+                self.found["num_labels"] = _node(len(pairs) or 2, self.source, call.lineno)
+            count = self.found["num_labels"].value if "num_labels" in self.found else 0
+            usual = "regression" if count == 1 else "single_label_classification"
+            if kind is not None and self.value(kind) not in (None, usual):
+                problem = (
+                    f"trains a {_owner(call)} with problem_type {one_line(ast.unparse(kind))[:40]}: one label of a "
+                )
+                raise self.refused(f"{problem}sequence is modelled, or one score", call)
 
     def check_base(self) -> None:
         """Refuses weights and adapters that no argument says, and which are not read."""

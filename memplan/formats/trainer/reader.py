@@ -326,6 +326,16 @@ def _given_by(*flags: str) -> Callable[[Reader], str]:
     return lambda reader: next((f"--{flag} instead" for flag in flags if flag in reader.context), "")
 
 
+def _labels(reader: Reader) -> None:
+    """Of the classifier that a script makes, unless a flag says them."""
+    node, building = reader.settings.node("num_labels"), reader.building
+    if node is None or "labels" in reader.context:
+        return
+    if "model" in building.items:
+        building.items["model.base"] = building.items.pop("model")
+    building.put("model.labels", node, "num_labels")
+
+
 _DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
@@ -525,6 +535,7 @@ ROWS = (
     Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
+    Row("num_labels", "model.labels", read=_labels),
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("packing", "attention", read=_packed),

@@ -130,7 +130,18 @@ _DATA = "router_aux_loss_coef "
 _OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": True}
 """``_BaseConfig``: bf16 unless fp16 is asked for."""
 
-TRAINER = Loop("transformers", rows=EVALUATION, own_loss=False)
+
+def _saved_classifier(reader: Reader) -> None:
+    """The head of a classifier that the arguments make, if they do."""
+    if reader.settings.node("num_labels") is not None or "labels" in reader.context:
+        _saved_head(reader)
+
+
+TRAINER = Loop(
+    "transformers",
+    rows=(*EVALUATION, Row("lora_task_type", "lora.modules_to_save", read=_saved_classifier)),
+    own_loss=False,
+)
 """transformers' own."""
 
 _BEFORE_TILES = Loop(

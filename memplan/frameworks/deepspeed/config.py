@@ -55,6 +55,11 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         check_flash(plan)
     check_tuned(plan)
     preferences.check(plan)
+    if zero.stage == 3 and plan.model.labels and family(plan.model.family).scores is not None:
+        problem = (
+            f"must be left out under ZeRO-3: nobody has counted the submodules of {plan.model.family}'s classifier"
+        )
+        raise PlanError("model.labels", plan.model.labels, problem)
     if zero.stage == 3 and plan.loss.kind != "plain":
         problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
         raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")

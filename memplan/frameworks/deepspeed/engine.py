@@ -142,7 +142,7 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     options = replace(options, tuning=setting.tuning)
-    given = [*inputs(shape, 0, plan.trainer.kind.inputs), *preferences.batch(plan, (shape.b, shape.s))]
+    given = [*inputs(shape, 0, plan.loop.inputs), *preferences.batch(plan, (shape.b, shape.s))]
     beside = (
         *given * (plan.microbatches if trainer.runs(plan) else 1),
         *buffers(plan, 0),

@@ -373,7 +373,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     states = flat_states(plan.optimizer, plan.layout.dp, ranks, flats, trained)
     pieces = pieces_of(plan.optimizer, tensors, plan.layout.dp, ranks, flats, trained)
     shape = plain.layer_shape(plan)
-    ids = inputs(shape, 0, plan.trainer.kind.inputs)
+    ids = inputs(shape, 0, plan.loop.inputs)
     extra = [*ids, *buffers(plan, 0), *preferences.beside(plan, (shape.b, shape.s))]
     extra += quantisation_maps(plan.optimizer)
     extra += flat_reference(plan, units, plan.layout.dp, ITEMSIZE[shards] // ITEMSIZE[compute], compute)

@@ -234,7 +234,7 @@ def _program(
     ranks = sharding.shards * sharding.replicas
     shape = plain.layer_shape(plan)
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
-    given = inputs(shape, 0, plan.trainer.kind.inputs)
+    given = inputs(shape, 0, plan.loop.inputs)
     graphed = plan.fsdp.cuda_graphs
     extra = [*given, *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
     if graphed:  # the batch that was captured

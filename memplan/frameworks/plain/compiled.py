@@ -43,6 +43,7 @@ def check(plan: ResolvedPlan) -> None:
         (precision.dtype != "bf16", "precision.dtype", precision.dtype, "must be bf16 with torch.compile"),
         (plan.loss.kind != "plain", "loss.kind", plan.loss.kind, "must be plain with torch.compile"),
         (trainer.kind.own_loss, "trainer.loop", trainer.loop, "must be none or transformers with torch.compile"),
+        (bool(spec.labels), "model.labels", spec.labels, "must be left out with torch.compile"),
         (
             bool(plan.recompute.reentrant),
             "recompute.reentrant",

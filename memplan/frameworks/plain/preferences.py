@@ -37,9 +37,11 @@ which take the same one after the other."""
 
 def check(plan: ResolvedPlan) -> None:
     """Refuses what is not modelled with a loss of log-probabilities or of scores."""
-    if not plan.trainer.kind.own_loss:
+    if not plan.loop.own_loss:
         return
     model, loop = plan.model, plan.trainer.loop
+    if plan.loop.loss_of == "labels":
+        _check_labels(plan)
     if not model.labels and (not model.causal or model.mlm_head or model.head_bias):
         problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
         raise PlanError("trainer.loop", loop, problem)
@@ -55,7 +57,8 @@ def check(plan: ResolvedPlan) -> None:
     if plan.loss.logits_to_keep is not None:
         problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
         raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
-    for field in ("evaluation_batches", *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
+    beside = () if plan.loop.loss_of == "labels" else ("evaluation_batches",)
+    for field in (*beside, *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
         if (value := getattr(plan.trainer, field)) is not None:
             problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
             raise PlanError(f"trainer.{field}", value, problem)
@@ -73,16 +76,34 @@ def _check_experts(plan: ResolvedPlan) -> None:
         raise PlanError("trainer.loop", loop, problem)
 
 
+def _check_labels(plan: ResolvedPlan) -> None:
+    """Refuses what is not modelled with a classifier, in the words of its field."""
+    own = family(plan.model.family).scores is not None
+    wrong = {
+        "with experts: their loss is not modelled": plan.model.experts,
+        "with adapters: this family's classifier with them is not modelled": own and plan.lora.rank is not None,
+        "with DoRA: both together are not modelled": plan.lora.dora,
+        f"with loss.kind {plan.loss.kind}, which is of words": plan.loss.kind != "plain",
+        f"with code {plan.code}": plan.code != "current",
+        "with loss.logits_to_keep: the head sees all tokens": plan.loss.logits_to_keep is not None,
+    }
+    for why, found in wrong.items():
+        if found:
+            raise PlanError("model.labels", plan.model.labels, f"must be left out {why}")
+
+
 def without_dropout(spec: ModelSpec) -> ModelSpec:
     """``disable_dropout_in_model``, which turns off modules."""
     kept = family(spec.family).dropout_functions
     return spec.model_copy(update={name: 0.0 for name in DROPOUTS if name not in kept})
 
 
-def batch(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
+def batch(plan: ResolvedPlan, shape: tuple[int, ...]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
-    size = hold_bytes(shape, "int64")
-    return [Hold(0, size, Category.INPUTS, name, shape, "int64") for name in plan.trainer.kind.masks]
+    made = [(name, shape) for name in plan.loop.masks]
+    if plan.loop.loss_of == "labels":
+        made += [("labels", shape[:1]), *[("token_type_ids", shape)] * bool(plan.model.token_types)]
+    return [Hold(0, hold_bytes(one, "int64"), Category.INPUTS, name, one, "int64") for name, one in made]
 
 
 def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:

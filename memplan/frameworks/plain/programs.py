@@ -288,7 +288,7 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
     return HeadLoss(
-        kind=plan.trainer.kind.loss_of if plan.trainer.kind.own_loss else loss.kind,
+        kind=plan.loop.loss_of if plan.loop.own_loss else loss.kind,
         outputs=plan.trainer.kind.beside,
         reduced=plan.trainer.kind.reduced,
         chunks=loss.chunks,
@@ -528,7 +528,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     )
     groups = tuple((span.module.parameters, len(span.names)) for span in spans if span.module.parameters)
     at_once = plan.microbatches if trainer.runs(plan) else 1
-    given = inputs(shape, stage, plan.trainer.kind.inputs)
+    given = inputs(shape, stage, plan.loop.inputs)
     extra = [*given * at_once, *buffers(plan, stage), *quantisation_maps(plan.optimizer)]
     extra += preferences.batch(plan, (shape.b, shape.s)) * at_once
     if preferences.has_model(plan):

@@ -110,8 +110,10 @@ def kept_logits(plan: ResolvedPlan, shape: LayerShape) -> tuple[int, int]:
     def of(count: int) -> int:
         """Logits, and labels, of ``count`` batches."""
         rows = count * ranks * shape.b
-        logits = hold_bytes((rows, shape.s, shape.spec.vocab), dtype) if rows else 0
-        return logits + (hold_bytes((rows, shape.s), "int64") if rows else 0)
+        if not rows:
+            return 0
+        tokens = (rows,) if shape.spec.labels else (rows, shape.s)
+        return hold_bytes((*tokens, shape.spec.labels or shape.spec.vocab), dtype) + hold_bytes(tokens, "int64")
 
     during = of(batches - 1) + (of(1) if batches > 2 else 0)
     return during, of(batches - 1) + of(1) + (of(batches) if batches > 1 else 0)

@@ -55,7 +55,7 @@ def published_error(plan: ResolvedPlan) -> float:
     if plan.model.experts or plan.model.layer_pattern:
         return ERROR_OF_EXPERTS
     largest = max(PUBLISHED_ERRORS.values())
-    if plan.trainer.kind.own_loss:
+    if plan.loop.own_loss:
         return largest
     alone = ERRORS_OF_ONE if plan.hardware.gpus == 1 else {}
     dense = {**PUBLISHED_ERRORS, **ERRORS_OF_FEW, **alone}.get(gpu or "", largest)

@@ -95,6 +95,25 @@ def test_a_reward_model_is_one_that_scores_sequences(tmp_path: Path) -> None:
     assert "trains a AutoModelForSequenceClassification" in refusal(REWARD.replace("Reward", "SFT"))
 
 
+def test_a_classifier_has_labels(tmp_path: Path) -> None:
+    """As many as ``num_labels`` says, or 2, whatever model a flag names; peft trains its head."""
+    text = TRAIN.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    two, five = (
+        plan_of(tmp_path, "c.py", text),
+        plan_of(tmp_path, "d.py", text.replace("NAME_,", "NAME_, num_labels=5,")),
+    )
+    assert (two.model.labels, five.model.labels, two.trainer.loop) == (2, 5, "transformers")
+    assert plan_of(tmp_path, "c.py", TRAIN, labels="2") == two
+    assert plan_of(tmp_path, "d.py", text, model="qwen2.5-0.5b").model.labels == 2
+    adapters = "model = get_peft_model(model, LoraConfig(r=8, task_type=TaskType.SEQ_CLS))\nargs ="
+    assert plan_of(tmp_path, "e.py", text.replace("args =", adapters)).lora.modules_to_save == ("score",)
+    assert "num_labels: is n(), which only the running script knows: say it with --labels" in refusal(
+        text.replace("NAME_,", "NAME_, num_labels=n(),")
+    )
+    several = text.replace("NAME_,", "NAME_, num_labels=5, problem_type='multi_label_classification',")
+    assert "one label of a sequence is modelled" in refusal(several)
+
+
 def test_defaults_of_peft_and_transformers() -> None:
     from peft import LoraConfig
     from transformers import BitsAndBytesConfig
@@ -170,8 +189,8 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
         ("from unsloth import FastLanguageModel\nSFTConfig()", "is of unsloth: Unsloth's layers"),
         ("TrainingArguments()\nTrainer(optimizers=(o, s))", "train.py:2: optimizers: is an optimizer that the script"),
         (
-            "TrainingArguments()\nAutoModelForSequenceClassification.from_pretrained('bert')",
-            "train.py:2: trains a AutoModelForSequenceClassification",
+            "TrainingArguments()\nAutoModelForTokenClassification.from_pretrained('bert')",
+            "train.py:2: trains a AutoModelForTokenClassification",
         ),
         ("import sentence_transformers\nSFTConfig()", "is of sentence_transformers: its losses of pairs"),
         (
