@@ -159,7 +159,7 @@ class _Reading:
                 for key, value in _DEFAULTS[name].items():
                     self.found.setdefault(key, _node(value, self.source, call.lineno))
                 self.take(call, keys)
-                task = _keyword(call, "task_type") if name == "LoraConfig" else None
+                task = self.keyword(call, "task_type") if name == "LoraConfig" else None
                 if task is not None and ast.unparse(task).rpartition(".")[2].strip("'\"") == "SEQ_CLS":
                     self.found["lora_task_type"] = _node("SEQ_CLS", self.source, call.lineno)
         self.check_base()
@@ -221,8 +221,8 @@ class _Reading:
     def labels(self, models: Sequence[ast.Call]) -> None:
         """How many labels a classifier has: transformers' default is 2 (``configuration_utils.py``)."""
         for call in models:
-            kind = _keyword(call, "problem_type")
-            number, names = _keyword(call, "num_labels"), _keyword(call, "id2label")
+            kind = self.keyword(call, "problem_type")
+            number, names = self.keyword(call, "num_labels"), self.keyword(call, "id2label")
             pairs = _pairs(self.once.get(names.id, names) if isinstance(names, ast.Name) else names) if names else []
             if number is not None or pairs is None:
                 self.put("num_labels", number or names or call)

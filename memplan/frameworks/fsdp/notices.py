@@ -182,9 +182,7 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
             yield PLACES_IN_FLIGHT
         if plan.fsdp.per_operator:
             yield NOT_GATHERED_AHEAD
-    yield (
-        TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile"
-    )
+    yield (TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile")
     if plan.fsdp.compile:
         yield from COMPILED
     if plan.precision.fp8:
@@ -230,8 +228,8 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if plan.fsdp.newest and not newest(plan):
         yield Notice(
             "newest-not-known",
-            "layers are those of torchtitan before August 2026 all the same: of the newest, Llama and Qwen 3 are known, "
-            "in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
+            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 are "
+            "known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
         )
     if plan.trainer.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)
