@@ -223,7 +223,7 @@ class _Reading:
         for call in models:
             kind = self.keyword(call, "problem_type")
             number, names = self.keyword(call, "num_labels"), self.keyword(call, "id2label")
-            pairs = _pairs(self.once.get(names.id, names) if isinstance(names, ast.Name) else names) if names else []
+            pairs = self.pairs(names) if names else []
             if number is not None or pairs is None:
                 self.put("num_labels", number or names or call)
             else:

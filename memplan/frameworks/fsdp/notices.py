@@ -228,8 +228,8 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if plan.fsdp.newest and not newest(plan):
         yield Notice(
             "newest-not-known",
-            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 are "
-            "known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
+            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
+            "are known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
         )
     if plan.trainer.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)
