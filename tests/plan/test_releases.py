@@ -118,13 +118,19 @@ def test_measured_runs(flags: dict[str, str], mbs: str, peak: int, after: int) -
         ({"versions": "transformers=4.57.1"}, "versions.transformers"),
         ({"attention": "flash_attention_2"}, "attention"),
         ({"recompute": "full", "use_reentrant": "true"}, "recompute.reentrant"),
-        ({"lora_rank": "8", "autocast": "true"}, "precision.autocast"),
     ],
 )
 def test_a_trace_runs_what_is_installed(flags: dict[str, str], field: str) -> None:
     with pytest.raises(PlanError) as caught:
         job_of_plan(plan(**{"seq": "64", "layers": "2", **flags}))
     assert caught.value.field == field
+
+
+def test_a_trace_follows_adapters_under_autocast() -> None:
+    """``tests/trace/test_fits.py`` compares what it finds with recipes."""
+    job = job_of_plan(plan(seq="64", layers="2", lora_rank="8", autocast="true"))
+    assert job.autocast == "bf16"
+    assert job.tuned is not None
 
 
 def test_masks_of_chunks_of_older_releases() -> None:

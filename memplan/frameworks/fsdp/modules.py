@@ -205,7 +205,8 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
     result = []
     for parameter in (one for one in parameters if one.trained and left):
         equal = [gradient for gradient in left if gradient.elements == parameter.elements]
-        one = min(equal or left, key=lambda gradient: (gradient.placed is None, gradient.elements))
+        larger = [gradient for gradient in left if gradient.elements > parameter.elements]
+        one = min(equal or larger, key=lambda gradient: (gradient.placed is None, gradient.elements))
         left.remove(one)
         result.append(one if equal else replace(one, elements=parameter.elements))
     return result
