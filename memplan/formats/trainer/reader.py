@@ -310,8 +310,8 @@ def _framework(found: Started, reader: Reader, asked: Asked) -> None:
     if found.gpus is not None or found.accelerate is not None:
         put("framework", "ddp" if found.gpus is not None and found.gpus.value != 1 else "single")
         return
-    said = {"gpus", "dp"} & names
-    several = len(said) == 1 and all(asked.flags.get(name) != "1" for name in said)
+    said = next((name for name in ("dp", "gpus") if name in names), "")
+    several = bool(said) and asked.flags.get(said) != "1"
     put("framework", "ddp" if several else "single")
     if several:
         reader.building.note(

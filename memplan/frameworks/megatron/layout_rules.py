@@ -255,6 +255,7 @@ def _check_context_way(plan: ResolvedPlan) -> None:
     for problem, applies in refused.items():
         if applies:
             given = "cp_communication" in plan.megatron.model_fields_set
+            problem += "" if given else " (--cp-communication a2a)"
             raise PlanError("megatron.cp_communication", way, problem, origin=None if given else Origin("default"))
 
 

@@ -54,9 +54,12 @@ def test_a_script_is_its_arguments(tmp_path: Path) -> None:
     assert plan_of(tmp_path, "train.py", TRAIN) == plan_of(tmp_path, "train.json", json.dumps(SAME))
 
 
-@pytest.mark.parametrize(("gpus", "framework"), [("1", "single"), ("2", "ddp")])
-def test_one_gpu_needs_no_launcher(gpus: str, framework: str, tmp_path: Path) -> None:
-    assert plan_of(tmp_path, "train.py", TRAIN, gpus=gpus).framework == framework
+@pytest.mark.parametrize(
+    ("flags", "framework"),
+    [({"gpus": "1"}, "single"), ({"gpus": "2"}, "ddp"), ({"gpus": "2", "dp": "2"}, "ddp"), ({"dp": "1"}, "single")],
+)
+def test_one_process_needs_no_launcher(flags: dict[str, str], framework: str, tmp_path: Path) -> None:
+    assert plan_of(tmp_path, "train.py", TRAIN, **flags).framework == framework
 
 
 def test_adapters_and_weights_in_four_bits(tmp_path: Path) -> None:
