@@ -260,7 +260,7 @@ def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
     release as long as nothing else of the plan says another."""
     if plan.attention not in PACKAGES or own.runs_transformers(plan):
         return plan.attention
-    if plan.attention != next(iter(PACKAGES)):
+    if plan.attention != "flash_attention_2":
         problem = f"is transformers' name of a kernel, which {own.name} does not take: choose flash"
         with_release = "; under Megatron-Core --flash-attention-release 3 or 4 says which release is installed"
         raise PlanError("attention", plan.attention, problem + with_release)

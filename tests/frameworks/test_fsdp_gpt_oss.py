@@ -23,6 +23,7 @@ from ..layers.test_against_transformers import drops_sorted, named, sizes, witho
 from ..oracle import fsdp as oracle
 from ..oracle.titan_gpt_oss import Decoder, Sizes, builder, expert_meshes
 from ..oracle.titan_newest import Qwen3Moe
+from .every_event import check_every_event
 
 SMALL = Sizes(
     hidden=192, heads=6, kv_heads=2, head_dim=64, vocab=1003, layers=2, b=2, s=64, experts=8, top_k=3, expert_ffn=96
@@ -116,19 +117,7 @@ def test_every_event(case: Case) -> None:
     )
     meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else None
     steps = oracle.traced(build, sharding, of=meshes)
-
-    modules = [span.module for span in program.spans for _ in span.names]
-    forward = [event for module in modules for event in named(module, module.steady.forward)]
-    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
-    traced_forward, traced_backward, _ = steps.stretches
-    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
-    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
-
-    folded = fold_program(program)
-    assert folded.static == steps.before
-    assert folded.after_forward == steps.levels()[0]
-    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
-    assert folded.step_peak == steps.peaks()[2]
+    check_every_event(program, steps)
 
 
 @pytest.mark.parametrize("chunks", [pytest.param(0, marks=pytest.mark.slow), 2])

@@ -17,14 +17,13 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
-from memplan.tape.events import ROUND
 from memplan.tape.program import fold_program
 from memplan.trace.framework import job_of_plan
 
-from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
 from ..oracle.titan_muse import Decoder, Sizes, builder
 from ..oracle.titan_newest import Llama, Qwen3
+from .every_event import check_every_event
 
 SMALL = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=4, b=2, s=64)
 FEW = replace(SMALL, layers=2, interval=2)
@@ -74,19 +73,7 @@ def compared(plan: ResolvedPlan, recompute: str, chunks: int, given: Sizes, deco
     program = fsdp.program(plan, model, Sharding(4))
     sharding = oracle.Sharding(4)
     steps = oracle.traced(builder(given, sharding, [recompute] * given.layers, chunks, decoder), sharding)
-
-    modules = [span.module for span in program.spans for _ in span.names]
-    forward = [event for module in modules for event in named(module, module.steady.forward)]
-    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
-    traced_forward, traced_backward, _ = steps.stretches
-    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
-    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
-
-    folded = fold_program(program)
-    assert folded.static == steps.before
-    assert folded.after_forward == steps.levels()[0]
-    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND  # scalars of the loss
-    assert folded.step_peak == steps.peaks()[2]
+    check_every_event(program, steps)
 
 
 def test_the_newest_does_not_run_here() -> None:

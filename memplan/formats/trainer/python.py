@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
@@ -17,6 +17,7 @@ from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
 from .keys import K_BIT, READ
+from .syntax import UNKNOWN, bound_once, constants, imports, literal, name_of, node_of, owner_of, pairs_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -136,9 +137,9 @@ class _Reading:
         self.source, self.asked = source, asked
         self.module = module
         self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        self.once = _bound_once(module)
-        self.names = _constants(self.once)
-        self.imported = {name.partition(".")[0] for name in _imports(module)}
+        self.once = bound_once(module)
+        self.names = constants(self.once)
+        self.imported = {name.partition(".")[0] for name in imports(module)}
         self.found: dict[str, Node] = {}
         self.wrong: list[PlanError] = []
 
@@ -157,11 +158,11 @@ class _Reading:
         for name, keys in (("BitsAndBytesConfig", _QUANTISED), ("LoraConfig", _LORA)):
             for call in self.of(name):
                 for key, value in _DEFAULTS[name].items():
-                    self.found.setdefault(key, _node(value, self.source, call.lineno))
+                    self.found.setdefault(key, node_of(value, self.source, call.lineno))
                 self.take(call, keys)
                 task = self.keyword(call, "task_type") if name == "LoraConfig" else None
                 if task is not None and ast.unparse(task).rpartition(".")[2].strip("'\"") == "SEQ_CLS":
-                    self.found["lora_task_type"] = _node("SEQ_CLS", self.source, call.lineno)
+                    self.found["lora_task_type"] = node_of("SEQ_CLS", self.source, call.lineno)
         self.check_base()
         trainers = self.of(*_TRAINERS)
         for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
@@ -185,9 +186,9 @@ class _Reading:
                 where = Origin(self.source, node.lineno)
                 self.wrong.append(PlanError(ast.unparse(node)[:60], ABSENT, problem, origin=where))
         self.frozen()
-        script = _CONFIGS[_name(config)]
+        script = _CONFIGS[name_of(config)]
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
-            script = _TRAINERS[_name(trainers[0])]
+            script = _TRAINERS[name_of(trainers[0])]
             for key in ("gradient_checkpointing", "bf16"):
                 self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
         if self.wrong:
@@ -198,13 +199,13 @@ class _Reading:
         """The model that is loaded, or that a trainer of trl's is given by name."""
         loaded = self.methods("from_pretrained")
         known = _SCORING if self.of("RewardTrainer", "RewardConfig") else _MODELS
-        models = [call for call in loaded if known.fullmatch(_owner(call))]
+        models = [call for call in loaded if known.fullmatch(owner_of(call))]
         if not models and not self.of(*_TRAINERS, *(name for name, script in _CONFIGS.items() if script)):
-            models = [call for call in loaded if _SCORING.fullmatch(_owner(call))]
+            models = [call for call in loaded if _SCORING.fullmatch(owner_of(call))]
             self.labels(models[:1])
-        other = next((call for call in loaded if _OTHER_HEADS.fullmatch(_owner(call))), None)
+        other = next((call for call in loaded if _OTHER_HEADS.fullmatch(owner_of(call))), None)
         if other is not None and not models:
-            problem = f"trains a {_owner(other)}: heads and losses of language models, and of a plain Trainer's "
+            problem = f"trains a {owner_of(other)}: heads and losses of language models, and of a plain Trainer's "
             problem += "classifiers of sequences, alone are modelled"
             raise self.refused(problem, other)
         for call in models[:1]:
@@ -227,12 +228,12 @@ class _Reading:
             if number is not None or pairs is None:
                 self.put("num_labels", number or names or call)
             else:
-                self.found["num_labels"] = _node(len(pairs) or 2, self.source, call.lineno)
+                self.found["num_labels"] = node_of(len(pairs) or 2, self.source, call.lineno)
             count = self.found["num_labels"].value if "num_labels" in self.found else 0
             usual = "regression" if count == 1 else "single_label_classification"
             if kind is not None and self.value(kind) not in (None, usual):
                 problem = (
-                    f"trains a {_owner(call)} with problem_type {one_line(ast.unparse(kind))[:40]}: one label of a "
+                    f"trains a {owner_of(call)} with problem_type {one_line(ast.unparse(kind))[:40]}: one label of a "
                 )
                 raise self.refused(f"{problem}sequence is modelled, or one score", call)
 
@@ -246,7 +247,7 @@ class _Reading:
             if name.name.endswith("Config") and name.name not in ("LoraConfig", "PeftConfig")
         }
         for call in sorted(self.calls, key=lambda call: call.lineno):
-            name = _name(call)
+            name = name_of(call)
             if name in of_peft and "lora-rank" not in self.asked:
                 raise self.refused(f"makes a {name}: of peft's methods LoRA alone is modelled", call)
             if _OTHER_WEIGHTS.fullmatch(name) and "quantisation" not in self.asked:
@@ -261,12 +262,12 @@ class _Reading:
                         raise self.refused(f"makes a LoraConfig with {key}, which is not modelled", call)
 
         for call in (*self.of("get_peft_model"), *self.methods("from_pretrained")):
-            if _name(call) == "get_peft_model" or _owner(call).startswith(("Peft", "AutoPeft")):
+            if name_of(call) == "get_peft_model" or owner_of(call).startswith(("Peft", "AutoPeft")):
                 self.check_made(call.args[-1] if call.args else call, "adapters", "lora_r", _ADAPTERS)
 
     def check_made(self, given: ast.expr | None, what: str, key: str, made: re.Pattern[str]) -> None:
         """Asks for weights or adapters that no configuration of the script's own says."""
-        here = given is None or self.value(given) is None or any(made.fullmatch(_name(call)) for call in self.calls)
+        here = given is None or self.value(given) is None or any(made.fullmatch(name_of(call)) for call in self.calls)
         if given is not None and not here and _FLAGS[key] not in self.asked:
             problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
             problem += f"say it with --{_FLAGS[key]}"
@@ -325,8 +326,8 @@ class _Reading:
     def put(self, key: str, given: ast.expr) -> None:
         """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
         value = self.value(given)
-        if value is not _UNKNOWN:
-            self.found[key] = _node(value, self.source, given.lineno)
+        if value is not UNKNOWN:
+            self.found[key] = node_of(value, self.source, given.lineno)
         elif key in READ and _FLAGS.get(key, key).partition(" ")[0] not in self.asked:
             flag = f"say it with --{_FLAGS[key]}" if key in _FLAGS else INSTEAD
             problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
@@ -334,10 +335,10 @@ class _Reading:
 
     def value(self, given: ast.expr) -> object:
         """What ``given`` is without running anything: a literal, or a name for one."""
-        return _literal(given, self.names)
+        return literal(given, self.names)
 
     def pairs(self, given: ast.expr) -> list[tuple[str, ast.expr]] | None:
-        return _pairs(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
+        return pairs_of(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
 
     def keyword(self, call: ast.Call, name: str) -> ast.expr | None:
         """What ``call`` is given as ``name``, by itself or in a mapping that the script makes."""
@@ -350,7 +351,7 @@ class _Reading:
 
     def of(self, *names: str) -> list[ast.Call]:
         """Calls of what is named so, in whatever module."""
-        return sorted((call for call in self.calls if _name(call) in names), key=lambda call: call.lineno)
+        return sorted((call for call in self.calls if name_of(call) in names), key=lambda call: call.lineno)
 
     def methods(self, name: str) -> list[ast.Call]:
         found = [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
@@ -369,115 +370,3 @@ _ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
 def _freezes(target: ast.expr, value: ast.expr) -> bool:
     named = isinstance(target, ast.Attribute) and target.attr == "requires_grad"
     return named and isinstance(value, ast.Constant) and value.value is False
-
-
-class _Unknown:
-    pass
-
-
-_UNKNOWN = _Unknown()
-_DTYPES = frozenset({"bfloat16", "float16", "float32", "half", "float", "uint8"})
-
-
-def _literal(given: ast.expr, names: Mapping[str, object]) -> object:
-    if isinstance(given, ast.Name):
-        return names.get(given.id, _UNKNOWN)
-    if isinstance(given, ast.Attribute):  # torch.bfloat16
-        return given.attr if given.attr in _DTYPES else _UNKNOWN
-    if isinstance(given, (ast.List, ast.Tuple, ast.Set)):
-        items = [_literal(item, names) for item in given.elts]
-        return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
-    if isinstance(given, ast.Dict):
-        pairs = [
-            (_literal(key, names) if key is not None else _UNKNOWN, _literal(value, names))
-            for key, value in zip(given.keys, given.values, strict=True)
-        ]
-        return _UNKNOWN if any(_UNKNOWN in pair for pair in pairs) else {str(key): value for key, value in pairs}
-    if isinstance(given, ast.Call) and _name(given) == "dict" and not given.args:
-        values = {keyword.arg: _literal(keyword.value, names) for keyword in given.keywords}
-        return _UNKNOWN if None in values or _UNKNOWN in values.values() else values
-    if isinstance(given, ast.BinOp) and isinstance(given.op, ast.Mult):
-        left, right = _literal(given.left, names), _literal(given.right, names)
-        both = isinstance(left, int) and isinstance(right, int) and abs(left) < 1 << 31 and abs(right) < 1 << 31
-        return left * right if both else _UNKNOWN  # type: ignore[operator]
-    try:
-        value: object = ast.literal_eval(given)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return _UNKNOWN
-    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
-
-
-def _pairs(given: ast.expr) -> list[tuple[str, ast.expr]] | None:
-    """Keys and what they are given in a mapping that stands there as one; nothing where it does not."""
-    if isinstance(given, ast.Call) and _name(given) == "dict" and not given.args:
-        pairs = [(keyword.arg, keyword.value) for keyword in given.keywords]
-        return None if None in dict(pairs) else [(str(key), value) for key, value in pairs]
-    if not isinstance(given, ast.Dict):
-        return None
-    keys = [key.value if isinstance(key, ast.Constant) else None for key in given.keys]
-    return None if None in keys else [(str(key), value) for key, value in zip(keys, given.values, strict=True)]
-
-
-def _bound_once(module: ast.Module) -> dict[str, ast.expr]:
-    """Names to which the file gives one value, and nothing else anywhere."""
-    given: dict[str, list[ast.expr | None]] = {}
-    for node in ast.walk(module):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        simple = [target.id for target in targets if isinstance(target, ast.Name)]
-        for name in simple:
-            given.setdefault(name, []).append(node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None)
-        for name in _bound_otherwise(node, simple):
-            given.setdefault(name, []).append(None)
-    return {name: values[0] for name, values in given.items() if len(values) == 1 and values[0] is not None}
-
-
-def _constants(once: Mapping[str, ast.expr]) -> dict[str, object]:
-    """Names to which the file gives one literal."""
-    found: dict[str, object] = {}
-    for _ in range(2):  # a name for a name
-        for name, only in once.items():
-            if (value := _literal(only, found)) is not _UNKNOWN:
-                found[name] = value
-    return found
-
-
-def _bound_otherwise(node: ast.AST, simple: Collection[str]) -> Iterator[str]:
-    """Names that ``node`` binds as no assignment of one value does."""
-    if isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
-    elif isinstance(node, (ast.For, ast.comprehension, ast.NamedExpr)) or (isinstance(node, ast.Assign) and not simple):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        for target in targets:
-            yield from (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
-
-
-def _imports(module: ast.Module) -> Iterator[str]:
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-
-
-def _name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _owner(call: ast.Call) -> str:
-    """``AutoModelForCausalLM`` of ``AutoModelForCausalLM.from_pretrained``."""
-    value = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
-
-
-def _node(value: object, source: str, line: int) -> Node:
-    origin = Origin(source, line)
-    if isinstance(value, dict):
-        return Node({str(key): _node(item, source, line) for key, item in value.items()}, origin)
-    if isinstance(value, list):
-        return Node([_node(item, source, line) for item in value], origin)
-    assert value is None or isinstance(value, (bool, int, float, str))
-    return Node(value, origin)

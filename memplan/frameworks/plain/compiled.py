@@ -25,25 +25,27 @@ CODE = 1
 TURNS = 3
 """Depths that differ by a multiple of this are learnt as one (``trace.compiled_model.STEPS``)."""
 
+KNOWN = "with torch.compile, which is modelled with nothing else"
+
 
 def check(plan: ResolvedPlan) -> None:
     """``PlanError`` unless one graph of Inductor's is the whole model's step, and is the one that would run."""
     spec, precision, trainer = plan.model, plan.precision, plan.trainer
     rules: tuple[tuple[bool, str, object, str], ...] = (
-        (not spec.has_sizes, "compile", True, "must be false of an architecture without a recipe"),
-        (is_tuned(plan), "compile", True, "must be false with adapters, quantised or frozen parameters"),
+        (not spec.has_sizes, "compile", True, "must be false of an architecture without a recipe: not modelled"),
+        (is_tuned(plan), "compile", True, "must be false with adapters, quantised or frozen parameters: not modelled"),
         (
             any(True for _ in plan.kernels.changed()),
             "compile",
             True,
-            "must be false with kernels that are not PyTorch's",
+            "must be false with kernels that are not PyTorch's: not modelled",
         ),
-        (bool(spec.experts), "compile", True, "must be false with experts: each token's are known at run time alone"),
-        (plan.attention != "flash", "attention", plan.attention, "must be flash (sdpa) with torch.compile"),
-        (precision.dtype != "bf16", "precision.dtype", precision.dtype, "must be bf16 with torch.compile"),
-        (plan.loss.kind != "plain", "loss.kind", plan.loss.kind, "must be plain with torch.compile"),
-        (trainer.kind.own_loss, "trainer.loop", trainer.loop, "must be none or transformers with torch.compile"),
-        (bool(spec.labels), "model.labels", spec.labels, "must be left out with torch.compile"),
+        (bool(spec.experts), "compile", True, "must be false with experts: their routing cuts the graph, not modelled"),
+        (plan.attention != "flash", "attention", plan.attention, f"must be flash (sdpa) {KNOWN}"),
+        (precision.dtype != "bf16", "precision.dtype", precision.dtype, f"must be bf16 {KNOWN}"),
+        (plan.loss.kind != "plain", "loss.kind", plan.loss.kind, f"must be plain {KNOWN}"),
+        (trainer.kind.own_loss, "trainer.loop", trainer.loop, f"must be none or transformers {KNOWN}"),
+        (bool(spec.labels), "model.labels", spec.labels, "must be left out with torch.compile: not modelled"),
         (
             bool(plan.recompute.reentrant),
             "recompute.reentrant",
@@ -54,24 +56,24 @@ def check(plan: ResolvedPlan) -> None:
             precision.autocast and spec.norm != "rmsnorm",
             "precision.autocast",
             True,
-            "must be false with torch.compile and layer norms, which autocast runs in fp32 on a GPU alone",
+            "must be false with torch.compile and layer norms, which autocast runs in fp32 on GPUs alone: not modelled",
         ),
         (
             trainer.evaluation_batches is not None or (trainer.evaluation_mbs or 0) > plan.batch.mbs,
             "trainer.evaluation_batches",
             trainer.evaluation_batches,
-            "must be left out with torch.compile, and evaluation's batches no larger than training's",
+            "must be left out with torch.compile, and evaluation's batches no larger than training's: not modelled",
         ),
         (
             bool(spec.embedding_dropout or spec.attention_dropout or spec.hidden_dropout),
             "compile",
             True,
-            "must be false with dropout, whose seeds were not learnt",
+            "must be false with dropout: not modelled (--embedding-dropout, --attention-dropout, --hidden-dropout 0)",
         ),
     )
     for wrong, field, value, problem in rules:
         if wrong:
-            raise PlanError(field, value, problem + ": not modelled" * (field != "recompute.reentrant"))
+            raise PlanError(field, value, problem)
 
 
 def settings_of(plan: ResolvedPlan) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""What a Python file says by itself: literals, mappings that stand there, and names that have one value."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+
+from ...plan.errors import Node, Origin
+
+
+class Unknown:
+    pass
+
+
+UNKNOWN = Unknown()
+DTYPES = frozenset({"bfloat16", "float16", "float32", "half", "float", "uint8"})
+
+
+def literal(given: ast.expr, names: Mapping[str, object]) -> object:
+    if isinstance(given, ast.Name):
+        return names.get(given.id, UNKNOWN)
+    if isinstance(given, ast.Attribute):  # torch.bfloat16
+        return given.attr if given.attr in DTYPES else UNKNOWN
+    if isinstance(given, (ast.List, ast.Tuple, ast.Set)):
+        items = [literal(item, names) for item in given.elts]
+        return UNKNOWN if any(item is UNKNOWN for item in items) else items
+    if isinstance(given, ast.Dict):
+        pairs = [
+            (literal(key, names) if key is not None else UNKNOWN, literal(value, names))
+            for key, value in zip(given.keys, given.values, strict=True)
+        ]
+        return UNKNOWN if any(UNKNOWN in pair for pair in pairs) else {str(key): value for key, value in pairs}
+    if isinstance(given, ast.Call) and name_of(given) == "dict" and not given.args:
+        values = {keyword.arg: literal(keyword.value, names) for keyword in given.keywords}
+        return UNKNOWN if None in values or UNKNOWN in values.values() else values
+    if isinstance(given, ast.BinOp) and isinstance(given.op, ast.Mult):
+        left, right = literal(given.left, names), literal(given.right, names)
+        both = isinstance(left, int) and isinstance(right, int) and abs(left) < 1 << 31 and abs(right) < 1 << 31
+        return left * right if both else UNKNOWN  # type: ignore[operator]
+    try:
+        value: object = ast.literal_eval(given)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return UNKNOWN
+    return value if value is None or isinstance(value, (bool, int, float, str)) else UNKNOWN
+
+
+def pairs_of(given: ast.expr) -> list[tuple[str, ast.expr]] | None:
+    """Keys and what they are given in a mapping that stands there as one; nothing where it does not."""
+    if isinstance(given, ast.Call) and name_of(given) == "dict" and not given.args:
+        pairs = [(keyword.arg, keyword.value) for keyword in given.keywords]
+        return None if None in dict(pairs) else [(str(key), value) for key, value in pairs]
+    if not isinstance(given, ast.Dict):
+        return None
+    keys = [key.value if isinstance(key, ast.Constant) else None for key in given.keys]
+    return None if None in keys else [(str(key), value) for key, value in zip(keys, given.values, strict=True)]
+
+
+def bound_once(module: ast.Module) -> dict[str, ast.expr]:
+    """Names to which the file gives one value, and nothing else anywhere."""
+    given: dict[str, list[ast.expr | None]] = {}
+    for node in ast.walk(module):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        simple = [target.id for target in targets if isinstance(target, ast.Name)]
+        for name in simple:
+            given.setdefault(name, []).append(node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None)
+        for name in _bound_otherwise(node, simple):
+            given.setdefault(name, []).append(None)
+    return {name: values[0] for name, values in given.items() if len(values) == 1 and values[0] is not None}
+
+
+def constants(once: Mapping[str, ast.expr]) -> dict[str, object]:
+    """Names to which the file gives one literal."""
+    found: dict[str, object] = {}
+    for _ in range(2):  # a name for a name
+        for name, only in once.items():
+            if (value := literal(only, found)) is not UNKNOWN:
+                found[name] = value
+    return found
+
+
+def _bound_otherwise(node: ast.AST, simple: Collection[str]) -> Iterator[str]:
+    """Names that ``node`` binds as no assignment of one value does."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+    elif isinstance(node, (ast.For, ast.comprehension, ast.NamedExpr)) or (isinstance(node, ast.Assign) and not simple):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            yield from (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+
+
+def imports(module: ast.Module) -> Iterator[str]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def name_of(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def owner_of(call: ast.Call) -> str:
+    """``AutoModelForCausalLM`` of ``AutoModelForCausalLM.from_pretrained``."""
+    value = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+
+
+def node_of(value: object, source: str, line: int) -> Node:
+    origin = Origin(source, line)
+    if isinstance(value, dict):
+        return Node({str(key): node_of(item, source, line) for key, item in value.items()}, origin)
+    if isinstance(value, list):
+        return Node([node_of(item, source, line) for item in value], origin)
+    assert value is None or isinstance(value, (bool, int, float, str))
+    return Node(value, origin)
