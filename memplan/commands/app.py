@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..plan.errors import ABSENT, Origin, PlanError, together
+from ..plan.errors import PlanError, together, wrong_at
 from .plan_flags import with_plan_flags
 from .words import expanded, spelled, with_file_of_csv, wrong_flags, wrong_values
 
@@ -90,8 +90,7 @@ def _run(words: list[str], flags: set[str] | None) -> int:
     """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
     asked = words[0] if words else ""
     if asked in _MEANT:
-        problem = f"no such command; did you mean memplan {_MEANT[asked]}?"
-        raise PlanError("", ABSENT, problem, origin=Origin(f"memplan {asked}"))
+        raise wrong_at(f"memplan {asked}", f"no such command; did you mean memplan {_MEANT[asked]}?")
     command = typer.main.get_command(_app(asked, flags))
     if asked in COMMANDS and not {"-h", "--help"} & {*words}:
         parameters = command.commands[asked].params  # type: ignore[attr-defined]
@@ -269,4 +268,4 @@ def _explained(error: Any) -> PlanError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "memplan"
     message = " ".join(error.format_message().split()).rstrip(".")
-    return PlanError("", ABSENT, f"{message[:1].lower()}{message[1:]} (see {path} --help)", origin=Origin(path))
+    return wrong_at(path, f"{message[:1].lower()}{message[1:]} (see {path} --help)")

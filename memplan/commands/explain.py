@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import PlanError, wrong_at
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
@@ -65,7 +65,7 @@ def explain(
     launch = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
     planned = bool(plan or from_ or flags)
     if log == "-" and plan == ["-"]:
-        raise PlanError("", ABSENT, "can be read only once, as the log or as the plan", origin=Origin(STANDARD_INPUT))
+        raise wrong_at(STANDARD_INPUT, "can be read only once, as the log or as the plan")
     read = read_given(placed(plan), launch, flags) if planned else None
     known, _ = measured_of(no_records=no_records)
     pieces, name = _content(log)
@@ -73,14 +73,12 @@ def explain(
     if is_snapshot(first):
         return _snapshot(pieces, name, read, stage, known, console=None if json else console(no_color), quiet=quiet)
     if stage is not None:
-        raise PlanError("", ABSENT, "belongs to a memory snapshot; a message names its rank", origin=Origin("--stage"))
+        raise wrong_at("--stage", "belongs to a memory snapshot; a message names its rank")
     for magic, shown_by in COMPRESSED.items():
         if first.startswith(magic):
-            problem = f"is compressed; {shown_by} {name} | memplan explain - reads it"
-            raise PlanError("", ABSENT, problem, origin=Origin(name))
+            raise wrong_at(name, f"is compressed; {shown_by} {name} | memplan explain - reads it")
     if b"\0" in first[:SNIFFED]:
-        problem = "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)"
-        raise PlanError("", ABSENT, problem, origin=Origin(name))
+        raise wrong_at(name, "is a binary file: neither a log nor a memory snapshot (torch.cuda.memory._dump_snapshot)")
     with _located(name, read):
         with progress(f"reading {name}") as says:
             found = reports(_told(pieces, name, says))
@@ -116,10 +114,10 @@ def _snapshot(
     for piece in pieces:
         data += piece
         if len(data) > LARGEST:
-            problem = (
-                f"is larger than a snapshot that is read ({LARGEST >> 30} GiB); record fewer entries (max_entries)"
+            raise wrong_at(
+                name,
+                f"is larger than a snapshot that is read ({LARGEST >> 30} GiB); record fewer entries (max_entries)",
             )
-            raise PlanError("", ABSENT, problem, origin=Origin(name))
     with _located(name, read):
         told, failed = compare_snapshot(bytes(data), read.plan if read is not None else None, stage, known)
     if console is None:
@@ -162,7 +160,7 @@ def _located(name: str, read: ReadPlan | None) -> Iterator[None]:
             yield
     except PlanError as error:
         if not error.field and error.origin is None:
-            raise PlanError("", ABSENT, error.problem, origin=Origin(name)) from None
+            raise wrong_at(name, error.problem) from None
         raise (read.located(error) if read is not None else error) from None
 
 
@@ -185,7 +183,7 @@ def _begun(pieces: Iterator[bytes], name: str, *, given: bool) -> tuple[bytes, I
         pieces = (text.encode() for text in codecs.iterdecode(chain([first], pieces), "utf-16", "replace"))
         first = next(pieces, b"")
     if not first:
-        raise PlanError("", ABSENT, "is empty" if given else f"is empty; {USAGE}", origin=Origin(name))
+        raise wrong_at(name, "is empty" if given else f"is empty; {USAGE}")
     return first, chain([first], pieces)
 
 

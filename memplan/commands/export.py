@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..formats import WRITTEN, target
-from ..plan.errors import ABSENT, Origin, PlanError, nearest, one_line
+from ..plan.errors import PlanError, nearest, one_line, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
@@ -94,8 +94,7 @@ def _exported(read: ReadPlan, to: str | None) -> Exported:
     if name not in WRITTEN:
         guess = nearest(name, WRITTEN)
         hint = f"; did you mean {guess}?" if guess else ""
-        problem = f"{name} must be {', '.join(WRITTEN[:-1])} or {WRITTEN[-1]}{hint}"
-        raise PlanError("", ABSENT, problem, origin=Origin("--to"))
+        raise wrong_at("--to", f"{name} must be {', '.join(WRITTEN[:-1])} or {WRITTEN[-1]}{hint}")
     try:
         return exported(read.plan, target(name))
     except PlanError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import Origin, PlanError, wrong_at
 from ..plan.text import path_of
 
 PATIENCE = 10.0
@@ -37,15 +37,15 @@ def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
     given = [(flag, file) for flag, file in files.items() if file is not None]
     if force and not given:
         *others, last = files
-        raise PlanError("", ABSENT, f"is for {', '.join(others)} and {last}", origin=Origin("--overwrite"))
+        raise wrong_at("--overwrite", f"is for {', '.join(others)} and {last}")
     for at, (flag, file) in enumerate(given):
         ending = path_of(file).suffix.lower()
         if flag in ENDINGS and ending and ending not in ENDINGS[flag]:
-            raise PlanError("", ABSENT, f"{file} must end in {' or '.join(ENDINGS[flag])}", origin=Origin(flag))
+            raise wrong_at(flag, f"{file} must end in {' or '.join(ENDINGS[flag])}")
         check_writable(file, force=force)
         for other, same in given[:at]:
             if same == file:
-                raise PlanError("", ABSENT, f"is the file of {other}, too", origin=Origin(flag))
+                raise wrong_at(flag, f"is the file of {other}, too")
 
 
 def write_whole(name: str, content: bytes, *, force: bool) -> bool:
@@ -76,7 +76,7 @@ def _unwritable(name: str, error: OSError | ValueError) -> PlanError:
     if isinstance(error, PlanError):
         return error
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return PlanError("", ABSENT, f"cannot be written: {reason.lower()}", origin=Origin(name))
+    return wrong_at(name, f"cannot be written: {reason.lower()}")
 
 
 def _target(name: str, force: bool) -> Path | int:
@@ -93,19 +93,19 @@ def _target(name: str, force: bool) -> Path | int:
     except (FileNotFoundError, NotADirectoryError):
         if not target.parent.is_dir():
             folder = path.parent if path.parent.resolve() == target.parent else target.parent
-            raise PlanError("", ABSENT, f"there is no folder {folder}", origin=origin) from None
+            raise wrong_at(origin, f"there is no folder {folder}") from None
     else:
         if stat.S_ISDIR(mode):
-            raise PlanError("", ABSENT, "is a directory; name a file in it", origin=origin)
+            raise wrong_at(origin, "is a directory; name a file in it")
         if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
             what = "a disk" if stat.S_ISBLK(mode) else "a socket"
-            raise PlanError("", ABSENT, f"is {what}, which is not written to", origin=origin)
+            raise wrong_at(origin, f"is {what}, which is not written to")
         if not stat.S_ISREG(mode):
             return target
         if not force:
-            raise PlanError("", ABSENT, "is there already; --overwrite replaces it", origin=origin)
+            raise wrong_at(origin, "is there already; --overwrite replaces it")
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise PlanError("", ABSENT, f"cannot be written: folder {target.parent} is read-only", origin=origin)
+        raise wrong_at(origin, f"cannot be written: folder {target.parent} is read-only")
     return target
 
 

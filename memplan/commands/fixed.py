@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import Origin, PlanError, wrong_at
 from ..plan.fields import Kind, PlanField, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
@@ -40,7 +40,7 @@ def fixes_of(assignments: Sequence[str]) -> dict[str, str | None]:
     for assignment in assignments:
         for name, value in _pairs(assignment):
             if name in fixes and fixes[name] != value:
-                raise PlanError("", ABSENT, f"{name} is there twice, with different values", origin=_ORIGIN)
+                raise wrong_at(_ORIGIN, f"{name} is there twice, with different values")
             fixes[name] = value
     return fixes
 
@@ -59,9 +59,7 @@ def _pairs(assignment: str) -> list[tuple[str, str | None]]:
             continue
         pairs.append((_known(name, part), value.strip() if equals else None))
         if equals and not value.strip():
-            raise PlanError(
-                "", ABSENT, f"{name} needs a value, as --fix {name}=A, or none: --fix {name}", origin=_ORIGIN
-            )
+            raise wrong_at(_ORIGIN, f"{name} needs a value, as --fix {name}=A, or none: --fix {name}")
     return pairs
 
 
@@ -78,7 +76,7 @@ def _known(name: str, part: str) -> str:
     guess = likely(f"--{name}", axes) or likely(f"--{name}", [field.flag for field in by_flag().values()])
     guess = guess.removeprefix("--") if guess else None
     problem = f"{part.strip() or 'an empty name'} names no field; names are those of the flags, as tp=4"
-    raise PlanError("", ABSENT, f"{problem}; did you mean {guess}?" if guess else problem, origin=_ORIGIN)
+    raise wrong_at(_ORIGIN, f"{problem}; did you mean {guess}?" if guess else problem)
 
 
 def _axis_fields() -> list[PlanField]:
@@ -89,8 +87,7 @@ def with_fixes(flags: Flags, fixes: Mapping[str, str | None]) -> Flags:
     """``flags`` with the values of ``fixes`` among them."""
     for name, value in fixes.items():
         if value is not None and name in flags and flags[name] != value:
-            problem = f"{name}={value} contradicts --{name} {flags[name]}; give one of them"
-            raise PlanError("", ABSENT, problem, origin=_ORIGIN)
+            raise wrong_at(_ORIGIN, f"{name}={value} contradicts --{name} {flags[name]}; give one of them")
     return {**flags, **{name: value for name, value in fixes.items() if value is not None}}
 
 
@@ -118,8 +115,7 @@ def fixed_values(plan: Plan, fixes: Mapping[str, str | None]) -> dict[str, Any]:
         if value is None and resolved is not None:
             value = _value(resolved, path)
         if value is None:
-            problem = f"{name}: the plan does not say what it is; give a value, as --fix {name}=A"
-            raise PlanError("", ABSENT, problem, origin=_ORIGIN)
+            raise wrong_at(_ORIGIN, f"{name}: the plan does not say what it is; give a value, as --fix {name}=A")
         if value is not None:
             fixed[path] = value
     return fixed

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..plan.errors import ABSENT, Origin, PlanError, one_line
+from ..plan.errors import Origin, PlanError, one_line, wrong_at
 from ..plan.read import Flags
 from .files import write_whole
 from .output import Overwrite, print_file
@@ -66,8 +66,7 @@ def _example(name: str, flags: Flags) -> str:
     from ..plan.text import read_text
 
     if flags:
-        problem = "copies the example as it is; change fields when estimating it, or in the file"
-        raise PlanError("", ABSENT, problem, origin=Origin("--example"))
+        raise wrong_at("--example", "copies the example as it is; change fields when estimating it, or in the file")
     if name not in examples():
         problem = f"is not a built-in example ({', '.join(examples())})"
         raise PlanError("example", name, problem, origin=Origin("--example"), known=examples())

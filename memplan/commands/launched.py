@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import wrong_at
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
@@ -138,13 +138,12 @@ def flags_of_launch(
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
         fields = [said for one in given if (said := _flag_of(one)) is not None]
         if fields:
-            problem = f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}"
-            raise PlanError("", ABSENT, problem, origin=Origin("command line"))
+            raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
-        raise PlanError("", ABSENT, f"{' and '.join(given)} {problem}", origin=Origin("command line"))
+        raise wrong_at("command line", f"{' and '.join(given)} {problem}")
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None
     for flag, is_given in others.items():
@@ -152,7 +151,7 @@ def flags_of_launch(
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
             said_by = _flag_of(variables[0]) if flag == "--set" and variables else None
             other = f"; a field of a plan is a flag, {said_by[1]}" if said_by is not None else other
-            raise PlanError("", ABSENT, f"belongs to --from, which reads a launch file{other}", origin=Origin(flag))
+            raise wrong_at(flag, f"belongs to --from, which reads a launch file{other}")
     return LaunchFlags((), variables, strict, vocab_size)
 
 
@@ -186,7 +185,7 @@ def _overridden(
         problem = (
             f"is an override as Megatron-Bridge's recipes take it; a field {whose} is given as a flag, such as --tp 4"
         )
-        raise PlanError("", ABSENT, f"{overrides[0]} {problem}", origin=Origin("command line"))
+        raise wrong_at("command line", f"{overrides[0]} {problem}")
     return LaunchFlags((_BRIDGE,), variables, strict, vocab_size, recognised=bool(given), overrides=overrides)
 
 
@@ -213,14 +212,15 @@ def _of_each(formats: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """``formats`` of ``--from``, which name that of each file."""
     for name in formats:
         if name not in READ:
-            problem = f"{name} must be {', '.join(READ[:-1])} or {READ[-1]}"
-            raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+            raise wrong_at("--from", f"{name} must be {', '.join(READ[:-1])} or {READ[-1]}")
     if not given:
-        problem = f"needs a file, as memplan estimate --from {formats[0]} {FORMATS[formats[0]].example} --gpus 64"
-        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+        raise wrong_at(
+            "--from", f"needs a file, as memplan estimate --from {formats[0]} {FORMATS[formats[0]].example} --gpus 64"
+        )
     if len(formats) != len(given):
-        problem = f"is given {len(formats)}x for {len(given)} files: name the format of each, or of none"
-        raise PlanError("", ABSENT, problem, origin=Origin("--from"))
+        raise wrong_at(
+            "--from", f"is given {len(formats)}x for {len(given)} files: name the format of each, or of none"
+        )
     return tuple(formats)
 
 
@@ -242,11 +242,11 @@ def read_launched(place: Place, launch_flags: LaunchFlags, flags: Flags, vary: S
     names, size = launch_flags.formats, launch_flags.vocab_size
     for flag, given in (("--set", bool(launch_flags.variables)), ("--vocab-size", size is not None)):
         if given and not launch_flags.takes_settings:
-            raise PlanError("", ABSENT, f"belongs to launch scripts, and not to --from {names[0]}", origin=Origin(flag))
+            raise wrong_at(flag, f"belongs to launch scripts, and not to --from {names[0]}")
     if size is not None and size < 1:
-        raise PlanError("", ABSENT, f"{size} must be at least 1", origin=Origin("--vocab-size"))
+        raise wrong_at("--vocab-size", f"{size} must be at least 1")
     if size is not None and "vocab" in flags:
-        raise PlanError("", ABSENT, "says the same as --vocab; give one of them", origin=Origin("--vocab-size"))
+        raise wrong_at("--vocab-size", "says the same as --vocab; give one of them")
     varied = [assignment.partition("=")[0] for assignment in vary]
     overrides = launch_flags.overrides
     asked = Asked(names[0], flags, varied, launch_flags.variables, launch_flags.strict, size, overrides)

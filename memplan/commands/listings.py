@@ -133,12 +133,12 @@ def schema() -> int:
 
 def _holding(part: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` in which ``part`` is; to refuse what is in none."""
-    from ..plan.errors import ABSENT, Origin, PlanError, one_line
+    from ..plan.errors import one_line, wrong_at
     from ..plan.spellings import plain
 
     found = [name for name in names if plain(part) in plain(name)]
     if not found:
-        raise PlanError("", ABSENT, f"no name of this list holds {one_line(part)}", origin=Origin("NAME"))
+        raise wrong_at("NAME", f"no name of this list holds {one_line(part)}")
     return found
 
 

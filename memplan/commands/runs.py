@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import wrong_at
 from ..plan.text import path_of
 from .files import check_files, write_whole
 from .output import Html, Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
@@ -115,8 +115,7 @@ def _check_any(run: str) -> None:
     from ..records.place import exists, path_of_records
 
     if not exists(path_of_records()):
-        problem = f"{run} is the id of no run; no run is recorded in {path_of_records()}"
-        raise PlanError("", ABSENT, problem, origin=Origin("memplan runs"))
+        raise wrong_at("memplan runs", f"{run} is the id of no run; no run is recorded in {path_of_records()}")
 
 
 def _delete(run: str) -> int:

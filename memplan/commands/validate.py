@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ..plan.errors import ABSENT, Origin, PlanError, nearest
+from ..plan.errors import PlanError, nearest, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
@@ -167,9 +167,9 @@ def validate(
     _check_choice("--with", with_, CODES)
     for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
         if not least <= value <= MOST:
-            raise PlanError("", ABSENT, f"{value} must be from {least} to {MOST}", origin=Origin(name))
+            raise wrong_at(name, f"{value} must be from {least} to {MOST}")
     if not 0 < timeout < float("inf"):
-        raise PlanError("", ABSENT, f"{timeout:g} must be more than 0", origin=Origin("--timeout"))
+        raise wrong_at("--timeout", f"{timeout:g} must be more than 0")
     _check_machines(nnodes, rdzv_endpoint, node_rank)
     check_files({"--record": record, "--html": html}, force=overwrite)
     read, gpus = _read(placed(plan), from_, flags)
@@ -229,8 +229,7 @@ def _stages(text: str) -> tuple[int, ...]:
     """``0,31`` as (0, 31)."""
     numbers = [part.strip() for part in text.split(",")] if text else []
     if not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
-        problem = f"{text} must be numbers of stages with commas between them, as 0,3"
-        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+        raise wrong_at("--stage", f"{text} must be numbers of stages with commas between them, as 0,3")
     return tuple(map(int, numbers))
 
 
@@ -249,9 +248,7 @@ def _part(text: str) -> float:
     except ValueError:
         part = 0.0
     if not 0.0 < part < 1.0:
-        raise PlanError(
-            "", ABSENT, f"{text} must be a percentage above 0 and below 100, as 3%", origin=Origin("--tolerance")
-        )
+        raise wrong_at("--tolerance", f"{text} must be a percentage above 0 and below 100, as 3%")
     return part
 
 
@@ -259,18 +256,17 @@ def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         guess = nearest(value, choices)
         problem = f"{value} must be one of {', '.join(choices)}" + (f"; did you mean {guess}?" if guess else "")
-        raise PlanError("", ABSENT, problem, origin=Origin(flag))
+        raise wrong_at(flag, problem)
 
 
 def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> None:
     place = "the host and port of the rendezvous, as node1:29500"
     if nodes > 1 and endpoint is None:
-        raise PlanError("", ABSENT, f"is needed with --nnodes: {place}", origin=Origin("--rdzv-endpoint"))
+        raise wrong_at("--rdzv-endpoint", f"is needed with --nnodes: {place}")
     if endpoint is not None and not re.fullmatch(r".+:\d{1,5}", endpoint):
-        raise PlanError("", ABSENT, f"{endpoint} must be {place}", origin=Origin("--rdzv-endpoint"))
+        raise wrong_at("--rdzv-endpoint", f"{endpoint} must be {place}")
     if node_rank is not None and (endpoint is None or not 0 <= node_rank < nodes):
-        problem = f"{node_rank} must be from 0 to {nodes - 1}, with --nnodes and --rdzv-endpoint"
-        raise PlanError("", ABSENT, problem, origin=Origin("--node-rank"))
+        raise wrong_at("--node-rank", f"{node_rank} must be from 0 to {nodes - 1}, with --nnodes and --rdzv-endpoint")
 
 
 def _read(place: Place, from_: Sequence[str] | None, flags: Flags) -> tuple[ReadPlan, int]:

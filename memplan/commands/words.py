@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..plan.errors import ABSENT, Guesses, Origin, PlanError
+from ..plan.errors import ABSENT, Guesses, PlanError, wrong_at
 from .output import PRINTED
 
 _SEVERAL = ("--compare", "--vary", "--import")
@@ -91,8 +91,9 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
                 said = value if equals or not rest else rest[0]
                 before = given.setdefault(own.partition("=")[0], (flag, said))
                 if before[0] != flag and before[1] != said:
-                    problem = f"{said} says another thing than {before[0]} {before[1]}, which is the same field"
-                    raise PlanError("", ABSENT, problem, origin=Origin(flag))
+                    raise wrong_at(
+                        flag, f"{said} says another thing than {before[0]} {before[1]}, which is the same field"
+                    )
             if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
                 value = value if equals else rest.pop(0)
                 if value.lower() == "true":
@@ -131,17 +132,17 @@ def _with_nodes(words: Sequence[str]) -> list[str]:
     nodes, each = said.get("nodes"), said.get("each")
     for flag, number in said.values():
         if re.fullmatch("[1-9][0-9]{0,5}", number) is None:
-            raise PlanError("", ABSENT, f"{number} must be a whole number from 1 on", origin=Origin(flag))
+            raise wrong_at(flag, f"{number} must be a whole number from 1 on")
     total = _whole_number_of("--gpus", made)
     if nodes is not None and each is None and total is not None and total % int(nodes[1]) == 0:
         each = "--gpus-per-node", str(total // int(nodes[1]))
     if nodes is not None and each is not None and total not in (None, int(nodes[1]) * int(each[1])):
-        problem = f"{nodes[1]} nodes of {each[1]} GPUs are not the {total} of --gpus"
-        raise PlanError("", ABSENT, problem, origin=Origin(nodes[0]))
+        raise wrong_at(nodes[0], f"{nodes[1]} nodes of {each[1]} GPUs are not the {total} of --gpus")
     if nodes is not None and each is None:
         flag, count = nodes
-        problem = f"{count} says how many GPUs only with those of a node: --gpus-per-node 8, or --gpus {8 * int(count)}"
-        raise PlanError("", ABSENT, problem, origin=Origin(flag))
+        raise wrong_at(
+            flag, f"{count} says how many GPUs only with those of a node: --gpus-per-node 8, or --gpus {8 * int(count)}"
+        )
     if each is None:
         return made
     known = any(word.partition("=")[0] == "--gpus" for word in made)
@@ -201,7 +202,7 @@ def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterat
             yield _unknown(flag, guesses, path)
         elif takes.get(flag) and not equals:
             if following is None or following.partition("=")[0] in takes:
-                yield PlanError("", ABSENT, f"needs a value{_meaning(flag)}", origin=Origin(flag))
+                yield wrong_at(flag, f"needs a value{_meaning(flag)}")
             else:
                 following = next(words, None)
         word = following
@@ -227,7 +228,7 @@ def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
         guess = guesses.of(flag)
         hint = f"did you mean {guess}?" if guess else "--help lists them"
         problem = f"is not a flag of {path}; {hint}"
-    return PlanError("", ABSENT, problem, origin=Origin(flag))
+    return wrong_at(flag, problem)
 
 
 def _meaning(flag: str) -> str:

@@ -12,7 +12,7 @@ from ..estimate import allocator_settings, estimate, evaluation_programs, kernel
 from ..layers.module import Options
 from ..layers.shapes import ITEMSIZE
 from ..plan.count import parameters
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, PlanError, wrong_at
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
@@ -202,8 +202,7 @@ def compare_snapshot(
     resolved = resolve(plan)
     programs = kernel_programs(resolved)
     if stage is not None and not 0 <= stage < len(programs):
-        problem = f"{stage} must be a stage from 0 to {len(programs) - 1}"
-        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+        raise wrong_at("--stage", f"{stage} must be a stage from 0 to {len(programs) - 1}")
     workspaces = held_workspaces(resolved, known)
     return compared(run, programs, allocator_settings(resolved), workspaces, stage), explanation
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..frameworks import framework as framework_of
-from ..plan.errors import ABSENT, Guesses, Node, PlanError, nearest
+from ..plan.errors import ABSENT, Guesses, Node, PlanError, nearest, wrong_at
 from ..plan.normalise import normalised
 from ..plan.notes import Note
 from ..plan.read import Source
@@ -94,11 +94,9 @@ def read(place: str, asked: Asked) -> Launch:
 def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     """The plan in the configuration ``written``, whose relative paths start from ``folder``."""
     if not isinstance(written.value, dict):
-        raise PlanError("", ABSENT, "must be a mapping, as Accelerate's configuration is", origin=written.origin)
+        raise wrong_at(written.origin, "must be a mapping, as Accelerate's configuration is")
     if written.mapping.keys() & {"model", "framework", "extends"}:
-        raise PlanError(
-            "", ABSENT, "is a plan, not Accelerate's configuration; leave out --from", origin=written.origin
-        )
+        raise wrong_at(written.origin, "is a plan, not Accelerate's configuration; leave out --from")
     notes = tuple(_unread(written, strict=asked.strict))
     found = accelerated(written, folder)
     building = Building(written.origin)
@@ -128,7 +126,7 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     for key, why in REFUSED.items():
         node = written.mapping.get(key)
         if node is not None and node.value not in (None, {}, False, "false"):
-            raise PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
+            raise node.lacks(key, f"must be left out: {why}")
     dynamo = dict(written.mapping.get("dynamo_config", written).mapping)
     if "backend" in dynamo:
         dynamo = {f"dynamo_{key}": node for key, node in dynamo.items()}
@@ -136,11 +134,10 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     named = "NO" if kind.value in (False, None) else str(kind.value).removeprefix("DistributedType.")
     framework = _DISTRIBUTED.get(named)
     if framework is None:
-        problem = f"must be one of {', '.join(_DISTRIBUTED)}"
-        raise PlanError("distributed_type", kind.plain(), problem, origin=kind.origin)
+        raise kind.wrong("distributed_type", f"must be one of {', '.join(_DISTRIBUTED)}")
     processes = written.mapping.get("num_processes")
     if processes is not None and (type(processes.value) is not int or processes.value < 1):
-        raise PlanError("num_processes", processes.plain(), "must be a whole number from 1 on", origin=processes.origin)
+        raise processes.wrong("num_processes", "must be a whole number from 1 on")
     if processes is not None and "distributed_type" in written.mapping and named == "NO":
         processes = Node(1, processes.origin)  # simple_launcher
     sections = framework_of(framework).supports.sections
@@ -171,21 +168,21 @@ def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[
     if section is None or not section.mapping:
         return {}
     if not is_sharded:
-        problem = "must be left out: Accelerate takes it with FSDP 2 alone"
-        raise PlanError("parallelism_config", ABSENT, problem, origin=section.origin)
+        raise section.lacks("parallelism_config", "must be left out: Accelerate takes it with FSDP 2 alone")
     given = {key.removeprefix("parallelism_config_"): node for key, node in section.mapping.items()}
     sizes = {name: given.get(name, Node(1, section.origin)) for name in ("dp_replicate_size", "dp_shard_size")}
     for name in (*sizes, *_NO_GROUPS):
         size = given.get(name, Node(1, section.origin))
         if type(size.value) is not int or size.value < 1:
-            raise PlanError(name, size.plain(), "must be a whole number from 1 on", origin=size.origin)
+            raise size.wrong(name, "must be a whole number from 1 on")
         if name in _NO_GROUPS and size.value > 1:
-            problem = "must be 1: of Accelerate's parallelism replicas of shards are modelled alone"
-            raise PlanError(name, size.value, problem, origin=size.origin)
+            raise size.wrong(name, "must be 1: of Accelerate's parallelism replicas of shards are modelled alone")
     total = math.prod(size.value for size in sizes.values() if isinstance(size.value, int))
     if processes is not None and total not in (1, processes.value):
-        problem = f"comes to {total} GPUs, and num_processes is {processes.plain()}: Accelerate stops where they differ"
-        raise PlanError("parallelism_config", ABSENT, problem, origin=section.origin)
+        raise section.lacks(
+            "parallelism_config",
+            f"comes to {total} GPUs, and num_processes is {processes.plain()}: Accelerate stops where they differ",
+        )
     replicas = sizes["dp_replicate_size"]
     return {_REPLICAS: replicas} if replicas.value != 1 else {}
 
@@ -220,15 +217,16 @@ def _resharded(reader: Reader) -> None:
         problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP)"
         problem += "; replicas of shards are modelled of FSDP 2, where parallelism_config says dp_replicate_size"
         name = "reshard_after_forward" if reader.settings.has("reshard_after_forward") else "sharding_strategy"
-        raise PlanError(f"fsdp_{name}", node.plain(), problem, origin=node.origin)
+        raise node.wrong(f"fsdp_{name}", problem)
     reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))
 
 
 def _wrapped(reader: Reader) -> None:
     node = reader.settings.node("auto_wrap_policy")
     if node is not None and str(node.value).upper() != "TRANSFORMER_BASED_WRAP":
-        problem = "must be TRANSFORMER_BASED_WRAP: other units than layers are not modelled"
-        raise PlanError("fsdp_auto_wrap_policy", node.plain(), problem, origin=node.origin)
+        raise node.wrong(
+            "fsdp_auto_wrap_policy", "must be TRANSFORMER_BASED_WRAP: other units than layers are not modelled"
+        )
 
 
 def _recomputed(reader: Reader) -> None:
@@ -255,13 +253,13 @@ def shard(
     in which dtype the model is loaded."""
     version = settings.node("version") or Node(newest, settings.origin)
     if str(version.value) not in ("1", "2"):
-        raise PlanError("fsdp_version", version.plain(), "must be 1 or 2", origin=version.origin)
+        raise version.wrong("fsdp_version", "must be 1 or 2")
     known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP
     for key, node in settings.given.items():
         if key not in known:
             guess = nearest(key, known)
             if guess is not None:
-                raise PlanError(f"fsdp_{key}", ABSENT, f"is no key; did you mean fsdp_{guess}?", origin=node.origin)
+                raise node.lacks(f"fsdp_{key}", f"is no key; did you mean fsdp_{guess}?")
             building.note("argument-unknown", f"fsdp_{key} ({node.origin}) is no key that is read")
     building.put("precision.dtype", dtype or loaded)
     if str(version.value) == "1":
@@ -297,8 +295,7 @@ def _flat(building: Building, settings: Keys, dtype: Node | None, version: Node)
     if name.isdigit() and 0 < int(name) <= len(BACKWARD_PREFETCH):
         name = list(BACKWARD_PREFETCH)[int(name) - 1]
     if name not in BACKWARD_PREFETCH:
-        problem = f"must be one of {', '.join(BACKWARD_PREFETCH)}"
-        raise PlanError("fsdp_backward_prefetch", ahead.plain(), problem, origin=ahead.origin)
+        raise ahead.wrong("fsdp_backward_prefetch", f"must be one of {', '.join(BACKWARD_PREFETCH)}")
     building.put("fsdp.backward_prefetch", Node(BACKWARD_PREFETCH[name], ahead.origin))
 
 
@@ -347,14 +344,14 @@ def ds_file(file: Node, folder: Path) -> Node:
 def file_named(file: Node, folder: Path, field: str, what: str) -> Node:
     """The JSON or YAML of the file that ``file``, the value of ``field``, names, from ``folder`` or from here."""
     if not isinstance(file.value, str):
-        raise PlanError(field, file.plain(), f"must be the path to {what}", origin=file.origin)
+        raise file.wrong(field, f"must be the path to {what}")
     path = found_from(file.value, folder)
     try:
         return parse_yaml(read_text(path).expandtabs(2), str(path))
     except PlanError as error:
         if error.origin is not None and error.origin.line is not None:
             raise
-        raise PlanError(field, file.value, error.problem, origin=file.origin) from None
+        raise file.wrong(field, error.problem) from None
 
 
 def with_precision(config: Node, precision: Node | None) -> Node:
@@ -377,8 +374,7 @@ def mixed(precision: Node | None) -> Node | None:
     if precision is None or precision.value in (False, None, "no"):
         return None
     if precision.value not in ("bf16", "fp16"):
-        problem = "must be no, bf16 or fp16: fp8 is not modelled under Accelerate yet"
-        raise PlanError("mixed_precision", precision.plain(), problem, origin=precision.origin)
+        raise precision.wrong("mixed_precision", "must be no, bf16 or fp16: fp8 is not modelled under Accelerate yet")
     return precision
 
 
@@ -390,5 +386,5 @@ def _unread(written: Node, *, strict: bool) -> Iterable[Note]:
             guess = guesses.of(key)
             problem = guessed("is no key that is read", guess)
             if guess is not None:  # Accelerate refuses whatever it does not know (load_config_from_file)
-                raise PlanError(key, ABSENT, problem, origin=node.origin)
+                raise node.lacks(key, problem)
             yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..plan.errors import Node, PlanError
+from ..plan.errors import Node
 
 OFF = ("NO", "NONE", "FALSE", "")
 """Backends that compile nothing."""
@@ -22,15 +22,21 @@ def compiled(given: Mapping[str, Node], prefix: str) -> Node | None:
     if backend is None or str(backend.plain()).upper() in OFF:
         return None
     if str(backend.value).lower() != "inductor":
-        problem = "must be inductor: what other backends keep is not modelled; without a compiler it must be left out"
-        raise PlanError(f"{prefix}backend", backend.plain(), problem, origin=backend.origin)
+        raise backend.wrong(
+            f"{prefix}backend",
+            "must be inductor: what other backends keep is not modelled; without a compiler it must be left out",
+        )
     if mode is not None and mode.value not in (None, "default"):
-        problem = "must be default: CUDA graphs of compiled code, and kernels chosen by running them, are not modelled"
-        raise PlanError(f"{prefix}mode", mode.plain(), problem, origin=mode.origin)
+        raise mode.wrong(
+            f"{prefix}mode",
+            "must be default: CUDA graphs of compiled code, and kernels chosen by running them, are not modelled",
+        )
     regional = given.get(f"{prefix}use_regional_compilation")
     if regional is not None and regional.value in _ON:
-        problem = "must be false: layers that are compiled one by one are modelled under torchtitan alone"
-        raise PlanError(f"{prefix}use_regional_compilation", regional.plain(), problem, origin=regional.origin)
+        raise regional.wrong(
+            f"{prefix}use_regional_compilation",
+            "must be false: layers that are compiled one by one are modelled under torchtitan alone",
+        )
     return Node(True, backend.origin)
 
 

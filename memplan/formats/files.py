@@ -11,7 +11,7 @@ from ..bash.budget import Budget
 from ..bash.origin import ScriptError
 from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned, text
-from ..plan.errors import ABSENT, Node, Origin, PlanError, refused
+from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, wrong_at
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
@@ -197,16 +197,16 @@ def _refuse_what_is_none(content: str, source: str) -> None:
     origin = Origin(source)
     for magic, what in _MAGIC.items():
         if content.startswith(magic):
-            raise PlanError("", ABSENT, f"is {what}, not a launch script", origin=origin)
+            raise wrong_at(origin, f"is {what}, not a launch script")
     if "\0" in content:
-        raise PlanError("", ABSENT, "is a binary file, not a launch script", origin=origin)
+        raise wrong_at(origin, "is a binary file, not a launch script")
     if not content.strip():
-        raise PlanError("", ABSENT, "is empty", origin=origin)
+        raise wrong_at(origin, "is empty")
     start = "\n".join(
         line for line in content[:4096].splitlines() if not _COMMENT.fullmatch(line) or line.startswith("#!")
     )
     if source.endswith(".py") or _PYTHON.match(start):
-        raise PlanError("", ABSENT, "is a Python file; name the shell script that starts it", origin=origin)
+        raise wrong_at(origin, "is a Python file; name the shell script that starts it")
 
 
 def _listed(content: str, source: str, budget: Budget) -> Iterator[tuple[str, Origin]]:
@@ -225,7 +225,7 @@ def _listed(content: str, source: str, budget: Budget) -> Iterator[tuple[str, Or
             parts.append(_unquoted(match.lastgroup, match[0]))
             at, line = match.end(), line + match[0].count("\n")
         if content[at : at + 1] in ("'", '"'):
-            raise PlanError("", ABSENT, "ends inside a quotation", origin=Origin(source, line))
+            raise wrong_at(Origin(source, line), "ends inside a quotation")
         yield "".join(parts), origin
 
 
@@ -256,16 +256,17 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
     """``{"--num-layers": 12}``, ``{"num-layers": 12}``, or Megatron's ``{MODEL_ARGS: …, ENV_VARS: …}``."""
     ledger = Ledger(Budget(root.origin))
     if not isinstance(root.value, dict):
-        raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=root.origin)
+        raise wrong_at(root.origin, "is no mapping of arguments to values")
     if "framework" in root.mapping and not arguments.keys() & root.mapping.keys():
-        raise PlanError("", ABSENT, "is a plan, not a launch file; leave out --from", origin=root.origin)
+        raise wrong_at(root.origin, "is a plan, not a launch file; leave out --from")
     mode = root.mapping.get("MODE")
     if mode is not None and mode.value in ("inference", "rl"):  # of Megatron-LM's functional tests (run_ci_test.sh)
-        problem = "runs no pretraining: it generates text, or trains on what it generates, which is not estimated"
-        raise PlanError("MODE", mode.value, problem, origin=mode.origin)
+        raise mode.wrong(
+            "MODE", "runs no pretraining: it generates text, or trains on what it generates, which is not estimated"
+        )
     section = next((root.mapping[name] for name in _SECTIONS if name in root.mapping), root)
     if not isinstance(section.value, dict):
-        raise PlanError("", ABSENT, "is no mapping of arguments to values", origin=section.origin)
+        raise wrong_at(section.origin, "is no mapping of arguments to values")
     variables = next((root.mapping[name] for name in _ENVIRONMENTS if name in root.mapping), Node({}, root.origin))
     environment = {
         name: _expanded(_written(node), node.origin, ledger, given)
@@ -291,7 +292,7 @@ def _entry(
     if node.value is True and (argument is None or argument.is_switch):
         return Given(name, argument, (), node.origin)
     if isinstance(node.value, dict):
-        raise PlanError(name, ABSENT, "must be a value or a list of values", origin=node.origin)
+        raise node.lacks(name, "must be a value or a list of values")
     if isinstance(node.value, list):
         values = [(_written(item), item.origin) for item in node.value]
     else:
@@ -307,7 +308,7 @@ def _entry(
 
 def _written(node: Node) -> str:
     if isinstance(node.value, (dict, list)):
-        raise PlanError("", ABSENT, "holds a list or mapping where a value should be", origin=node.origin)
+        raise wrong_at(node.origin, "holds a list or mapping where a value should be")
     if node.text is not None:
         return node.text
     return str(node.value)
@@ -318,4 +319,4 @@ def _node(value: object, origin: Origin) -> Node:
         return Node(value, origin)
     if isinstance(value, (list, tuple)):
         return Node([_node(item, origin) for item in value], origin)
-    raise PlanError("", ABSENT, f"cannot be an argument's value: {type(value).__name__}", origin=origin)
+    raise wrong_at(origin, f"cannot be an argument's value: {type(value).__name__}")

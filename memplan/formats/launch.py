@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import field
 
-from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line
+from ..plan.errors import Node, Origin, PlanError, one_line, wrong_at
 from ..plan.notes import Note, limited
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken
@@ -98,7 +98,7 @@ class Asked:
         for assignment in self.assignments:
             name, equals, value = assignment.partition("=")
             if not equals or not (name.isidentifier() or name.isdigit()) or not name.isascii():
-                raise PlanError("", ABSENT, f"{assignment} must be NAME=value", origin=Origin("--set"))
+                raise wrong_at("--set", f"{assignment} must be NAME=value")
             found[name] = value
         return found
 

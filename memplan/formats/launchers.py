@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
 from ..bash.values import Reading, Started, Value, is_known, origin_of, text
-from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar
+from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 from . import OF_MEGATRON, OF_SCRIPTS, Elsewhere
@@ -307,35 +307,37 @@ def _no_training(reading: Reading, source: str) -> PlanError:
     if reading.undecided:
         unknown = reading.undecided[0]
         remedy = f"give --set {unknown.ask}=value" if unknown.ask else "keep the branch that applies"
-        problem = f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
-        problem += "files of settings that it starts the training with: memplan estimate CONFIG.yaml ACCELERATE.yaml"
-        return PlanError("", ABSENT, problem, origin=unknown.origin)
+        return wrong_at(
+            unknown.origin,
+            f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
+            "files of settings that it starts the training with: memplan estimate CONFIG.yaml ACCELERATE.yaml",
+        )
     for started in reading.started:
         for before, word in zip(((), *started.words), started.words, strict=False):
             unknowns = reading.ledger.unknowns(word)
             if unknowns and unknowns[0].ask and len(text(word)) == 1 and not text(before).startswith("-"):
-                problem = f"starts no training that can be read: {unknowns[0].why}"
-                return PlanError("", ABSENT, problem, origin=unknowns[0].origin)
+                return wrong_at(unknowns[0].origin, f"starts no training that can be read: {unknowns[0].why}")
     for started in reading.started:
         words = [text(word) for word in started.words]
         pairs = [*pairwise(words)]
         if _PREFERENCES in pairs:
-            problem = "starts ms-swift's training on preferences under Megatron, which is not modelled"
-            return PlanError("", ABSENT, problem, origin=started.origin)
+            return wrong_at(
+                started.origin, "starts ms-swift's training on preferences under Megatron, which is not modelled"
+            )
         own = next((_OWN_COMMANDS[one] for pair in pairs for one in (pair, pair[:1]) if one in _OWN_COMMANDS), None)
         if own is not None:
             name, tool = own
             problem = in_flags(tool, _arguments(started.words), f"starts {name}, whose command is not read")
-            return PlanError("", ABSENT, problem, origin=started.origin)
+            return wrong_at(started.origin, problem)
     own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
     found = max(own_ones, key=lambda one: len(one[2].mapping), default=None)
     if found is not None and len(found[2].mapping) >= SEVERAL:
         script, names = text(found[0].words[found[1]]), ", ".join([*found[2].mapping][:5])
         what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
-        return PlanError("", ABSENT, in_flags(OF_SCRIPTS, found[2], what), origin=found[0].origin)
+        return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
     what = "; ".join([what, *unread(reading)[:1], *_files_given(reading)[:1]])
-    return PlanError("", ABSENT, what, origin=origin)
+    return wrong_at(origin, what)
 
 
 MAPPINGS = (".json", ".yaml", ".yml")

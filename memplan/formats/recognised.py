@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Node, Origin, PlanError
+from ..plan.errors import Node, Origin, PlanError, wrong_at
 from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of, text_at
 from ..plan.yaml_events import parse_yaml
@@ -47,8 +47,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
             return "torchtitan"
         if stand_in(text):
             return "trainer"
-        instead = f"is Python, which is not run; {INSTEAD}"
-        raise _recipe(text, name) or PlanError("", ABSENT, instead, origin=Origin(name))
+        raise _recipe(text, name) or wrong_at(name, f"is Python, which is not run; {INSTEAD}")
     if is_script(text, name):
         from .launch import Asked
         from .trainer.python import python_in
@@ -73,7 +72,7 @@ def format_of(written: Node) -> str | None:
     inner = {key for node in written.mapping.values() for key in node.mapping}
     for tool in ELSEWHERE:
         if (keys | inner) & {*tool.marks}:
-            raise PlanError("", ABSENT, in_flags(tool, written), origin=Origin(written.origin.source))
+            raise wrong_at(written.origin.source, in_flags(tool, written))
     if are_overrides(written):
         return "megatron-bridge"
     if not keys & {"_target_", *SWIFT} and keys & {"model", "framework", "extends"}:
@@ -95,7 +94,7 @@ def _recipe(text: str, name: str) -> PlanError | None:
             if found is not None:
                 values[key] = Node(found[1] or found[2], origin)
         problem = in_flags(tool, Node(values, origin), f"is a recipe of {tool.name}, which is not read")
-        return PlanError("", ABSENT, problem, origin=origin)
+        return wrong_at(origin, problem)
     return None
 
 

@@ -256,11 +256,10 @@ def _read(row: Row, reader: Reader) -> Node | None:
     node = settings.value(row)
     if node is not None:
         if row.least is not None and isinstance(node.value, int) and node.value < row.least:
-            raise PlanError(row.name, node.value, f"must be at least {row.least}", origin=node.origin)
+            raise node.wrong(row.name, f"must be at least {row.least}")
         known = isinstance(node.value, (str, bool)) and node.value in row.words
         if row.words and not known:
-            problem = f"must be one of {', '.join(map(str, row.words))}"
-            raise PlanError(row.name, node.plain(), problem, origin=node.origin)
+            raise node.wrong(row.name, f"must be one of {', '.join(map(str, row.words))}")
         return Node(row.words[node.value], node.origin) if known else node
     if row.default is NEEDED:
         raise PlanError(row.name, ABSENT, "is missing: the training cannot start without it", origin=settings.origin)
@@ -274,7 +273,7 @@ def positive(name: str, node: Node) -> int:
     """``node`` as a number that can be a size."""
     assert isinstance(node.value, int)
     if node.value < 1:
-        raise PlanError(name, node.value, "must be at least 1", origin=node.origin)
+        raise node.wrong(name, "must be at least 1")
     return node.value
 
 

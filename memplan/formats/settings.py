@@ -136,9 +136,9 @@ class Settings:
         try:
             value = float(str(node.value))
         except ValueError:
-            raise PlanError(name, node.plain(), "must be a number", origin=node.origin) from None
+            raise node.wrong(name, "must be a number") from None
         if value != value or value in (float("inf"), float("-inf")):
-            raise PlanError(name, node.plain(), "must be a finite number", origin=node.origin)
+            raise node.wrong(name, "must be a finite number")
         return Node(value, node.origin)
 
     def word(self, name: str) -> Node | None:
@@ -159,8 +159,7 @@ class Settings:
         choices = given.argument.choices if given.argument is not None else ()
         for node in nodes:
             if choices and node.value not in choices:
-                problem = f"must be one of {', '.join(choices)}"
-                raise PlanError(name, node.plain(), problem, origin=node.origin, known=choices)
+                raise node.wrong(name, f"must be one of {', '.join(choices)}", known=choices)
         return nodes
 
     def loose_word(self, name: str) -> str | None:
@@ -256,7 +255,7 @@ def typed(kind: Kind, name: str, node: Node) -> Node:
         return Node(node.text, node.origin)
     types, what = _TYPES[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise PlanError(name, node.plain(), f"must be {what}", origin=node.origin)
+        raise node.wrong(name, f"must be {what}")
     return node
 
 

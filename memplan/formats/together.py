@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Node, Origin, PlanError
+from ..plan.errors import Node, wrong_at
 from ..plan.text import folder_of, path_of, text_at
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
@@ -58,12 +58,13 @@ def read_together(parts: Sequence[Part], asked: Asked) -> Launch:
     of: dict[str, list[Part]] = {}
     for part in parts:
         if part.format not in _TOGETHER:
-            problem = f"is a file of {part.format}, which stands alone; those of {', '.join(_TOGETHER)} go together"
-            raise PlanError("", ABSENT, problem, origin=Origin(part.name))
+            raise wrong_at(
+                part.name,
+                f"is a file of {part.format}, which stands alone; those of {', '.join(_TOGETHER)} go together",
+            )
         of.setdefault(part.format, []).append(part)
         if part.format != "trainer" and len(of[part.format]) > 1:
-            problem = f"is a file of {part.format}, as {of[part.format][0].name} is; give one"
-            raise PlanError("", ABSENT, problem, origin=Origin(part.name))
+            raise wrong_at(part.name, f"is a file of {part.format}, as {of[part.format][0].name} is; give one")
     engine = of["deepspeed"][0].mapping() if "deepspeed" in of else None
     if "trainer" in of:
         return _trained(of["trainer"], of.get("accelerate", [None])[0], engine, asked)
@@ -102,8 +103,7 @@ def _with_engine(written: Node, engine: Node | None) -> Node:
     section = written.mapping.get("deepspeed_config", Node({}, engine.origin))
     kind = written.mapping.get("distributed_type", Node("DEEPSPEED", engine.origin))
     if not str(kind.value).upper().endswith("DEEPSPEED"):
-        problem = f"must be DEEPSPEED beside {engine.origin.source}"
-        raise PlanError("distributed_type", kind.plain(), problem, origin=kind.origin)
+        raise kind.wrong("distributed_type", f"must be DEEPSPEED beside {engine.origin.source}")
     file = section.with_items({"deepspeed_config_file": engine})
     return written.with_items({"distributed_type": kind, "deepspeed_config": file})
 
@@ -112,5 +112,5 @@ def _merged(first: Node, second: Node) -> Node:
     for key, node in second.mapping.items():
         before = first.mapping.get(key)
         if before is not None and before.plain() != node.plain():
-            raise PlanError(key, node.plain(), f"is {before.plain()} at {before.origin}; give one", origin=node.origin)
+            raise node.wrong(key, f"is {before.plain()} at {before.origin}; give one")
     return first.with_items(second.mapping)

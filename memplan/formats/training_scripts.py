@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, together
+from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, together, wrong_at
 from ..plan.notes import Note
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
@@ -165,8 +165,7 @@ def _family(words: Words, settings: Settings) -> Family:
     other = _OTHER_MODELS.search(script)
     if other is not None:
         known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
-        problem = f"starts {script}.py, whose model is not modelled yet; those of {known} are"
-        raise PlanError("", ABSENT, problem, origin=words.origin)
+        raise wrong_at(words.origin, f"starts {script}.py, whose model is not modelled yet; those of {known} are")
     if pattern is not None and "gpt" in script:
         problem = f"must be left out with {script}.py, which builds GPT's layers; pretrain_hybrid.py builds a hybrid's"
         raise PlanError(pattern, ABSENT, problem, origin=settings.where(pattern))
@@ -194,8 +193,9 @@ def _of_no_training(words: Words) -> PlanError | None:
     script = words.training.script if words.training is not None else ""
     if not _NO_TRAINING.fullmatch(script):
         return None
-    problem = f"starts {script}.py, which trains nothing: there are neither gradients nor optimizer states"
-    return PlanError("", ABSENT, problem, origin=words.origin)
+    return wrong_at(
+        words.origin, f"starts {script}.py, which trains nothing: there are neither gradients nor optimizer states"
+    )
 
 
 def _refusal(words: Words) -> PlanError | None:
@@ -207,8 +207,10 @@ def _refusal(words: Words) -> PlanError | None:
                 options = ", ".join(unknown.options[:4]) or "arguments"
                 remedy = f"; give it as --set {unknown.ask}=value" if unknown.ask else "; keep the branch that applies"
                 verb = "is" if len(unknown.options) == 1 else "are"
-                problem = f"whether {options} {verb} given depends on {unknown.shown}, which cannot be decided{remedy}"
-                return PlanError("", ABSENT, problem, origin=unknown.origin)
+                return wrong_at(
+                    unknown.origin,
+                    f"whether {options} {verb} given depends on {unknown.shown}, which cannot be decided{remedy}",
+                )
     return None
 
 
@@ -289,14 +291,13 @@ def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
         if unknowns[0].cause is Cause.UNSET:
             yield Note("variable-unset", one_line(f"{shown} ({where}) is not set and taken as empty"))
         elif strict:
-            problem = f"{shown} is not known, and arguments may be in it (--strict)"
-            raise PlanError("", ABSENT, problem, origin=where)
+            raise wrong_at(where, f"{shown} is not known, and arguments may be in it (--strict)")
         else:
             yield Note("argument-loose", one_line(f"{shown} ({where}) is not known; any arguments in it are left out"))
     for name in words.unused:
         problem = f"{name} is nowhere in {words.origin.source}, so that --set {name} changes nothing"
         if strict:
-            raise PlanError("", ABSENT, f"{problem} (--strict)", origin=Origin("--set"))
+            raise wrong_at("--set", f"{problem} (--strict)")
         yield Note("variable-unused", one_line(problem))
     for what in words.unread:
         yield Note("not-followed", one_line(what))

@@ -34,7 +34,7 @@ def _part(block: Node, at: int, *names: str) -> Node:
         part = block.mapping.get(name)
         if part is not None and isinstance(part.value, dict) and part.value:
             return part
-    raise PlanError(f"{KEY}[{at}].{names[0]}", ABSENT, "is missing", origin=block.origin)
+    raise block.lacks(f"{KEY}[{at}].{names[0]}", "is missing")
 
 
 def _kind(part: Node, at: int, name: str, size: int | None, default: int | None) -> str:
@@ -47,7 +47,7 @@ def _kind(part: Node, at: int, name: str, size: int | None, default: int | None)
     if others:
         return others[0]
     if size is None and default is None:
-        raise PlanError(f"{KEY}[{at}].{name}", ABSENT, "has no size", origin=part.origin)
+        raise part.lacks(f"{KEY}[{at}].{name}", "has no size")
     return str(size if size is not None else default)
 
 
@@ -62,7 +62,7 @@ def _groups(attention: Node, at: int, heads: int) -> int | None:
     if "num_query_groups" in given:
         return _size(given["num_query_groups"], f"{name}.num_query_groups")
     if "n_heads_in_group" not in given:
-        raise PlanError(f"{name}.n_heads_in_group", ABSENT, "is missing", origin=attention.origin)
+        raise attention.lacks(f"{name}.n_heads_in_group", "is missing")
     size = _size(node := given["n_heads_in_group"], f"{name}.n_heads_in_group")
     if size is None:
         return None
@@ -79,12 +79,11 @@ def _width(mlp: Node, at: int, hidden: int) -> int | None:
         return _size(given["ffn_hidden_size"], f"{name}.ffn_hidden_size")
     node = given.get("ffn_mult")
     if node is None:
-        raise PlanError(f"{name}.ffn_mult", ABSENT, "is missing", origin=mlp.origin)
+        raise mlp.lacks(f"{name}.ffn_mult", "is missing")
     if node.value is None:
         return None
     if type(node.value) not in (int, float) or not 0 < float(str(node.value)) * hidden <= LARGEST:
-        problem = "must be a number above 0"
-        raise PlanError(f"{name}.ffn_mult", node.plain(), problem, origin=node.origin)
+        raise node.wrong(f"{name}.ffn_mult", "must be a number above 0")
     size = int(2 * float(str(node.value)) * hidden / 3)
     return max(1, -(-size // 256)) * 256
 
@@ -94,7 +93,7 @@ def _size(node: Node, name: str) -> int | None:
         return None
     whole = type(node.value) is int or (isinstance(node.value, float) and node.value.is_integer())
     if not whole or not 0 < float(str(node.value)) <= LARGEST:
-        raise PlanError(name, node.plain(), "must be a whole number above 0", origin=node.origin)
+        raise node.wrong(name, "must be a whole number above 0")
     return int(float(str(node.value)))
 
 

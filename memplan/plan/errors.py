@@ -133,6 +133,11 @@ def together(errors: Iterable[PlanError]) -> PlanError:
     return PlanErrors([first, *others]) if others else first
 
 
+def wrong_at(place: Origin | str, problem: str) -> PlanError:
+    """What is wrong at ``place``, and with no field: a line of a file, a flag, standard input."""
+    return PlanError("", ABSENT, problem, origin=Origin(place) if isinstance(place, str) else place)
+
+
 def refused(error: ScriptError) -> PlanError:
     """The error of a file that cannot be followed, or that takes more than reading one may take."""
     return PlanError("", ABSENT, error.problem, origin=error.origin)
@@ -268,6 +273,14 @@ class Node:
         if isinstance(self.value, list):
             return [node.plain() for node in self.value]
         return self.value
+
+    def wrong(self, field: str, problem: str, *, known: Iterable[str] = ()) -> PlanError:
+        """What is wrong with this value of ``field``."""
+        return PlanError(field, self.plain(), problem, origin=self.origin, known=known)
+
+    def lacks(self, field: str, problem: str, *, known: Iterable[str] = ()) -> PlanError:
+        """What is wrong with ``field`` here, where it has no value, or none to repeat."""
+        return PlanError(field, ABSENT, problem, origin=self.origin, known=known)
 
     def origins(self, path: str = "") -> Iterator[tuple[str, Origin]]:
         """Dotted path and origin of this node and of all below it."""

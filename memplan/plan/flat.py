@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .errors import ABSENT, Node, PlanError, together
+from .errors import Node, PlanError, together
 from .fields import by_flag, plan_fields, sections
 from .notes import Note
 from .spellings import gpus_named
@@ -73,8 +73,7 @@ def with_counted_gpus(plan: Node) -> Node:
     for field, value in said.items():
         node = hardware.mapping.get(field)
         if node is not None and node.value != value:
-            problem = f"is not the {value} of hardware.gpu = {named.value}"
-            raise PlanError(f"hardware.{field}", node.plain(), problem, origin=node.origin)
+            raise node.wrong(f"hardware.{field}", f"is not the {value} of hardware.gpu = {named.value}")
     numbers = {field: Node(value, named.origin) for field, value in said.items()}
     return plan.with_items({"hardware": hardware.with_items({"gpu": Node(name, named.origin), **numbers})})
 
@@ -92,9 +91,9 @@ def _path(key: str, node: Node) -> str | None:
         return field.path if not value else f"{field.path}={value}"
     meant = MEANT.get(flag, SAME.get(flag))
     if meant is not None:
-        raise PlanError(key, node.plain(), f"is not a field; write {_in_a_plan(meant)}", origin=node.origin)
+        raise node.wrong(key, f"is not a field; write {_in_a_plan(meant)}")
     if flag in NOT_MODELLED:
-        raise PlanError(key, node.plain(), NOT_MODELLED[flag], origin=node.origin)
+        raise node.wrong(key, NOT_MODELLED[flag])
     return None
 
 
@@ -115,8 +114,7 @@ def _put(items: dict[str, Node], path: str, key: str, node: Node) -> None:
         before = Node({short: before} if short is not None and before.value is not None else {}, before.origin)
     said = before.mapping.get(name)
     if said is not None and said.plain() != node.plain():
-        problem = f"is the same field as {path}, which is {said.plain()} at {said.origin}; give one"
-        raise PlanError(key, node.plain(), problem, origin=node.origin)
+        raise node.wrong(key, f"is the same field as {path}, which is {said.plain()} at {said.origin}; give one")
     items[section] = before.with_items({name: node})
 
 
@@ -139,4 +137,4 @@ def _strange(items: dict[str, Node], own: set[str]) -> Iterator[PlanError]:
     for key, node in items.items():
         if key not in own:
             known = {*own, *(flag.replace("-", "_") for flag in by_flag())}
-            yield PlanError(key, ABSENT, "is not a field of a plan", origin=node.origin, known=known)
+            yield node.lacks(key, "is not a field of a plan", known=known)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
+from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .library import hub_ids
 from .not_modelled import why_not
 from .spellings import meant
@@ -122,8 +122,10 @@ def without_address(name: str) -> str:
 def check_no_address(name: str, node: Node) -> None:
     """Refuses the address of anything else: nothing is fetched."""
     if re.match(r"[a-z][a-z0-9+]{1,9}://", name):
-        problem = "is an address, and memplan never uses the network: fetch it first (curl -O), and name the file"
-        raise PlanError("", ABSENT, problem, origin=Origin(one_line(name)) if node.origin.line is None else node.origin)
+        raise wrong_at(
+            Origin(one_line(name)) if node.origin.line is None else node.origin,
+            "is an address, and memplan never uses the network: fetch it first (curl -O), and name the file",
+        )
 
 
 def cached_config(name: str) -> Path | None:

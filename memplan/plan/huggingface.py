@@ -111,10 +111,9 @@ def _family(config: Node) -> tuple[str, Config]:
         return str(node.value), Config(keys={}, constants={}, text_part=str(part.value))
     known = f"known are {', '.join(known_types())}"
     if node is None:
-        raise PlanError("model_type", ABSENT, f"is missing; {known}", origin=config.origin)
+        raise config.lacks("model_type", f"is missing; {known}")
     code = " (code named in auto_map is never run)" if "auto_map" in config.mapping else ""
-    problem = f"is not an architecture that is modelled{code}; {known}"
-    raise PlanError("model_type", node.plain(), problem, origin=node.origin)
+    raise node.wrong("model_type", f"is not an architecture that is modelled{code}; {known}")
 
 
 def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
@@ -122,8 +121,7 @@ def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
     part, read = config.mapping.get("text_config"), family_of(family.text_part).config
     assert read is not None
     if part is None or not isinstance(part.value, dict):
-        problem = f"must be a mapping: the {family.text_part} of the model"
-        raise PlanError("text_config", ABSENT, problem, origin=config.origin)
+        raise config.lacks("text_config", f"must be a mapping: the {family.text_part} of the model")
     return part, read
 
 
@@ -163,7 +161,7 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
         _refuse_experts(config)
     quantised = config.mapping.get("quantization_config")
     if quantised is not None and quantised.value is not None and _quantised(config) not in family.published_in:
-        raise PlanError("quantization_config", ABSENT, QUANTISED, origin=quantised.origin)
+        raise quantised.lacks("quantization_config", QUANTISED)
     _refuse_other_layer_types(config, family)
 
 
@@ -180,11 +178,13 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
     types = [str(item.value) for item in layer_types.value]
     if family.constants.get("alternating_windows"):
         if types != [("sliding_attention", "full_attention")[i % 2] for i in range(len(types))]:
-            problem = "is not modelled; only sliding_attention and full_attention in turn are"
-            raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+            raise layer_types.lacks(
+                "layer_types", "is not modelled; only sliding_attention and full_attention in turn are"
+            )
     elif len(set(types)) > 1:
-        problem = f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
-        raise PlanError("layer_types", ABSENT, problem, origin=layer_types.origin)
+        raise layer_types.lacks(
+            "layer_types", f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
+        )
 
 
 def _linear_interval(config: Node, given: Node) -> Node:
@@ -196,8 +196,10 @@ def _linear_interval(config: Node, given: Node) -> Node:
     interval = full.index(True) + 1 if True in full else len(full) + 1
     linear = all(str(one.value) in ("full_attention", "linear_attention") for one in node.value)
     if not linear or full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
-        problem = "is not modelled; only full_attention in every n-th layer, and linear_attention in the others, is"
-        raise PlanError("layer_types", ABSENT, problem, origin=node.origin)
+        raise node.lacks(
+            "layer_types",
+            "is not modelled; only full_attention in every n-th layer, and linear_attention in the others, is",
+        )
     return Node(interval, node.origin)
 
 
@@ -207,22 +209,24 @@ def _refuse_other_positions(config: Node, family: Config) -> None:
     assert isinstance(interval, int)
     tuned = config.mapping.get("attn_temperature_tuning")
     if tuned is not None and not tuned.value:
-        problem = "is not modelled; only layers without positions whose queries are scaled by positions are"
-        raise PlanError("attn_temperature_tuning", tuned.plain(), problem, origin=tuned.origin)
+        raise tuned.wrong(
+            "attn_temperature_tuning",
+            "is not modelled; only layers without positions whose queries are scaled by positions are",
+        )
     for name, kinds in (("no_rope_layers", (0, 1)), ("layer_types", ("full_attention", "chunked_attention"))):
         node = config.mapping.get(name)
         given = [one.value for one in node.value] if node is not None and isinstance(node.value, list) else []
         if node is not None and given and given != [kinds[bool((i + 1) % interval)] for i in range(len(given))]:
-            problem = f"is not modelled; only every {interval}th layer without positions (no_rope_layer_interval) is"
-            raise PlanError(name, ABSENT, problem, origin=node.origin)
+            raise node.lacks(
+                name, f"is not modelled; only every {interval}th layer without positions (no_rope_layer_interval) is"
+            )
 
 
 def _refuse_narrow_embedding(config: Node) -> None:
     """OPT 350M's embedding is narrower than its layers."""
     width, hidden = config.mapping.get("word_embed_proj_dim"), config.mapping.get("hidden_size")
     if width is not None and hidden is not None and width.value not in (None, hidden.value):
-        problem = f"is not modelled; only the hidden size ({hidden.plain()}) is"
-        raise PlanError("word_embed_proj_dim", width.plain(), problem, origin=width.origin)
+        raise width.wrong("word_embed_proj_dim", f"is not modelled; only the hidden size ({hidden.plain()}) is")
 
 
 def _refuse_next_sentences(config: Node) -> None:
@@ -237,8 +241,7 @@ def _refuse_experts(config: Node) -> None:
     for name in _EXPERTS:
         node = config.mapping.get(name)
         if node is not None and isinstance(node.value, int) and node.value > 1:
-            problem = "must be 1 or left out: a mixture of experts is not modelled; dense models are"
-            raise PlanError(name, node.value, problem, origin=node.origin)
+            raise node.wrong(name, "must be 1 or left out: a mixture of experts is not modelled; dense models are")
 
 
 GREEDY = "greedy"
@@ -260,8 +263,7 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
             found[name] = Node(0, items[name].origin)
     method = items.pop("router_method", None)
     if method is not None and method.value != GREEDY and items["router_groups"].value in (None, 1):
-        problem = f"needs groups of experts, n_group above 1; without groups it is {GREEDY}"
-        raise PlanError("topk_method", method.plain(), problem, origin=method.origin)
+        raise method.wrong("topk_method", f"needs groups of experts, n_group above 1; without groups it is {GREEDY}")
     one = "router_groups" in items and items["router_groups"].value == 1
     if one or (method is not None and method.value == GREEDY):
         found["router_groups"] = found["router_group_top_k"] = Node(0, items["router_groups"].origin)
@@ -337,7 +339,7 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
             return default
         allowed, accepts = _whole(min(default, 1), MOST_LAYERS)
         if not accepts(node.value):
-            raise PlanError(name, node.plain(), f"must be {allowed}", origin=node.origin)
+            raise node.wrong(name, f"must be {allowed}")
         assert isinstance(node.value, int)
         return node.value
 
@@ -360,14 +362,14 @@ def _value(config: Node, spec_field: str, key: Key) -> Node:
     node = _setting(config, name)
     if node is None:
         if key.default is REQUIRED:
-            raise PlanError(name, ABSENT, f"is missing (the model's {spec_field})", origin=config.origin)
+            raise config.lacks(name, f"is missing (the model's {spec_field})")
         assert key.default is None or isinstance(key.default, (bool, int, float, str))
         return Node(key.default, config.origin)
     if node.value is None and (key.default is None or spec_field in _MAY_BE_NULL):
         return node
     allowed, accepts = _RULES.get(name, _RULES.get(spec_field, _SIZE_RULE))
     if not accepts(node.value):
-        raise PlanError(name, node.plain(), f"must be {allowed}", origin=node.origin)
+        raise node.wrong(name, f"must be {allowed}")
     return node
 
 
@@ -469,7 +471,5 @@ def _with_rotary_fraction(items: dict[str, Node]) -> dict[str, Node]:
     assert isinstance(features.value, int)
     assert isinstance(d, int)
     if features.value > d or features.value % 2:
-        raise PlanError(
-            "rotary_dim", features.value, f"must be even and at most {d}, the size of a head", origin=features.origin
-        )
+        raise features.wrong("rotary_dim", f"must be even and at most {d}, the size of a head")
     return {**items, "rotary_fraction": Node(features.value / d, features.origin)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import ABSENT, Node, Origin, PlanError, is_slip, one_line
+from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .hub import (
     cached_config,
     check_no_address,
@@ -70,12 +70,12 @@ def read_spec(path: Path, name: str | None = None) -> Found:
     if is_folder(path):
         path = path / "config.json"
     if path.suffix.lower() in WEIGHTS and is_there(path):
-        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=Origin(name or str(path)))
+        raise wrong_at(name or str(path), HOLDS_WEIGHTS)
     source = parse_yaml(read_text(path, "model"), name or str(path))
     if not isinstance(source.value, dict):
-        raise PlanError("model", source.plain(), "a model spec is a mapping of fields", origin=source.origin)
+        raise source.wrong("model", "a model spec is a mapping of fields")
     if "weight_map" in source.mapping:
-        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=source.origin)
+        raise wrong_at(source.origin, HOLDS_WEIGHTS)
     is_configuration = path.suffix == ".json" or "model_type" in source.mapping
     if is_configuration and not {"family", "norm"} <= source.mapping.keys():
         from .huggingface import spec_of_config, warnings_of_config
@@ -100,8 +100,7 @@ def load_spec(name: str) -> ModelSpec:
 def _base(base: Node, folder: Path) -> Found:
     name = base.value
     if not isinstance(name, str) or not name:
-        problem = "must be the name of a model spec, or a path to a spec, a config.json or its folder"
-        raise PlanError("model", base.plain(), problem, origin=base.origin)
+        raise base.wrong("model", "must be the name of a model spec, or a path to a spec, a config.json or its folder")
     name = without_address(name)
     check_no_address(name, base)
     if name in model_specs() or name in learned_models():
@@ -190,8 +189,9 @@ def _with_derived_sizes(spec: Node, base: dict[str, Node], given: dict[str, Node
         if hidden % heads:
             wrong = "heads" if "heads" in given else "hidden"
             value = spec.mapping[wrong]
-            problem = f"heads must divide hidden ({hidden} / {heads}) unless head_dim is given"
-            raise PlanError(f"model.{wrong}", value.plain(), problem, origin=value.origin)
+            raise value.wrong(
+                f"model.{wrong}", f"heads must divide hidden ({hidden} / {heads}) unless head_dim is given"
+            )
         derived["head_dim"] = Node(hidden // heads, spec.mapping["heads"].origin)
     gated = "activation" in spec.mapping and spec.mapping["activation"].value == "swiglu"
     if hidden and not gated and follows("ffn", 4 * base_hidden if base_hidden else None):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..families import families
 from ..families.base import ModuleNames
-from .errors import ABSENT, Node, PlanError
+from .errors import Node, PlanError
 
 WITHOUT_MEMORY = frozenset({"transformer.drop", "gpt_neox.emb_dropout"})
 """Dropouts, which maps of ``infer_auto_device_map`` also name."""
@@ -32,8 +32,9 @@ def by_device(written: Node) -> Node:
         if layer is not None and layer[1] in containers:
             placed.setdefault(device, []).append(Node(int(layer[2]), written.mapping[name].origin))
         elif name not in first | last | WITHOUT_MEMORY:
-            problem = "cannot be placed by itself; place embedding, layers, final norm and head"
-            raise PlanError(f"device_map.{name}", ABSENT, problem, origin=written.mapping[name].origin)
+            raise written.mapping[name].lacks(
+                f"device_map.{name}", "cannot be placed by itself; place embedding, layers, final norm and head"
+            )
     _check_ends(written, devices, placed, first, last)
     return Node(
         {str(device): Node(placed[device], placed[device][0].origin) for device in sorted(placed)}, written.origin
@@ -61,7 +62,7 @@ def _check_ends(
 ) -> None:
     """Embedding and head are on the first device that has layers, the final norm is on the last."""
     if not placed:
-        raise PlanError("device_map", ABSENT, "places no layers", origin=written.origin)
+        raise written.lacks("device_map", "places no layers")
     for names, wanted, which in ((on_first, min(placed), "first"), (on_last, max(placed), "last")):
         for name in names & devices.keys():
             if devices[name] != wanted:
@@ -74,6 +75,5 @@ def _device(name: str, node: Node) -> int:
         return node.value
     match = _DEVICE.fullmatch(node.value) if isinstance(node.value, str) else None
     if match is None:
-        problem = "must be the number of a GPU: other places are not modelled"
-        raise PlanError(f"device_map.{name}", node.plain(), problem, origin=node.origin)
+        raise node.wrong(f"device_map.{name}", "must be the number of a GPU: other places are not modelled")
     return int(match[1])

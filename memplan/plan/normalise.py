@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import ABSENT, Node, PlanError, scalar
+from .errors import Node, PlanError, scalar
 from .fields import Kind, PlanField, plan_fields, sections
 from .sizes import check_unit, parse_size
 from .spec import MOST_LAYERS
@@ -22,7 +22,7 @@ LONGEST_TEXT = 10_000
 def normalised(plan: Node) -> Node:
     """The plan as a mapping of sections, each field in the form that its model holds."""
     if not isinstance(plan.value, dict):
-        raise PlanError("", plan.plain(), "a plan is a mapping of fields, such as `model: gpt2-xl`", origin=plan.origin)
+        raise plan.wrong("", "a plan is a mapping of fields, such as `model: gpt2-xl`")
     fields, items = plan_fields(), dict(plan.mapping)
     items.pop("$schema", None)
     for name, section in sections().items():
@@ -48,8 +48,7 @@ def field_value(field: PlanField, node: Node) -> Node:
     """``node`` in the form that the model of ``field`` holds."""
     for part in (node, *node.mapping.values()):
         if isinstance(part.value, str) and len(part.value) > LONGEST_TEXT:
-            problem = f"must be at most {LONGEST_TEXT:,} characters long"
-            raise PlanError(field.path, part.value, problem, origin=part.origin)
+            raise part.wrong(field.path, f"must be at most {LONGEST_TEXT:,} characters long")
     if field.kind in (Kind.TEXT, Kind.CHOICE):
         return respelled(field, _text(node))
     if field.kind is Kind.SIZE:
@@ -127,8 +126,9 @@ def _layers(device: str, node: Node, left: int) -> tuple[Node, int]:
     for part in parts:
         layers.extend(_range(part))
         if len(layers) > left:
-            problem = f"names more layers than a model can have: {MOST_LAYERS:,} on all devices"
-            raise PlanError(f"device_map.{device}", ABSENT, problem, origin=part.origin)
+            raise part.lacks(
+                f"device_map.{device}", f"names more layers than a model can have: {MOST_LAYERS:,} on all devices"
+            )
     return Node(layers, node.origin), left - len(layers)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..frameworks import ROOMS, framework
 from ..values import dataclass, replace
 from .checks import check_mixture, listed
-from .errors import ABSENT, Node, Origin, PlanError, scalar, together
+from .errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from .fields import MODEL, Kind, PlanField, by_flag
 from .flat import nested, with_counted_gpus
 from .hub import check_no_address, is_repository, twin, without_address
@@ -223,13 +223,13 @@ def _path_of(source: str) -> Path:
         return examples()[source]
     path = path_of(source)
     if path.suffix == ".py" and is_there(path):
-        problem = (
+        raise wrong_at(
+            source,
             "is Python, which is not run: give what TrainingArguments.to_json_string() writes, or the job in flags, as "
-            "--model llama-3-8b --mbs 1 --seq 4096"
+            "--model llama-3-8b --mbs 1 --seq 4096",
         )
-        raise PlanError("", ABSENT, problem, origin=Origin(source))
     if path.suffix.lower() in WEIGHTS and is_there(path):
-        raise PlanError("", ABSENT, HOLDS_WEIGHTS, origin=Origin(source))
+        raise wrong_at(source, HOLDS_WEIGHTS)
     if "/" in source or path.suffix or is_there(path):
         return path
     built_in = ", ".join(examples())
@@ -247,11 +247,9 @@ def _extended(source: Source, depth: int) -> Source:
     if extends is None:
         return source
     if depth > MOST_EXTENDED:
-        problem = f"makes a chain of more than {MOST_EXTENDED} plans; does a plan extend itself?"
-        raise PlanError("extends", extends.plain(), problem, origin=extends.origin)
+        raise extends.wrong("extends", f"makes a chain of more than {MOST_EXTENDED} plans; does a plan extend itself?")
     if not isinstance(extends.value, str) or not extends.value or extends.value == "-":
-        problem = "must be a path to a plan or the name of a built-in example"
-        raise PlanError("extends", extends.plain(), problem, origin=extends.origin, known=examples())
+        raise extends.wrong("extends", "must be a path to a plan or the name of a built-in example", known=examples())
     name = extends.value
     path = examples().get(name, path_of(name, source.folder))
     try:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from .errors import ABSENT, Node, Origin, PlanError, scalar
+from .errors import Node, PlanError, scalar, wrong_at
 from .fields import Kind, PlanField
 
 _DTYPES = {
@@ -136,7 +136,7 @@ def respelled(field: PlanField, node: Node) -> Node:
     if field.path == "hardware.gpu":
         return _renamed(node, _gpu(node))
     if field.kind is Kind.INTEGER and node.value.lower() in OPEN:
-        raise PlanError(field.path, node.value, _left_open(field), origin=node.origin)
+        raise node.wrong(field.path, _left_open(field))
     if field.path in _CHECKED:
         _CHECKED[field.path](node)
     if field.kind is Kind.CHOICE:
@@ -173,7 +173,7 @@ def with_optimizer(plan: Node) -> Node:
     if found is None:
         why = not_modelled(plain(written))
         if why:
-            raise PlanError("optimizer.name", name.value, why, origin=name.origin)
+            raise name.wrong("optimizer.name", why)
         return plan
     settings = dict(_settings_of(call[2], name)) if call is not None and call[2] else {}
     fields = {key: Node(value, name.origin) for key, value in {**settings, **found}.items()}
@@ -184,8 +184,10 @@ def with_optimizer(plan: Node) -> Node:
                 fields[key] = fields[key] if by_flag[0] else node
                 continue
             own = fields[key].value
-            problem = f"is {own} with optimizer {name.value}; name the optimizer {found['name']} to choose it"
-            raise PlanError(f"optimizer.{key}", node.plain(), problem, origin=node.origin)
+            raise node.wrong(
+                f"optimizer.{key}",
+                f"is {own} with optimizer {name.value}; name the optimizer {found['name']} to choose it",
+            )
     return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
 
 
@@ -209,8 +211,7 @@ def _settings_of(arguments: str, node: Node) -> Iterator[tuple[str, object]]:
             yield name, scalar(value, node.origin).value
         elif name not in _NO_SIZE and value not in ("False", "None"):
             known = ", ".join(sorted({"weight_decay", "momentum", *_NO_SIZE}))
-            problem = f"{name} is not modelled; of an optimizer's arguments {known} are read"
-            raise PlanError("optimizer.name", node.value, problem, origin=node.origin)
+            raise node.wrong("optimizer.name", f"{name} is not modelled; of an optimizer's arguments {known} are read")
 
 
 def plain(name: str) -> str:
@@ -279,8 +280,7 @@ def _check_sequences(node: Node) -> None:
         return
     tokens = float(match[1]) * (1 << {"": 0, "k": 10, "m": 20}[match[2].lower()])
     each = " or ".join(f"{max(round(tokens / seq), 1):,} of {seq:,}" for seq in (4096, 8192))
-    problem = f"must be a whole number of sequences: tokens divided by seq, {each} tokens"
-    raise PlanError("batch.gbs", node.value, problem, origin=node.origin)
+    raise node.wrong("batch.gbs", f"must be a whole number of sequences: tokens divided by seq, {each} tokens")
 
 
 _TOKENS = re.compile(r"(?i)\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([km]?)\s*(tok(?:en)?s?)?\s*")
@@ -307,7 +307,7 @@ def with_said_at_once(flags: Flags) -> Flags:
     for name, value in stands_for.items():
         said = flags.get(name, value) if name != "framework" else value
         if said != value:
-            raise PlanError("", ABSENT, f"{said} is not the {value} of --framework {named}", origin=Origin(f"--{name}"))
+            raise wrong_at(f"--{name}", f"{said} is not the {value} of --framework {named}")
     return _counted({**flags, **stands_for})
 
 
@@ -351,5 +351,5 @@ def _say(flags: dict[str, str | tuple[str, ...]], name: str, value: str, by: str
     said = value if name == by else flags.get(name, value)
     alike = said == value or (name == "gpu" and isinstance(said, str) and gpus_called(said) == gpus_called(value))
     if not alike:
-        raise PlanError("", ABSENT, f"{said} is not the {value} of --{by} {text}", origin=Origin(f"--{name}"))
+        raise wrong_at(f"--{name}", f"{said} is not the {value} of --{by} {text}")
     flags[name] = value if name == by else said

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import ABSENT, Origin, PlanError
+from .errors import ABSENT, Origin, PlanError, wrong_at
 
 LARGEST = 1 << 20
 """Bytes of the largest file that is read as a plan. Real ones are a few kilobytes."""
@@ -107,7 +107,7 @@ def pieces_of(place: str, *, largest: int = LARGEST_LOG, what: str = "a log") ->
 
 def _standard_pieces(origin: Origin) -> Iterator[bytes]:
     if sys.stdin is None:
-        raise PlanError("", ABSENT, "is closed", origin=origin)
+        raise wrong_at(origin, "is closed")
     return iter(lambda: sys.stdin.buffer.read(1 << 20), b"")
 
 
@@ -204,7 +204,7 @@ def read_standard_input() -> str:
     global _standard_input
     origin = Origin(STANDARD_INPUT)
     if sys.stdin is None:
-        raise PlanError("", ABSENT, "is closed", origin=origin)
+        raise wrong_at(origin, "is closed")
     if _standard_input is None or _standard_input[0] is not sys.stdin:
         try:
             _standard_input = sys.stdin, sys.stdin.buffer.read(LARGEST + 1)

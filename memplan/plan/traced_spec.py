@@ -149,10 +149,9 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
             if field == "labels":
                 problem = "must be left out: the architecture is known from traces, of a language model alone, whose "
                 problem += "head and loss take more than a classifier's"
-            raise PlanError(f"model.{field}", value.plain(), problem, origin=value.origin)
+            raise value.wrong(f"model.{field}", problem)
         if type(value.value) is not int or not 1 <= value.value <= MOST_LAYERS:
-            problem = f"must be a whole number from 1 to {MOST_LAYERS:,}"
-            raise PlanError("model.layers", value.plain(), problem, origin=value.origin)
+            raise value.wrong("model.layers", f"must be a whole number from 1 to {MOST_LAYERS:,}")
         config = {**config, name: value.value}
     layers = size_in(config, LAYERS, MOST_LAYERS, path)
     return TracedSpec(
@@ -247,10 +246,12 @@ def known_from_traces(error: PlanError, model: Node) -> PlanError:
     name = name_of_built_in(Path(error.origin.source)) if error.origin is not None else ""
     if not name or base is None:
         return error
-    problem = "has no recipe, and is known from traces, which memplan estimate and suggest-partition take with "
-    problem += "framework single, most with ddp, deepspeed and fsdp, and memplan trace; models with a recipe go "
-    problem += "anywhere (`memplan models`)"
-    return PlanError("model", base.plain(), problem, origin=base.origin)
+    return base.wrong(
+        "model",
+        "has no recipe, and is known from traces, which memplan estimate and suggest-partition take with "
+        "framework single, most with ddp, deepspeed and fsdp, and memplan trace; models with a recipe go "
+        "anywhere (`memplan models`)",
+    )
 
 
 def _config_path(base: Node | None, folder: Path) -> Path | None:

@@ -49,9 +49,9 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=True)
     except ValueError as error:
-        raise PlanError(prefix, ABSENT, f"cannot be read: {error}", origin=node.origin) from None
+        raise node.lacks(prefix, f"cannot be read: {error}") from None
     if found[0]["type"] == "json_invalid":
-        raise _not_text(node, prefix) or PlanError(prefix, ABSENT, "is not valid Unicode text", origin=node.origin)
+        raise _not_text(node, prefix) or node.lacks(prefix, "is not valid Unicode text")
     errors: dict[str, PlanError] = {}  # a union finds one for each of its branches
     for item in found:
         wrong = _translated(item, prefix)
@@ -74,7 +74,7 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
 def _not_text(node: Node, path: str) -> PlanError | None:
     """The first value at or below ``path`` with half a character in it, as names that are not UTF-8 have."""
     if isinstance(node.value, str) and any("\ud800" <= character <= "\udfff" for character in node.value):
-        return PlanError(path, node.value, "is not valid Unicode text", origin=node.origin)
+        return node.wrong(path, "is not valid Unicode text")
     items = enumerate(node.value) if isinstance(node.value, list) else node.mapping.items()
     found = (_not_text(item, f"{path}.{key}" if path else str(key)) for key, item in items)
     return next((error for error in found if error is not None), None)

@@ -13,7 +13,7 @@ import yaml
 
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
-from .errors import ABSENT, VALUE, Node, Origin, PlanError, refused, scalar
+from .errors import VALUE, Node, Origin, PlanError, refused, scalar, wrong_at
 
 DEEPEST = 32
 """Nesting that a document may have."""
@@ -35,14 +35,15 @@ def parse_events(text: str, source: str, line: bool) -> Node:
         mark = error.problem_mark or error.context_mark
         where = Origin(source, min(mark.line, text.rstrip("\n").count("\n")) + 1 if mark and line else None)
         if "nesting depth" in str(error.problem):  # libyaml's own limit, from PyYAML 6.0.4 on
-            raise PlanError("", ABSENT, _TOO_DEEP, origin=where) from None
-        raise PlanError("", ABSENT, f"is not valid YAML: {error.problem or error.context}", origin=where) from None
+            raise wrong_at(where, _TOO_DEEP) from None
+        raise wrong_at(where, f"is not valid YAML: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         at = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else None
-        problem = "contains a control character, which YAML does not allow"
-        raise PlanError("", ABSENT, problem, origin=Origin(source, at if line else None)) from None
+        raise wrong_at(
+            Origin(source, at if line else None), "contains a control character, which YAML does not allow"
+        ) from None
     except UnicodeError:
-        raise PlanError("", ABSENT, "is not valid Unicode text", origin=Origin(source)) from None
+        raise wrong_at(source, "is not valid Unicode text") from None
 
 
 def _is_argument(key: str) -> bool:
@@ -67,7 +68,7 @@ class _Builder:
             if isinstance(event, yaml.NodeEvent):
                 root = self._node(event, events, 0)
         if root is None or root.text == "":
-            raise PlanError("", ABSENT, "is empty", origin=Origin(self._source))
+            raise wrong_at(self._source, "is empty")
         return root
 
     def _node(self, event: Any, events: Iterator[Any], depth: int) -> Node:
@@ -137,4 +138,4 @@ class _Builder:
         return Origin(self._source, event.start_mark.line + 1 if self._lines else None)
 
     def _refused(self, event: Any, problem: str) -> PlanError:
-        return PlanError("", ABSENT, problem, origin=self._origin(event))
+        return wrong_at(self._origin(event), problem)

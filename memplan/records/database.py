@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, wrong_at
 from .learned import facts_of
 from .place import VARIABLE, path_of_records
 from .record import Record, from_text, to_text
@@ -94,11 +94,11 @@ def _version(connection: sqlite3.Connection, path: Path, newest: int) -> int:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if application != APPLICATION and (version or application or tables):
-        problem = f"is a database of another program; {VARIABLE} names another directory"
-        raise PlanError("", ABSENT, problem, origin=Origin(str(path)))
+        raise wrong_at(str(path), f"is a database of another program; {VARIABLE} names another directory")
     if version > newest:
-        problem = f"was written by a newer memplan (version {version}; this one knows {newest}): upgrade this one"
-        raise PlanError("", ABSENT, problem, origin=Origin(str(path)))
+        raise wrong_at(
+            str(path), f"was written by a newer memplan (version {version}; this one knows {newest}): upgrade this one"
+        )
     return int(version)
 
 
@@ -126,12 +126,13 @@ def errors_of(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"cannot be made: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory"
-        raise PlanError("", ABSENT, problem, origin=origin) from None
+        raise wrong_at(
+            origin, f"cannot be made: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory"
+        ) from None
     except sqlite3.Error as error:
         if "locked" in str(error):
             raise InUseError("", ABSENT, "is in use by another process; try again later", origin=origin) from None
-        raise PlanError("", ABSENT, _words(str(error)), origin=origin) from None
+        raise wrong_at(origin, _words(str(error))) from None
 
 
 _WORDS = (
@@ -228,7 +229,7 @@ class Database:
             found = self.connection.execute("SELECT record FROM runs WHERE rowid = ?", (row.number,)).fetchone()
         source = f"{self.path}, run {row.id}"
         if found is None:
-            raise PlanError("", ABSENT, "was removed meanwhile", origin=Origin(source))
+            raise wrong_at(source, "was removed meanwhile")
         if not isinstance(found[0], str):
             raise PlanError("record", ABSENT, "is not text: another program changed it", origin=Origin(source))
         record = from_text(found[0], source)
@@ -252,11 +253,10 @@ class Database:
         origin = Origin("memplan runs")
         if not found:
             known = f"the newest is {shortest(ids[0], ids)}" if ids else "no run is recorded"
-            raise PlanError("", ABSENT, f"{prefix or 'nothing'} is the id of no run; {known}", origin=origin)
+            raise wrong_at(origin, f"{prefix or 'nothing'} is the id of no run; {known}")
         several = ", ".join(shortest(row.id, ids) for row in found[:4])
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-        problem = f"{prefix} begins the ids of {len(found)} runs, {several}{more}: give more of it"
-        raise PlanError("", ABSENT, problem, origin=origin)
+        raise wrong_at(origin, f"{prefix} begins the ids of {len(found)} runs, {several}{more}: give more of it")
 
     def find(self, prefix: str) -> Record:
         """The record whose id begins with ``prefix``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import wrong_at
 from ..user_folders import user_folder
 
 VARIABLE = "MEMPLAN_DATA"
@@ -27,5 +27,4 @@ def exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:
-        problem = f"cannot be read: {str(getattr(error, 'strerror', None) or error).lower()}"
-        raise PlanError("", ABSENT, problem, origin=Origin(str(path))) from None
+        raise wrong_at(str(path), f"cannot be read: {str(getattr(error, 'strerror', None) or error).lower()}") from None

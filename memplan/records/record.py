@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ..device.measured import holds_workspaces
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, wrong_at
 from ..plan.text import read_bytes
 from ..values import dataclass
 from .readings import Count, Estimated, Plan, Positive, RankReading, Run, Stage
@@ -236,7 +236,7 @@ def from_json(data: Any, source: str) -> Record:
     """The record in ``data``, as ``to_json`` wrote it into ``source``."""
     origin = Origin(source)
     if not isinstance(data, dict) or "schema" not in data or "run" not in data:
-        raise PlanError("", ABSENT, "is not a record of memplan validate (memplan runs ID --export)", origin=origin)
+        raise wrong_at(origin, "is not a record of memplan validate (memplan runs ID --export)")
     schema = data["schema"]
     if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
         problem = f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it"
@@ -258,9 +258,9 @@ def _parsed(text: str, source: str) -> Any:
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise PlanError("", ABSENT, f"is not JSON: {error.msg}", origin=Origin(source, error.lineno)) from None
+        raise wrong_at(Origin(source, error.lineno), f"is not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
-        raise PlanError("", ABSENT, f"is not JSON: {error}", origin=Origin(source)) from None
+        raise wrong_at(source, f"is not JSON: {error}") from None
 
 
 def _validated(data: Mapping[str, Any], origin: Origin) -> Record:
@@ -271,7 +271,7 @@ def _validated(data: Mapping[str, Any], origin: Origin) -> Record:
         found = error.errors(include_url=False)[0]
         raise _translated(found["loc"], found["type"], found["input"], found["msg"], origin) from None
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise PlanError("", ABSENT, f"is not a record: {error}", origin=origin) from None
+        raise wrong_at(origin, f"is not a record: {error}") from None
 
 
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -310,9 +310,9 @@ def read_record(path: Path) -> Record:
     origin = Origin(str(path))
     content = read_bytes(path, largest=LARGEST, what="a record")
     if content.count(b"{") + content.count(b"[") > MOST_PARTS:
-        raise PlanError("", ABSENT, f"has more parts than a record can have ({MOST_PARTS:,})", origin=origin)
+        raise wrong_at(origin, f"has more parts than a record can have ({MOST_PARTS:,})")
     try:
         text = content.decode()
     except UnicodeDecodeError:
-        raise PlanError("", ABSENT, "is not a record of memplan validate: not UTF-8 text", origin=origin) from None
+        raise wrong_at(origin, "is not a record of memplan validate: not UTF-8 text") from None
     return from_text(text, str(path))

@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from ..allocator.timeline import Timeline
-from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..plan.errors import LackingError, wrong_at
 from ..result import Estimate
 from ..search.result import Found, Suggestion
 from ..tape.events import Category
@@ -32,7 +32,7 @@ def format_of(path: Path) -> str:
     """``svg`` or ``png``; ``PlanError`` for any other ending."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
-        raise PlanError("", ABSENT, f"{path} must end in .svg or .png", origin=Origin("--plot"))
+        raise wrong_at("--plot", f"{path} must end in .svg or .png")
     return ending
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
-from ..plan.errors import ABSENT, Node, Origin, PlanError, scalar, together
+from ..plan.errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from ..plan.fields import by_flag, plan_fields
 from ..plan.notes import notes_of
 from ..plan.plan import Plan as _Plan
@@ -129,12 +129,15 @@ def asked_of(plan: Given, from_: str | None, flags: Flags) -> _Asked:
         document, own = _mapping(plan)
         return _Asked(Source(document, Path()), None, {**own, **flags})
     if not isinstance(plan, Sequence):
-        problem = f"a plan is a path, an example's name, a mapping, a Plan or a list of launch files, not {plan!r}"
-        raise PlanError("", ABSENT, problem, origin=Origin("arguments"))
+        raise wrong_at(
+            "arguments",
+            f"a plan is a path, an example's name, a mapping, a Plan or a list of launch files, not {plan!r}",
+        )
     parts = _parts(plan)
     if len(parts) != len(plan):
-        problem = "a list is of launch files of one job: paths, TrainingArguments.to_dict(), a ds_config"
-        raise PlanError("", ABSENT, problem, origin=Origin("arguments"))
+        raise wrong_at(
+            "arguments", "a list is of launch files of one job: paths, TrainingArguments.to_dict(), a ds_config"
+        )
     return _Asked(parts, None, flags)
 
 
@@ -168,7 +171,7 @@ def _mapping(plan: Mapping[str, object]) -> tuple[Node, Flags]:
     own = {path.partition(".")[0] for path in plan_fields()} | {"$schema"}
     for name in plan:
         if not isinstance(name, str):
-            raise PlanError("", ABSENT, f"{name!r} is no name of a field", origin=Origin("plan"))
+            raise wrong_at("plan", f"{name!r} is no name of a field")
     document = {name: _node(value, Origin(_argument(name))) for name, value in plan.items() if name in own}
     flags, names = _named_flags({name: value for name, value in plan.items() if name not in own})
     written = normalised(Node(document, Origin("plan")))

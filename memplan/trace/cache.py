@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple, Protocol
 
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import wrong_at
 from ..plan.library import COMPILED, LEARNED
 from ..user_folders import user_folder
 from .fit import Fit
@@ -239,8 +239,10 @@ def store(settings: Mapping[str, Any], fit: Learnt) -> Path:
             os.fsync(file.fileno())
         Path(temporary).replace(path)
     except OSError as error:
-        problem = f"cannot be written: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory"
-        raise PlanError("", ABSENT, problem, origin=Origin(str(path))) from None
+        raise wrong_at(
+            str(path),
+            f"cannot be written: {(error.strerror or str(error)).lower()}; {VARIABLE} names another directory",
+        ) from None
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)

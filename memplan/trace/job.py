@@ -11,7 +11,7 @@ from ..layers.coverage import TRANSFORMERS, covered
 from ..optimizers import algorithm, algorithms
 from ..plan.block_configs import KEY as BLOCKS
 from ..plan.block_configs import written
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import PlanError, wrong_at
 from ..plan.huggingface import ACTIVATIONS, known_types
 from ..plan.resolved import ResolvedPlan
 from ..plan.spec import ModelSpec
@@ -470,4 +470,4 @@ def check_stage(stage: int, stages: int) -> None:
     """Refuses a stage that no rank of the pipeline has."""
     if not 0 <= stage < stages:
         ranks = f"from 0 to {stages - 1}" if stages > 1 else "0: there is no pipeline (pp 1)"
-        raise PlanError("", ABSENT, f"must be {ranks}, not {stage}", origin=Origin(STAGE))
+        raise wrong_at(STAGE, f"must be {ranks}, not {stage}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..frameworks import framework, frameworks
 from ..layers.module import Options
 from ..plan.checks import framework_sections, listed
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import PlanError, wrong_at
 from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.library import learned_models
 from ..plan.models import load_spec
@@ -171,7 +171,7 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     else:
         reason = spec.reason.partition("; known are")[0]
         problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs {needs})"
-    raise PlanError("", ABSENT, problem, origin=Origin(spec.source))
+    raise wrong_at(spec.source, problem)
 
 
 def _jobs(job: Job) -> tuple[Job, ...]:

@@ -20,7 +20,7 @@ from ..families import family
 from ..frameworks import framework
 from ..layers.module import Options
 from ..plan import traced_spec
-from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..plan.errors import ABSENT, LackingError, Origin, PlanError, wrong_at
 from ..plan.fields import by_flag
 from ..plan.models import model_path
 from ..plan.read import Flags, ReadPlan, read_plan
@@ -239,8 +239,10 @@ def _without_recipe(path: Path, flags: Flags, error: PlanError) -> Planned:
     rest = {name: value for name, value in flags.items() if name not in ("model", "layers")}
     for name in rest:
         if by_flag()[name].section == "model":
-            problem = f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}"
-            raise PlanError("", ABSENT, problem, origin=Origin(f"--{name}"))
+            raise wrong_at(
+                f"--{name}",
+                f"changes an architecture with a recipe, which this one has not ({error.field}); change {path}",
+            )
     if "lora-rank" in rest and "lora-targets" not in rest:
         problem = f"is needed: peft's targets are those of a family, which {path} is not (--lora-targets q_proj,v_proj)"
         raise PlanError("lora.targets", ABSENT, problem)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device.gpus import GPUS
-from ..plan.errors import ABSENT, LackingError, Origin, PlanError, one_line
+from ..plan.errors import LackingError, PlanError, one_line, wrong_at
 from ..report.names import MIB, size
 from ..result import Estimate
 from ..values import dataclass
@@ -288,10 +288,10 @@ def check_host(estimated: Estimate, ranks: int, memory: Path = HOST_MEMORY) -> N
     needed = ranks * max(stage.requested for stage in estimated.stages)
     if available is not None and needed > available:
         who = "a rank is" if ranks == 1 else f"{ranks} ranks are"
-        problem = (
-            f"cpu has {size(available)} available, and {who} estimated to need {size(needed)}; --force runs it anyway"
+        raise wrong_at(
+            "--device",
+            f"cpu has {size(available)} available, and {who} estimated to need {size(needed)}; --force runs it anyway",
         )
-        raise PlanError("", ABSENT, problem, origin=Origin("--device"))
 
 
 def _available(memory: Path) -> int | None:

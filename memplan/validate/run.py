@@ -19,7 +19,7 @@ from typing import Literal
 from .. import __version__
 from ..estimate import estimate
 from ..plan.environment import READ, REFUSED
-from ..plan.errors import ABSENT, LackingError, Origin, PlanError
+from ..plan.errors import LackingError, PlanError, wrong_at
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
@@ -139,7 +139,7 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     world = _world(found, where)
     if joined is not None and joined.world > 1 and world == "emulated":
         problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
-        raise PlanError("", ABSENT, f"{where.gpus} {problem}; start one process", origin=Origin("--gpus"))
+        raise wrong_at("--gpus", f"{where.gpus} {problem}; start one process")
     _check_stages(where, world, found.stages)
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
@@ -164,21 +164,20 @@ def _world(found: Native, where: Where) -> World:
         return "emulated"
     if where.gpus > found.ranks:
         problem = f"is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each"
-        raise PlanError("", ABSENT, f"{where.gpus} {problem}", origin=Origin("--gpus"))
+        raise wrong_at("--gpus", f"{where.gpus} {problem}")
     if where.gpus % where.nodes:
         problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
-        raise PlanError("", ABSENT, f"{where.nodes} {problem}", origin=Origin("--nnodes"))
+        raise wrong_at("--nnodes", f"{where.nodes} {problem}")
     return "real" if where.gpus == found.ranks else "emulated"
 
 
 def _check_stages(where: Where, world: World, stages: int) -> None:
     """Refuses stages that the plan has not, and a choice where all ranks run together."""
     if where.stages and world == "real":
-        problem = "is for ranks that take turns (--emulate): together they run all stages"
-        raise PlanError("", ABSENT, problem, origin=Origin("--stage"))
+        raise wrong_at("--stage", "is for ranks that take turns (--emulate): together they run all stages")
     for stage in where.stages:
         if not 0 <= stage < stages:
-            raise PlanError("", ABSENT, f"{stage} must be from 0 to {stages - 1}", origin=Origin("--stage"))
+            raise wrong_at("--stage", f"{stage} must be from 0 to {stages - 1}")
 
 
 def _devices(
@@ -223,7 +222,7 @@ def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) 
     if estimate(estimated.plan.model_copy(update={"hardware": hardware})).fits is False:
         stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
         problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
-        raise PlanError("", ABSENT, f"{problem}; --force runs it anyway", origin=Origin("--gpus"))
+        raise wrong_at("--gpus", f"{problem}; --force runs it anyway")
 
 
 def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None]) -> Run:

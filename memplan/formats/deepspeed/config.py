@@ -13,7 +13,7 @@ from typing import Any
 
 from ...optimizers import algorithm, algorithms
 from ...optimizers.base import Algorithm, DeepspeedType
-from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, nearest
+from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, nearest, wrong_at
 from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Plan
 from ...values import dataclass
@@ -195,7 +195,7 @@ class Configuration(Keys):
         if self.lacking:
             asked = [f"{flag} ({', '.join(paths)})" for flag, paths in self.lacking.items()]
             named = ", ".join(asked[:-1]) + " and " * (len(asked) > 1) + asked[-1]
-            raise PlanError("", ABSENT, f"needs {named}", origin=Origin(self.origin.source))
+            raise wrong_at(self.origin.source, f"needs {named}")
 
     def switch(self, path: str) -> Node | None:
         return self.value(Row(path, "", kind="switch"))
@@ -243,7 +243,7 @@ def integer(config: Configuration, path: str, least: int) -> Node | None:
     """The whole number at ``path``."""
     node = config.value(Row(path, ""))
     if node is not None and isinstance(node.value, int) and node.value < least:
-        raise PlanError(path, node.value, f"must be at least {least}", origin=node.origin)
+        raise node.wrong(path, f"must be at least {least}")
     return node
 
 
@@ -255,8 +255,7 @@ def _optimizer(reader: Reader) -> None:
         return
     known = {one.deepspeed.name.lower(): (one, one.deepspeed) for one in algorithms() if one.deepspeed}
     if (found := known.get(str(node.value).lower())) is None:
-        problem = f"is not modelled; {', '.join(sorted(known))} are"
-        raise PlanError("optimizer.type", node.plain(), problem, origin=node.origin, known=known)
+        raise node.wrong("optimizer.type", f"is not modelled; {', '.join(sorted(known))} are", known=known)
     optimizer, made = found
     mode = config.switch("optimizer.params.adam_w_mode")
     if made.decoupled is not None and (mode is None or mode.value):
@@ -322,7 +321,7 @@ def _ratio(reader: Reader) -> None:
     ratio = reader.settings.value(Row(path, "", kind="number"))
     if ratio is not None:
         if not 0 <= ratio.value <= 1:
-            raise PlanError(path, ratio.plain(), "must be from 0 to 1", origin=ratio.origin)
+            raise ratio.wrong(path, "must be from 0 to 1")
         reader.building.put("deepspeed.offload_optimizer_ratio", ratio)
 
 
@@ -414,7 +413,7 @@ def configuration_of(
     """The settings in ``written``, put into ``building``. ``hidden``: the model's hidden size; ``given``: plan fields
     that are known from elsewhere."""
     if not isinstance(written.value, dict):
-        raise PlanError("", written.plain(), "must be a mapping, as a ds_config.json is", origin=written.origin)
+        raise written.wrong("", "must be a mapping, as a ds_config.json is")
     config = Configuration({}, written.origin, written, hidden, given)
     _check_sections(config)
     building.put("framework", "deepspeed")
@@ -422,7 +421,7 @@ def configuration_of(
         0, (config.written(f"{ZERO}.stage") or config.written(ZERO) or written).origin
     )
     if isinstance(stage.value, int) and stage.value > 3:
-        raise PlanError(f"{ZERO}.stage", stage.value, "must be from 0 to 3", origin=stage.origin)
+        raise stage.wrong(f"{ZERO}.stage", "must be from 0 to 3")
     building.put("layout.zero", stage)
     read_rows(ROWS, Reader(config, building))
     return config
@@ -439,7 +438,7 @@ def _check_sections(config: Configuration) -> None:
         node = root.mapping.get(name)
         off = node is None or node.value in (None, False, 1) or node.value == {}
         if node is not None and not off and not _is_switched_off(node):
-            raise PlanError(name, node.plain(), "is not modelled", origin=node.origin)
+            raise node.wrong(name, "is not modelled")
     for path in ("data_types.param_dtype", "data_types.buffer_dtype"):
         if config.has(path):
             raise config.refuse(path, "is not modelled")
@@ -451,10 +450,10 @@ def _check_sections(config: Configuration) -> None:
     for name, node in section.mapping.items() if section is not None else ():
         if name in ELSEWHERE:
             if node.plain() != ELSEWHERE[name]:
-                raise PlanError(f"{ZERO}.{name}", node.plain(), "is not modelled", origin=node.origin)
+                raise node.wrong(f"{ZERO}.{name}", "is not modelled")
         elif name not in known and name not in WITHOUT_ALIAS:
             problem = guessed("is no key of DeepSpeed", nearest(name, known))
-            raise PlanError(f"{ZERO}.{name}", node.plain(), problem, origin=node.origin)
+            raise node.wrong(f"{ZERO}.{name}", problem)
 
 
 def _is_switched_off(section: Node) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, nearest
+from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, nearest, wrong_at
 from ...plan.fields import by_flag
 from ...plan.normalise import normalised
 from ...plan.notes import Note
@@ -82,8 +82,7 @@ def ds_config_of(text: str, name: str, asked: Asked) -> Launch:
     # Tabs may indent JSON, and not YAML.
     written = parse_yaml(text.expandtabs(2), name)
     if written.mapping.keys() & {"model", "framework", "extends"}:
-        problem = "is a plan, not a ds_config.json; leave out --from"
-        raise PlanError("", ABSENT, problem, origin=written.origin)
+        raise wrong_at(written.origin, "is a plan, not a ds_config.json; leave out --from")
     return ds_config_in(written, asked, Building(written.origin))
 
 
@@ -154,7 +153,7 @@ def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:
         guess = "bf16" if key == "bfloat16" else guesses.of(key)
         problem = guessed("is no key that is read", guess)
         if guess in KNOWN:
-            raise PlanError(key, ABSENT, problem, origin=node.origin)
+            raise node.lacks(key, problem)
         yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)
 
 

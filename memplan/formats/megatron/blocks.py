@@ -67,10 +67,10 @@ def _configuration(reader: Reader, name: str) -> Node:
         ways = (Path(str(place.value)), reader.context.folder / str(place.value))
         path = next((one for one in ways if is_there(one)), None)
         if path is None:
-            raise PlanError(name, place.value, "is not here: the model's layers are in it", origin=place.origin)
+            raise place.wrong(name, "is not here: the model's layers are in it")
         node = parse_yaml(read_text(path, name), str(path))
     if not node.mapping:
-        raise PlanError(name, place.value, f"must be a mapping in JSON, with {KEY}", origin=place.origin)
+        raise place.wrong(name, f"must be a mapping in JSON, with {KEY}")
     return node
 
 
@@ -119,8 +119,7 @@ def _heads_in_group(config: Node) -> int:
         attention = block.mapping.get("attention")
         node = attention.mapping.get(key) if attention is not None else None
         if node is None:
-            problem = "is missing, and Megatron's parser asks for it"
-            raise PlanError(f"{KEY}[{at}].attention.{key}", ABSENT, problem, origin=block.origin)
+            raise block.lacks(f"{KEY}[{at}].attention.{key}", "is missing, and Megatron's parser asks for it")
         if node.value is not None:
             found.setdefault(node.value, node)
     if len(found) > 1:
@@ -129,8 +128,7 @@ def _heads_in_group(config: Node) -> int:
         raise PlanError(f"{KEY}.attention.{key}", str(value), problem, origin=node.origin)
     size = next(iter(found), None)
     if not isinstance(size, int) or size < 1:
-        problem = "must be a whole number in one layer at least"
-        raise PlanError(f"{KEY}.attention.{key}", ABSENT, problem, origin=config.origin)
+        raise config.lacks(f"{KEY}.attention.{key}", "must be a whole number in one layer at least")
     return size
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import Node
 from ...plan.text import is_there, read_text
 from ...plan.yaml_events import parse_yaml
 from ..rows import Reader
@@ -46,8 +46,7 @@ def _limits(name: str, options: Mapping[str, Node]) -> str:
     """``name=least-most``; empty where neither is given. Through sockets NCCL has no buffers on the device."""
     network = options.get("net_name")
     if network is not None and str(network.value).lower() == "socket":
-        problem = "is not modelled for one group alone; the variable NCCL_NET=Socket is, for all"
-        raise PlanError("net_name", network.plain(), problem, origin=network.origin)
+        raise network.wrong("net_name", "is not modelled for one group alone; the variable NCCL_NET=Socket is, for all")
     values = [options.get(key) for key in ("min_ctas", "max_ctas")]
     if not any(values) or not re.fullmatch(r"[a-z_]{1,30}", name):
         return ""
@@ -56,5 +55,5 @@ def _limits(name: str, options: Mapping[str, Node]) -> str:
 
 def _number(node: Node) -> int:
     if type(node.value) is not int or not 0 < node.value <= MOST:
-        raise PlanError(NAME, node.plain(), f"must be a whole number of channels from 1 to {MOST}", origin=node.origin)
+        raise node.wrong(NAME, f"must be a whole number of channels from 1 to {MOST}")
     return node.value

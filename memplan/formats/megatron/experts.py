@@ -152,7 +152,7 @@ def _score(reader: Reader) -> None:
     if node is None:
         return
     if node.value == "sqrtsoftplus":
-        raise PlanError(name, node.value, "is not modelled yet; softmax and sigmoid are", origin=node.origin)
+        raise node.wrong(name, "is not modelled yet; softmax and sigmoid are")
     reader.building.put("model.router_score", node, name)
 
 

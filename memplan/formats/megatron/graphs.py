@@ -26,12 +26,11 @@ def _graphs(reader: Reader) -> None:
     node = said or next(iter(given), Node("none", settings.origin))
     if len(given) + (said is not None and said.value != "none") > 1:
         both = " and ".join(name for name in (*OLDER, IMPLEMENTATION) if settings.has(name))
-        raise PlanError(both, node.value, "must be one of them, as in Megatron-Core", origin=node.origin)
+        raise node.wrong(both, "must be one of them, as in Megatron-Core")
     names = (MODULES, OLD_MODULES)
     modules = [one for name in names for one in _each(settings.words(name) or [])]
     if all(map(settings.has, names)) and modules:
-        problem = "must be one of them, as in Megatron-Core"
-        raise PlanError(f"{OLD_MODULES} and {MODULES}", modules[0].value, problem, origin=modules[0].origin)
+        raise modules[0].wrong(f"{OLD_MODULES} and {MODULES}", "must be one of them, as in Megatron-Core")
     older = {one.value: one for one in modules if str(one.value).startswith("full_iteration")}
     modules = [one for one in modules if one.value not in older]
     if "full_iteration" in older:
@@ -50,8 +49,7 @@ def _graphs(reader: Reader) -> None:
     put("megatron.cuda_graphs", node, IMPLEMENTATION, *OLDER)
     for one in modules:
         if one.value not in (*KNOWN, "full"):
-            problem = f"must be {', '.join(KNOWN)}, or left out"
-            raise PlanError(MODULES, one.value, problem, origin=one.origin, known=KNOWN)
+            raise one.wrong(MODULES, f"must be {', '.join(KNOWN)}, or left out", known=KNOWN)
     if len(modules) > 1 and any(one.value == "full" for one in modules):
         raise PlanError(MODULES, "full", "must be alone, as in Megatron-Core", origin=modules[0].origin)
     parts = {one.value: one for one in modules if one.value != "full"}

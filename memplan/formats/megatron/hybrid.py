@@ -145,8 +145,7 @@ def chunks(reader: Reader, others: Sequence[str]) -> int | None:
     layout, pp = building.items.get("pipeline.layout"), building.size("layout.pp")
     count = 1 if layout is None else str(layout.value).count("|") + 1
     if layout is not None and count % pp:
-        problem = f"has {count} segments, which the {pp} ranks of the pipeline must divide"
-        raise PlanError(PATTERN, ABSENT, problem, origin=layout.origin)
+        raise layout.lacks(PATTERN, f"has {count} segments, which the {pp} ranks of the pipeline must divide")
     return max(1, count // pp)
 
 
@@ -154,8 +153,9 @@ def _heads(reader: Reader) -> Node:
     """As many as fill twice the hidden size (``MambaMixer.__init__``)."""
     inner, size = 2 * reader.building.size("model.hidden"), reader.building.items["model.mamba_head_dim"]
     if not isinstance(size.value, int) or inner % size.value:
-        problem = f"must divide {inner}, twice the hidden size, unless --mamba-num-heads is given"
-        raise PlanError("--mamba-head-dim", size.plain(), problem, origin=size.origin)
+        raise size.wrong(
+            "--mamba-head-dim", f"must divide {inner}, twice the hidden size, unless --mamba-num-heads is given"
+        )
     return Node(inner // size.value, size.origin)
 
 

@@ -23,12 +23,14 @@ def _implementation(reader: Reader) -> None:
         reader.building.put(path, chosen, "--spec")
         return
     if spec:
-        problem = "names a specification of layers, which is not modelled; leave it out for Megatron's own, or local"
-        raise PlanError("--spec", spec[0].value, problem, origin=spec[0].origin)
+        raise spec[0].wrong(
+            "--spec",
+            "names a specification of layers, which is not modelled; leave it out for Megatron's own, or local",
+        )
     name = "--transformer-impl"
     node = settings.word(name) or Node("transformer_engine", settings.origin)
     if node.value == "inference_optimized":
-        raise PlanError(name, node.value, "is not for training; transformer_engine and local are", origin=node.origin)
+        raise node.wrong(name, "is not for training; transformer_engine and local are")
     reader.building.put(path, node, name)
 
 
@@ -120,7 +122,7 @@ def _sharp(reader: Reader) -> None:
         return
     group = settings.word(which)
     if group is not None and group.value == "dp_replica":
-        raise PlanError(which, group.value, "is not modelled yet; dp is", origin=group.origin)
+        raise group.wrong(which, "is not modelled yet; dp is")
     reader.building.put("megatron.sharp", Node(True, settings.where(name)), name)
 
 

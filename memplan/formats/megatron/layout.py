@@ -77,7 +77,7 @@ def _chunks(reader: Reader) -> None:
     try:
         chunks = _counted_chunks(reader, name, node)
     except PlanError as error:
-        raise PlanError(name, node.value, error.problem, origin=node.origin) from None
+        raise node.wrong(name, error.problem) from None
     put("layout.vpp", Node(chunks, node.origin), name)
 
 
@@ -114,8 +114,9 @@ def _last_batch(steps: Node) -> Node:
     found = [_STEP.fullmatch(step) for step in str(steps.value).replace('"', "").replace(",", " ").split()]
     sizes = {_in_ones(step[1], step[2]): int(_in_ones(step[3], step[4])) for step in found if step is not None}
     if not sizes or len(sizes) < len(found) or min(sizes) != 0 or not all(sizes.values()):
-        problem = "must be steps such as 0:768 250B:1536, the first from 0 on, each from another number on"
-        raise PlanError(BATCH_SCHEDULE, steps.value, problem, origin=steps.origin)
+        raise steps.wrong(
+            BATCH_SCHEDULE, "must be steps such as 0:768 250B:1536, the first from 0 on, each from another number on"
+        )
     return Node(sizes[max(sizes)], steps.origin)
 
 
@@ -153,8 +154,7 @@ def _gbs(reader: Reader) -> None:
     gbs = settings.integer("--global-batch-size")
     if steps is not None:
         if gbs is not None:
-            problem = f"must be left out with {BATCH_SCHEDULE}: Megatron-LM stops"
-            raise PlanError("--global-batch-size", gbs.value, problem, origin=gbs.origin)
+            raise gbs.wrong("--global-batch-size", f"must be left out with {BATCH_SCHEDULE}: Megatron-LM stops")
         gbs = _last_batch(steps)
     if gbs is not None:
         building.put("batch.gbs", gbs, BATCH_SCHEDULE if steps is not None else "--global-batch-size")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import Reader, Row, elsewhere
@@ -37,14 +37,13 @@ def _variant(reader: Reader) -> None:
     if node is None:
         return
     if why := OTHERS.get(str(node.value)):
-        raise PlanError(VARIANT, node.value, f"must be gdn or left out: {why}", origin=node.origin)
+        raise node.wrong(VARIANT, f"must be gdn or left out: {why}")
     if reader.context.family == "hybrid":
         reader.building.because(VARIANT, "not read: the pattern says which layers are gated delta nets (G)")
         return
     given = reader.settings.word(FREQUENCY)
     if given is None:
-        problem = f"is missing: {VARIANT} needs it"
-        raise PlanError(FREQUENCY, ABSENT, problem, origin=node.origin)
+        raise node.lacks(FREQUENCY, f"is missing: {VARIANT} needs it")
     interval = _interval(str(given.value), reader.building.size("model.layers"))
     if interval is None:
         problem = (

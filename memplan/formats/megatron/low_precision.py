@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import Node
 from ...plan.plan import Plan
 from ..rows import Reader, Row, elsewhere, switch
 from . import module_precision
@@ -49,8 +49,7 @@ def _recipe(reader: Reader) -> None:
         )
     node = settings.word(RECIPE) or Node("delayed", settings.where(FP8))
     if node.value not in RECIPES:
-        problem = f"is not modelled yet; {', '.join(RECIPES)} are"
-        raise PlanError(RECIPE, node.value, problem, origin=node.origin, known=RECIPES)
+        raise node.wrong(RECIPE, f"is not modelled yet; {', '.join(RECIPES)} are", known=RECIPES)
     put("precision.fp8", node, FP8, RECIPE)
     kind = settings.word(FP8)
     put("precision.fp8_format", kind, FP8)
@@ -73,7 +72,7 @@ def _fp4(reader: Reader) -> None:
         return
     node = settings.word(RECIPE_FP4) or Node("nvfp4", settings.where(FP4))
     if node.value != "nvfp4":
-        raise PlanError(RECIPE_FP4, node.value, "is not modelled yet; nvfp4 is", origin=node.origin)
+        raise node.wrong(RECIPE_FP4, "is not modelled yet; nvfp4 is")
     reader.building.put("precision.fp4", node, FP4, RECIPE_FP4)
 
 

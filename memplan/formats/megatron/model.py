@@ -50,8 +50,7 @@ def _positions(reader: Reader) -> None:
     elif (kind := settings.word(name)) is None:
         put("model.positions", "learned", name)
     elif kind.value not in _POSITIONS:
-        problem = f"is not modelled yet; {', '.join(_POSITIONS)} are"
-        raise PlanError(name, kind.value, problem, origin=kind.origin)
+        raise kind.wrong(name, f"is not modelled yet; {', '.join(_POSITIONS)} are")
     else:
         put("model.positions", Node(_POSITIONS[str(kind.value)], kind.origin), name)
 
@@ -80,7 +79,7 @@ def _sinks(reader: Reader) -> None:
     name = "--softmax-type"
     kind = reader.settings.word(name)
     if kind is not None and kind.value == "off-by-one":
-        raise PlanError(name, kind.value, "is not modelled yet; vanilla and learnable are", origin=kind.origin)
+        raise kind.wrong(name, "is not modelled yet; vanilla and learnable are")
     if kind is not None:
         reader.building.put("model.attention_sinks", Node(kind.value == "learnable", kind.origin), name)
 
@@ -106,7 +105,7 @@ def _no_rope(reader: Reader) -> None:
     if node is None:
         return
     if not str(node.value).isdigit() or not 0 < int(str(node.value)) <= MOST_LAYERS:
-        raise PlanError(name, node.value, "must be a whole number above 0; a list is not read", origin=node.origin)
+        raise node.wrong(name, "must be a whole number above 0; a list is not read")
     reader.building.put("model.nope_interval", Node(int(str(node.value)), node.origin), name)
 
 
@@ -119,11 +118,11 @@ def _window(reader: Reader) -> None:
         return
     left, _, right = str(node.value).strip("()").replace(" ", "").partition(",")
     if not left.isdigit() or right != "0":
-        problem = "must be tokens to the left and 0 to the right, such as 127,0; other windows are not modelled"
-        raise PlanError(name, node.value, problem, origin=node.origin)
+        raise node.wrong(
+            name, "must be tokens to the left and 0 to the right, such as 127,0; other windows are not modelled"
+        )
     if skipped is not None and str(skipped.value) != "2":
-        problem = "must be 2 or left out: windows in every second layer, or in all"
-        raise PlanError(frequency, skipped.value, problem, origin=skipped.origin)
+        raise skipped.wrong(frequency, "must be 2 or left out: windows in every second layer, or in all")
     reader.building.put("model.sliding_window", Node(int(left) + 1, node.origin), name)
     if skipped is not None:
         reader.building.put("model.alternating_windows", Node(True, skipped.origin), frequency)

@@ -30,7 +30,7 @@ def read(reader: Reader) -> None:
     ways = (Path(str(place.value)), reader.context.folder / str(place.value))
     path = next((one for one in ways if is_there(one)), None)
     if path is None:
-        raise PlanError(NAME, place.value, "is not here: the precision of modules is in it", origin=place.origin)
+        raise place.wrong(NAME, "is not here: the precision of modules is in it")
     run = next((items.value for one in ("fp4", "fp8") if (items := building.items.get(f"precision.{one}"))), None)
     found = _patterns(parse_yaml(read_text(path, NAME), str(path)), None if run is None else str(run))
     if run is None:
@@ -53,14 +53,15 @@ def _patterns(root: Node, run: str | None) -> list[str]:
             continue
         kind, pattern, config = (_text(given, name, field, matcher) for field in ("type", "pattern", "config"))
         if kind.value != "glob":
-            problem = "must be glob: Megatron has no other match type"
-            raise PlanError(f"matchers.{name}.type", kind.plain(), problem, origin=kind.origin)
+            raise kind.wrong(f"matchers.{name}.type", "must be glob: Megatron has no other match type")
         if set(str(pattern.value)) & set(",= \t\n"):
-            problem = "has a comma, an equals sign or a space, which no module's name has"
-            raise PlanError(f"matchers.{name}.pattern", pattern.plain(), problem, origin=pattern.origin)
+            raise pattern.wrong(
+                f"matchers.{name}.pattern", "has a comma, an equals sign or a space, which no module's name has"
+            )
         if str(config.value) not in known:
-            problem = f"must be one of configs: {', '.join(known) or 'there are none'}"
-            raise PlanError(f"matchers.{name}.config", config.plain(), problem, origin=config.origin)
+            raise config.wrong(
+                f"matchers.{name}.config", f"must be one of configs: {', '.join(known) or 'there are none'}"
+            )
         chosen = str(config.value)
         found.append(f"{pattern.value}={_of_config(known[chosen], f'configs.{chosen}', run)}")
     return found
@@ -69,7 +70,7 @@ def _patterns(root: Node, run: str | None) -> list[str]:
 def _text(given: Mapping[str, Node], name: str, field: str, matcher: Node) -> Node:
     node = given.get(field)
     if node is None or node.value in (None, ""):
-        raise PlanError(f"matchers.{name}.{field}", ABSENT, "is missing", origin=matcher.origin)
+        raise matcher.lacks(f"matchers.{name}.{field}", "is missing")
     return node
 
 
@@ -81,29 +82,30 @@ def _of_config(config: Node, name: str, run: str | None) -> str:
         value, where = (ABSENT, config.origin) if kind is None else (kind.plain(), kind.origin)
         raise PlanError(f"{name}.{TYPE}", value, f"must be {KIND}", origin=where)
     if other := given.keys() - {"training_recipe", "evaluation_recipe"}:
-        problem = "is no key of it; training_recipe and evaluation_recipe are"
-        raise PlanError(f"{name}.{min(other)}", ABSENT, problem, origin=config.origin)
+        raise config.lacks(f"{name}.{min(other)}", "is no key of it; training_recipe and evaluation_recipe are")
     if "training_recipe" not in given:
-        raise PlanError(f"{name}.training_recipe", ABSENT, "is missing", origin=config.origin)
+        raise config.lacks(f"{name}.training_recipe", "is missing")
     results = {part: _of_recipe(node, f"{name}.{part}", run) for part, node in given.items()}
     if len(set(results.values())) > 1:
-        problem = "must be as training_recipe: another precision in evaluation is not modelled yet"
-        raise PlanError(f"{name}.evaluation_recipe", ABSENT, problem, origin=given["evaluation_recipe"].origin)
+        raise given["evaluation_recipe"].lacks(
+            f"{name}.evaluation_recipe",
+            "must be as training_recipe: another precision in evaluation is not modelled yet",
+        )
     return results["training_recipe"]
 
 
 def _of_recipe(node: Node, name: str, run: str | None) -> str:
     """Without a recipe a module's products are in 16 bits (``_get_fp8_autocast_for_quant_recipe``)."""
     if not isinstance(node.value, dict):
-        raise PlanError(name, node.plain(), "must be a mapping; {} is 16 bits", origin=node.origin)
+        raise node.wrong(name, "must be a mapping; {} is 16 bits")
     given = node.mapping
     if other := given.keys() - FIELDS:
-        problem = f"is no field of a recipe; {', '.join(sorted(FIELDS))} are"
-        raise PlanError(f"{name}.{min(other)}", given[min(other)].plain(), problem, origin=given[min(other)].origin)
+        raise given[min(other)].wrong(
+            f"{name}.{min(other)}", f"is no field of a recipe; {', '.join(sorted(FIELDS))} are"
+        )
     recipes = [(field, given[field]) for field in (FP8, FP4) if field in given and given[field].value is not None]
     if len(recipes) > 1:
-        problem = f"must be left out with {FP8}: Megatron refuses both"
-        raise PlanError(f"{name}.{FP4}", recipes[1][1].plain(), problem, origin=recipes[1][1].origin)
+        raise recipes[1][1].wrong(f"{name}.{FP4}", f"must be left out with {FP8}: Megatron refuses both")
     for field in ("fp8_param", "fp4_param"):
         if field in given and given[field].value:
             problem = "must be false: parameters of single modules in 8 or 4 bits are not modelled yet"
@@ -120,8 +122,10 @@ def _of_recipe(node: Node, name: str, run: str | None) -> str:
         return WIDE
     field, recipe = recipes[0]
     if recipe.value != run:
-        problem = f"must be {run}, as in the run, or left out (16 bits): other recipes are not modelled yet"
-        raise PlanError(f"{name}.{field}", recipe.plain(), problem, origin=recipe.origin)
+        raise recipe.wrong(
+            f"{name}.{field}",
+            f"must be {run}, as in the run, or left out (16 bits): other recipes are not modelled yet",
+        )
     return LOW
 
 
@@ -131,7 +135,7 @@ def _is(given: Mapping[str, Node], field: str, default: bool) -> bool:
 
 def _check_recipe(recipe: Node, name: str, known: tuple[str, ...]) -> None:
     if recipe.value not in known:
-        raise PlanError(name, recipe.plain(), f"must be one of {', '.join(known[:-1])}", origin=recipe.origin)
+        raise recipe.wrong(name, f"must be one of {', '.join(known[:-1])}")
     if recipe.value == "delayed":
         problem = "must not be delayed: Megatron refuses it for single modules"
         raise PlanError(name, "delayed", problem, origin=recipe.origin)

@@ -46,8 +46,7 @@ def _meets(reader: Reader, name: str, formats: tuple[str, ...]) -> None:
         raise PlanError(CONNECTIONS, "1", problem, origin=connections.origin)
     written = reader.settings.word("--ckpt-format")
     if written is not None and written.value not in formats:
-        problem = f"must be {' or '.join(formats)} with {name}"
-        raise PlanError("--ckpt-format", written.value, problem, origin=written.origin)
+        raise written.wrong("--ckpt-format", f"must be {' or '.join(formats)} with {name}")
 
 
 def _strategy(reader: Reader) -> None:
@@ -124,7 +123,7 @@ def put_dtypes(reader: Reader, dtype: str) -> None:
         building.because(name, f"not read by Megatron-FSDP; {GRADIENTS} is")
     main = settings.word(MAIN)
     if main is not None and main.value != "fp32":
-        raise PlanError(MAIN, main.value, "is not modelled yet; fp32 is", origin=main.origin)
+        raise main.wrong(MAIN, "is not modelled yet; fp32 is")
     building.because(MAIN, "main parameters are in fp32")
     given = settings.word(GRADIENTS)
     gradients = Node(dtype, settings.origin) if given is None or given.value == "auto" else given

@@ -7,7 +7,6 @@ Defaults and derivations are those of ``validate_args`` (``megatron/training/arg
 
 from __future__ import annotations
 
-from ...plan.errors import PlanError
 from ..rows import Building, Reader, read_rows
 from ..settings import Settings
 from . import experts, graphs, hybrid, linear_attention, low_precision, sharding
@@ -23,8 +22,7 @@ def plan_of(settings: Settings, context: Context) -> Building:
     building = Building(settings.origin)
     version = settings.integer("--flash-attention-version")
     if version is not None and version.value != 2:
-        problem = "is not modelled yet; flash-attention 2 is"
-        raise PlanError("--flash-attention-version", version.value, problem, origin=version.origin)
+        raise version.wrong("--flash-attention-version", "is not modelled yet; flash-attention 2 is")
     start(building, "megatron", context)
     building.put("model.causal", context.family in ("gpt", "hybrid"))
     building.put("model.mlm_head", context.family == "bert")

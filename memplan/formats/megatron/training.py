@@ -62,7 +62,7 @@ def _optimizer(reader: Reader) -> None:
     kind = reader.settings.word(name) or Node("adam", reader.settings.origin)
     kind = Node("muon", kind.origin) if kind.value == "dist_muon" else kind
     if kind.value not in ("adam", "sgd", "muon"):
-        raise PlanError(name, kind.value, "is not modelled yet; adam, sgd and muon are", origin=kind.origin)
+        raise kind.wrong(name, "is not modelled yet; adam, sgd and muon are")
     reader.building.put("optimizer.name", kind, name)
 
 
@@ -90,8 +90,7 @@ def _recompute(reader: Reader) -> None:
         return
     method = settings.word("--recompute-method")
     if method is None:
-        problem = "is missing: full recompute needs it, uniform or block"
-        raise PlanError("--recompute-method", ABSENT, problem, origin=mode.origin)
+        raise mode.lacks("--recompute-method", "is missing: full recompute needs it, uniform or block")
     layers = settings.integer("--recompute-num-layers")
     if method.value == "block" and layers is not None and layers.value == 0:
         building.put("recompute.mode", Node("none", layers.origin), name, "--recompute-num-layers")
@@ -123,7 +122,7 @@ def _no_module(name: str, module: Node, modelled: Sequence[str], others: Sequenc
     """That ``module`` of the argument ``name`` is none of ``modelled``: of Megatron's ``others``, or nobody's."""
     listed = ", ".join(modelled)
     problem = f"is not modelled yet; {listed} are" if module.value in others else f"must be one of {listed}"
-    return PlanError(name, module.value, problem, origin=module.origin, known=modelled)
+    return module.wrong(name, problem, known=modelled)
 
 
 def _in_full(plan: Plan) -> bool:

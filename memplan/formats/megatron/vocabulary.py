@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...bash.budget import MOST_STEPS, Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import ABSENT, Node, Origin, PlanError, refused
+from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, wrong_at
 from ...plan.text import is_folder, is_there, read_bytes
 from ..settings import Settings
 from .tokenizer_json import NoTokenizerError, tokens_in
@@ -100,7 +100,7 @@ def _entries(path: Path) -> int | None:
     try:
         return tokens_in(_bytes(path), Origin(str(path)))
     except NoTokenizerError:
-        raise PlanError("", ABSENT, "is not a tokenizer's JSON", origin=Origin(str(path))) from None
+        raise wrong_at(str(path), "is not a tokenizer's JSON") from None
     except ScriptError as error:
         raise refused(error) from None
 
@@ -120,7 +120,7 @@ def _pieces(path: Path) -> int | None:
     except ScriptError as error:
         raise refused(error) from None
     if not count:
-        raise PlanError("", ABSENT, "is not a SentencePiece model", origin=Origin(str(path)))
+        raise wrong_at(str(path), "is not a SentencePiece model")
     return count
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError, is_slip
+from ...plan.errors import Node, Origin, PlanError, is_slip
 from ...plan.notes import Note
 from ..launch import guessed, left_out
 from ..megatron.hybrid import SPEC
@@ -38,7 +38,7 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
                 continue
             path = f"{'mixed_precision' if node is precision.get(field) else section}.{field}"
             if by_hand and (meant := _slip_of(field)) is not None:
-                raise PlanError(path, ABSENT, guessed("is no field of Megatron-Bridge's", meant), origin=node.origin)
+                raise node.lacks(path, guessed("is no field of Megatron-Bridge's", meant))
             if section != "train":
                 notes.append(left_out("argument-unknown", path, value.plain(), problem, node.origin, strict=strict))
     for field, node in overlap.items():
@@ -48,11 +48,10 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
             given.pop(f"--{field.replace('_', '-')}", None)
     for path in table.DISTILLATION:
         if (said := said_at(root, path)) is not None:
-            raise PlanError(path, ABSENT, known[table.TEACHER].why, origin=said.origin)
+            raise said.lacks(path, known[table.TEACHER].why)
     peft = root.mapping.get("peft")
     if peft is not None and peft.value:
-        problem = "is not modelled yet: Megatron-Bridge's adapters; leave it null"
-        raise PlanError("peft", ABSENT, problem, origin=peft.origin)
+        raise peft.lacks("peft", "is not modelled yet: Megatron-Bridge's adapters; leave it null")
     if LAYOUT in given:
         given[LAYOUT] = _layout(given[LAYOUT], _section(root, "model")["pipeline_model_parallel_layout"])
         given.pop("--num-virtual-stages-per-pipeline-rank", None)  # follows from the layout, and both may be said
@@ -211,11 +210,11 @@ def _length(root: Node) -> Node | None:
     of_model = said.pop(table.LENGTHS[-1], None)
     path, of_data = next(iter(said.items()), ("", None))
     if of_model is not None and of_data is not None and of_model.value != of_data.value:
-        problem = (
+        raise of_data.wrong(
+            path,
             f"must be {table.LENGTHS[-1]}, {of_model.plain()} ({of_model.origin}): "
-            "Megatron-Bridge asserts that they match"
+            "Megatron-Bridge asserts that they match",
         )
-        raise PlanError(path, of_data.plain(), problem, origin=of_data.origin)
     return of_data or of_model
 
 
@@ -234,8 +233,7 @@ def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     from ...layers.megatron_core.mamba_scan import CHUNK
 
     if chunk is not None and chunk.value not in (None, CHUNK):
-        problem = f"must be {CHUNK}: scans of other chunks are not modelled"
-        raise PlanError("model.mamba_chunk_size", chunk.plain(), problem, origin=chunk.origin)
+        raise chunk.wrong("model.mamba_chunk_size", f"must be {CHUNK}: scans of other chunks are not modelled")
     yield "--spec", Node([Node(word, pattern.origin) for word in SPEC], pattern.origin)
 
 

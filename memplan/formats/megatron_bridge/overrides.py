@@ -156,7 +156,7 @@ def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
         )
         missing = [PlanError("model", ABSENT, problem, origin=root.origin)]
         if not asked.names & {"gpus", "dp"}:
-            missing.append(PlanError("hardware.gpus", ABSENT, "is missing: give it as --gpus N", origin=root.origin))
+            missing.append(root.lacks("hardware.gpus", "is missing: give it as --gpus N"))
         raise together(missing)
     plan = resolve(read_plan(None, {"model": named, "framework": "megatron", "gpus": "1"}).plan)
     content, origin = write(plan).content, Origin("--model")

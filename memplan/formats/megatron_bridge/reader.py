@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError
+from ...plan.errors import Node, Origin, PlanError
 from ...plan.spoken import Spoken
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
@@ -33,8 +33,7 @@ def read(place: str, asked: Asked) -> Launch:
         return _of_overrides(root, asked)
     model = root.mapping.get("model")
     if model is None or not model.mapping:
-        problem = "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)"
-        raise PlanError("model", ABSENT, problem, origin=root.origin)
+        raise root.lacks("model", "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)")
     provider = _provider(model)
     _check_whole(model)
     given, notes = arguments(root, asked.strict)
@@ -90,11 +89,11 @@ def _check_whole(model: Node) -> None:
     named = str(target.value).rpartition(".")[2] if target is not None else ""
     missing = [name for name in _SAYS_ALWAYS if name not in model.mapping]
     if target is not None and missing and named not in _DEFAULTS_OF_MEGATRON:
-        problem = (
+        raise model.lacks(
+            f"model.{missing[0]}",
             f"is missing, and {named} may set it: give the run_config.yaml that a run writes, where every field is"
-            f"{', or these: ' + ', '.join(missing[1:]) if missing[1:] else ''}"
+            f"{', or these: ' + ', '.join(missing[1:]) if missing[1:] else ''}",
         )
-        raise PlanError(f"model.{missing[0]}", ABSENT, problem, origin=model.origin)
 
 
 def _provider(model: Node) -> str:

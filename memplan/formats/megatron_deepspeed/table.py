@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...bash.values import origin_of, text
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import Node, PlanError, wrong_at
 from ...plan.plan import Plan
 from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
@@ -36,7 +36,7 @@ def plan_of(settings: Settings, context: Context) -> Building:
     """The plan of a training that ``settings`` start."""
     if context.family != "gpt":
         problem = "is not modelled yet under megatron-deepspeed; pretrain_gpt.py is"
-        raise PlanError("", ABSENT, f"{context.name}.py {problem}", origin=settings.origin)
+        raise wrong_at(settings.origin, f"{context.name}.py {problem}")
     building = Building(settings.origin)
     start(building, "megatron-deepspeed", context)
     building.put("model.norm", "layernorm")
@@ -48,7 +48,7 @@ def _activation(reader: Reader) -> None:
     name = "--glu-activation"
     glu = reader.settings.word(name) or Node("gelu", reader.settings.origin)
     if glu.value not in ("gelu", "swiglu"):
-        raise PlanError(name, glu.value, "is not modelled yet; swiglu is", origin=glu.origin)
+        raise glu.wrong(name, "is not modelled yet; swiglu is")
     reader.building.put("model.activation", glu, name)
 
 
@@ -90,7 +90,7 @@ def _dtype(reader: Reader) -> None:
     if accumulated is not None and accumulated.value is not None:
         if accumulated.value not in _DTYPES:
             problem, path = "must be fp32, fp16 or bf16", "data_types.grad_accum_dtype"
-            raise PlanError(path, accumulated.plain(), problem, origin=accumulated.origin)
+            raise accumulated.wrong(path, problem)
         gradients = accumulated
     building.put("precision.gradients", gradients)
 
@@ -200,7 +200,7 @@ def _configuration(reader: Reader) -> Node | None:
     try:
         content = read_text(file, name)
     except PlanError as error:
-        raise PlanError(name, path.plain(), error.problem, origin=path.origin) from None
+        raise path.wrong(name, error.problem) from None
     return parse_yaml(content, str(file))
 
 
@@ -208,5 +208,5 @@ def _at(configuration: Node, section: str, name: str) -> Node | None:
     node = configuration.mapping.get(section)
     found = node.mapping.get(name) if node is not None else None
     if found is not None and isinstance(found.value, str) and any(ord(c) >= 0xF0000 for c in found.value):
-        raise PlanError(f"{section}.{name}", ABSENT, "is not known from the script", origin=found.origin)
+        raise found.lacks(f"{section}.{name}", "is not known from the script")
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...bash.budget import Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused
+from ...plan.errors import Node, Origin, PlanError, one_line, refused, wrong_at
 from ...plan.text import is_there, read_text
 from .python_values import (
     LARGEST,
@@ -68,14 +68,13 @@ class Following:
         except ScriptError as error:
             raise refused(error) from None
         except RecursionError:
-            raise PlanError("", ABSENT, "is nested too deeply", origin=Origin(self.main.source)) from None
+            raise wrong_at(self.main.source, "is nested too deeply") from None
 
     # -- files ----------------------------------------------------------------------------------------
 
     def _module(self, text: str, source: str, path: Path | None) -> Module:
         if len(text) > LONGEST:
-            problem = f"is Python of more than {LONGEST:,} characters; {INSTEAD}"
-            raise PlanError("", ABSENT, problem, origin=Origin(source))
+            raise wrong_at(source, f"is Python of more than {LONGEST:,} characters; {INSTEAD}")
         self.budget.spend(len(text) // 4)
         try:
             with warnings.catch_warnings():
@@ -83,8 +82,7 @@ class Following:
                 tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = getattr(error, "lineno", None)
-            problem = f"is no Python that can be read; {INSTEAD}"
-            raise PlanError("", ABSENT, problem, origin=Origin(source, line)) from None
+            raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
         functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not _needs(one))
         module = Module(source, path, _package_of(path), {}, functions)
         if path is not None:
@@ -114,8 +112,7 @@ class Following:
                     return self.modules[path]
                 if is_there(path):
                     if len(self.modules) >= MOST_FILES:
-                        problem = f"is in more than {MOST_FILES} files; {INSTEAD}"
-                        raise PlanError("", ABSENT, problem, origin=Origin(module.source))
+                        raise wrong_at(module.source, f"is in more than {MOST_FILES} files; {INSTEAD}")
                     return self._module(read_text(path), _from_here(path), path)
         return None
 
@@ -413,7 +410,7 @@ class Following:
 
     def _refused(self, problem: str, at: ast.AST, module: Module) -> PlanError:
         origin = Origin(module.source, getattr(at, "lineno", None))
-        return PlanError("", ABSENT, f"{problem}; {INSTEAD}", origin=origin)
+        return wrong_at(origin, f"{problem}; {INSTEAD}")
 
 
 def _needs(definition: ast.FunctionDef) -> bool:

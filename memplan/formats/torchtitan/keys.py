@@ -18,7 +18,7 @@ from typing import Any
 
 from ...bash.budget import Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, refused
+from ...plan.errors import Node, Origin, PlanError, nearest, refused, wrong_at
 from ...plan.text import text_at
 from ...plan.yaml_events import parse_yaml
 from ...values import dataclass
@@ -188,7 +188,7 @@ def read_configuration(place: str) -> tuple[Node, bool]:
 def configuration_of(text: str, name: str) -> tuple[Node, bool]:
     """The configuration ``text``, which errors call ``name``, and whether it is JSON."""
     if not text.strip():
-        raise PlanError("", ABSENT, "is empty", origin=Origin(name))
+        raise wrong_at(name, "is empty")
     if text.lstrip()[0] == "{":
         # Tabs may indent JSON, and not YAML.
         return parse_yaml(text.expandtabs(2), name), True
@@ -203,8 +203,10 @@ def parse_toml(text: str, source: str) -> Node:
         budget.spend(_CHARACTER * len(text))
         for number, line in enumerate(text.split("\n"), 1):
             if line.count(".") > MOST_PARTS:
-                problem = f"has a line with more than {MOST_PARTS} dots, which a configuration does not have"
-                raise PlanError("", ABSENT, problem, origin=Origin(source, number))
+                raise wrong_at(
+                    Origin(source, number),
+                    f"has a line with more than {MOST_PARTS} dots, which a configuration does not have",
+                )
         return _node(toml.loads(text), (), _lines(text), budget, Origin(source))
     except ScriptError as error:
         raise refused(error) from None
@@ -215,16 +217,16 @@ def parse_toml(text: str, source: str) -> Node:
         last = text.rstrip().count("\n") + 1
         problem = _PLACE.sub("", message)
         where = Origin(source, int(named) if named else last)
-        raise PlanError("", ABSENT, f"is not valid TOML: {problem[:1].lower()}{problem[1:]}", origin=where) from None
+        raise wrong_at(where, f"is not valid TOML: {problem[:1].lower()}{problem[1:]}") from None
     except RecursionError:
-        raise PlanError("", ABSENT, "is nested too deeply", origin=Origin(source)) from None
+        raise wrong_at(source, "is nested too deeply") from None
     except PlanError:
         raise
     except ValueError as error:  # a number of thousands of digits
         digits = next((number for number, line in enumerate(text.split("\n"), 1) if _has_long_number(line)), None)
         long = f"has a number of more than {_LONGEST_NUMBER:,} digits"
         problem = long if digits is not None else f"is not valid TOML: {error}"
-        raise PlanError("", ABSENT, problem, origin=Origin(source, digits)) from None
+        raise wrong_at(Origin(source, digits), problem) from None
 
 
 def _has_long_number(line: str) -> bool:
@@ -237,7 +239,7 @@ def _node(
     origin = Origin(around.source, lines.get(path, around.line))
     budget.make(1, 0, origin, steps=_VALUE)
     if len(path) > DEEPEST:
-        raise PlanError("", ABSENT, f"is nested more than {DEEPEST} deep", origin=origin)
+        raise wrong_at(origin, f"is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
         return Node({key: _node(item, (*path, key), lines, budget, origin) for key, item in value.items()}, origin)
     if isinstance(value, list):

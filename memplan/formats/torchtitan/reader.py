@@ -16,7 +16,19 @@ from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Started, Value, is_known, text
 from ...frameworks import framework
-from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, refused, shown, together
+from ...plan.errors import (
+    ABSENT,
+    Guesses,
+    Node,
+    Origin,
+    PlanError,
+    is_slip,
+    one_line,
+    refused,
+    shown,
+    together,
+    wrong_at,
+)
 from ...plan.notes import Note
 from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source
@@ -65,8 +77,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[str,
         raise refused(error) from None
     found = next((one for one in reading.started if _at(one) is not None), None)
     if found is None:
-        problem = "starts no torchtitan: neither run_train.sh nor torchtitan.train"
-        raise PlanError("", ABSENT, problem, origin=Origin(source))
+        raise wrong_at(source, "starts no torchtitan: neither run_train.sh nor torchtitan.train")
     at = _at(found) or 0
     given, _ = taken_apart(found.words[at + 1 :], {}, found.origin)
     said: dict[str, Value] = {one.name: one.values[0] if one.values else () for one in given}
@@ -77,8 +88,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[str,
         if (value := said.pop(name, None) or found.environment.get(variable)) is not None
     }
     if (file is None or not is_known(file)) and not by_python:
-        problem = "names no configuration that is known: MODULE and CONFIG, CONFIG_FILE, --config or --job.config_file"
-        raise PlanError("", ABSENT, problem, origin=found.origin)
+        raise wrong_at(
+            found.origin,
+            "names no configuration that is known: MODULE and CONFIG, CONFIG_FILE, --config or --job.config_file",
+        )
     for name, value in {**by_python, **said}.items():
         if unknowns := reading.ledger.unknowns(value):
             raise needed(name, reading.ledger.shown(value), unknowns[0], found.origin)
@@ -173,11 +186,11 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
     given = flat(written)
     origin = Origin(written.origin.source)
     if written.mapping.keys() & {"framework", "extends"}:
-        problem = "is a plan, not a configuration of torchtitan; leave out --from"
-        raise PlanError("", ABSENT, problem, origin=origin)
+        raise wrong_at(origin, "is a plan, not a configuration of torchtitan; leave out --from")
     if not any(key_of(name) is not None for name in given):
-        problem = "has none of the keys of torchtitan's configuration ([model], [training], [parallelism] …)"
-        raise PlanError("", ABSENT, problem, origin=origin)
+        raise wrong_at(
+            origin, "has none of the keys of torchtitan's configuration ([model], [training], [parallelism] …)"
+        )
     over, gpus, version = assigned(asked.assignments)
     era = era_of({**given, **over}, is_json=is_json, version=version, is_python=is_python)
     settings = Settings({**given, **over}, origin, era)
@@ -186,7 +199,7 @@ def torchtitan_of(written: Node, is_json: bool, asked: Asked, *, is_python: bool
     if wrong:
         raise together(wrong)
     if gpus is not None and asked.gpus is not None and gpus.value != asked.gpus.value:
-        raise PlanError("", ABSENT, f"{gpus.value} GPUs are not the {asked.gpus.value} of --gpus", origin=gpus.origin)
+        raise wrong_at(gpus.origin, f"{gpus.value} GPUs are not the {asked.gpus.value} of --gpus")
     building = torchtitan_plan(settings, gpus, asked.tokens, asked.names)
     assumptions = [f"{era.label}: {era.why}"]
     if is_json and era.day >= NO_TOML:
@@ -321,8 +334,7 @@ class _Finish:
                 raise PlanError(name, each.value, f"must divide the batch of {local.value}", origin=where)
         assert isinstance(passes, int)
         if local.value % passes:
-            problem = f"must be a multiple of the {passes} micro-batches of a pipeline"
-            raise PlanError(settings.name(*BATCH), local.value, problem, origin=local.origin)
+            raise local.wrong(settings.name(*BATCH), f"must be a multiple of the {passes} micro-batches of a pipeline")
         return Node(local.value // passes, where), passes
 
     def _all(self, local: int, dp: int, plan: Plan) -> Node:
@@ -337,8 +349,9 @@ class _Finish:
             return Node(local * dp, self.settings.where(*BATCH, TOKENS))
         assert isinstance(count.value, int)
         if plan.layout.pp > 1 and count.value != local * dp:
-            problem = f"must be {local * dp} with pipeline stages: several pipelines in a step are not modelled yet"
-            raise PlanError(name, count.value, problem, origin=count.origin)
+            raise count.wrong(
+                name, f"must be {local * dp} with pipeline stages: several pipelines in a step are not modelled yet"
+            )
         return count
 
     def _sequences(self, tokens: Node, name: str) -> int:
@@ -346,8 +359,9 @@ class _Finish:
         assert isinstance(length, int)
         assert isinstance(tokens.value, int)
         if tokens.value % length:
-            problem = f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
-            raise PlanError(name, tokens.value, problem, origin=tokens.origin)
+            raise tokens.wrong(
+                name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
+            )
         return tokens.value // length
 
     def _whole_loss(self) -> Node:
@@ -372,14 +386,15 @@ def _check_keys(settings: Settings) -> None:
             continue
         if not key.was(settings.era.day):
             if key.table is Table.MODELLED:
-                problem = f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
-                raise PlanError(name, node.plain(), problem, origin=node.origin)
+                raise node.wrong(
+                    name, f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
+                )
         elif key.table is Table.NOT_MODELLED and settings.matters(name, key):
             direction, _, problem = key.why.partition(": ")
             if direction == "refused":
                 off = key.default if key.default is not None else "false"
                 problem += f" (--set {name}={off} leaves it out)"
-                wrong.append(PlanError(name, node.plain(), problem, origin=node.origin))
+                wrong.append(node.wrong(name, problem))
     if wrong:
         raise together(wrong)
 
@@ -418,7 +433,7 @@ def _misspelt(settings: Settings) -> Iterator[PlanError]:
         meant = key_of(guess) if guess is not None and is_slip(name, guess) else None
         if guess is not None and meant is not None and meant.table is not Table.IRRELEVANT:
             problem = guessed(f"is no key of {settings.era.label}", guess)
-            yield PlanError(name, node.plain(), problem, origin=node.origin)
+            yield node.wrong(name, problem)
 
 
 def _guesses(settings: Settings) -> Guesses:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together
+from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together, wrong_at
 from ...plan.text import is_there, text_at
 from ..rows import Table
 from .following import INSTEAD, Following
@@ -115,10 +115,9 @@ def _only(following: Following) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise PlanError("", ABSENT, f"has no function that makes a configuration; {INSTEAD}", origin=origin)
+        raise wrong_at(origin, f"has no function that makes a configuration; {INSTEAD}")
     shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    problem = f"has {len(names)} functions: say which with --set CONFIG=NAME ({shown})"
-    raise PlanError("", ABSENT, problem, origin=origin)
+    raise wrong_at(origin, f"has {len(names)} functions: say which with --set CONFIG=NAME ({shown})")
 
 
 def _nothing(following: Following, name: str) -> PlanError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError, Scalar, scalar, shown
+from ...plan.errors import Node, Origin, PlanError, Scalar, scalar, shown, wrong_at
 from ...values import dataclass
 from ..rows import Kind, Row
 from ..settings import Keys, typed
@@ -47,8 +47,7 @@ class Settings(Keys):
         """A whole number of at least ``least``."""
         node = self.of("integer", names, default)
         if not isinstance(node.value, int) or not least <= node.value < LARGEST:
-            problem = f"must be a whole number of at least {least}"
-            raise PlanError(self.name(*names), node.plain(), problem, origin=node.origin)
+            raise node.wrong(self.name(*names), f"must be a whole number of at least {least}")
         return node
 
     def optional(self, *names: str) -> Node | None:
@@ -64,15 +63,14 @@ class Settings(Keys):
         """Text, one of ``choices`` if there are any."""
         node = self.of("word", names, default)
         if choices and node.value not in choices:
-            problem = f"must be one of {', '.join(choices)}"
-            raise PlanError(self.name(*names), node.plain(), problem, origin=node.origin, known=choices)
+            raise node.wrong(self.name(*names), f"must be one of {', '.join(choices)}", known=choices)
         return node
 
     def number(self, *names: str, default: float) -> Node:
         """A number that is not negative."""
         node = self.of("number", names, default)
         if not isinstance(node.value, (int, float)) or not 0 <= node.value <= 1e6:
-            raise PlanError(self.name(*names), node.plain(), "must be a number from 0 to 1e6", origin=node.origin)
+            raise node.wrong(self.name(*names), "must be a number from 0 to 1e6")
         return Node(float(node.value), node.origin)
 
     def words(self, name: str) -> list[str]:
@@ -128,7 +126,7 @@ def assigned(assignments: Sequence[str]) -> tuple[dict[str, Node], Node | None, 
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            raise PlanError("", ABSENT, f"{assignment} must be NAME=value", origin=origin)
+            raise wrong_at(origin, f"{assignment} must be NAME=value")
         node = scalar(value, origin)
         if name == VERSION:
             version = value
@@ -139,7 +137,7 @@ def assigned(assignments: Sequence[str]) -> tuple[dict[str, Node], Node | None, 
         elif key_of(name) is None:
             guess = nearest_key(name, RELEASES["0.2.2"])
             problem = f"{name} is no key of torchtitan's" + (f"; did you mean {guess}?" if guess else "")
-            raise PlanError("", ABSENT, problem, origin=origin)
+            raise wrong_at(origin, problem)
         else:
             given[name] = node
     return given, gpus, version

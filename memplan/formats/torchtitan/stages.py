@@ -158,7 +158,7 @@ def stages(settings: Settings, layers: int, pp: int) -> Stages:
     schedule = SCHEDULES.get(str(written.value).replace("_", "").lower())
     if schedule is None:
         known = "1F1B, GPipe or Interleaved1F1B"
-        raise PlanError(key, written.value, f"must be {known}: others are not modelled yet", origin=written.origin)
+        raise written.wrong(key, f"must be {known}: others are not modelled yet")
     name, several = schedule
     starts = _given(settings, layers)
     if starts is None:
@@ -167,8 +167,9 @@ def stages(settings: Settings, layers: int, pp: int) -> Stages:
     chunks, rest = divmod(len(starts), pp)
     if rest or not chunks or (chunks > 1) != several:
         each = "two or more" if several else "one"
-        problem = f"needs {each} of the stages on every rank, and there are {len(starts)} for {pp} ranks"
-        raise PlanError(key, written.value, problem, origin=written.origin)
+        raise written.wrong(
+            key, f"needs {each} of the stages on every rank, and there are {len(starts)} for {pp} ranks"
+        )
     return Stages(name, chunks, (*starts, layers + 3))
 
 
@@ -221,8 +222,7 @@ def _count(settings: Settings, layers: int, pp: int, *, several: bool) -> int:
     assert isinstance(each.value, int)
     counted = layers + sum(_weights(settings))
     if settings.era.day < ROUNDED and counted % (each.value * pp):
-        problem = f"must make equal stages of {layers} layers, embedding and head on {pp} ranks"
-        raise PlanError(name, each.value, problem, origin=each.origin)
+        raise each.wrong(name, f"must make equal stages of {layers} layers, embedding and head on {pp} ranks")
     return -(-counted // each.value)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ...frameworks import framework
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import ABSENT, Node, PlanError, wrong_at
 from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
@@ -70,8 +70,9 @@ DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 def torchtitan_plan(settings: Settings, gpus: Node | None, vocabulary: Node | None, flags: Collection[str]) -> Building:
     """The plan of the job that ``settings`` are of; ``flags`` are names of fields that the user gives beside them."""
     if settings.era.day < NO_FSDP2:
-        problem = f"is read as {settings.era.label}, which had FSDP1; fully_shard came on {NO_FSDP2}"
-        raise PlanError("", ABSENT, problem, origin=settings.origin)
+        raise wrong_at(
+            settings.origin, f"is read as {settings.era.label}, which had FSDP1; fully_shard came on {NO_FSDP2}"
+        )
     building = Building(settings.origin)
     building.put("framework", "fsdp")
     building.put("fsdp.code", "torchtitan")
@@ -147,7 +148,7 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
             why = "what other libraries allocate for the exchange of rows is not modelled"
             if degree.value == 1:  # update_ep_token_dispatcher_config; parallelize_deepseekv3 before
                 why = "torchtitan itself refuses others where no ranks share experts"
-            raise PlanError(name, backend.plain(), f"must be standard: {why}", origin=backend.origin)
+            raise backend.wrong(name, f"must be standard: {why}")
     return degree
 
 
@@ -175,7 +176,7 @@ def _saved_sizes(building: Building, settings: Settings, spec: str, sizes: dict[
         building.put("model.tied_embeddings", settings.switch(name), name)
     adapted = given.get("layers")
     if adapted is not None and _has(adapted, {"rank", "alpha"}):
-        raise PlanError(f"{prefix}layers", ABSENT, "have LoRA adapters, which are not read", origin=adapted.origin)
+        raise adapted.lacks(f"{prefix}layers", "have LoRA adapters, which are not read")
     for name in given:
         building.because(prefix + name, "the flavour's sizes")
 
@@ -314,8 +315,7 @@ def _way(settings: Settings) -> Node:
         return Node("fused" if fused.value else "foreach", fused.origin)
     way = settings.word(name, default="fused", choices=("for-loop", "foreach", "fused", "fused_opt_states_bf16"))
     if way.value == "fused_opt_states_bf16":
-        problem = "is not modelled: states in bf16 beside fp32 parameters"
-        raise PlanError(name, way.value, problem, origin=way.origin)
+        raise way.wrong(name, "is not modelled: states in bf16 beside fp32 parameters")
     return way
 
 
@@ -334,14 +334,13 @@ def _group(settings: Settings) -> tuple[Node, Node]:
     if not groups and settings.has("optimizer.name"):
         return _named(settings)
     if not groups or not kinds <= {"Adam", "AdamW"} or (len(groups) > 1 and _way(settings).value != "fused"):
-        problem = "must be one group of Adam or AdamW, or several that are fused: others are not modelled"
-        raise PlanError(name, ABSENT, problem, origin=node.origin)
+        raise node.lacks(name, "must be one group of Adam or AdamW, or several that are fused: others are not modelled")
     for group in groups:
         more = group.mapping.get("optimizer_kwargs")
         given = more.mapping if more is not None else {}
         own = next((one for one in ("fused", "foreach", "amsgrad", "capturable") if one in given), None)
         if own is not None:
-            raise PlanError(f"{name}.{own}", given[own].plain(), "must be left out", origin=given[own].origin)
+            raise given[own].wrong(f"{name}.{own}", "must be left out")
     kind = group.mapping.get("optimizer_name", Node("AdamW", node.origin))
     return kind, given.get("weight_decay", Node(0.01 if kind.value == "AdamW" else 0.0, node.origin))
 
@@ -364,8 +363,7 @@ def _recompute(reader: Reader) -> None:
         building.because(option, f"--{min(own)} instead")
         return
     if mode.value == "memory_budget":
-        problem = "is not modelled: Inductor's partitioner chooses what is saved for backward"
-        raise PlanError(key, mode.value, problem, origin=mode.origin)
+        raise mode.wrong(key, "is not modelled: Inductor's partitioner chooses what is saved for backward")
     if mode.value != "selective":
         building.put("recompute.mode", mode, key)
         building.because(option, f"no effect with {mode.value}")
@@ -378,8 +376,7 @@ def _recompute(reader: Reader) -> None:
         building.put("fsdp.per_operator", Node(True, node.origin), option, key)
         return
     if not plain.isascii() or not plain.isdigit() or len(plain) > 6:
-        problem = "must be op, or a number: every n-th layer is recomputed"
-        raise PlanError(option, node.plain(), problem, origin=node.origin)
+        raise node.wrong(option, "must be op, or a number: every n-th layer is recomputed")
     building.put("recompute.mode", Node("full", mode.origin), key)
     building.put("fsdp.recompute_every", Node(int(plain) or 1, node.origin), option)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import Node
 from ..rows import Reader, Row
 from ..settings import Keys
 
@@ -87,12 +87,12 @@ def no_evaluation(reader: Reader) -> None:
     size = arguments.node("per_device_eval_batch_size") or Node(8, arguments.where("eval_strategy"))
     trained = reader.building.items["batch.mbs"].value
     if isinstance(size.value, int) and isinstance(trained, int) and size.value > trained:
-        problem = (
+        raise size.wrong(
+            "per_device_eval_batch_size",
             f"must be at most per_device_train_batch_size, {trained}, in trl's trainers, whose larger "
             f"evaluations are not modelled: with per_device_eval_batch_size {trained}, or without eval_strategy, the "
-            "estimate is of training"
+            "estimate is of training",
         )
-        raise PlanError("per_device_eval_batch_size", size.value, problem, origin=size.origin)
 
 
 EVALUATION = (

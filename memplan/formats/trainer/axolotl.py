@@ -144,17 +144,19 @@ def _class(plugin: Node) -> str:
 def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
     for key in own.keys() & READ - KEYS:
         problem = guessed("is no key of Axolotl", _MEANT.get(key))
-        yield PlanError(key, ABSENT, problem, origin=own[key].origin)
+        yield own[key].lacks(key, problem)
     for key, why in REFUSED.items():
         if key in own and own[key].value not in (None, False, []):
-            yield PlanError(key, ABSENT, f"must be left out: {why}", origin=own[key].origin)
+            yield own[key].lacks(key, f"must be left out: {why}")
     for key in _ALONE:
         if key in own and own[key].value not in (None, 1):
-            yield PlanError(key, own[key].plain(), "must be 1: it is not modelled here", origin=own[key].origin)
+            yield own[key].wrong(key, "must be 1: it is not modelled here")
     shards = own.get("dp_shard_size")
     if shards is not None and shards.value not in (None, processes):
-        problem = f"must be the number of GPUs, {processes} (--gpus N): replicas of shards are --fsdp-replicas"
-        yield PlanError("dp_shard_size", shards.plain(), problem, origin=shards.origin)
+        yield shards.wrong(
+            "dp_shard_size",
+            f"must be the number of GPUs, {processes} (--gpus N): replicas of shards are --fsdp-replicas",
+        )
     for node in _plugins(own):
         name = _class(node)
         off = name == "CutCrossEntropyPlugin" and own.get("cut_cross_entropy", node).value is False
@@ -162,8 +164,9 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
             yield PlanError("plugins", name, f"must be left out: {PLUGINS[name]}", origin=node.origin)
     kind = own.get("model_type")
     if kind is not None and str(kind.value).endswith(("Classification", "ImageTextToText", "ConditionalGeneration")):
-        problem = "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
-        yield PlanError("model_type", kind.plain(), problem, origin=kind.origin)
+        yield kind.wrong(
+            "model_type", "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
+        )
 
 
 def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node]]:
@@ -179,8 +182,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
 
     adapter, attention = of("adapter"), _attention(own)
     if adapter.value not in (None, "", "lora", "qlora"):
-        problem = "must be lora or qlora, or left out: others are not modelled"
-        raise PlanError("adapter", adapter.plain(), problem, origin=adapter.origin)
+        raise adapter.wrong("adapter", "must be lora or qlora, or left out: others are not modelled")
     kernel = attention.value if attention is not None else None
     if adapter.value:
         yield "use_peft", True, adapter
@@ -223,8 +225,9 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         yield "liger_kernel_config", {**off, **pieces}, first
     checkpoints = of("gradient_checkpointing")
     if checkpoints.value not in (None, False, True):
-        problem = "must be true or false: checkpoints that are kept elsewhere are not modelled"
-        raise PlanError("gradient_checkpointing", checkpoints.plain(), problem, origin=checkpoints.origin)
+        raise checkpoints.wrong(
+            "gradient_checkpointing", "must be true or false: checkpoints that are kept elsewhere are not modelled"
+        )
     if checkpoints.value:
         yield "gradient_checkpointing", True, checkpoints
         if is_whole and not on("gradient_checkpointing_kwargs"):

@@ -108,8 +108,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     def of(key: str, default: Value, *allowed: object) -> Node:
         node = own.get(key, Node(default, written.origin))
         if allowed and node.value not in allowed:
-            one_of = f"must be {' or '.join(map(str, allowed))}: others are not modelled"
-            raise PlanError(key, node.plain(), one_of, origin=node.origin)
+            raise node.wrong(key, f"must be {' or '.join(map(str, allowed))}: others are not modelled")
         return node
 
     of("stage", "sft", "sft", "pt")

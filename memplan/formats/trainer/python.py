@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together, wrong_at
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
@@ -129,7 +129,7 @@ def _parsed(text: str, source: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None)
-        raise PlanError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=Origin(source, line)) from None
+        raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
 
 
 class _Reading:
@@ -269,9 +269,13 @@ class _Reading:
         """Asks for weights or adapters that no configuration of the script's own says."""
         here = given is None or self.value(given) is None or any(made.fullmatch(name_of(call)) for call in self.calls)
         if given is not None and not here and _FLAGS[key] not in self.asked:
-            problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
-            problem += f"say it with --{_FLAGS[key]}"
-            self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
+            self.wrong.append(
+                wrong_at(
+                    Origin(self.source, given.lineno),
+                    f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
+                    f"say it with --{_FLAGS[key]}",
+                )
+            )
 
     def frozen(self) -> None:
         """Parameters that the script freezes itself, unless adapters leave all of them frozen, or a flag says which."""
@@ -291,9 +295,13 @@ class _Reading:
         ]
         for of, line in lines:
             if not _ANOTHER.search(of):
-                problem = f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
-                problem += "with --freeze-layers N, from the first on, or --freeze-embedding"
-                self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, line)))
+                self.wrong.append(
+                    wrong_at(
+                        Origin(self.source, line),
+                        f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
+                        "with --freeze-layers N, from the first on, or --freeze-embedding",
+                    )
+                )
                 return
 
     def optimizer_of(self, call: ast.Call) -> None:
@@ -316,8 +324,12 @@ class _Reading:
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
         pairs = self.pairs(given)
         if pairs is None:
-            problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
-            self.wrong.append(PlanError("", ABSENT, problem, origin=Origin(self.source, given.lineno)))
+            self.wrong.append(
+                wrong_at(
+                    Origin(self.source, given.lineno),
+                    f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}",
+                )
+            )
             return
         for key, item in pairs:
             if keys is None or key in keys:
@@ -358,7 +370,7 @@ class _Reading:
         return sorted(found, key=lambda call: call.lineno)
 
     def refused(self, problem: str, where: ast.Call | None) -> PlanError:
-        return PlanError("", ABSENT, problem, origin=Origin(self.source, where.lineno if where is not None else None))
+        return wrong_at(Origin(self.source, where.lineno if where is not None else None), problem)
 
 
 _REGEX = ("re", "regex")

@@ -17,7 +17,7 @@ from typing import Any
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
 from ...optimizers import trainer_names
-from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown, together
+from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
@@ -62,9 +62,9 @@ def launched(found: Started, asked: Asked) -> Launch:
     """The plan of what is started."""
     written = found.arguments
     if not isinstance(written.value, dict):
-        raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
+        raise wrong_at(written.origin, "must be a mapping of TrainingArguments")
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
-        raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
+        raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
     dialect = next((one for one in (llama_factory, axolotl, swift) if one.is_it(written)), None)
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
@@ -118,8 +118,7 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
         other, before, first = said[0]
         if name != other:
             where = f"{before} = {shown(first.plain())} at {first.origin} asks for {other}"
-            problem = f"asks for {name}, and {where}; leave one out, or choose with --framework"
-            raise PlanError(key, node.plain(), problem, origin=node.origin)
+            raise node.wrong(key, f"asks for {name}, and {where}; leave one out, or choose with --framework")
     return said[0][0] if said else launcher.framework if launcher is not None else ""
 
 
@@ -291,7 +290,7 @@ def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: b
     if script and len(wrong) >= SEVERAL:
         names = ", ".join(one.field for one in wrong[:5])
         what = f"starts {script}.py, which takes arguments of its own ({names}), and is not the Trainer's"
-        raise PlanError("", ABSENT, in_flags(OF_SCRIPTS, written, what), origin=written.origin)
+        raise wrong_at(written.origin, in_flags(OF_SCRIPTS, written, what))
     if wrong:
         raise together(wrong)
 
@@ -356,7 +355,7 @@ def _loaded(arguments: Arguments) -> Node | None:
         return None
     name = str(loaded.value).removeprefix("torch.")
     if name not in _DTYPES:
-        raise PlanError("dtype", loaded.plain(), "must be float32, bfloat16, float16 or auto", origin=loaded.origin)
+        raise loaded.wrong("dtype", "must be float32, bfloat16, float16 or auto")
     return Node(_DTYPES[name], loaded.origin)
 
 
@@ -384,8 +383,7 @@ def _optimizer(reader: Reader) -> None:
     known = trainer_names()
     found: Mapping[str, Any] | None = known.get(str(node.value))
     if found is None:
-        problem = f"is not modelled; {', '.join(known)} are"
-        raise PlanError("optim", node.plain(), problem, origin=node.origin)
+        raise node.wrong("optim", f"is not modelled; {', '.join(known)} are")
     for name, value in found.items():
         reader.building.put(f"optimizer.{name}", Node(value, node.origin), "optim")
 
@@ -471,8 +469,10 @@ def _packed(reader: Reader) -> None:
         return
     kernel = arguments.node("attn_implementation")
     if kernel is not None and kernel.value not in _VARLEN:
-        problem = f"must be {' or '.join(_VARLEN)} with padding_free or packing by bfd: others mask the whole row"
-        raise PlanError("attn_implementation", kernel.plain(), problem, origin=kernel.origin)
+        raise kernel.wrong(
+            "attn_implementation",
+            f"must be {' or '.join(_VARLEN)} with padding_free or packing by bfd: others mask the whole row",
+        )
     if kernel is None and "attention" not in reader.context:
         reader.building.put("attention", Node(_VARLEN[0], flat.origin), "padding_free", "packing")
     reader.building.note(

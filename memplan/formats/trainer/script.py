@@ -14,7 +14,7 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
-from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together
+from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together, wrong_at
 from ...plan.text import read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
@@ -74,11 +74,11 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = said.script if said is not None else training.script
     if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):
-        problem = (
+        raise wrong_at(
+            training.origin,
             f"starts {script}.py, whose arguments ({', '.join([*arguments.mapping][:6])}) say nothing of a training; "
-            "if it trains, say the job in flags, such as --model NAME --mbs 1 --seq 2048"
+            "if it trains, say the job in flags, such as --model NAME --mbs 1 --seq 2048",
         )
-        raise PlanError("", ABSENT, problem, origin=training.origin)
     found = Started(arguments, folder, training.gpus, script=script, on_all=training.on_all)
     return with_launcher(found, launcher, by_trl=by_trl)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import Node, PlanError, Value
+from ...plan.errors import Node, Value
 
 MARKS = ("tuner_type", "train_type", "sft_type")
 """Keys of which each of its files has one: what releases 4, 3 and 2 call what is trained."""
@@ -109,7 +109,7 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     for key, (harmless, why) in _REFUSED.items():
         node = written.mapping.get(key)
         if node is not None and node.plain() not in harmless:
-            raise PlanError(key, node.plain(), f"must be left out: {why}", origin=node.origin)
+            raise node.wrong(key, f"must be left out: {why}")
     items = {key: node for key, node in written.mapping.items() if key not in KEYS}
     items |= {_RENAMED[key]: node for key, node in written.mapping.items() if key in _RENAMED}
     items.setdefault("per_device_train_batch_size", Node(1, written.origin))
@@ -138,7 +138,7 @@ def _method(written: Node) -> _Found:
     """What is trained, and over which weights."""
     kind = next((written.mapping[key] for key in MARKS if key in written.mapping), _of(written, MARKS[0], "lora"))
     if kind.value not in ("lora", "full"):
-        raise PlanError(MARKS[0], kind.plain(), "must be lora or full: others are not modelled", origin=kind.origin)
+        raise kind.wrong(MARKS[0], "must be lora or full: others are not modelled")
     if kind.value == "lora":
         yield "use_peft", True, kind
         if "lora_rank" not in written.mapping:
@@ -155,8 +155,7 @@ def _method(written: Node) -> _Found:
     if bits is not None and bits.value not in (None, 0):
         by = _of(written, "quant_method", "bnb")
         if by.value != "bnb" or bits.value not in (4, 8):
-            problem = "must be 4 or 8 bits of bnb: other quantised weights are not modelled"
-            raise PlanError("quant_bits", bits.plain(), problem, origin=bits.origin)
+            raise bits.wrong("quant_bits", "must be 4 or 8 bits of bnb: other quantised weights are not modelled")
         yield f"load_in_{bits.value}bit", True, bits
         if bits.value == 4:
             yield "bnb_4bit_quant_type", _of(written, "bnb_4bit_quant_type", "nf4").value, bits

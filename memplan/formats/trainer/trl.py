@@ -96,9 +96,7 @@ def _liger_of_layers(reader: Reader) -> None:
 def _negative_likelihood(reader: Reader) -> None:
     node = reader.settings.node("loss_type")
     if node is not None and node.value not in ("nll", "chunked_nll"):
-        raise PlanError(
-            "loss_type", node.plain(), "must be nll: other losses of SFT are not modelled", origin=node.origin
-        )
+        raise node.wrong("loss_type", "must be nll: other losses of SFT are not modelled")
 
 
 def _saved_head(reader: Reader) -> None:
@@ -293,5 +291,5 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
             problem = "belongs to several of trl's trainers: say which one (--trainer dpo, grpo or reward)"
             if key not in OF_PAIRS:
                 problem += "; of grpo also what vLLM keeps in the same process (--generation-memory 20GiB)"
-            raise PlanError(key, node.plain(), problem, origin=node.origin)
+            raise node.wrong(key, problem)
     return TRAINER
