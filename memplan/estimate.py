@@ -228,8 +228,9 @@ def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tu
     if mbs is None or mbs == batch.mbs:
         return programs
     if fold_evaluation(programs[0]) is None:
-        problem = "must be left out: evaluation in pipelines of torch.distributed is not modelled"
-        raise PlanError("trainer.evaluation_mbs", mbs, problem)
+        raise plan.wrong(
+            "trainer.evaluation_mbs", "must be left out: evaluation in pipelines of torch.distributed is not modelled"
+        )
     visible = plan.hardware.gpus if batch.multiply_by_visible_gpus else 1
     changed = {"mbs": mbs, "gbs": mbs * (visible or 1) * plan.layout.dp, "accumulation": None}
     return programs_of(plan.model_copy(update={"batch": batch.model_copy(update=changed)}), Options())
@@ -239,8 +240,10 @@ def _check_addresses(plan: ResolvedPlan, readings: Iterable[int]) -> None:
     """``PlanError`` where a rank needs more bytes than ``LARGEST_RANK``."""
     peak = max(readings)
     if peak > LARGEST_RANK:
-        problem = f"needs {peak >> 40:,} TiB on one rank; memplan supports at most {LARGEST_RANK >> 40} TiB per rank"
-        raise PlanError("batch.mbs", plan.batch.mbs, problem)
+        raise plan.wrong(
+            "batch.mbs",
+            f"needs {peak >> 40:,} TiB on one rank; memplan supports at most {LARGEST_RANK >> 40} TiB per rank",
+        )
 
 
 def _judged(

@@ -111,9 +111,9 @@ def fixed_values(plan: Plan, fixes: Mapping[str, str | None]) -> dict[str, Any]:
         path = by_flag()[name].path
         if path not in AXES:
             continue
-        value = _value(plan, path)
+        value = plan.at(path)
         if value is None and resolved is not None:
-            value = _value(resolved, path)
+            value = resolved.at(path)
         if value is None:
             raise wrong_at(_ORIGIN, f"{name}: the plan does not say what it is; give a value, as --fix {name}=A")
         if value is not None:
@@ -129,11 +129,6 @@ def _resolved(plan: Plan) -> Plan | None:
         return resolve(plan)
     except PlanError:
         return None
-
-
-def _value(plan: Plan, path: str) -> Any:
-    section, _, name = path.rpartition(".")
-    return getattr(getattr(plan, section) if section else plan, name)
 
 
 def located(error: PlanError, fixes: Mapping[str, str | None]) -> PlanError:

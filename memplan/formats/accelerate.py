@@ -359,8 +359,7 @@ def with_precision(config: Node, precision: Node | None) -> Node:
     dtype = mixed(precision)
     items: dict[str, Node] = {}
     for name in ("bf16", "fp16"):
-        section = config.mapping.get(name)
-        enabled = section.mapping.get("enabled") if section is not None else None
+        section, enabled = config.mapping.get(name), config.at(f"{name}.enabled")
         if section is None and dtype is None:
             continue
         if enabled is None or enabled.value == "auto":

@@ -29,8 +29,7 @@ def device_map(plan: ResolvedPlan) -> dict[str, int]:
     """Every module of ``plan``'s model that has parameters or buffers, with its device, in the order of forward."""
     placed, names = plan.device_map, family(plan.model.family).modules
     if names is None:
-        problem = f"has no names of modules here; {', '.join(modules())} have"
-        raise PlanError("model.family", plan.model.family, problem)
+        raise plan.wrong("model.family", f"has no names of modules here; {', '.join(modules())} have")
     if placed is None:
         raise PlanError("device_map", ABSENT, "is missing")
     first, last = min(placed), max(placed)

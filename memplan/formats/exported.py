@@ -31,7 +31,7 @@ from ..plan.resolved import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from . import target as target_of
-from .rows import Row, value_at
+from .rows import Row
 
 DESCRIPTIONS = frozenset({"model.published_parameters", "model.source"})
 """Fields of a spec that describe it, and have no flag."""
@@ -122,7 +122,7 @@ def differences(plan: ResolvedPlan, other: ResolvedPlan) -> Iterator[str]:
     """Paths of the fields in which two plans, every default of them filled in, say different things."""
     first, second = settled(plan), settled(other)
     for path in plan_fields():
-        if path != "model" and path not in DESCRIPTIONS and value_at(first, path) != value_at(second, path):
+        if path != "model" and path not in DESCRIPTIONS and first.at(path) != second.at(path):
             yield path
 
 
@@ -151,11 +151,11 @@ def exported(plan: Plan, target: Target) -> Exported:
     """``plan`` as a configuration of ``target``; ``PlanError`` that names the first field which it cannot express."""
     plan = check(plan)
     if framework(plan.framework).configuration != target.name:
-        problem = (
+        raise plan.wrong(
+            "framework",
             f"must be {target.framework} for --to {target.name}: in another framework the job is another, "
-            f"and so is its memory; change the plan first (--framework {target.framework})"
+            f"and so is its memory; change the plan first (--framework {target.framework})",
         )
-        raise PlanError("framework", plan.framework, problem)
     draft = target.write(plan)
     flags = _flags_beside(plan, target, draft)
     done = Exported(target, draft.text, draft.content, flags, draft.settings, plan)
@@ -192,22 +192,22 @@ def _all_beside(plan: ResolvedPlan, target: Target) -> dict[str, str | tuple[str
     """Flags for every field beside the configuration that is not at its default."""
     flags: dict[str, str | tuple[str, ...]] = {}
     for path, known in plan_fields().items():
-        if known.flag and path != "model" and target.may_be_flag(path) and value_at(plan, path) != known.default:
+        if known.flag and path != "model" and target.may_be_flag(path) and plan.at(path) != known.default:
             name, value = as_flag(plan, path)
             flags[name] = value
     return flags
 
 
 def _cannot_say(plan: ResolvedPlan, other: Plan, path: str, target: Target) -> PlanError:
-    problem = f"cannot be said in {target.what}, which would be read as {shown(value_at(other, path))}"
-    value = value_at(plan, path)
+    problem = f"cannot be said in {target.what}, which would be read as {shown(other.at(path))}"
+    value = plan.at(path)
     return PlanError(path, list(value) if isinstance(value, tuple) else value, problem)
 
 
 def _refused(plan: ResolvedPlan, target: Target, error: PlanError) -> PlanError:
     """The reader's own refusal: what it says of its configuration is true of the plan."""
     subject = f"{error.field}: " if error.field else ""
-    return PlanError("framework", plan.framework, f"cannot be said in {target.what}: {subject}{error.problem}")
+    return plan.wrong("framework", f"cannot be said in {target.what}: {subject}{error.problem}")
 
 
 # -- fields as flags of the command line ---------------------------------------------------------------
@@ -220,7 +220,7 @@ _DERIVED = ("kv_heads", "head_dim", "ffn")
 
 def as_flag(plan: ResolvedPlan, path: str) -> tuple[str, FlagValue]:
     """Name (without hyphens) and value of the flag that sets ``path`` as in ``plan``; an empty name if it has none."""
-    return plan_fields()[path].flag.removeprefix("--"), as_text(value_at(plan, path))
+    return plan_fields()[path].flag.removeprefix("--"), as_text(plan.at(path))
 
 
 def as_text(value: Any) -> FlagValue:
@@ -314,8 +314,10 @@ def nodes(plan: ResolvedPlan) -> tuple[int, int]:
     if gpus <= on_node:
         return 1, gpus
     if gpus % on_node:
-        problem = f"must be a multiple of hardware.gpus_per_node = {on_node}: a launcher starts so many on every node"
-        raise PlanError("hardware.gpus", gpus, problem)
+        raise plan.wrong(
+            "hardware.gpus",
+            f"must be a multiple of hardware.gpus_per_node = {on_node}: a launcher starts so many on every node",
+        )
     return gpus // on_node, on_node
 
 

@@ -27,12 +27,7 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
 
 
 def _at(written: Node, path: str) -> Node | None:
-    node: Node | None = written
-    if path in written.mapping:
-        return written.mapping[path]
-    for key in path.split("."):
-        node = node.mapping.get(key) if node is not None else None
-    return node
+    return written.mapping.get(path) or written.at(path)
 
 
 def _said(flag: str, node: Node, shortened: str) -> str:

@@ -158,7 +158,7 @@ class Row:
         """The framework's value for ``plan``; ``None`` where the row is not written."""
         if not self.group or not self.when(plan):
             return None
-        value = self.value(plan) if self.value is not None else value_at(plan, self.path)
+        value = self.value(plan) if self.value is not None else plan.at(self.path)
         return next((theirs for theirs, ours in self.words.items() if ours == value), value)
 
 
@@ -215,15 +215,10 @@ class Building:
 
     def plan(self) -> Node:
         """The plan as a mapping of sections."""
-        sections: dict[str, Node] = {}
+        plan = Node({}, self.origin)
         for path, node in self.items.items():
-            section, _, name = path.rpartition(".")
-            if not section:
-                sections[name] = node
-                continue
-            before = sections.get(section, Node({}, self.origin))
-            sections[section] = before.with_items({name: node})
-        return Node(sections, self.origin)
+            plan = plan.put(path, node)
+        return plan
 
 
 @dataclass(slots=True)
@@ -275,11 +270,3 @@ def positive(name: str, node: Node) -> int:
     if node.value < 1:
         raise node.wrong(name, "must be at least 1")
     return node.value
-
-
-def value_at(plan: Plan, path: str) -> Any:
-    """The value of the field with the dotted ``path``."""
-    value: Any = plan
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

@@ -122,7 +122,7 @@ def _refuse_zero(plan: Plan) -> None:
     must = f"at most {zero[-1]}" if len(zero) > 1 else "0"
     with_sizes = f" beside {listed(sorted(used), 'and')}" if used and not ways else ""
     elsewhere = ", and ".join(ways) or f"no framework has ZeRO-{layout.zero}{with_sizes}"
-    raise PlanError("layout.zero", layout.zero, f"must be {must} with framework {plan.framework}; {elsewhere}")
+    raise plan.wrong("layout.zero", f"must be {must} with framework {plan.framework}; {elsewhere}")
 
 
 def check_layout(plan: ResolvedPlan) -> None:
@@ -131,17 +131,18 @@ def check_layout(plan: ResolvedPlan) -> None:
     product = layout.tp * layout.pp * layout.dp * layout.cp
     if gpus != product and not supports.several_gpus_of_a_process:
         sizes = f"{layout.tp} x {layout.pp} x {layout.dp} x {layout.cp} = {product}"
-        problem = f"must be tp x pp x dp x cp = {sizes}; leave out dp or gpus to derive it"
-        raise PlanError("hardware.gpus", gpus, problem)
+        raise plan.wrong("hardware.gpus", f"must be tp x pp x dp x cp = {sizes}; leave out dp or gpus to derive it")
     if layout.sequence_parallel and layout.tp == 1:
-        raise PlanError("layout.sequence_parallel", True, "must be false with tp = 1: there is nothing to shard")
+        raise plan.wrong("layout.sequence_parallel", "must be false with tp = 1: there is nothing to shard")
     for name in supports.tp_divides if model.has_sizes else ():
         size = getattr(model, name)
         if size % layout.tp:
-            raise PlanError("layout.tp", layout.tp, f"must divide the {size} {DIVIDED[name]} ({divisors(size)})")
+            raise plan.wrong("layout.tp", f"must divide the {size} {DIVIDED[name]} ({divisors(size)})")
     if layout.pp > model.layers and not supports.stages_without_layers:
-        problem = f"must be at most the {model.layers} layers of the model, so that every stage has at least one layer"
-        raise PlanError("layout.pp", layout.pp, problem)
+        raise plan.wrong(
+            "layout.pp",
+            f"must be at most the {model.layers} layers of the model, so that every stage has at least one layer",
+        )
 
 
 def check_batch(plan: ResolvedPlan) -> None:
@@ -153,46 +154,47 @@ def check_batch(plan: ResolvedPlan) -> None:
     at_once = plan.samples * layout.dp
     if batch.gbs % at_once:
         visible = f" x {plan.hardware.gpus} visible GPUs" if plan.samples > batch.mbs else ""
-        problem = f"must be a multiple of mbs {batch.mbs}{visible} x dp {layout.dp} = {at_once}"
-        raise PlanError("batch.gbs", batch.gbs, problem)
+        raise plan.wrong("batch.gbs", f"must be a multiple of mbs {batch.mbs}{visible} x dp {layout.dp} = {at_once}")
     if batch.accumulation not in (None, plan.microbatches):
-        problem = f"must be gbs / (mbs x dp) = {plan.microbatches}; leave out accumulation or gbs"
-        raise PlanError("batch.accumulation", batch.accumulation, problem)
-    if model.positions == "learned" and batch.seq > model.positions_max:
-        problem = f"must be at most {model.positions_max}, the number of learned positions of {model.name}"
-        raise PlanError("batch.seq", batch.seq, problem)
-    if layout.cp > 1 and batch.seq % (2 * layout.cp):
-        problem = f"must be a multiple of 2 x cp = {2 * layout.cp}: each rank takes two chunks of a sequence"
-        raise PlanError("batch.seq", batch.seq, problem)
-    if layout.sequence_parallel and batch.seq // layout.cp % layout.tp:
-        problem = f"must be a multiple of cp x tp = {layout.cp * layout.tp} (sequence parallel)"
-        raise PlanError("batch.seq", batch.seq, problem)
-    if plan.tokens > MOST_TOKENS:
-        raise PlanError(
-            "batch.mbs", batch.mbs, f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens per micro-batch"
+        raise plan.wrong(
+            "batch.accumulation", f"must be gbs / (mbs x dp) = {plan.microbatches}; leave out accumulation or gbs"
         )
+    if model.positions == "learned" and batch.seq > model.positions_max:
+        raise plan.wrong(
+            "batch.seq", f"must be at most {model.positions_max}, the number of learned positions of {model.name}"
+        )
+    if layout.cp > 1 and batch.seq % (2 * layout.cp):
+        raise plan.wrong(
+            "batch.seq", f"must be a multiple of 2 x cp = {2 * layout.cp}: each rank takes two chunks of a sequence"
+        )
+    if layout.sequence_parallel and batch.seq // layout.cp % layout.tp:
+        raise plan.wrong("batch.seq", f"must be a multiple of cp x tp = {layout.cp * layout.tp} (sequence parallel)")
+    if plan.tokens > MOST_TOKENS:
+        raise plan.wrong("batch.mbs", f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens per micro-batch")
 
 
 def check_precision(plan: ResolvedPlan) -> None:
     """Gradients have the parameters' dtype, unless a framework accumulates them elsewhere."""
     precision, dtype = plan.precision, plan.precision.stored
     if precision.parameters is not None and not precision.autocast:
-        problem = "needs precision.autocast; without autocast, parameters have precision.dtype"
-        raise PlanError("precision.parameters", precision.parameters, problem)
+        raise plan.wrong(
+            "precision.parameters", "needs precision.autocast; without autocast, parameters have precision.dtype"
+        )
     if precision.autocast:
         _check_autocast(plan)
     _check_low_precision(plan)
     allowed = sorted({dtype, "fp32"} if framework(plan.framework).supports.gradients_in_fp32 else {dtype})
     if precision.gradients not in allowed:
-        problem = f"must be {listed(allowed)} with framework {plan.framework} and dtype {dtype}"
-        raise PlanError("precision.gradients", precision.gradients, problem)
+        raise plan.wrong(
+            "precision.gradients", f"must be {listed(allowed)} with framework {plan.framework} and dtype {dtype}"
+        )
 
 
 def _check_low_precision(plan: ResolvedPlan) -> None:
     """Recipes that the framework has; what belongs to them is left out without one."""
     precision = plan.precision
     if precision.fp8 and precision.fp4:
-        raise PlanError("precision.fp4", precision.fp4, "must be left out with precision.fp8")
+        raise plan.wrong("precision.fp4", "must be left out with precision.fp8")
     for field, recipe in (("fp8", precision.fp8), ("fp4", precision.fp4)):
         if recipe:
             known = [
@@ -214,7 +216,7 @@ def _check_autocast(plan: ResolvedPlan) -> None:
     in_fp16 = precision.stored == "fp16" and (plan.lora.rank is None or plan.lora.dtype != "fp32")
     if precision.stored not in ("fp32", precision.dtype) or in_fp16:
         problem = "must be fp32" + (" or bf16" if precision.dtype == "bf16" else ": GradScaler unscales fp32 gradients")
-        raise PlanError("precision.parameters", precision.parameters, problem)
+        raise plan.wrong("precision.parameters", problem)
     require(plan, field, True, "false", "autocast")
     if precision.dtype == "fp32":
         raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")
@@ -226,8 +228,7 @@ def _check_autocast(plan: ResolvedPlan) -> None:
         problem = "must be false with loss liger and fp32 weights, which its products are not modelled with; "
         raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
     if plan.loss.logits_to_keep is not None:
-        problem = "must be left out: logits_to_keep is not modelled under autocast"
-        raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
+        raise plan.wrong("loss.logits_to_keep", "must be left out: logits_to_keep is not modelled under autocast")
 
 
 def check_recompute(plan: ResolvedPlan) -> None:
@@ -247,8 +248,7 @@ def check_recompute(plan: ResolvedPlan) -> None:
                 raise PlanError(f"recompute.{name}", value, problem)
     _check_reentrance(plan)
     if recompute.mode == "full" and recompute.layers is not None and recompute.layers > plan.model.layers:
-        problem = f"must be at most the {plan.model.layers} layers of the model"
-        raise PlanError("recompute.layers", recompute.layers, problem)
+        raise plan.wrong("recompute.layers", f"must be at most the {plan.model.layers} layers of the model")
 
 
 def check_versions(plan: Plan) -> None:
@@ -274,8 +274,7 @@ def check_versions(plan: Plan) -> None:
             problem = f"must be {span}: the releases that are followed{by}"
             raise PlanError(f"versions.{name}", version, problem)
     if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
-        problem = f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled"
-        raise PlanError("torch", plan.torch, problem)
+        raise plan.wrong("torch", f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled")
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
         raise PlanError("versions.torch", plan.versions["torch"], f"must be {plan.torch}, which torch says")
     for name, version in plan.versions.items():
@@ -288,8 +287,9 @@ def check_versions(plan: Plan) -> None:
 def check_attention(plan: ResolvedPlan) -> None:
     """Implementations whose kernels nobody has described yet."""
     if plan.attention == "flex_attention":
-        problem = "is not modelled: PyTorch compiles its kernel; choose flash_attention_2, flash (sdpa) or eager"
-        raise PlanError("attention", plan.attention, problem)
+        raise plan.wrong(
+            "attention", "is not modelled: PyTorch compiles its kernel; choose flash_attention_2, flash (sdpa) or eager"
+        )
 
 
 def _check_reentrance(plan: ResolvedPlan) -> None:
@@ -298,8 +298,7 @@ def _check_reentrance(plan: ResolvedPlan) -> None:
     if value is None:
         return
     if plan.recompute.mode != "full" or not own.runs_transformers(plan):
-        problem = "must be left out without full recompute of transformers' layers"
-        raise PlanError("recompute.reentrant", value, problem)
+        raise plan.wrong("recompute.reentrant", "must be left out without full recompute of transformers' layers")
     if value:
         problem = "with reentrance (transformers before 5 asks for it; --no-use-reentrant leaves it out)"
         require(plan, "recompute.reentrant", value, "false", "reentrant", what=f"recompute {problem}")
@@ -311,11 +310,11 @@ def check_code(plan: ResolvedPlan) -> None:
         return
     require(plan, "code", plan.code, "current", "code_2020", what="transformers' GPT-2 of 2020")
     if family(plan.model.family).older is None:
-        raise PlanError("code", plan.code, "must be current: code 2020 is modelled for transformers' GPT-2 only")
+        raise plan.wrong("code", "must be current: code 2020 is modelled for transformers' GPT-2 only")
     if plan.attention != "eager":
-        raise PlanError("attention", plan.attention, "must be eager with code 2020, which had no flash attention")
+        raise plan.wrong("attention", "must be eager with code 2020, which had no flash attention")
     if plan.precision.dtype != "fp32":
-        raise PlanError("precision.dtype", plan.precision.dtype, "must be fp32 with code 2020")
+        raise plan.wrong("precision.dtype", "must be fp32 with code 2020")
 
 
 def check_pipeline(plan: ResolvedPlan) -> None:
@@ -330,8 +329,10 @@ def check_pipeline(plan: ResolvedPlan) -> None:
         require(plan, f"pipeline.{name}", value, "left out", "pipeline", name)
     chunks = plan.layout.pp * plan.layout.vpp
     if plan.layout.vpp > 1 and chunks > MOST_CHUNKS:
-        problem = f"makes {chunks:,} virtual stages with layout.pp {plan.layout.pp}; at most {MOST_CHUNKS} can be"
-        raise PlanError("layout.vpp", plan.layout.vpp, problem)
+        raise plan.wrong(
+            "layout.vpp",
+            f"makes {chunks:,} virtual stages with layout.pp {plan.layout.pp}; at most {MOST_CHUNKS} can be",
+        )
 
 
 def _check_method(method: str) -> None:
@@ -358,8 +359,9 @@ def check_sections(plan: ResolvedPlan) -> None:
     if plan.device_map is not None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
     if plan.compile and (why := framework(plan.framework).supports.compiled):
-        problem = f"must be false with framework {plan.framework}: {why}, and such graphs are not modelled"
-        raise PlanError("compile", True, problem)
+        raise plan.wrong(
+            "compile", f"must be false with framework {plan.framework}: {why}, and such graphs are not modelled"
+        )
     loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)
@@ -377,10 +379,11 @@ def check_trainer(plan: ResolvedPlan) -> None:
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")
         return
     if plan.code != "current":
-        raise PlanError("trainer.loop", trainer.loop, "must be none with code 2020: only today's Trainer is modelled")
+        raise plan.wrong("trainer.loop", "must be none with code 2020: only today's Trainer is modelled")
     if trainer.evaluation_batches is not None and plan.loss.kind not in ("plain", "liger"):
-        problem = f"must be left out with loss {plan.loss.kind}, which has no logits to keep"
-        raise PlanError("trainer.evaluation_batches", trainer.evaluation_batches, problem)
+        raise plan.wrong(
+            "trainer.evaluation_batches", f"must be left out with loss {plan.loss.kind}, which has no logits to keep"
+        )
 
 
 def _check_loop(plan: ResolvedPlan) -> None:
@@ -396,10 +399,12 @@ def _check_loop(plan: ResolvedPlan) -> None:
         if getattr(trainer, name) is None
     ]
     if missing:
-        raise PlanError("trainer.loop", trainer.loop, f"needs {' and '.join(missing)}")
+        raise plan.wrong("trainer.loop", f"needs {' and '.join(missing)}")
     if trainer.completion_length is not None and trainer.completion_length >= plan.batch.seq:
-        problem = f"must be less than the sequence length {plan.batch.seq} (--seq), which counts the prompt, too"
-        raise PlanError("trainer.completion_length", trainer.completion_length, problem)
+        raise plan.wrong(
+            "trainer.completion_length",
+            f"must be less than the sequence length {plan.batch.seq} (--seq), which counts the prompt, too",
+        )
 
 
 def check_environment(plan: ResolvedPlan) -> None:

@@ -274,6 +274,13 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def at(self, path: str) -> Node | None:
+        """What is at the dotted ``path`` below this mapping; nothing where it ends before."""
+        node: Node | None = self
+        for name in path.split("."):
+            node = node.mapping.get(name) if node is not None else None
+        return node
+
     def wrong(self, field: str, problem: str, *, known: Iterable[str] = ()) -> PlanError:
         """What is wrong with this value of ``field``."""
         return PlanError(field, self.plain(), problem, origin=self.origin, known=known)
@@ -296,6 +303,12 @@ class Node:
     def with_items(self, items: dict[str, Node]) -> Node:
         """This mapping with ``items`` added or replaced."""
         return Node({**self.mapping, **items}, self.origin)
+
+    def put(self, path: str, node: Node) -> Node:
+        """This mapping with ``node`` at the dotted ``path``."""
+        name, _, rest = path.partition(".")
+        inside = self.mapping.get(name, Node({}, self.origin))
+        return self.with_items({name: inside.put(rest, node) if rest else node})
 
     def without(self, *keys: str) -> Node:
         """This mapping without ``keys``."""

@@ -63,19 +63,20 @@ def _renamed(plan: Node) -> Node:
 
 def with_counted_gpus(plan: Node) -> Node:
     """``plan`` where ``hardware: {gpu: 8xh100}`` is a name and a number."""
-    hardware = plan.mapping.get("hardware")
-    named = hardware.mapping.get("gpu") if hardware is not None else None
+    named = plan.at("hardware.gpu")
     found = gpus_named(named.value) if named is not None and isinstance(named.value, str) else None
-    if hardware is None or named is None or found is None:
+    if named is None or found is None:
         return plan
     name, count, each = found
     said = {"gpus": count} if each is None else {"gpus": count, "gpus_per_node": each}
     for field, value in said.items():
-        node = hardware.mapping.get(field)
+        node = plan.at(f"hardware.{field}")
         if node is not None and node.value != value:
             raise node.wrong(f"hardware.{field}", f"is not the {value} of hardware.gpu = {named.value}")
-    numbers = {field: Node(value, named.origin) for field, value in said.items()}
-    return plan.with_items({"hardware": hardware.with_items({"gpu": Node(name, named.origin), **numbers})})
+    apart: dict[str, str | int] = {"gpu": name, **said}
+    for field, part in apart.items():
+        plan = plan.put(f"hardware.{field}", Node(part, named.origin))
+    return plan
 
 
 def _path(key: str, node: Node) -> str | None:

@@ -106,7 +106,7 @@ def _family(config: Node) -> tuple[str, Config]:
     found = family_of(node.value).config if node is not None and isinstance(node.value, str) else None
     if node is not None and found is not None:
         return str(node.value), found
-    part = _setting(config, "text_config.model_type")
+    part = config.at("text_config.model_type")
     if node is not None and part is not None and str(part.value) in known_types():
         return str(node.value), Config(keys={}, constants={}, text_part=str(part.value))
     known = f"known are {', '.join(known_types())}"
@@ -130,17 +130,8 @@ QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove 
 
 def _quantised(config: Node) -> str | None:
     """How the weights that ``config`` was published with are quantised."""
-    node = _setting(config, "quantization_config.quant_method")
+    node = config.at("quantization_config.quant_method")
     return node.value if node is not None and isinstance(node.value, str) else None
-
-
-def _setting(config: Node, name: str) -> Node | None:
-    """What ``config`` says under ``name``; ``section.name`` is in a mapping of its own."""
-    section, _, rest = name.partition(".")
-    node = config.mapping.get(section)
-    if not rest or node is None:
-        return node
-    return node.mapping.get(rest) if isinstance(node.value, dict) else None
 
 
 def _name(path: Path) -> str:
@@ -149,7 +140,7 @@ def _name(path: Path) -> str:
 
 def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
     for name, modelled in family.refused.items():
-        node = _setting(config, name)
+        node = config.at(name)
         if node is not None and node.value is not None and node.value != modelled:
             wanted = "null" if modelled is None else str(modelled).lower()
             given = ABSENT if isinstance(node.value, dict | list) else node.plain()
@@ -358,8 +349,8 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
 
 
 def _value(config: Node, spec_field: str, key: Key) -> Node:
-    name = next((name for name in key.names if _setting(config, name) is not None), key.names[0])
-    node = _setting(config, name)
+    name = next((name for name in key.names if config.at(name) is not None), key.names[0])
+    node = config.at(name)
     if node is None:
         if key.default is REQUIRED:
             raise config.lacks(name, f"is missing (the model's {spec_field})")

@@ -24,19 +24,18 @@ def with_implied(plan: Node) -> tuple[Node, tuple[Note, ...]]:
 
 def with_packed_weights(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` of a model that a repository holds in 4 bits: that model, quantised as its weights are."""
-    model = plan.mapping.get("model")
-    base = model.mapping.get("base") if model is not None else None
+    base = plan.at("model.base")
     name = base.value if base is not None else None
-    if model is None or base is None or not isinstance(name, str) or not name.endswith("-bnb-4bit"):
+    if base is None or not isinstance(name, str) or not name.endswith("-bnb-4bit"):
         return plan, ()
     whole = in_four_bits(name, base)
     if whole is None:
         return plan, ()
     said = plan.mapping.get("quantisation", Node({}, base.origin))
     packed = {"kind": Node("nf4", base.origin), "double": Node(True, base.origin), **said.mapping}
-    items = {"model": model.with_items({"base": Node(whole, base.origin)}), "quantisation": Node(packed, said.origin)}
     note = f"{one_line(name)} holds {whole} in 4 bits: NF4, doubly quantised (--quantisation and --double-quantisation)"
-    return plan.with_items(items), (Note("packed-weights", note),)
+    packed_plan = plan.put("model.base", Node(whole, base.origin)).put("quantisation", Node(packed, said.origin))
+    return packed_plan, (Note("packed-weights", note),)
 
 
 def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
@@ -62,8 +61,7 @@ def _meant(plan: Node) -> tuple[str, str, Origin]:
 
 def _family(plan: Node) -> str:
     """The family of the model; empty where it is none that is known."""
-    model = plan.mapping.get("model")
-    named = model.mapping.get("family") if model is not None else None
+    named = plan.at("model.family")
     return str(named.value) if named is not None and isinstance(named.value, str) and named.value in FAMILIES else ""
 
 
@@ -91,9 +89,8 @@ def has_recipe(own: str, name: str) -> bool:
 
 def _reads(name: str, plan: Node) -> bool:
     """Whether the framework ``name`` reads all that ``plan`` has sections of."""
-    supports, precision = framework(name).supports, plan.mapping.get("precision")
+    supports, autocast = framework(name).supports, plan.at("precision.autocast")
     apart = {one for one, kind in sections().items() if issubclass(kind, FrameworkSection)}
-    autocast = precision.mapping.get("autocast") if precision is not None else None
     if autocast is not None and autocast.value is True and not supports.autocast:
         return False
     return not {one for one in apart if one in plan.mapping and plan.mapping[one].mapping} - {*supports.sections}
@@ -101,9 +98,8 @@ def _reads(name: str, plan: Node) -> bool:
 
 def with_dtype(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     """``plan`` in fp16 where it names no dtype, and a GPU whose tensor cores take no bf16, the default elsewhere."""
-    hardware, precision = plan.mapping.get("hardware"), plan.mapping.get("precision")
-    named = hardware.mapping.get("gpu") if hardware is not None else None
-    if named is None or not isinstance(named.value, str) or (precision is not None and "dtype" in precision.mapping):
+    named, precision = plan.at("hardware.gpu"), plan.mapping.get("precision")
+    if named is None or not isinstance(named.value, str) or plan.at("precision.dtype") is not None:
         return plan, ()
     from ..device.gpus import GPUS
 

@@ -50,8 +50,9 @@ def check_kernels(plan: ResolvedPlan) -> None:
             why = "others are not modelled for its layers" if own.kernels else "no kernels are modelled for its layers"
             raise PlanError(f"kernels.{name}", value, f"must be {allowed} for family {own.name}: {why}")
     if plan.kernels.lora == "unsloth" and (plan.lora.rank is None or plan.quantisation.kind == "none"):
-        problem = "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"
-        raise PlanError("kernels.lora", plan.kernels.lora, problem)
+        raise plan.wrong(
+            "kernels.lora", "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"
+        )
     if plan.kernels.lora == "unsloth":
         _check_functions(plan)
 

@@ -112,7 +112,7 @@ def _check_tables(plan: Plan, found: set[str]) -> None:
     """Adapters on embedding or head: with which settings they are modelled."""
     given = list(plan.lora.targets or ())
     if plan.lora.dora:
-        raise PlanError("lora.dora", True, "must be false with adapters on embedding or head: both are not modelled")
+        raise plan.wrong("lora.dora", "must be false with adapters on embedding or head: both are not modelled")
     if plan.loss.kind != "plain" and HEAD in found:
         problem = f"must not name the head with loss.kind {plan.loss.kind}: its loss reads the head's own weight"
         raise PlanError("lora.targets", given, problem)
@@ -121,11 +121,13 @@ def _check_tables(plan: Plan, found: set[str]) -> None:
         problem = f"must not name embedding or head with {of}: both are not modelled"
         raise PlanError("lora.targets", given, problem)
     if plan.quantisation.prepared:
-        problem = "must be false with adapters on embedding or head: both together are not modelled"
-        raise PlanError("quantisation.prepared", True, problem)
+        raise plan.wrong(
+            "quantisation.prepared", "must be false with adapters on embedding or head: both together are not modelled"
+        )
     if plan.precision.autocast:
-        problem = "must be false with adapters on embedding or head: both together are not modelled"
-        raise PlanError("precision.autocast", True, problem)
+        raise plan.wrong(
+            "precision.autocast", "must be false with adapters on embedding or head: both together are not modelled"
+        )
 
 
 STACKED = {"experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj"}
@@ -169,11 +171,13 @@ def refuse_apart(plan: Plan, where: str) -> None:
     if plan.lora.rank is None:
         return
     if plan.lora.target_parameters:
-        problem = f"must be left out {where}: adapters on stacks of experts are modelled in single, ddp and device-map"
-        raise PlanError("lora.target_parameters", list(plan.lora.target_parameters), problem)
+        raise plan.wrong(
+            "lora.target_parameters",
+            f"must be left out {where}: adapters on stacks of experts are modelled in single, ddp and device-map",
+        )
     if adapted(plan) & {WORD, HEAD}:
         problem = f"must not name embedding or head {where}: adapters on them are modelled in single, ddp and "
-        raise PlanError("lora.targets", list(plan.lora.targets or ()), f"{problem}device-map")
+        raise plan.wrong("lora.targets", f"{problem}device-map")
 
 
 def _named(plan: Plan) -> str:
@@ -205,8 +209,9 @@ def saved(plan: Plan) -> frozenset[str]:
             raise PlanError("lora.modules_to_save", module, problem)
         found |= matched
     if found and plan.model.tied_embeddings:
-        problem = f"is not modelled of {plan.model.name}, whose head and embedding share one table"
-        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save or ()), problem)
+        raise plan.wrong(
+            "lora.modules_to_save", f"is not modelled of {plan.model.name}, whose head and embedding share one table"
+        )
     return frozenset(found)
 
 

@@ -51,23 +51,23 @@ def _check_over_logits(plan: ResolvedPlan) -> None:
     """Liger's is in the place of the loss of every causal model; fms-acceleration patches some families alone."""
     kind, spec, known = plan.loss.kind, plan.model, family(plan.model.family)
     if not spec.causal or spec.mlm_head:
-        problem = f"must be plain: {spec.name} has no head for causal language modelling"
-        raise PlanError("loss.kind", kind, problem)
+        raise plan.wrong("loss.kind", f"must be plain: {spec.name} has no head for causal language modelling")
     if kind == "unsloth" and kind not in known.kernels and "fms" not in known.loss_alone:
-        problem = (
-            f"must be plain, or one of Liger's, for family {spec.family}: its loss is not among fms-acceleration's"
+        raise plan.wrong(
+            "loss.kind",
+            f"must be plain, or one of Liger's, for family {spec.family}: its loss is not among fms-acceleration's",
         )
-        raise PlanError("loss.kind", kind, problem)
     if plan.code != "current":
-        raise PlanError("loss.kind", kind, "must be plain with code 2020")
+        raise plan.wrong("loss.kind", "must be plain with code 2020")
 
 
 def _check_clusters(plan: ResolvedPlan) -> None:
     """Tail clusters of the adaptive softmax."""
     loss, vocab = plan.loss, plan.model.vocab
     if plan.model.mlm_head:
-        problem = f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
-        raise PlanError("loss.kind", loss.kind, problem)
+        raise plan.wrong(
+            "loss.kind", f"must be plain or vocab-parallel: the head of {plan.model.name} has no adaptive softmax"
+        )
     if loss.cutoffs is None:
         problem = f"is missing: a vocabulary of {vocab} has no default; give the first token id of each tail cluster"
         raise PlanError("loss.cutoffs", ABSENT, problem)
@@ -93,32 +93,28 @@ def _check_fields(plan: ResolvedPlan) -> None:
         return
     require(plan, "loss.logits_to_keep", kept, "left out", "last_logits")
     if loss.kind != "plain" or not plan.model.causal:
-        raise PlanError("loss.logits_to_keep", kept, "needs a causal model and loss.kind plain")
+        raise plan.wrong("loss.logits_to_keep", "needs a causal model and loss.kind plain")
     if kept > seq:
-        raise PlanError("loss.logits_to_keep", kept, f"must be at most the {seq} tokens of a sequence")
+        raise plan.wrong("loss.logits_to_keep", f"must be at most the {seq} tokens of a sequence")
 
 
 def _check_fused_kind(plan: ResolvedPlan) -> None:
     """What each fused loss asks of the rest of the plan."""
     loss, kind, batch = plan.loss, plan.loss.kind, plan.batch
     if not plan.model.causal or plan.model.mlm_head:
-        raise PlanError(
-            "loss.kind", kind, f"must be plain: {plan.model.name} has no head for causal language modelling"
-        )
+        raise plan.wrong("loss.kind", f"must be plain: {plan.model.name} has no head for causal language modelling")
     if plan.model.head_bias or plan.model.logit_scale:
         what = "the head of {} has a bias" if plan.model.head_bias else "{} divides its logits by a number"
-        raise PlanError("loss.kind", kind, f"must be plain: {what.format(plan.model.name)}")
+        raise plan.wrong("loss.kind", f"must be plain: {what.format(plan.model.name)}")
     if plan.code != "current":
-        raise PlanError("loss.kind", kind, "must be plain with code 2020")
+        raise plan.wrong("loss.kind", "must be plain with code 2020")
     first, last = SHIFTING_LIGER
     if kind == "liger" and liger_version(loss) < OLDEST_LIGER and not first <= liger_version(loss) <= last:
         older = f"{'.'.join(map(str, first))} to {'.'.join(map(str, last))}"
-        problem = f"must be at least {'.'.join(map(str, OLDEST_LIGER))}, or {older}"
-        raise PlanError("loss.liger", loss.liger, problem)
+        raise plan.wrong("loss.liger", f"must be at least {'.'.join(map(str, OLDEST_LIGER))}, or {older}")
     if kind == "liger" and loss.fp32_accumulators and liger_version(loss) < ACCUMULATES:
-        raise PlanError(
+        raise plan.wrong(
             "loss.fp32_accumulators",
-            True,
             f"must be false with Liger {loss.liger}; Liger 0.6.2 and later support fp32 accumulators",
         )
     if kind == "cut" and batch.seq == 1:
@@ -130,7 +126,9 @@ def _check_fused_kind(plan: ResolvedPlan) -> None:
 def _check_chunks(plan: ResolvedPlan) -> None:
     loss = plan.loss
     if plan.model.logit_softcap is not None and not family(plan.model.family).caps_in_head:
-        problem = f"cannot be {loss.kind}: {plan.model.name} caps its logits behind its head, which runs in chunks"
-        raise PlanError("loss.kind", loss.kind, problem)
+        raise plan.wrong(
+            "loss.kind",
+            f"cannot be {loss.kind}: {plan.model.name} caps its logits behind its head, which runs in chunks",
+        )
     if plan.tokens % loss.chunks:
-        raise PlanError("loss.chunks", loss.chunks, f"must divide the {plan.tokens} tokens of a micro-batch")
+        raise plan.wrong("loss.chunks", f"must divide the {plan.tokens} tokens of a micro-batch")

@@ -23,8 +23,9 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     """What the framework has of the optimizer, and what the optimizer has."""
     optimizer = plan.optimizer
     if optimizer.momentum and not optimizer.algorithm.has_momentum:
-        problem = f"must be left out: only SGD has momentum, and optimizer.name is {optimizer.name}"
-        raise PlanError("optimizer.momentum", optimizer.momentum, problem)
+        raise plan.wrong(
+            "optimizer.momentum", f"must be left out: only SGD has momentum, and optimizer.name is {optimizer.name}"
+        )
     _check_name(plan)
     _check_fields(plan)
     _check_implementation(plan)

@@ -5,13 +5,15 @@ print, and the JSON Schema carries. A field's flag is its name with hyphens, ``-
 ``json_schema_extra["flag"]`` says otherwise.
 """
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
 from ..frameworks import ROOMS as FRAMEWORKS
 from ..optimizers import ROOMS as OPTIMIZERS
 from ..optimizers import algorithm
+from .errors import PlanError
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
 from .megatron_section import Megatron
 from .releases import sdpa_kernel
@@ -404,6 +406,18 @@ class Plan(Section, Terse):
         description="version of PyTorch; default: 2.13, or the version of older code",
     )
     headroom: str = Field("0", description="memory kept free: bytes, 2GiB, or 5%")
+
+    def at(self, path: str) -> Any:
+        """The value of the field with the dotted ``path``."""
+        value: Any = self
+        for name in path.split("."):
+            value = value[name] if isinstance(value, Mapping) else getattr(value, name)
+        return value
+
+    def wrong(self, path: str, problem: str, *, known: Iterable[str] = ()) -> PlanError:
+        """What is wrong with the value of the field with the dotted ``path``."""
+        value = self.at(path)
+        return PlanError(path, list(value) if isinstance(value, tuple) else value, problem, known=known)
 
     @property
     def loop(self) -> TrainingLoop:

@@ -263,17 +263,15 @@ def _extended(source: Source, depth: int) -> Source:
 
 def _with_model_from(plan: Node, folder: Path) -> Node:
     """``plan`` with a relative path to its model made to start from its own ``folder``."""
-    model = plan.mapping.get("model")
-    base = model.mapping.get("base") if model is not None else None
-    if model is None or base is None or not isinstance(base.value, str):
+    base = plan.at("model.base")
+    if base is None or not isinstance(base.value, str):
         return plan
     if base.value in model_specs() or base.value in learned_models():
         return plan
     place = folder.resolve() / base.value
     if not is_there(place) and twin(base.value, base) is not None:
         return plan
-    moved = Node(str(place), base.origin)
-    return plan.with_items({"model": model.with_items({"base": moved})})
+    return plan.put("model.base", Node(str(place), base.origin))
 
 
 def _over(below: Node, above: Node) -> Node:

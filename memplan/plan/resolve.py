@@ -130,13 +130,16 @@ def _model(plan: Plan) -> ModelSpec:
     spec, loop = plan.model, plan.loop
     if loop.loss_of not in ("scores", "labels"):
         if spec.labels:
-            problem = "needs trainer.loop none, transformers or reward: no other trains a classifier"
-            raise PlanError("model.labels", spec.labels, problem)
+            raise plan.wrong(
+                "model.labels", "needs trainer.loop none, transformers or reward: no other trains a classifier"
+            )
         return spec
     own = framework(plan.framework)
     if loop.loss_of == "labels" and not ("reward" in own.supports.loops and own.runs_transformers(plan)):
-        problem = f"must be left out with framework {plan.framework}, whose models of sequences are not modelled"
-        raise PlanError("model.labels", spec.labels, problem)
+        raise plan.wrong(
+            "model.labels",
+            f"must be left out with framework {plan.framework}, whose models of sequences are not modelled",
+        )
     known = family(spec.family)
     pairs_of_own = loop.loss_of == "scores" and known.scores is not None
     if isinstance(spec, TracedSpec) or not (spec.causal or known.scores) or not known.classifies or pairs_of_own:
@@ -263,7 +266,7 @@ def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
     if plan.attention != "flash_attention_2":
         problem = f"is transformers' name of a kernel, which {own.name} does not take: choose flash"
         with_release = "; under Megatron-Core --flash-attention-release 3 or 4 says which release is installed"
-        raise PlanError("attention", plan.attention, problem + with_release)
+        raise plan.wrong("attention", problem + with_release)
     return "flash"
 
 

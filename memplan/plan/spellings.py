@@ -157,8 +157,7 @@ def _left_open(field: PlanField) -> str:
 def with_optimizer(plan: Node) -> Node:
     """``plan`` with the Trainer's name of an optimizer (``adamw_torch_fused``), or its call in Python
     (``torch.optim.AdamW(fused=True)``), as the fields that it stands for."""
-    section = plan.mapping.get("optimizer")
-    name = section.mapping.get("name") if section is not None else None
+    section, name = plan.mapping.get("optimizer"), plan.at("optimizer.name")
     if section is None or name is None or not isinstance(name.value, str):
         return plan
     from ..optimizers import ROOMS, class_names, not_modelled, trainer_names

@@ -27,10 +27,10 @@ def check_tuning(plan: ResolvedPlan) -> None:
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     if plan.loss.kind in ("cut", "chunked"):
-        problem = (
-            f"must be plain or liger with {first_frozen(plan)[0]}: other losses are not modelled with frozen parts"
+        raise plan.wrong(
+            "loss.kind",
+            f"must be plain or liger with {first_frozen(plan)[0]}: other losses are not modelled with frozen parts",
         )
-        raise PlanError("loss.kind", plan.loss.kind, problem)
     _check_lora(plan)
     _check_quantisation(plan)
     _check_frozen(plan)
@@ -41,10 +41,10 @@ def _check_without_recipe(plan: ResolvedPlan) -> None:
     problem = f"not modelled of an architecture without a recipe (model_type {plan.model.family})"
     kind = plan.quantisation.kind
     if kind not in ("none", "nf4", "fp4"):
-        raise PlanError("quantisation.kind", kind, f"must be nf4, fp4 or none: other quantised weights are {problem}")
+        raise plan.wrong("quantisation.kind", f"must be nf4, fp4 or none: other quantised weights are {problem}")
     if plan.quantisation.prepared and plan.attention != "eager":
         why = "hidden states are fp32, and what sdpa runs of them is not modelled"
-        raise PlanError("attention", plan.attention, f"must be eager with quantisation.prepared: {why}")
+        raise plan.wrong("attention", f"must be eager with quantisation.prepared: {why}")
 
 
 def first_frozen(plan: Plan) -> tuple[str, object]:
@@ -72,8 +72,7 @@ def _check_lora(plan: ResolvedPlan) -> None:
     if lora.targets is None:
         names = last_names(plan.model)
         if not names:
-            problem = f"must be left out: adapters of family {plan.model.family} are not modelled"
-            raise PlanError("lora.rank", lora.rank, problem)
+            raise plan.wrong("lora.rank", f"must be left out: adapters of family {plan.model.family} are not modelled")
         some = f"{'' if plan.model.experts else 'all-linear, or '}some of {','.join(names)}"
         problem = f"is missing: peft has no default for family {plan.model.family}; say --lora-targets {some}"
         raise PlanError("lora.targets", ABSENT, problem)
@@ -81,8 +80,10 @@ def _check_lora(plan: ResolvedPlan) -> None:
         raise PlanError("lora.targets", [], "must name at least one linear layer")
     allowed = {plan.precision.dtype, "fp32"}
     if lora.dtype not in allowed:
-        problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
-        raise PlanError("lora.dtype", lora.dtype, problem)
+        raise plan.wrong(
+            "lora.dtype",
+            f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them",
+        )
     adapted(plan)
     if plan.model.has_sizes:
         saved(plan)
@@ -96,8 +97,9 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
             raise PlanError(f"quantisation.{name}", value, "needs 4-bit weights: quantisation.kind is none")
         return
     if plan.lora.rank is None:
-        problem = "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
-        raise PlanError("quantisation.kind", quantisation.kind, problem)
+        raise plan.wrong(
+            "quantisation.kind", "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
+        )
     if quantisation.kind == "gptq":
         _check_gptq(plan)
     elif quantisation.kind == "awq":
@@ -105,10 +107,9 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
     elif quantisation.kind == "int8":
         _check_int8(plan)
     elif quantisation.group != _NOT_QUANTISED.group:
-        raise PlanError("quantisation.group", quantisation.group, "needs quantisation.kind gptq or awq")
+        raise plan.wrong("quantisation.group", "needs quantisation.kind gptq or awq")
     if plan.model.has_sizes and (why := family(plan.model.family).no_4bit):
-        problem = f"must be none for family {plan.model.family}: {why}"
-        raise PlanError("quantisation.kind", quantisation.kind, problem)
+        raise plan.wrong("quantisation.kind", f"must be none for family {plan.model.family}: {why}")
 
 
 def _check_int8(plan: ResolvedPlan) -> None:
@@ -119,8 +120,9 @@ def _check_int8(plan: ResolvedPlan) -> None:
             problem = "must be left out with quantisation.kind int8, which has no such setting"
             raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
     if plan.lora.dora:
-        problem = "must be false with quantisation.kind int8: DoRA is modelled on nf4, fp4 and plain weights"
-        raise PlanError("lora.dora", True, problem)
+        raise plan.wrong(
+            "lora.dora", "must be false with quantisation.kind int8: DoRA is modelled on nf4, fp4 and plain weights"
+        )
     if named is not None and parsed(named) < LIBRARIES["bitsandbytes"].newest:
         problem = f"must be {shown(LIBRARIES['bitsandbytes'].newest)} or later with quantisation.kind int8: earlier "
         raise PlanError("versions.bitsandbytes", named, problem + "products keep other tensors")
@@ -130,15 +132,17 @@ def _check_gptq(plan: ResolvedPlan) -> None:
     """``QuantLinear`` of auto_gptq's second Triton kernel: fp16, and sizes that pack."""
     given = plan.quantisation
     if plan.precision.dtype != "fp16":
-        problem = "must be fp16 with quantisation.kind gptq: auto_gptq's kernel makes fp16 weights"
-        raise PlanError("precision.dtype", plan.precision.dtype, problem)
+        raise plan.wrong(
+            "precision.dtype", "must be fp16 with quantisation.kind gptq: auto_gptq's kernel makes fp16 weights"
+        )
     for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
         if getattr(given, name) != default:
             problem = "must be left out with quantisation.kind gptq, which has no such setting"
             raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
     if plan.lora.dora:
-        problem = "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
-        raise PlanError("lora.dora", True, problem)
+        raise plan.wrong(
+            "lora.dora", "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
+        )
     _check_named(plan)
 
 
@@ -147,9 +151,7 @@ def _check_named(plan: ResolvedPlan) -> None:
     ``_maybe_include_all_linear_layers``), and bitsandbytes' are such."""
     if ALL_LINEAR in (plan.lora.targets or ()):
         problem = f"must be names of layers with quantisation.kind {plan.quantisation.kind}: peft's {ALL_LINEAR} finds "
-        raise PlanError(
-            "lora.targets", list(plan.lora.targets or ()), f"{problem}torch.nn.Linear, and none of these layers"
-        )
+        raise plan.wrong("lora.targets", f"{problem}torch.nn.Linear, and none of these layers")
 
 
 def _check_awq(plan: ResolvedPlan) -> None:
@@ -163,12 +165,12 @@ def _check_awq(plan: ResolvedPlan) -> None:
         if getattr(given, name) != default:
             raise PlanError(f"quantisation.{name}", getattr(given, name), f"must be left out {kind}, which has none")
     if plan.lora.dora:
-        raise PlanError("lora.dora", True, f"must be false {kind}: peft refuses DoRA there")
+        raise plan.wrong("lora.dora", f"must be false {kind}: peft refuses DoRA there")
     if ALL_LINEAR in (plan.lora.targets or ()):
-        problem = (
-            f"must be names of layers {kind}: peft's {ALL_LINEAR} finds torch.nn.Linear alone, and none of autoawq's"
+        raise plan.wrong(
+            "lora.targets",
+            f"must be names of layers {kind}: peft's {ALL_LINEAR} finds torch.nn.Linear alone, and none of autoawq's",
         )
-        raise PlanError("lora.targets", list(plan.lora.targets or ()), problem)
     if plan.kernels.lora == "unsloth":
         raise PlanError("kernels.lora", "unsloth", f"must be eager {kind}: Unsloth's functions are for nf4 and gptq")
     for library, last in AWQ_RELEASES.items():
@@ -181,7 +183,7 @@ def _check_awq(plan: ResolvedPlan) -> None:
         k, n = linear_sizes(plan.model).get(name, (given.group, 8))
         if name not in (WORD, HEAD) and (k % given.group or n % 8):
             problem = f"must divide the {k} inputs of {name}, whose {n} outputs 8 divides"
-            raise PlanError("quantisation.group", given.group, f"{problem} {kind}")
+            raise plan.wrong("quantisation.group", f"{problem} {kind}")
 
 
 AWQ_RELEASES = {"transformers": (5, 0), "peft": (0, 19)}
@@ -197,4 +199,4 @@ def _check_frozen(plan: ResolvedPlan) -> None:
         name, value = next(frozen.changed())
         raise PlanError(f"frozen.{name}", value, "must be left out with LoRA, which freezes the whole model")
     if frozen.layers > layers:
-        raise PlanError("frozen.layers", frozen.layers, f"must be at most the {layers} layers of the model")
+        raise plan.wrong("frozen.layers", f"must be at most the {layers} layers of the model")

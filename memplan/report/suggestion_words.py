@@ -111,11 +111,7 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
 
 
 def _has(plan: Plan, fields: tuple[tuple[str, object], ...]) -> bool:
-    for path, value in fields:
-        section, _, name = path.rpartition(".")
-        if getattr(getattr(plan, section) if section else plan, name) != value:
-            return False
-    return True
+    return all(plan.at(path) == value for path, value in fields)
 
 
 def comparison_words(other: Suggestion, than: Suggestion) -> str:

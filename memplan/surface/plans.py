@@ -177,8 +177,7 @@ def _mapping(plan: Mapping[str, object]) -> tuple[Node, Flags]:
     written = normalised(Node(document, Origin("plan")))
     for flag, text in flags.items():
         path = "model.base" if flag == "model" else by_flag()[flag].path
-        section, _, name = path.rpartition(".")
-        said = (written.mapping.get(section, Node({}, written.origin)) if section else written).mapping.get(name)
+        said = written.at(path)
         if said is not None and _text(said.plain()) != text:
             raise _twice(names.get(flag, flag), text, path.removesuffix(".base"), said.plain())
     return written, flags

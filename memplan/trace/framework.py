@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ..frameworks import framework, frameworks
 from ..plan.checks import listed
-from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
 from .job import Job, Replicated, Sharded, check_stage, transformers_job
@@ -66,7 +65,7 @@ class FrameworkRunning:
     def check_learnt(self, plan: ResolvedPlan) -> None:
         """Refuses what is not modelled of such an architecture, whatever was learnt of it."""
         named = listed([one.name for one in frameworks() if one.running.learns])
-        raise PlanError("framework", plan.framework, f"must be {named}: under others this architecture has no recipe")
+        raise plan.wrong("framework", f"must be {named}: under others this architecture has no recipe")
 
     def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
         """Of the ZeRO stages that it has, those that it has of the plan's architecture."""
@@ -113,7 +112,7 @@ class OtherRunning(FrameworkRunning):
 
     def check(self, plan: ResolvedPlan) -> None:
         named = ", ".join(one.name for one in frameworks() if one.running.runs)
-        raise PlanError("framework", plan.framework, f"must be one of {named}: {self.nothing_traced}")
+        raise plan.wrong("framework", f"must be one of {named}: {self.nothing_traced}")
 
     nothing_traced = "others are not traced yet"
     """Why a trace does not follow it."""

@@ -368,7 +368,7 @@ def transformers_job(
     else:
         check_optimizer(plan)
     if loss.kind != "plain" or loss.logits_to_keep is not None:
-        raise PlanError("loss.kind", loss.kind, "must be plain, of all tokens: a trace runs the model's own loss")
+        raise plan.wrong("loss.kind", "must be plain, of all tokens: a trace runs the model's own loss")
     microbatches = plan.microbatches
     return Job(
         config=config_of_spec(plan.model) if config is None else config,
@@ -394,38 +394,41 @@ def transformers_job(
 def _check_code(plan: ResolvedPlan) -> None:
     """A trace runs what is installed, without the packages of kernels, and recomputes as today's transformers does."""
     if plan.compile:
-        problem = "must be false here, where the model runs as it stands; `memplan trace --learn` runs the compiler"
-        raise PlanError("compile", True, problem)
+        raise plan.wrong(
+            "compile",
+            "must be false here, where the model runs as it stands; `memplan trace --learn` runs the compiler",
+        )
     for name, version in plan.versions.items():
         raise PlanError(f"versions.{name}", version, "must be left out: a trace runs the releases that are installed")
     if plan.attention not in ("eager", "flash"):
         problem = "must be eager or flash: the package's kernel needs a GPU"
         if plan.model.sliding_window is not None:
             problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
-        raise PlanError("attention", plan.attention, problem)
+        raise plan.wrong("attention", problem)
     for name, value in plan.kernels.changed():
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
     if plan.quantisation.kind not in ("none", "nf4", "fp4"):
-        problem = "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU"
-        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
+        raise plan.wrong("quantisation.kind", "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU")
     if plan.trainer.kind.own_loss:
-        raise PlanError("trainer.loop", plan.trainer.loop, "must be none or transformers in a trace, which runs no trl")
+        raise plan.wrong("trainer.loop", "must be none or transformers in a trace, which runs no trl")
     if plan.model.labels:
-        raise PlanError("model.labels", plan.model.labels, "must be left out in a trace, which runs language models")
+        raise plan.wrong("model.labels", "must be left out in a trace, which runs language models")
     if plan.recompute.reentrant:
-        raise PlanError("recompute.reentrant", True, "must be false: a trace recomputes without reentrance")
+        raise plan.wrong("recompute.reentrant", "must be false: a trace recomputes without reentrance")
 
 
 def _check(plan: ResolvedPlan) -> None:
     _check_code(plan)
     if family_of(plan.model.family).covers is None:
-        problem = f"must be one of {', '.join(covered(TRANSFORMERS))}: those that transformers runs"
-        raise PlanError("model.family", plan.model.family, problem)
+        raise plan.wrong(
+            "model.family", f"must be one of {', '.join(covered(TRANSFORMERS))}: those that transformers runs"
+        )
     if plan.trainer.evaluation_batches is not None:
-        problem = "must be left out: a trace is of a training step, without evaluation"
-        raise PlanError("trainer.evaluation_batches", plan.trainer.evaluation_batches, problem)
+        raise plan.wrong(
+            "trainer.evaluation_batches", "must be left out: a trace is of a training step, without evaluation"
+        )
     if plan.code != "current":
-        raise PlanError("code", plan.code, "must be current: the installed transformers is what is traced")
+        raise plan.wrong("code", "must be current: the installed transformers is what is traced")
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
 
@@ -438,14 +441,18 @@ def _check_eight_bit(plan: ResolvedPlan, shares: str) -> None:
     """Refuses what is not run of bitsandbytes' 8-bit optimizers; ``shares``: what keeps a rank's part of the states."""
     optimizer = plan.optimizer
     if shares:
-        problem = f"must be one of {_torchs()}: bitsandbytes' optimizers are not run under {shares}"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+        raise plan.wrong(
+            "optimizer.name", f"must be one of {_torchs()}: bitsandbytes' optimizers are not run under {shares}"
+        )
     if optimizer.paged:
-        problem = "must be false: states in CUDA's unified memory are not seen by PyTorch's allocator, nor by a trace"
-        raise PlanError("optimizer.paged", True, problem)
+        raise plan.wrong(
+            "optimizer.paged",
+            "must be false: states in CUDA's unified memory are not seen by PyTorch's allocator, nor by a trace",
+        )
     if optimizer.block_size != BLOCK_SIZE:
-        problem = f"must be {BLOCK_SIZE}, as in the releases of bitsandbytes that are run"
-        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+        raise plan.wrong(
+            "optimizer.block_size", f"must be {BLOCK_SIZE}, as in the releases of bitsandbytes that are run"
+        )
 
 
 def _torchs() -> str:
@@ -456,11 +463,12 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     """Refuses optimizers that are not torch's."""
     optimizer = plan.optimizer
     if optimizer.algorithm.torch is None:
-        problem = f"must be one of {_torchs()}: a trace runs torch's own"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+        raise plan.wrong("optimizer.name", f"must be one of {_torchs()}: a trace runs torch's own")
     if optimizer.implementation not in IMPLEMENTATIONS:
-        problem = "must be foreach, for-loop or fused, which are torch's own (--optimizer-implementation)"
-        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+        raise plan.wrong(
+            "optimizer.implementation",
+            "must be foreach, for-loop or fused, which are torch's own (--optimizer-implementation)",
+        )
 
 
 STAGE = "--stage"

@@ -133,8 +133,7 @@ def takers(plan: ResolvedPlan) -> list[str]:
 def check_framework(plan: ResolvedPlan, lacks: str) -> None:
     """``PlanError`` with what takes the plan's architecture where its own framework lacks something."""
     if lacks:
-        problem = f"must be {listed(takers(plan))}: {lacks} (model_type {plan.model.family})"
-        raise PlanError("framework", plan.framework, problem)
+        raise plan.wrong("framework", f"must be {listed(takers(plan))}: {lacks} (model_type {plan.model.family})")
 
 
 def _check_versions(plan: ResolvedPlan, fit: Fit) -> None:

@@ -114,8 +114,9 @@ def native(plan: ResolvedPlan) -> Native:
 
 def _check(plan: ResolvedPlan) -> None:
     if plan.trainer.loop != "none":
-        problem = "must be none: a validation has a loop of its own; memplan trace follows the Trainer's step"
-        raise PlanError("trainer.loop", plan.trainer.loop, problem)
+        raise plan.wrong(
+            "trainer.loop", "must be none: a validation has a loop of its own; memplan trace follows the Trainer's step"
+        )
 
 
 def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
@@ -123,8 +124,7 @@ def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
     nothing = framework(plan.framework).running.nothing_like_it
     if nothing:
         named = ", ".join(one.name for one in frameworks() if one.running.runs)
-        problem = f"must be one of {named}, or one that these can stand for: {nothing}"
-        raise PlanError("framework", plan.framework, problem)
+        raise plan.wrong("framework", f"must be one of {named}, or one that these can stand for: {nothing}")
     layout, changes = plan.layout, dict[str, Any]()
     parallel = layout.tp > 1 or layout.pp > 1
     if layout.cp > 1 or layout.ep > 1:
@@ -202,11 +202,11 @@ def _new(kind: type[Section], values: dict[str, Any]) -> Section:
 
 def _check_llama(plan: ResolvedPlan) -> None:
     if plan.model.family != "llama":
-        problem = (
+        raise plan.wrong(
+            "model.family",
             "must be llama for torch-native code with tensor or pipeline parallelism, which is torchtitan's; "
-            "other families run with tp 1 and pp 1"
+            "other families run with tp 1 and pp 1",
         )
-        raise PlanError("model.family", plan.model.family, problem)
 
 
 class Runner(Protocol):

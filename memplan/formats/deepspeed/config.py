@@ -157,15 +157,8 @@ class Configuration(Keys):
     lacking: dict[str, list[str]] = field(default_factory=dict)
     """Flags that nobody gave, and why each is needed: the settings that are ``auto``."""
 
-    def written(self, path: str) -> Node | None:
-        """The node of the file at a dotted path."""
-        node: Node | None = self.root
-        for name in path.split("."):
-            node = node.mapping.get(name) if node is not None else None
-        return node
-
     def node(self, name: str) -> Node | None:
-        node = self.written(name)
+        node = self.root.at(name)
         if node is None or node.value is None:
             return None
         return self._answered(name, node) if node.value == AUTO else node
@@ -206,7 +199,7 @@ class Configuration(Keys):
 
     def refuse(self, path: str, problem: str, node: Node | None = None) -> PlanError:
         """An error about what stands at ``path``."""
-        found = node or self.written(path) or self.root
+        found = node or self.root.at(path) or self.root
         value = ABSENT if isinstance(found.value, dict) else found.plain()
         return PlanError(path, value, problem, origin=found.origin)
 
@@ -418,7 +411,7 @@ def configuration_of(
     _check_sections(config)
     building.put("framework", "deepspeed")
     stage = integer(config, f"{ZERO}.stage", 0) or Node(
-        0, (config.written(f"{ZERO}.stage") or config.written(ZERO) or written).origin
+        0, (config.root.at(f"{ZERO}.stage") or config.root.at(ZERO) or written).origin
     )
     if isinstance(stage.value, int) and stage.value > 3:
         raise stage.wrong(f"{ZERO}.stage", "must be from 0 to 3")

@@ -159,8 +159,7 @@ def _unknown(written: Node, *, strict: bool) -> Iterator[Note]:
 
 def _optimizer(written: Node, given: Collection[str]) -> Iterator[Note]:
     """The assumption where the training script makes the optimizer."""
-    section = written.mapping.get("optimizer")
-    kind = section.mapping.get("type") if section is not None else None
+    kind = written.at("optimizer.type")
     if {"optimizer.name", "optimizer.implementation"} & {*given} or (kind is not None and kind.value != AUTO):
         return
     yield Note(

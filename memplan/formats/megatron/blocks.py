@@ -116,8 +116,7 @@ def _heads_in_group(config: Node) -> int:
     key, found = "n_heads_in_group", dict[object, Node]()
     blocks = config.mapping.get(KEY)
     for at, block in enumerate(blocks.value if blocks is not None and isinstance(blocks.value, list) else ()):
-        attention = block.mapping.get("attention")
-        node = attention.mapping.get(key) if attention is not None else None
+        node = block.at(f"attention.{key}")
         if node is None:
             raise block.lacks(f"{KEY}[{at}].attention.{key}", "is missing, and Megatron's parser asks for it")
         if node.value is not None:

@@ -81,12 +81,12 @@ def _dtype(reader: Reader) -> None:
     dtype = put_dtype(reader)
     stage, name = settings.integer("--zero-stage") or Node(1, settings.origin), "--zero-stage"
     if configuration is not None:
-        stage = _at(configuration, "zero_optimization", "stage") or Node(0, configuration.origin)
+        stage = _at(configuration, "zero_optimization.stage") or Node(0, configuration.origin)
         name = "--deepspeed_config"
         building.because("--zero-stage", "the DeepSpeed configuration decides")
     building.put("layout.zero", stage, name)
     gradients = Node("fp32" if dtype == "bf16" and stage.value == 0 else dtype, stage.origin)
-    accumulated = _at(configuration, "data_types", "grad_accum_dtype") if configuration is not None else None
+    accumulated = _at(configuration, "data_types.grad_accum_dtype") if configuration is not None else None
     if accumulated is not None and accumulated.value is not None:
         if accumulated.value not in _DTYPES:
             problem, path = "must be fp32, fp16 or bf16", "data_types.grad_accum_dtype"
@@ -204,9 +204,8 @@ def _configuration(reader: Reader) -> Node | None:
     return parse_yaml(content, str(file))
 
 
-def _at(configuration: Node, section: str, name: str) -> Node | None:
-    node = configuration.mapping.get(section)
-    found = node.mapping.get(name) if node is not None else None
+def _at(configuration: Node, path: str) -> Node | None:
+    found = configuration.at(path)
     if found is not None and isinstance(found.value, str) and any(ord(c) >= 0xF0000 for c in found.value):
-        raise found.lacks(f"{section}.{name}", "is not known from the script")
+        raise found.lacks(path, "is not known from the script")
     return found

@@ -62,14 +62,13 @@ def _refuse(plan: ResolvedPlan) -> None:
     """Refuses a plan that torchtitan would read as another one, with the reason."""
     given, optimizer = plan.fsdp, plan.optimizer
     if given.code != "torchtitan":
-        raise PlanError(
+        raise plan.wrong(
             "fsdp.code",
-            given.code,
             "must be torchtitan (--fsdp-code): its jobs train its own models; "
             "--to deepspeed or --to megatron writes other frameworks' files",
         )
     if optimizer.algorithm.torchtitan is None:
-        raise PlanError("optimizer.name", optimizer.name, "must be adam or adamw: torchtitan has no other by name")
+        raise plan.wrong("optimizer.name", "must be adam or adamw: torchtitan has no other by name")
     for path, dtype in (
         ("precision.dtype", plan.precision.dtype),
         ("fsdp.reduce", given.reduce),
@@ -78,8 +77,9 @@ def _refuse(plan: ResolvedPlan) -> None:
         if dtype not in DTYPES.values():
             raise PlanError(path, dtype, f"must be {' or '.join(DTYPES.values())}: torchtitan takes no other")
     if plan.layout.dp == given.replicas:
-        problem = "must be more than fsdp.replicas: torchtitan's releases shard nothing on one rank"
-        raise PlanError("layout.dp", plan.layout.dp, problem)
+        raise plan.wrong(
+            "layout.dp", "must be more than fsdp.replicas: torchtitan's releases shard nothing on one rank"
+        )
 
 
 def _release(plan: ResolvedPlan) -> str:
@@ -88,11 +88,15 @@ def _release(plan: ResolvedPlan) -> str:
     if given.ends_apart:
         return "0.2.0" if given.return_outputs else max(RELEASES)
     if given.parameters != "fp32":
-        problem = "must be fp32 without fsdp.ends_apart: before July 2025 torchtitan kept its parameters in no other"
-        raise PlanError("fsdp.parameters", given.parameters, problem)
+        raise plan.wrong(
+            "fsdp.parameters",
+            "must be fp32 without fsdp.ends_apart: before July 2025 torchtitan kept its parameters in no other",
+        )
     if plan.layout.pp > 1 and not given.return_outputs:
-        problem = "must be true with stages and without fsdp.ends_apart: torchtitan changed the latter first"
-        raise PlanError("fsdp.return_outputs", False, problem)
+        raise plan.wrong(
+            "fsdp.return_outputs",
+            "must be true with stages and without fsdp.ends_apart: torchtitan changed the latter first",
+        )
     return "0.1.0"
 
 

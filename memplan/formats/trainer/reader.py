@@ -226,8 +226,7 @@ def _check_match(given: Node | None, name: str, flag: str, trainers: Node | None
 
 
 def _offloads(config: Node) -> bool:
-    section = config.mapping.get("zero_optimization", config).mapping.get("offload_optimizer")
-    device = section.mapping.get("device") if section is not None else None
+    device = config.mapping.get("zero_optimization", config).at("offload_optimizer.device")
     return device is not None and device.value not in (None, "none")
 
 
