@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..formats import WRITTEN, target
-from ..plan.errors import PlanError, nearest, one_line, wrong_at
+from ..plan.errors import PlanError, guessed, nearest, one_line, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
 from .files import check_writable, write_whole
@@ -92,9 +92,8 @@ def _exported(read: ReadPlan, to: str | None) -> Exported:
         problem = f"has no configuration of its own, but Python; these have: {known} (--framework or --to)"
         raise read.located(PlanError("framework", read.plan.framework, problem))
     if name not in WRITTEN:
-        guess = nearest(name, WRITTEN)
-        hint = f"; did you mean {guess}?" if guess else ""
-        raise wrong_at("--to", f"{name} must be {', '.join(WRITTEN[:-1])} or {WRITTEN[-1]}{hint}")
+        must = f"{name} must be {', '.join(WRITTEN[:-1])} or {WRITTEN[-1]}"
+        raise wrong_at("--to", guessed(must, nearest(name, WRITTEN)))
     try:
         return exported(read.plan, target(name))
     except PlanError as error:

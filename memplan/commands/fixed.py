@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.errors import Origin, PlanError, wrong_at
+from ..plan.errors import Origin, PlanError, guessed, wrong_at
 from ..plan.fields import Kind, PlanField, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
@@ -76,7 +76,7 @@ def _known(name: str, part: str) -> str:
     guess = likely(f"--{name}", axes) or likely(f"--{name}", [field.flag for field in by_flag().values()])
     guess = guess.removeprefix("--") if guess else None
     problem = f"{part.strip() or 'an empty name'} names no field; names are those of the flags, as tp=4"
-    raise wrong_at(_ORIGIN, f"{problem}; did you mean {guess}?" if guess else problem)
+    raise wrong_at(_ORIGIN, guessed(problem, guess))
 
 
 def _axis_fields() -> list[PlanField]:

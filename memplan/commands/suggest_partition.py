@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from ..frameworks import ROOMS, framework
-from ..plan.errors import ABSENT, PlanError, nearest, one_line, together, wrong_at
+from ..plan.errors import ABSENT, PlanError, check_choice, one_line, together, wrong_at
 from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
@@ -186,10 +186,7 @@ def check_search(top: int, objective: str) -> None:
     """``PlanError`` where a search is asked for what there is not."""
     if not 1 <= top <= MOST:
         raise wrong_at("--top", f"{top} must be from 1 to {MOST}")
-    if objective not in OBJECTIVES:
-        guess = nearest(objective, OBJECTIVES)
-        problem = f"{objective} must be one of {', '.join(OBJECTIVES)}"
-        raise wrong_at("--objective", f"{problem}; did you mean {guess}?" if guess else problem)
+    check_choice("--objective", objective, OBJECTIVES)
 
 
 def _read(place: Place, launch_flags: LaunchFlags, flags: Flags, fixes: Mapping[str, str | None]) -> ReadPlan:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ..plan.errors import PlanError, nearest, wrong_at
+from ..plan.errors import PlanError, check_choice, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
@@ -163,8 +163,8 @@ def validate(
     from ..validate.run import Where, prepared
 
     part = _part(tolerance)
-    _check_choice("--device", device, DEVICES)
-    _check_choice("--with", with_, CODES)
+    check_choice("--device", device, DEVICES)
+    check_choice("--with", with_, CODES)
     for name, value, least in (("--warmup", warmup, 1), ("--steps", steps, 1), ("--nnodes", nnodes, 1)):
         if not least <= value <= MOST:
             raise wrong_at(name, f"{value} must be from {least} to {MOST}")
@@ -250,13 +250,6 @@ def _part(text: str) -> float:
     if not 0.0 < part < 1.0:
         raise wrong_at("--tolerance", f"{text} must be a percentage above 0 and below 100, as 3%")
     return part
-
-
-def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        guess = nearest(value, choices)
-        problem = f"{value} must be one of {', '.join(choices)}" + (f"; did you mean {guess}?" if guess else "")
-        raise wrong_at(flag, problem)
 
 
 def _check_machines(nodes: int, endpoint: str | None, node_rank: int | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..frameworks import framework as framework_of
-from ..plan.errors import ABSENT, Guesses, Node, PlanError, nearest, wrong_at
+from ..plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, wrong_at
 from ..plan.normalise import normalised
 from ..plan.notes import Note
 from ..plan.read import Source
@@ -22,7 +22,7 @@ from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
 from .compiler import compiled
 from .deepspeed.reader import ds_config_in
-from .launch import Asked, Launch, guessed, left_out
+from .launch import Asked, Launch, left_out
 from .launchers import found_from
 from .rows import Building, Reader, Row, elsewhere, read_rows
 from .settings import Keys

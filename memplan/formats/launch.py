@@ -138,8 +138,3 @@ def left_out(
     if strict:
         raise PlanError(name, value, f"{problem} (--strict)", origin=origin)
     return Note(code, one_line(f"{told or name} ({origin}) {problem}"))
-
-
-def guessed(problem: str, guess: str | None) -> str:
-    """``problem`` with the name that was probably meant."""
-    return f"{problem}; did you mean {guess}?" if guess else problem

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from ..bash.values import Cause, is_known, origin_of, text
 from ..plan.environment import is_irrelevant
-from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, is_slip, one_line, together, wrong_at
+from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, guessed, is_slip, one_line, together, wrong_at
 from ..plan.notes import Note
 from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
-from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
+from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
 from .megatron.layout import BATCH_SCHEDULE

@@ -6,7 +6,7 @@ Values that remember where they were written, so that an error can say so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ..bash.origin import Origin as Origin
@@ -87,14 +87,12 @@ class PlanError(ValueError):
         return self.each(lambda one: one if one.origin is not None else one.but(origin=origin_of(one.field, origins)))
 
     def __str__(self) -> str:
-        suggestion = self.suggestion
         subject = self.field
         if subject and self.value is not ABSENT:
             size = self.value if subject in SIZES and isinstance(self.value, int) else 0
             value = f"{size / 2**30:g}GiB" if 2**20 <= size < 2**80 else shown(self.value)
             subject = f"{subject} = {value}"
-        problem = f"{self.problem}; did you mean {suggestion}?" if suggestion else self.problem
-        parts = [str(self.origin) if self.origin else "", subject, problem]
+        parts = [str(self.origin) if self.origin else "", subject, guessed(self.problem, self.suggestion)]
         return one_line(": ".join(part for part in parts if part))
 
 
@@ -136,6 +134,17 @@ def together(errors: Iterable[PlanError]) -> PlanError:
 def wrong_at(place: Origin | str, problem: str) -> PlanError:
     """What is wrong at ``place``, and with no field: a line of a file, a flag, standard input."""
     return PlanError("", ABSENT, problem, origin=Origin(place) if isinstance(place, str) else place)
+
+
+def check_choice(flag: str, value: str, choices: Collection[str]) -> None:
+    """``PlanError`` where ``value`` of a flag is none of ``choices``."""
+    if value not in choices:
+        raise wrong_at(flag, guessed(f"{value} must be one of {', '.join(choices)}", nearest(value, choices)))
+
+
+def guessed(problem: str, guess: str | None) -> str:
+    """``problem`` with the name that was probably meant."""
+    return f"{problem}; did you mean {guess}?" if guess else problem
 
 
 def refused(error: ScriptError) -> PlanError:
@@ -303,6 +312,16 @@ class Node:
     def with_items(self, items: dict[str, Node]) -> Node:
         """This mapping with ``items`` added or replaced."""
         return Node({**self.mapping, **items}, self.origin)
+
+    @staticmethod
+    def of(value: object, origin: Origin) -> Node:
+        """A plain value, all of it from one place."""
+        if isinstance(value, Mapping):
+            return Node({str(key): Node.of(item, origin) for key, item in value.items()}, origin)
+        if isinstance(value, (list, tuple)):
+            return Node([Node.of(item, origin) for item in value], origin)
+        assert value is None or isinstance(value, (bool, int, float, str))
+        return Node(value, origin)
 
     def put(self, path: str, node: Node) -> Node:
         """This mapping with ``node`` at the dotted ``path``."""

@@ -14,7 +14,7 @@ from ..result import ModuleTape
 from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Seam
 from ..values import dataclass
 from .names import MIBS, MINUS, exact, kind_of, modules_text, size
-from .printing import COLOURS, FAINT, GAP, Breakable, folded, label, put, right
+from .printing import COLOURS, FAINT, GAP, Breakable, folded, label, put, right, spaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +284,12 @@ def _saved(sections: Sequence[Section], widths: Widths) -> Iterator[RenderableTy
         modules = list(dict.fromkeys(section.module for section in members))
         each = " each" if len(modules) > 1 else ""
         tensors = f"{len(saved)} tensor{'s' * (len(saved) > 1)}"
-        yield Text()
-        yield Text.assemble(
-            "Held at the end of forward by ", (modules_text(modules), "bold"), f": {tensors}, {_kept(total)}{each}"
+        yield from spaced(
+            Text.assemble(
+                "Held at the end of forward by ", (modules_text(modules), "bold"), f": {tensors}, {_kept(total)}{each}"
+            ),
+            _holds(saved, widths),
         )
-        yield _holds(saved, widths)
 
 
 def _looks(hold: Hold) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ from .printing import (
     put,
     put_line,
     right,
+    spaced,
     written_lines,
 )
 from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, timeline_lines, unit_of, who
@@ -307,21 +308,16 @@ def estimate_report(
         yield table
         yield Text()
     yield Text(_caption(estimate), FAINT)
-    yield Text()
-    yield stage_breakdown(estimate, worst, console)
+    yield from spaced(stage_breakdown(estimate, worst, console))
     if lines:
-        yield Text()
-        yield from timeline_lines(estimate, lines, console)
+        yield from spaced(*timeline_lines(estimate, lines, console))
     if verbose:
-        yield Text()
-        yield _every_reading(estimate)
+        yield from spaced(_every_reading(estimate))
     warnings = [(one.code, one.message) for one in estimate.warnings if one.code not in FIRST]
     if warnings:
-        yield Text()
-        yield entries(warnings, CAUTION)
+        yield from spaced(entries(warnings, CAUTION))
     if estimate.assumptions:
-        yield Text()
-        yield from _assumptions(estimate, verbose)
+        yield from spaced(*_assumptions(estimate, verbose))
     if estimate.ways_out:  # else nothing of a search is imported
         from .ways_out import ways_table
 

@@ -34,6 +34,8 @@ from .printing import (
     put,
     put_line,
     right,
+    spaced,
+    titled,
 )
 from .ways_out import ways_table
 
@@ -128,30 +130,25 @@ def explanation_report(told: Explanation) -> Iterator[RenderableType]:
     yield from [Text(facts, FAINT)] if facts else []
     apart = [cause for cause in told.causes if cause.code == "far-apart"]
     if apart:
-        yield Text()
-        yield entries([(cause.code, cause.message) for cause in apart], CAUTION)
+        yield from spaced(entries([(cause.code, cause.message) for cause in apart], CAUTION))
     if told.candidates:
         yield from _candidates(told)
         yield from _memory(told, told.candidates[0])
     elif told.nearest:
-        yield Text()
-        yield Text(
+        yield from titled(
             f"No request of the plan prints as {told.reported.message.tried.text}; the nearest are"
             if told.reported.message.tried
             else "",
-            "bold",
+            _table(told, told.nearest),
         )
-        yield _table(told, told.nearest)
     if told.guesses:
         yield from _guesses(told)
     others = [(cause.code, cause.message) for cause in told.causes if cause not in apart]
     if others:
-        yield Text()
-        yield entries(others, CAUTION)
+        yield from spaced(entries(others, CAUTION))
     yield from _ways_out(told)
     if told.wanted:
-        yield Text()
-        yield Text(f"For more: {'; '.join(told.wanted)}.", FAINT)
+        yield from spaced(Text(f"For more: {'; '.join(told.wanted)}.", FAINT))
 
 
 def _facts(told: Explanation) -> str:
@@ -200,8 +197,7 @@ def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
     if not total or not sum(one.held):
         return
     unit = unit_for(total)
-    yield Text()
-    yield Text("In memory then, by the plan", "bold")
+    yield from titled("In memory then, by the plan")
     table = WholeTable.grid(left(), right(), right(), padding=(0, 2, 0, 0))
     table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
     for category in Category:
@@ -217,8 +213,7 @@ def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
 
 
 def _guesses(told: Explanation) -> Iterator[RenderableType]:
-    yield Text()
-    yield Text("Likely by its size", "bold")
+    yield from titled("Likely by its size")
     table = plain_table(folded("tensor"), folded("factors"), folded("of"))
     for guess in told.guesses:
         table.add_row(guess.what, guess.factors, Text(guess.of, FAINT))
@@ -229,11 +224,12 @@ def _ways_out(told: Explanation) -> Iterator[RenderableType]:
     if told.estimate is None or told.reported.message.of_host:
         return
     if told.estimate.fits:
-        yield Text()
-        yield Text.assemble(
-            ("The plan fits by its estimate", "bold"),
-            ", and the run died: the run is not what the plan says, or memory went elsewhere (see above).",
-            " What follows leaves as much more room as the run lacked." if told.estimate.ways_out else "",
+        yield from spaced(
+            Text.assemble(
+                ("The plan fits by its estimate", "bold"),
+                ", and the run died: the run is not what the plan says, or memory went elsewhere (see above).",
+                " What follows leaves as much more room as the run lacked." if told.estimate.ways_out else "",
+            )
         )
     yield from ways_table(told.estimate, unit_for(told.estimate.peak))
 

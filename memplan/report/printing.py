@@ -223,6 +223,17 @@ def put(console: Console, *renderables: RenderableType) -> None:
         console.print(tidy(renderable), end="", crop=False)
 
 
+def spaced(*parts: RenderableType) -> Iterator[RenderableType]:
+    """``parts`` behind an empty line."""
+    yield Text()
+    yield from parts
+
+
+def titled(title: str, *parts: RenderableType) -> Iterator[RenderableType]:
+    """``parts`` under their title, behind an empty line."""
+    yield from spaced(Text(title, "bold"), *parts)
+
+
 def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
     """Which ``files`` were written, behind an empty line."""
     if files:

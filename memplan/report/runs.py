@@ -33,6 +33,8 @@ from .printing import (
     put,
     put_line,
     right,
+    spaced,
+    titled,
 )
 from .stages import measured
 
@@ -240,20 +242,19 @@ def run_report(record: Record) -> Iterator[RenderableType]:
     yield Pieces(_circumstances(record), style=FAINT)
     if found:
         unit = unit_for(max(one.measured for one in found))
-        yield Text()
-        yield _readings(found, unit, record.tolerance)
+        yield from spaced(_readings(found, unit, record.tolerance))
         yield Text()
         alone = "; device: without NCCL, which a played group has not" if record.run.world == "emulated" else ""
         legend = f"{MEANING[unit.name]}, most loaded rank of each stage; difference: estimate − measured{alone}"
         yield Text(legend, FAINT)
         yield from _categories(record, found, unit)
     for title, lines in _sections(record):
-        yield Text()
-        yield Text(title, "bold")
+        yield from titled(title)
         for line in lines:
             yield Text(f"  {one_line(line)}")
-    yield Text()
-    yield Text(f"run {record.id}, {record.time.replace('T', ' ').rstrip('Z')} UTC: {one_line(record.command)}", FAINT)
+    yield from spaced(
+        Text(f"run {record.id}, {record.time.replace('T', ' ').rstrip('Z')} UTC: {one_line(record.command)}", FAINT)
+    )
 
 
 def _circumstances(record: Record) -> list[str]:
@@ -302,8 +303,7 @@ def _categories(record: Record, found: Sequence[Difference], unit: Unit) -> Iter
             table.add_row(
                 label(one_line(name)), unit.figure(measured), unit.figure(expected), unit.change(expected - measured)
             )
-    yield Text()
-    yield table
+    yield from spaced(table)
 
 
 def _most_loaded(ranks: Sequence[RankReading], stage: int) -> RankReading | None:

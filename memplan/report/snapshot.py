@@ -28,6 +28,8 @@ from .printing import (
     put,
     put_line,
     right,
+    spaced,
+    titled,
 )
 
 
@@ -58,22 +60,17 @@ def _report(told: Compared, failed: Explanation | None) -> Iterator[RenderableTy
     yield verdict(told, failed)
     yield Text(_facts(told), FAINT)
     if told.stage is not None:
-        yield Text()
-        yield _categories(told)
+        yield from spaced(_categories(told))
         if told.only_planned:
-            yield Text()
-            yield Text("Only in the plan", "bold")
-            yield _same_table(told.only_planned, planned=True)
+            yield from titled("Only in the plan", _same_table(told.only_planned, planned=True))
     if told.only_ran:
-        yield Text()
-        yield Text("Only in the run" if told.stage is not None else "At the peak", "bold")
-        yield _same_table(told.only_ran, planned=False)
+        yield from titled(
+            "Only in the run" if told.stage is not None else "At the peak", _same_table(told.only_ran, planned=False)
+        )
     if told.parting is not None:
-        yield Text()
-        yield Text.assemble(("Where they part", "bold"), f": {_parting(told.parting)}")
+        yield from spaced(Text.assemble(("Where they part", "bold"), f": {_parting(told.parting)}"))
     if failed is not None:
-        yield Text()
-        yield from explanation_report(failed)
+        yield from spaced(*explanation_report(failed))
 
 
 def _facts(told: Compared) -> str:

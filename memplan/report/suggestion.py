@@ -35,6 +35,8 @@ from .printing import (
     put,
     put_line,
     right,
+    spaced,
+    titled,
     written_lines,
 )
 from .stages import stage_tables
@@ -146,15 +148,14 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
     if found.changes:
         yield from _changes(found, verbose)
     if answer.methods and found.best:
-        yield Text()
-        yield from cuts_table(answer.methods, found.best[0])
+        yield from spaced(*cuts_table(answer.methods, found.best[0]))
     if len(found.front) > 1 and found.front[0].timed:
-        yield Text()
-        yield from front_table(found.front, console, SHOWN if not verbose else None)
-    yield Text()
-    yield from _search(found, verbose, one_of_several=bool(answer.offers))
-    yield from _notes(answer, stated, verbose)
-    yield from written_lines(answer.written)
+        yield from spaced(*front_table(found.front, console, SHOWN if not verbose else None))
+    yield from spaced(
+        *_search(found, verbose, one_of_several=bool(answer.offers)),
+        *_notes(answer, stated, verbose),
+        *written_lines(answer.written),
+    )
 
 
 def _start(answer: Answer) -> Iterator[RenderableType]:
@@ -184,9 +185,7 @@ def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
         other = "" if offer.keeps_fp32 else f"{best.plan.precision.dtype} alone, no fp32 parameters"
         layout = DOT.join(layout_pieces(best))
         table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), Text(other, CAUTION))
-    yield Text()
-    yield Text("In each framework", "bold")
-    yield table
+    yield from titled("In each framework", table)
 
 
 def _stated(found: Found) -> Suggestion | None:
@@ -282,8 +281,9 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
     yield facts
     if estimate is None:
         return
-    yield Text()
-    yield from stage_tables(estimate, console, folded=False) if verbose else compact_stages(estimate, console)
+    yield from spaced(
+        *(stage_tables(estimate, console, folded=False) if verbose else compact_stages(estimate, console))
+    )
 
 
 def _on_each_node(estimate: Estimate) -> list[str]:
@@ -335,10 +335,7 @@ def _costs(suggestion: Suggestion, step: StepTime) -> Pieces:
 def _why(found: Found, console: Console) -> Iterator[RenderableType]:
     best, *others = found.best
     if others or found.given is not None:
-        yield Text()
-        yield Text("Why this one", "bold")
-        yield alternatives(found)
-        yield from worth(found)
+        yield from titled("Why this one", alternatives(found), *worth(found))
     given = found.given
     if given is not None and not same_layout(given, best):
         fits = "" if given.fits else ", and does not fit"
@@ -373,9 +370,7 @@ def _search(found: Found, verbose: bool, *, one_of_several: bool) -> Iterator[Re
     )
     if verbose and counts.refused:
         rules = sorted(counts.refused.items(), key=lambda rule: (-rule[1], rule[0]))
-        yield Text()
-        yield Text("Left out by a rule", "bold")
-        yield entries([(f"{count:,}", rule) for rule, count in rules], FAINT)
+        yield from titled("Left out by a rule", entries([(f"{count:,}", rule) for rule, count in rules], FAINT))
 
 
 def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator[RenderableType]:
@@ -383,14 +378,12 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
     first = {SEQ_DEFAULT, VOCAB_UNUSED}  # said above
     warnings = [notice for notice in answer.warnings(stated) if notice.code not in first]
     if warnings:
-        yield Text()
-        yield entries([(notice.code, notice.message) for notice in warnings], CAUTION)
+        yield from spaced(entries([(notice.code, notice.message) for notice in warnings], CAUTION))
     step = stated.step if stated is not None and stated.timed else None
     assumed = [*answer.assumptions, *(step.assumptions if step is not None else ())]
     assumed += estimate.assumptions if estimate is not None else ()
     if assumed and verbose:
-        yield Text()
-        yield Text("Assumed", "bold")
+        yield from titled("Assumed")
         for assumption in assumed:
             yield Padding(Text(assumption), (0, 0, 0, 2))
     elif assumed:

@@ -21,7 +21,7 @@ from ..trace.recording import Traced
 from ..trace.run import Planned
 from .json import SCHEMA
 from .names import MIBS, elements, exact, modules_text, numbers_text, percent, plan_text, size
-from .printing import CAUTION, FAINT, GOOD, folded, label, left, plain_table, put, put_line, right
+from .printing import CAUTION, FAINT, GOOD, folded, label, left, plain_table, put, put_line, right, spaced
 
 CLOSE = 4096
 """Bytes: scalars, not layers."""
@@ -63,18 +63,16 @@ def _body(asked: Planned, traced: Traced, comparison: Comparison, verbose: bool)
     yield Text(line, FAINT)
     count = elements(traced.outline.parameters)
     yield Text(f"{count} parameters, torch {traced.torch}, {_code(traced)}{_rank(asked)}", FAINT)
-    yield Text()
-    yield _points(comparison.points)
-    yield Text()
-    yield _rows(comparison.rows, verbose)
-    yield Text()
-    yield Text("MiB (2^20 bytes), each storage rounded up to 512 bytes; difference: estimate − trace, bytes", FAINT)
+    yield from spaced(_points(comparison.points))
+    yield from spaced(_rows(comparison.rows, verbose))
+    yield from spaced(
+        Text("MiB (2^20 bytes), each storage rounded up to 512 bytes; difference: estimate − trace, bytes", FAINT)
+    )
     whole = breakdown(traced)
     parts = ", ".join(f"{label(key)} {MIBS.figure(count)}" for key, count in whole.items())
     yield Text(f"At the peak: {parts}")
     if verbose:
-        yield Text()
-        yield Text("In place of what a CPU does")
+        yield from spaced(Text("In place of what a CPU does"))
         for one in traced.substitutions:
             yield Text(f"  {one}", FAINT)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..frameworks import framework
 from ..result import Estimate, WayOut
 from .names import Unit
-from .printing import BAD, FAINT, GOOD, folded, left, plain_table, right
+from .printing import BAD, FAINT, GOOD, folded, left, plain_table, right, spaced
 from .suggestion_words import change_percent
 
 
@@ -20,8 +20,7 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     if not ways:
         return
     told = "cheapest first" if ways[0].fits else "none is enough; what gains most"
-    yield Text()
-    yield Text.assemble(("Ways out", "bold"), (f": {told}", FAINT))
+    yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}", FAINT)))
     table = plain_table(folded("change"), left(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
         verdict = Text("fits", GOOD) if way.fits else Text("too large", BAD)

@@ -28,7 +28,7 @@ from ..trace.recording import EVALUATION, Traced
 from ..trace.worker import traced_job, training_of
 from ..values import dataclass, replace
 from .devices import devices, visible
-from .failing import full, is_full
+from .failing import is_full
 from .native import own_code
 from .run_files import TASK, Telling
 
@@ -155,11 +155,13 @@ def main(arguments: list[str]) -> int:
 def _tell(error: Exception, telling: Telling) -> None:
     import torch
 
+    from ..explain.message import parse
+
     text = str(error).strip()
     if not isinstance(error, torch.OutOfMemoryError) and not is_full(text):
         telling.failed("error", f"{type(error).__name__}: {text.partition(chr(10))[0]}", when=_where(error))
         return
-    said = full(text)
+    said = parse(" ".join(text.split()))
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     telling.failed(
         "out-of-memory",
@@ -167,7 +169,7 @@ def _tell(error: Exception, telling: Telling) -> None:
         when=_where(error),
         allocated=torch.cuda.memory_allocated() if said.allocated is None and on_gpu else said.allocated,
         reserved=torch.cuda.memory_reserved() if said.reserved is None and on_gpu else said.reserved,
-        failing=said.failing,
+        failing=said.request,
     )
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 from ...optimizers import algorithm, algorithms
 from ...optimizers.base import Algorithm, DeepspeedType
-from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, nearest, wrong_at
+from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, guessed, nearest, wrong_at
 from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Plan
 from ...values import dataclass
-from ..launch import guessed
 from ..rows import Building, Reader, Row, elsewhere, positive, read_rows
 from ..settings import Keys
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, nearest, wrong_at
+from ...plan.errors import ABSENT, Guesses, Node, Origin, PlanError, guessed, nearest, wrong_at
 from ...plan.fields import by_flag
 from ...plan.normalise import normalised
 from ...plan.notes import Note
@@ -14,7 +14,7 @@ from ...plan.read import ReadPlan, Source, build_plan
 from ...plan.text import text_at
 from ...plan.traced_spec import TracedSpec
 from ...plan.yaml_events import parse_yaml
-from ..launch import Asked, Launch, data_parallel, guessed, left_out, with_sizes
+from ..launch import Asked, Launch, data_parallel, left_out, with_sizes
 from ..rows import Building, positive
 from .config import AUTO, NOT_MODELLED, Configuration, configuration_of, integer
 

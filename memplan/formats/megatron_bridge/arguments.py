@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ...plan.errors import Node, Origin, PlanError, is_slip
+from ...plan.errors import Node, Origin, PlanError, guessed, is_slip
 from ...plan.notes import Note
-from ..launch import guessed, left_out
+from ..launch import left_out
 from ..megatron.hybrid import SPEC
 from ..rows import Argument, arguments_of, nearest_argument
 from . import table

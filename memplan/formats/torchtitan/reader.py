@@ -22,6 +22,7 @@ from ...plan.errors import (
     Node,
     Origin,
     PlanError,
+    guessed,
     is_slip,
     one_line,
     refused,
@@ -34,7 +35,7 @@ from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source
 from ...plan.text import folder_of, path_of, text_at
 from ...values import dataclass
-from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, left_out
+from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, left_out
 from ..launchers import beside, found_from, gpus_of, runs_torchtitan
 from ..recognised import is_python, is_script
 from ..rows import Building, Table

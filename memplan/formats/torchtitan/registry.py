@@ -123,7 +123,7 @@ def _only(following: Following) -> str:
 def _nothing(following: Following, name: str) -> PlanError:
     known = _offered(following)
     guess = nearest(name, known)
-    more = f"; did you mean {guess}?" if guess else f" ({', '.join(known[:8])})" if known else ""
+    more = f" ({', '.join(known[:8])})" if known and not guess else ""
     origin = Origin(following.main.source)
     return PlanError("CONFIG", name, f"is no function of this file that is followed{more}", origin=origin, known=known)
 
@@ -230,7 +230,7 @@ class _Written:
         fields = dict(made.fields)
         if kind in _POLICIES:
             name, default = _POLICIES[kind]
-            fields.setdefault(name, _plain(default, made.origin))
+            fields.setdefault(name, Node.of(default, made.origin))
         elif kind not in ("ActivationCheckpointConfig", "ActivationCheckpoint", ""):
             self.other("activation_checkpoint", kind, _REMEDIES["activation_checkpoint"], made)
         return self.node("activation_checkpoint", Made(made.name, fields, made.origin))
@@ -240,7 +240,7 @@ class _Written:
         if made.name.rpartition(".")[2].startswith("default_adamw"):
             given = {name: node for name, one in fields.items() if (node := self.node(f"optimizer.{name}", one))}
             own = {name: given.pop(name) for name in _OF_CONTAINER if name in given}
-            group = _plain(_ADAMW, made.origin)
+            group = Node.of(_ADAMW, made.origin)
             group.mapping["optimizer_kwargs"].mapping.update(given)
             return Node({"param_groups": Node([group], made.origin), **own}, made.origin)
         if kind not in ("OptimizersContainer", ""):
@@ -259,12 +259,3 @@ def _float8_of(converters: Value | None) -> Made | None:
     names = ("recipe_name", "filter_fqns", "emulate")
     fields = {name: value for name, value in found[0].fields.items() if name in names}
     return Made(found[0].name, fields, found[0].origin)
-
-
-def _plain(value: object, origin: Origin) -> Node:
-    if isinstance(value, dict):
-        return Node({name: _plain(one, origin) for name, one in value.items()}, origin)
-    if isinstance(value, list):
-        return Node([_plain(one, origin) for one in value], origin)
-    assert value is None or isinstance(value, (bool, int, float, str))
-    return Node(value, origin)

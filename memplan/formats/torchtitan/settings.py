@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...plan.errors import Node, Origin, PlanError, Scalar, scalar, shown, wrong_at
+from ...plan.errors import Node, Origin, PlanError, Scalar, guessed, scalar, shown, wrong_at
 from ...values import dataclass
 from ..rows import Kind, Row
 from ..settings import Keys, typed
@@ -135,9 +135,7 @@ def assigned(assignments: Sequence[str]) -> tuple[dict[str, Node], Node | None, 
                 raise PlanError(name, value, "must be a number of GPUs", origin=origin)
             gpus = node
         elif key_of(name) is None:
-            guess = nearest_key(name, RELEASES["0.2.2"])
-            problem = f"{name} is no key of torchtitan's" + (f"; did you mean {guess}?" if guess else "")
-            raise wrong_at(origin, problem)
+            raise wrong_at(origin, guessed(f"{name} is no key of torchtitan's", nearest_key(name, RELEASES["0.2.2"])))
         else:
             given[name] = node
     return given, gpus, version

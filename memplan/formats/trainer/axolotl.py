@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import ABSENT, Node, PlanError, Value, together
-from ..launch import guessed
+from ...plan.errors import ABSENT, Node, PlanError, Value, guessed, together
 from .axolotl_keys import HARMLESS_PLUGINS, NOTED, PLUGINS, REFUSED, WITHOUT_EFFECT
 from .keys import READ
 

@@ -17,7 +17,7 @@ from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
 from .keys import K_BIT, READ
-from .syntax import UNKNOWN, bound_once, constants, imports, literal, name_of, node_of, owner_of, pairs_of
+from .syntax import UNKNOWN, bound_once, constants, imports, literal, name_of, owner_of, pairs_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -158,11 +158,11 @@ class _Reading:
         for name, keys in (("BitsAndBytesConfig", _QUANTISED), ("LoraConfig", _LORA)):
             for call in self.of(name):
                 for key, value in _DEFAULTS[name].items():
-                    self.found.setdefault(key, node_of(value, self.source, call.lineno))
+                    self.found.setdefault(key, Node.of(value, Origin(self.source, call.lineno)))
                 self.take(call, keys)
                 task = self.keyword(call, "task_type") if name == "LoraConfig" else None
                 if task is not None and ast.unparse(task).rpartition(".")[2].strip("'\"") == "SEQ_CLS":
-                    self.found["lora_task_type"] = node_of("SEQ_CLS", self.source, call.lineno)
+                    self.found["lora_task_type"] = Node.of("SEQ_CLS", Origin(self.source, call.lineno))
         self.check_base()
         trainers = self.of(*_TRAINERS)
         for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
@@ -228,7 +228,7 @@ class _Reading:
             if number is not None or pairs is None:
                 self.put("num_labels", number or names or call)
             else:
-                self.found["num_labels"] = node_of(len(pairs) or 2, self.source, call.lineno)
+                self.found["num_labels"] = Node.of(len(pairs) or 2, Origin(self.source, call.lineno))
             count = self.found["num_labels"].value if "num_labels" in self.found else 0
             usual = "regression" if count == 1 else "single_label_classification"
             if kind is not None and self.value(kind) not in (None, usual):
@@ -339,7 +339,7 @@ class _Reading:
         """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
         value = self.value(given)
         if value is not UNKNOWN:
-            self.found[key] = node_of(value, self.source, given.lineno)
+            self.found[key] = Node.of(value, Origin(self.source, given.lineno))
         elif key in READ and _FLAGS.get(key, key).partition(" ")[0] not in self.asked:
             flag = f"say it with --{_FLAGS[key]}" if key in _FLAGS else INSTEAD
             problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"

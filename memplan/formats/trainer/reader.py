@@ -17,7 +17,7 @@ from typing import Any
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
 from ...optimizers import trainer_names
-from ...plan.errors import ABSENT, Guesses, Node, PlanError, nearest, shown, together, wrong_at
+from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
@@ -28,7 +28,7 @@ from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precisi
 from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
 from ..in_flags import in_flags
-from ..launch import Asked, Launch, guessed, left_out
+from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
 from ..recognised import is_python, is_script
 from ..rows import Building, Reader, Row, read_rows

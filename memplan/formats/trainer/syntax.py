@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Mapping
 
-from ...plan.errors import Node, Origin
-
 
 class Unknown:
     pass
@@ -108,13 +106,3 @@ def owner_of(call: ast.Call) -> str:
     """``AutoModelForCausalLM`` of ``AutoModelForCausalLM.from_pretrained``."""
     value = call.func.value if isinstance(call.func, ast.Attribute) else None
     return value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
-
-
-def node_of(value: object, source: str, line: int) -> Node:
-    origin = Origin(source, line)
-    if isinstance(value, dict):
-        return Node({str(key): node_of(item, source, line) for key, item in value.items()}, origin)
-    if isinstance(value, list):
-        return Node([node_of(item, source, line) for item in value], origin)
-    assert value is None or isinstance(value, (bool, int, float, str))
-    return Node(value, origin)
