@@ -67,7 +67,7 @@ def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     yield Notice(
         "logits-upcast",
         f"the loss casts ({b}, {s}, {vocab}) logits to fp32 in one tensor of {size:,} bytes ({size / GIB:.2f} GiB); "
-        f"a smaller micro-batch than {b} shrinks this tensor",
+        f"{f'a smaller micro-batch than {b} shrinks' if b > 1 else 'fewer tokens on each GPU shrink'} this tensor",
     )
 
 
