@@ -52,6 +52,26 @@ def test_what_is_named_fits(name: str) -> None:
     assert len({way.what for way in ways}) == len(ways)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model": "phi-4", "framework": "single", "gpus": "1", "gpu": "a40", "gbs": "8"},
+        {"model": "gemma-2-9b", "framework": "device-map", "gpus": "2", "gpu": "rtx-3090"},
+    ],
+)
+def test_what_is_not_enough_needs_what_its_estimate_says(flags: dict[str, str]) -> None:
+    """The blocks that the allocator keeps in its cache, too: a change can fill them or leave them."""
+    plan = read_plan(None, flags).plan
+    whole = estimate(plan)
+    ways = ways_out(plan, whole, NOTHING)
+    assert ways
+    assert not any(way.fits for way in ways)
+    for way in ways:
+        assert way.needs == estimate(changed(plan, dict(way.fields))).peak, way.what
+        assert way.gained == whole.peak - way.needs
+    assert [way.needs for way in ways] == sorted(way.needs for way in ways)
+
+
 def test_what_changes_training_says_so() -> None:
     plan = read_plan(*TOO_LARGE["fine-tuning"]).plan
     (way, *_) = ways_out(plan, estimate(plan), NOTHING)
