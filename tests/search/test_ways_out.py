@@ -55,7 +55,7 @@ def test_what_is_named_fits(name: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"model": "phi-4", "framework": "single", "gpus": "1", "gpu": "a40", "gbs": "8"},
+        {"model": "mistral-7b", "framework": "ddp", "gpus": "2", "gpu": "rtx-4090", "gbs": "8", "layers": "16"},
         {"model": "gemma-2-9b", "framework": "device-map", "gpus": "2", "gpu": "rtx-3090"},
     ],
 )
@@ -86,6 +86,10 @@ def test_fine_tuning_on_a_small_card_has_adapters() -> None:
         ways = ways_out(plan, estimate(plan), NOTHING)
         assert any("QLoRA" in way.what and way.fits for way in ways)
         assert all("adapters of rank 16 alone" in way.costs for way in ways if "LoRA" in way.what)
+    plan = read_plan(None, {"model": "phi-4", "gpu": "a40", "seq": "1024"}).plan
+    (way, *_) = (one for one in ways_out(plan, estimate(plan), NOTHING) if "LoRA" in one.what)
+    assert dict(way.fields)["lora.targets"] == ("all-linear",)
+    assert "(--lora-targets all-linear)" in way.costs
     for flags in ({"framework": "megatron"}, {"framework": "fsdp", "gpus": "2"}):
         plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
         assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))
