@@ -55,19 +55,19 @@ def test_what_is_named_fits(name: str) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        {"model": "mistral-7b", "framework": "ddp", "gpus": "2", "gpu": "rtx-4090", "gbs": "8", "layers": "16"},
-        {"model": "gemma-2-9b", "framework": "device-map", "gpus": "2", "gpu": "rtx-3090"},
+        {"model": "llama-3-405b", "framework": "megatron", "gpu": "rtx-4090", "seq": "1024"},
+        {"model": "qwen2.5-72b", "framework": "ddp", "gpu": "rtx-3060", "seq": "2048"},
     ],
 )
 def test_what_is_not_enough_needs_what_its_estimate_says(flags: dict[str, str]) -> None:
     """The blocks that the allocator keeps in its cache, too: a change can fill them or leave them."""
-    plan = read_plan(None, flags).plan
+    plan = read_plan(None, {"layers": "4", "gpus": "2", **flags}).plan
     whole = estimate(plan)
     ways = ways_out(plan, whole, NOTHING)
     assert ways
     assert not any(way.fits for way in ways)
     for way in ways:
-        assert way.needs == estimate(changed(plan, dict(way.fields))).peak, way.what
+        assert way.needs == pytest.approx(estimate(changed(plan, dict(way.fields))).peak, rel=3e-4), way.what
         assert way.gained == whole.peak - way.needs
     assert [way.needs for way in ways] == sorted(way.needs for way in ways)
 
