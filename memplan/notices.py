@@ -79,7 +79,7 @@ def _compiled(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notic
     if plan.compile and gpu is not None and GPUS[gpu].compute_capability != GPUS["h100-80gb"].compute_capability:
         yield Notice(
             "compiled-for-h100",
-            f"the graph is the one that Inductor writes for an H100; for {gpu} it may split sums and keep tensors otherwise",
+            f"the graph is what Inductor writes for an H100; for {gpu} it may split sums and keep tensors otherwise",
         )
 
 
