@@ -92,6 +92,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     limit = estimate.capacity - estimate.headroom
+    fits = None if any(stage.device is None for stage in estimate.stages) else True
     room = limit - least_context(estimate.plan, known)
     try:
         given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
@@ -106,7 +107,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     by_gain += [one for one in every if one not in by_gain]  # what needs another one to run
     for together in range(1, TOGETHER + 1):
         fitting, left = _fitting(tried, given, (limit, room), known, left, WAYS - len(found))
-        found += fitting
+        found += (replace(way, fits=fits) for way in fitting)
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
         enough = {one.what for one in found}

@@ -72,6 +72,18 @@ def test_what_is_not_enough_needs_what_its_estimate_says(flags: dict[str, str]) 
     assert [way.needs for way in ways] == sorted(way.needs for way in ways)
 
 
+def test_beside_an_unknown_context_a_way_out_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """As its own estimate says, which has no verdict; and the message is that of PyTorch for such GPUs."""
+    words = ["estimate", "--model", "pythia-12b", "--framework", "device-map", "--gpus", "2", "--gpu", "mi250x"]
+    words += ["--layers", "8", "--mbs", "24"]
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "may fit" in shown
+    assert "HIP out of memory" in shown
+    assert main([*words, "--json"]) == 1
+    assert {way["fits"] for way in json.loads(capsys.readouterr().out)["ways_out"]} == {None}
+
+
 def test_what_changes_training_says_so() -> None:
     plan = read_plan(*TOO_LARGE["fine-tuning"]).plan
     (way, *_) = ways_out(plan, estimate(plan), NOTHING)
