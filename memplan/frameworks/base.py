@@ -297,7 +297,9 @@ class Framework:
         return plan.optimizer.algorithm.assumptions(plan.optimizer)
 
     def attention_words(self, plan: Plan) -> str:
-        """The attention as users call it; of sdpa, the kernel."""
+        """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``)."""
+        if plan.compile:
+            return "sdpa"
         sdpa = plan.attention == "flash" and self.runs_transformers(plan) and plan.model.has_sizes
         return plan.sdpa_kernel if sdpa else str(plan.attention)
 

@@ -336,12 +336,19 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
     best, *others = found.best
     if others or found.given is not None:
         yield from titled("Why this one", alternatives(found), *worth(found))
+        if any(one.seconds < best.seconds and not one.point.keeps_numerics for one in others) and _keeps(best):
+            yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
     given = found.given
     if given is not None and not same_layout(given, best):
         fits = "" if given.fits else ", and does not fit"
+        fits = f", and keeps less than {found.keeps_free} free" if found.given_keeps_too_little else fits
         yield Text(f"The plan as given is {comparison_words(given, best)}{fits}.")
     elif given is not None:
         yield Text("It is the plan as given.")
+
+
+def _keeps(one: Suggestion) -> bool:
+    return one.timed and one.point.keeps_numerics
 
 
 def _changes(found: Found, verbose: bool) -> Iterator[RenderableType]:
