@@ -358,7 +358,7 @@ def check_sections(plan: ResolvedPlan) -> None:
     if plan.device_map is not None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
     if plan.compile and (why := framework(plan.framework).supports.compiled):
-        problem = f"must be false with framework {plan.framework}: {why}, and such graphs are not modelled"
+        problem = f"must be false with framework {plan.framework}: {why}"
         raise PlanError("compile", True, problem)
     loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
     if loop != "none":
