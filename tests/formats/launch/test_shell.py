@@ -70,6 +70,7 @@ read -r -d '' T <<'X' || true
  a $b
 X
 python a.py "$T\"""",
+    "read": """S="1,2,,4,5"; IFS=',' read -r A B C D <<< "$S"; read E F <<< "  x  y z "; python a.py "$A" "$B" "$C" "$D" "$E" "$F\"""",
     "command substitution": """V=$(echo a b); W=$(cat <<EOF
 one $V
 EOF
