@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _MICROSOFT = (
-    "is of Microsoft's Megatron-DeepSpeed, which is not modelled; BigScience's is. Say the job in flags for one like it: "
-    "--framework megatron, or deepspeed for ZeRO alone"
+    "is of Microsoft's Megatron-DeepSpeed, which is not modelled; BigScience's is. Say the job in flags for one like "
+    "it: --framework megatron, or deepspeed for ZeRO alone"
 )
 _OTHER_LAYERS = """
     swiglu squared-relu normalization num-key-value-heads use-rotary-position-embeddings rotary-percent
