@@ -23,7 +23,7 @@ from . import OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .in_flags import in_flags
 from .settings import taken_apart
 
-_SOURCED = (".sh", ".bash", ".env", ".conf", ".cfg")
+_SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")
 
 
 def beside(folder: Path) -> Beside:
