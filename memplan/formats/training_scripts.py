@@ -20,7 +20,8 @@ from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
-from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
+from .forks import AS_HERE, FORKS
+from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
 from .megatron.layout import BATCH_SCHEDULE
@@ -104,7 +105,12 @@ def launched(
 
         words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _of_no_training(words) or _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
+    refused = (
+        _of_no_training(words)
+        or _refusal(words)
+        or _misspelt(words, asked.format)
+        or _refused_argument(words, asked.format)
+    )
     if refused is not None:
         raise refused
     training = words.training
@@ -214,10 +220,13 @@ def _refusal(words: Words) -> PlanError | None:
     return None
 
 
-def _refused_argument(words: Words) -> PlanError | None:
+def _refused_argument(words: Words, framework: str) -> PlanError | None:
     """An error for the first argument under which nothing would be estimated as it is."""
+    forks = FORKS.get(framework, {})
     for given in {given.canonical: given for given in words.given}.values():
         argument = given.argument
+        if argument is None and given.name in forks and [*map(text, given.values)] != [AS_HERE.get(given.name)]:
+            return PlanError(given.name, ABSENT, forks[given.name], origin=given.origin)
         if argument is not None and argument.table is Table.REFUSED:
             return PlanError(given.name, ABSENT, argument.why, origin=given.origin)
         if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):

@@ -144,7 +144,7 @@ class Supports:
     """Parts of a layer that selective recompute can name."""
     reentrant: bool = True
     """transformers' layers are recomputed with reentrance, too."""
-    compiled: str = "it puts hooks into the graph, which torch.compile cuts there"
+    compiled: str = "it puts hooks into the graph, which torch.compile cuts there, and such graphs are not modelled"
     """Why a model that is compiled as a whole is not modelled; empty where it is."""
 
 

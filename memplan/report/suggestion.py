@@ -239,7 +239,8 @@ def _job(found: Found) -> list[str]:
     """What is given and kept: ``bigscience-104b-250k · megatron-deepspeed · 128 × v100-32gb · gbs 2048 · …``."""
     plan = found.base
     most = "up to " if found.objective == "gpus" else ""
-    parts = [plan.model.name, plan.framework, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
+    named = [plan.framework, *framework(plan.framework).described(plan)]
+    parts = [plan.model.name, *named, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
     parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.named, plan.optimizer.name]
     kept = f"{found.keeps_free} kept free" if found.keeps_free else f"headroom {plan.headroom}"
     parts += [kept] if plan.headroom != "0" else []

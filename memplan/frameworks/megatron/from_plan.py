@@ -193,9 +193,7 @@ def low_of(plan: ResolvedPlan, te: Version) -> Low | None:
     if recipe is None:
         return None
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
-    capability = (gpu.compute_capability if gpu is not None else None) or te_facts.LOW_PRECISION_SINCE.get(
-        recipe, HOPPER
-    )
+    capability = (gpu.compute_capability if gpu is not None else None) or te_facts.LOW_PRECISION_SINCE[recipe]
     turns = not ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
     return Low(RECIPES[recipe], turns, te, given.fp8_parameters, given.amax_history)
 

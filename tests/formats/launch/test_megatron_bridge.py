@@ -526,6 +526,57 @@ def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
         read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
 
 
+COMMAND = """#SBATCH --nodes=2
+export NCCL_NVLS_ENABLE=0
+for CONFIG in "2,4,True" "1,1,False"; do
+  IFS=',' read -r TP PP SP <<< "$CONFIG"
+  CMD="uv run python scripts/training/run_recipe.py --recipe ${RECIPE:-llama3_8b_pretrain_config} -mb 1"
+  CMD="$CMD model.tensor_model_parallel_size=$TP model.pipeline_model_parallel_size=$PP model.sequence_parallel=$SP"
+  srun --ntasks-per-node=8 bash -c "$CMD train.global_batch_size=64 dataset.seq_length=8192 checkpoint.save=$WHERE"
+done
+"""
+
+
+def commanded(folder: Path, **flags: str) -> ReadPlan:
+    """The plan of ``run.sh`` in ``folder``."""
+    place = str(folder / "run.sh")
+    return read_given(place, flags_of_launch(place, None), flags)
+
+
+def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
+    """``run_recipe.py`` as Megatron-Bridge's examples start it, in the first of their layouts."""
+    (tmp_path / "run.sh").write_text(COMMAND)
+    found = commanded(tmp_path)
+    said = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=4", "train.micro_batch_size=1")
+    rest = ("model.sequence_parallel=true", "train.global_batch_size=64", "dataset.seq_length=8192")
+    by_hand = overridden(*said, *rest, "env_vars.NCCL_NVLS_ENABLE=0")
+    assert found.plan == by_hand.plan
+    assert any("llama3_8b_pretrain_config is Python, which is not run" in one.message for one in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
+        ("llama3_8b_peft_config", "peft"),
+        ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
+        ("$UNKNOWN", "give it as --set UNKNOWN=value"),
+    ],
+)
+def test_a_recipe_that_says_more_is_refused(recipe: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(COMMAND.replace("${RECIPE:-llama3_8b_pretrain_config}", recipe))
+    with pytest.raises(PlanError, match=problem):
+        commanded(tmp_path)
+
+
+def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_config"
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(PlanError, match=r"says a layout.*only its Python has"):
+        commanded(tmp_path)
+    assert commanded(tmp_path, tp="1").plan.hardware.gpus == 8
+
+
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])
 def test_overrides_of_a_distillation_are_refused_as_megatrons_is(word: str) -> None:
     """As ``examples/distillation/llama/conf/llama32_3b-1b_distill_override_example.yaml`` has them."""
