@@ -124,7 +124,7 @@ def launched(
     )
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     building: Building = table.plan_of(settings, context)
-    variables = {name: node for name, node in (context.environment or {}).items() if _matters(name)}
+    variables = {name: node for name, node in (context.environment or {}).items() if matters(name)}
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (
@@ -176,7 +176,8 @@ def _family(words: Words, settings: Settings) -> Family:
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
 
 
-def _matters(name: str) -> bool:
+def matters(name: str) -> bool:
+    """Whether a variable of the environment may change memory."""
     return bool(_KEPT.match(name)) and not is_irrelevant(name)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from ...bash.origin import ScriptError
@@ -24,7 +24,7 @@ from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
 from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
-from ..training_scripts import with_unread
+from ..training_scripts import matters, with_unread
 from . import swift
 from .keys import READ
 from .python import Script, python_in, script_in
@@ -46,6 +46,8 @@ class Started:
     loop: Loop = TRAINER
     on_all: bool = False
     """The launcher starts a process on every GPU that it finds, and nothing says how many."""
+    environment: Mapping[str, Node] = field(default_factory=dict)
+    """Variables that the scripts set and that may change memory."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -79,7 +81,14 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
             "if it trains, say the job in flags, such as --model NAME --mbs 1 --seq 2048"
         )
         raise PlanError("", ABSENT, problem, origin=training.origin)
-    found = Started(arguments, folder, training.gpus, script=script, on_all=training.on_all)
+    variables = {
+        name: Node(text(value), origin_of(value, training.origin))
+        for name, value in training.environment.items()
+        if matters(name) and is_known(value)
+    }
+    if said is not None:
+        variables |= said.environment
+    found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
     return with_launcher(found, launcher, by_trl=by_trl)
 
 

@@ -1,0 +1,151 @@
+"""What a script does to its model beside the Trainer's arguments is read, or asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.trainer.python import script_in
+
+from .test_trainer_python import plan_of, refusal
+
+TRAIN = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+args = TrainingArguments("out", per_device_train_batch_size=4, bf16=True)
+Trainer(model=model, args=args).train()
+"""
+SAID = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 4, "bf16": True}
+BEHIND = "args = Tr"
+
+
+def with_line(line: str) -> str:
+    """``TRAIN`` with ``line`` behind the model."""
+    return TRAIN.replace(BEHIND, f"{line}\n{BEHIND}")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model = model.to(torch.bfloat16).cuda()", {"dtype": "bfloat16"}),
+        ("model.to('cuda', dtype=torch.bfloat16)", {"dtype": "bfloat16"}),
+        ("model.to('cuda')", {}),
+        ("teacher.half()", {}),
+        ("model.gradient_checkpointing_enable({'use_reentrant': True})",
+         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ("model.set_attn_implementation('eager')", {"attn_implementation": "eager"}),
+        ("apply_liger_kernel_to_llama()", {"use_liger_kernel": True}),
+        ("apply_liger_kernel_to_llama(rope=False)",
+         {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}),
+    ],
+)  # fmt: skip
+def test_a_call_is_the_argument_that_does_the_same(line: str, said: dict[str, object], tmp_path: Path) -> None:
+    same = plan_of(tmp_path, "train.json", json.dumps({**SAID, **said}))
+    assert plan_of(tmp_path, "train.py", with_line(line)) == same
+
+
+def test_arguments_that_are_set_later(tmp_path: Path) -> None:
+    later = TRAIN.replace("Trainer(", "args.per_device_train_batch_size = 2\nTrainer(")
+    assert plan_of(tmp_path, "train.py", later).batch.mbs == 2
+    assert "set_training: sets several" in refusal(
+        TRAIN.replace("Trainer(", "args.set_training(batch_size=2)\nTrainer(")
+    )
+
+
+def test_rows_of_the_embedding(tmp_path: Path) -> None:
+    """Rounded up as transformers does it; a tokenizer's number is told, not guessed."""
+    line = "model.resize_token_embeddings(130_001, pad_to_multiple_of=64)"
+    assert plan_of(tmp_path, "train.py", with_line(line)).model.vocab == -(-130_001 // 64) * 64
+    place = tmp_path / "train.py"
+    place.write_text(with_line("model.resize_token_embeddings(len(tokenizer))"), encoding="utf-8")
+    read = read_given(str(place), flags_of_launch(str(place), None), {})
+    assert read.plan.model.vocab == 128_256
+    assert any("len(tokenizer) rows" in note.message for note in read.warnings)
+
+
+def test_labels_of_a_configuration(tmp_path: Path) -> None:
+    loaded = 'AutoModelForSequenceClassification.from_pretrained("bert-base-uncased", config=config)'
+    script = TRAIN.replace('AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")', loaded).replace(
+        "model = ", 'config = AutoConfig.from_pretrained("bert-base-uncased", num_labels=20)\nmodel = '
+    )
+    assert plan_of(tmp_path, "train.py", script).model.labels == 20
+
+
+@pytest.mark.parametrize("text", ["train.sh", "train.py"])
+def test_variables_of_the_environment(text: str, tmp_path: Path) -> None:
+    """Blocks that expand are the allocator's, whoever sets them."""
+    if text == "train.py":
+        script = TRAIN.replace(
+            "import torch", 'import torch, os\nos.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"'
+        )
+    else:
+        script = "export PYTORCH_ALLOC_CONF=expandable_segments:True NCCL_DEBUG=INFO\npython run_clm.py --do_train"
+        script += " --model_name_or_path gpt2 --per_device_train_batch_size 1\n"
+    assert plan_of(tmp_path, text, script).environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+OWN_LOSS = """
+class Distilling(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        outputs = model(**inputs)
+        return outputs.loss + distance(outputs.logits)
+Distilling(
+"""
+LOGGING = """
+class Logging(Trainer):
+    def compute_loss(self, model, inputs, **rest):
+        loss = super().compute_loss(model, inputs, **rest)
+        print(loss)
+        return loss
+Logging(
+"""
+OPTIMIZER = LOGGING.lstrip().replace("compute_loss", "create_optimizer").replace("super()", "other")
+DPO = """
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B-Instruct")
+ref = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-{size}-Instruct")
+DPOTrainer(model=model, ref_model=ref, args=DPOConfig("out"))
+"""
+GRPO = """
+args = GRPOConfig("out", per_device_train_batch_size=8)
+GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/ArmoRM-Llama3-8B-v0.1"], args=args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "way_out"),
+    [
+        (TRAIN.replace("Trainer(model", OWN_LOSS.lstrip() + "model"), "Distilling.compute_loss: is a loss", "loss"),
+        (TRAIN.replace("args=args", "args=args, compute_loss_func=mine"), "compute_loss_func: is a loss", "loss"),
+        (TRAIN.replace("Trainer(model", OPTIMIZER + "model"), "Logging.create_optimizer: is an optimizer", "optimizer"),
+        (DPO.format(size="1.5B"), "ref_model: is loaded otherwise", "trainer"),
+        (with_line("model.to(torch_dtype)"), "to: is torch_dtype", "autocast-parameters"),
+        (TRAIN.replace(".from_pretrained", ".from_config"), "from_config: is made from a configuration", "model"),
+    ],
+)  # fmt: skip
+def test_what_the_script_does_by_itself_is_asked_for(text: str, part: str, way_out: str) -> None:
+    assert part in refusal(text)
+    script_in(text, "train.py", [way_out])
+
+
+def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
+    same = plan_of(tmp_path, "train.json", json.dumps(SAID))
+    assert plan_of(tmp_path, "train.py", TRAIN.replace("Trainer(model", LOGGING.lstrip() + "model")) == same
+    assert plan_of(tmp_path, "dpo.py", DPO.format(size="0.5B")).trainer is not None
+
+
+def test_a_model_of_rewards_beside_the_policy(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="is a model beside the policy"):
+        plan_of(tmp_path, "grpo.py", GRPO)
+    assert plan_of(tmp_path, "grpo.py", GRPO, **{"generation-memory": "16GiB"}).trainer is not None
+
+
+def test_a_model_spread_over_gpus_is_no_replica_on_each(tmp_path: Path) -> None:
+    spread = TRAIN.replace('Llama-3.2-1B"', 'Llama-3.2-1B", device_map="auto"')
+    assert plan_of(tmp_path, "train.py", spread).framework == "single"
+    with pytest.raises(Exception, match="device_map = auto: spreads the model"):
+        plan_of(tmp_path, "train.py", spread, gpus="4")
+    assert plan_of(tmp_path, "train.py", spread, gpus="4", framework="ddp").framework == "ddp"
