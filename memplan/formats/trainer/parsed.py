@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line
 from .keys import READ
-from .syntax import UNKNOWN, bound_once, constants, imports, literal, name_of, node_of, pairs_of
+from .settled import Settled, conditions
+from .syntax import UNKNOWN, bound_once, constants, imports, name_of, node_of, pairs_of
 
 LOADED = {
     name: name
@@ -23,7 +24,7 @@ FLAGS = {
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
     "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
     "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
-    "torch_compile": "torch-compile",
+    "torch_compile": "torch-compile", "lora_modules_to_save": "modules-to-save",
 }  # fmt: skip
 """Flags that say what a keyword does."""
 INSTEAD = (
@@ -32,12 +33,17 @@ INSTEAD = (
 
 
 class Parsed:
-    def __init__(self, module: ast.Module, source: str, asked: frozenset[str]) -> None:
+    def __init__(
+        self, module: ast.Module, source: str, asked: frozenset[str], flags: Mapping[str, Node] | None = None
+    ) -> None:
         self.source, self.asked = source, asked
         self.module = module
-        self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
         self.once = bound_once(module)
-        self.names = constants(self.once)
+        said = {name: node.plain() for name, node in (flags or {}).items()}
+        self.settled = Settled(module, constants(self.once), self.once, said)
+        self.tests = conditions(module)
+        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        self.calls = [call for call in calls if self.stands(call) is not False]
         self.imported = {name.partition(".")[0] for name in imports(module)}
         self.assigned: dict[int, list[str]] = {}
         """Names that calls are given to, by the call's identity."""
@@ -60,6 +66,8 @@ class Parsed:
 
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
         pairs = self.pairs(given)
+        if pairs is None and self.settled.arguments and keys is not None:  # a command line says them
+            return
         if pairs is None:
             problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
             self.ask("", problem, given.lineno)
@@ -78,9 +86,17 @@ class Parsed:
             problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
             self.ask(key, problem, given.lineno)
 
+    def stands(self, call: ast.Call) -> bool | None:
+        """Whether the script comes to ``call``, by the conditions around it; nothing where only it knows."""
+        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(call), ())]
+        wanted = [needed for _, needed in self.tests.get(id(call), ())]
+        if any(one is (not needed) for one, needed in zip(holds, wanted, strict=True)):
+            return False
+        return None if None in holds else True
+
     def value(self, given: ast.expr) -> object:
-        """What ``given`` is without running anything: a literal, or a name for one."""
-        return literal(given, self.names)
+        """What ``given`` is without running anything: a literal, a name for one, an argument of the command line."""
+        return self.settled.value(given)
 
     def pairs(self, given: ast.expr) -> list[tuple[str, ast.expr]] | None:
         return pairs_of(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)

@@ -18,9 +18,9 @@ from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
 from . import changes
-from .keys import K_BIT
+from .keys import K_BIT, READ
 from .parsed import FLAGS, INSTEAD, LOADED, Parsed
-from .syntax import name_of, node_of, owner_of
+from .syntax import UNKNOWN, name_of, node_of, owner_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -56,7 +56,7 @@ _QUANTISED = {
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
     "bnb_4bit_compute_dtype": "bnb_4bit_compute_dtype",
 }  # fmt: skip
-_BESIDE = {name: name for name in ("max_seq_length", "packing")}
+_BESIDE = ("max_seq_length", "packing")
 """What trl's trainers took themselves before their configurations did."""
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "LoraConfig": {"lora_r": 8, "lora_dropout": 0.0, "use_peft": True},
@@ -74,6 +74,8 @@ _OTHER_WEIGHTS = re.compile(
 )
 """Of ``transformers.utils.quantization_config`` but bitsandbytes': how the base's weights are stored."""
 _WEIGHTS = re.compile(f"BitsAndBytesConfig|{_OTHER_WEIGHTS.pattern}")
+_OF_ARGUMENTS = ("get_peft_config", "get_quantization_config")
+"""trl's functions that make both of its arguments (``trainer/utils.py``)."""
 _ADAPTERS = re.compile("LoraConfig")
 
 
@@ -87,11 +89,28 @@ class Script:
     """The script of trl's that has these arguments; empty where transformers' own Trainer has."""
     environment: Mapping[str, Node] = field(default_factory=dict)
     """Variables that the script sets itself."""
+    used: frozenset[str] = frozenset()
+    """Arguments of the command line that are the script's own, and were followed in it."""
+    declared: frozenset[str] = frozenset()
+    """All arguments that it declares itself."""
+    wrong: PlanError | None = None
+    """What it does beside the arguments of its command line and only the running script knows."""
 
 
 def holds_arguments(text: str) -> bool:
     """Whether ``text`` may be of a Python file in which the Trainer's arguments stand."""
     return any(f"{name}(" in text for name in _CONFIGS)
+
+
+_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args)\(")
+
+
+def takes_arguments(text: str) -> bool:
+    """Whether ``text`` may be of a Python file that trains by the Trainer with arguments of a command line."""
+    return bool(_PARSES.search(text)) and bool(_TRAINS.search(text))
+
+
+_TRAINS = re.compile(r"Trainer\(")
 
 
 def python_in(folder: Path) -> IsMark:
@@ -104,10 +123,11 @@ def python_in(folder: Path) -> IsMark:
     return holds
 
 
-def script_in(text: str, source: str, asked: Collection[str]) -> Script:
-    """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name."""
+def script_in(text: str, source: str, asked: Collection[str], flags: Mapping[str, Node] | None = None) -> Script:
+    """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name, ``flags`` the
+    arguments that a command starts it with."""
     try:
-        return _Reading(_parsed(text, source), source, frozenset(asked)).script()
+        return _Reading(_parsed(text, source), source, frozenset(asked), flags).script()
     except RecursionError:
         raise PlanError("", ABSENT, f"is nested too deeply to be read; {INSTEAD}", origin=Origin(source)) from None
 
@@ -126,6 +146,10 @@ class _Reading(Parsed):
             if package in self.imported:
                 raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
         configs = self.of(*_CONFIGS)
+        parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
+        if parser and self.settled.arguments and not configs:
+            self.undecided()
+            configs = parser[:1]
         if len(configs) != 1:
             if not configs:
                 raise self.refused(f"is Python, in which no TrainingArguments stand; {INSTEAD}", None)
@@ -147,10 +171,19 @@ class _Reading(Parsed):
         trainers = self.of(*_TRAINERS, *(name for name, base in own.items() if base in _TRAINERS))
         calls = [*trainers, *self.of("Trainer", "Seq2SeqTrainer", *(name for name in own if name not in _TRAINERS))]
         for call in calls:
-            self.take(call, _BESIDE)
+            for keyword in call.keywords:
+                if keyword.arg in _BESIDE:
+                    self.put(keyword.arg, keyword.value)
             self.check_made(self.keyword(call, "peft_config"), "adapters", "lora_r", _ADAPTERS)
             self.optimizer_of(call)
-        self.take(config, None)
+        if config in parser:
+            defaults = {name: value for name, value in self.settled.declared.items() if name in READ}
+            known = {name: value for name, value in defaults.items() if value is not UNKNOWN and value is not None}
+            self.found = {
+                name: node_of(value, self.source, config.lineno) for name, value in known.items()
+            } | self.found
+        else:
+            self.take(config, None)
         changes.of_config(self, config)
         changes.own_code(self, own, calls, scores="num_labels" in self.found)
         changes.of_reference(self, trainers, model)
@@ -171,14 +204,26 @@ class _Reading(Parsed):
                 where = Origin(self.source, node.lineno)
                 self.wrong.append(PlanError(ast.unparse(node)[:60], ABSENT, problem, origin=where))
         self.frozen()
-        script = _CONFIGS[name_of(config)]
+        script = _CONFIGS.get(name_of(config), "")
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
             script = _TRAINERS[own.get(name_of(trainers[0]), name_of(trainers[0]))]
-            for key in ("gradient_checkpointing", "bf16"):
+            for key in () if config in parser else ("gradient_checkpointing", "bf16"):
                 self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
-        if self.wrong:
-            raise together(self.wrong)
-        return Script(Node(self.found, Origin(self.source, config.lineno)), script, changes.environment(self))
+        wrong = together(self.wrong) if self.wrong else None
+        if wrong is not None and config not in parser:
+            raise wrong
+        used = frozenset(self.settled.used - {*READ})
+        said = Node(self.found, Origin(self.source, config.lineno))
+        return Script(said, script, changes.environment(self), used, frozenset(self.settled.declared), wrong)
+
+    def undecided(self) -> None:
+        """Asks for adapters and weights that the script makes under a condition that the command does not decide."""
+        for name, key in (("LoraConfig", "lora_r"), ("BitsAndBytesConfig", "load_in_4bit")):
+            for call in self.of(name):
+                if self.stands(call) is None and FLAGS[key] not in self.asked:
+                    self.ask(
+                        name, f"is made where only the running script knows: say it with --{FLAGS[key]}", call.lineno
+                    )
 
     def model(self) -> ast.Call | None:
         """The model that is loaded, or that a trainer of trl's is given by name."""
@@ -264,6 +309,8 @@ class _Reading(Parsed):
     def check_made(self, given: ast.expr | None, what: str, key: str, made: re.Pattern[str]) -> None:
         """Asks for weights or adapters that no configuration of the script's own says."""
         here = given is None or self.value(given) is None or any(made.fullmatch(name_of(call)) for call in self.calls)
+        source = self.once.get(given.id, given) if isinstance(given, ast.Name) else given
+        here = here or (isinstance(source, ast.Call) and name_of(source) in _OF_ARGUMENTS)
         if given is not None and not here and FLAGS[key] not in self.asked:
             problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
             problem += f"say it with --{FLAGS[key]}"

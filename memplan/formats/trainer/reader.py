@@ -76,7 +76,9 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found.script, dialect, strict=asked.strict))
+    unread = tuple(_unread(written, found, dialect, strict=asked.strict))
+    if found.said is not None and found.said.wrong is not None:
+        raise found.said.wrong
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
     if found.environment:
@@ -269,7 +271,7 @@ MEANT = {
 """Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
 
 
-def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
+def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
     named = known if dialect is None else (*dialect.KEYS, *known)
@@ -286,14 +288,16 @@ def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: b
             continue
         else:
             guess = guesses.of(key)
+            if found.said is not None and key in found.said.declared and guess not in (*READ, *REFUSED, *NOTED):
+                continue
             code, problem = "argument-unknown", guessed("is no key that is read", guess)
             if guess is not None:  # HfArgumentParser refuses whatever it does not know (parse_dict)
                 wrong.append(PlanError(key, _plain(node), problem, origin=node.origin))
                 continue
         yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
-    if script and len(wrong) >= SEVERAL:
+    if found.script and len(wrong) >= SEVERAL:
         names = ", ".join(one.field for one in wrong[:5])
-        what = f"starts {script}.py, which takes arguments of its own ({names}), and is not the Trainer's"
+        what = f"starts {found.called}.py, which takes arguments of its own ({names}), and is not the Trainer's"
         raise PlanError("", ABSENT, in_flags(OF_SCRIPTS, written, what), origin=written.origin)
     if wrong:
         raise together(wrong)

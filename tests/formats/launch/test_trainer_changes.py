@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.trainer.python import script_in
+from memplan.formats.trainer.settled import Settled
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
 
 from .test_trainer_python import plan_of, refusal
 
@@ -138,7 +142,7 @@ def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_model_of_rewards_beside_the_policy(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="is a model beside the policy"):
+    with pytest.raises(PlanError, match="is a model beside the policy"):
         plan_of(tmp_path, "grpo.py", GRPO)
     assert plan_of(tmp_path, "grpo.py", GRPO, **{"generation-memory": "16GiB"}).trainer is not None
 
@@ -146,6 +150,75 @@ def test_a_model_of_rewards_beside_the_policy(tmp_path: Path) -> None:
 def test_a_model_spread_over_gpus_is_no_replica_on_each(tmp_path: Path) -> None:
     spread = TRAIN.replace('Llama-3.2-1B"', 'Llama-3.2-1B", device_map="auto"')
     assert plan_of(tmp_path, "train.py", spread).framework == "single"
-    with pytest.raises(Exception, match="device_map = auto: spreads the model"):
+    with pytest.raises(PlanError, match="device_map = auto: spreads the model"):
         plan_of(tmp_path, "train.py", spread, gpus="4")
     assert plan_of(tmp_path, "train.py", spread, gpus="4", framework="ddp").framework == "ddp"
+
+
+PARSED = """
+import torch, transformers
+from dataclasses import dataclass, field
+from peft import LoraConfig, get_peft_model
+@dataclass
+class ModelArguments:
+    model_name: str = field(default="meta-llama/Llama-2-7b-hf")
+    lora: bool = True
+    targets: list = field(default_factory=lambda: ["q_proj", "v_proj"])
+    train_file_path: str = ""
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    model_max_length: int = field(default=512)
+parser = transformers.HfArgumentParser((ModelArguments, TrainingArguments))
+ours, args = parser.parse_args_into_dataclasses()
+dtype = torch.bfloat16 if args.bf16 else torch.float32
+model = transformers.AutoModelForCausalLM.from_pretrained(ours.model_name, torch_dtype=dtype)
+if ours.lora:
+    model = get_peft_model(model, LoraConfig(r=64, target_modules=ours.targets))
+trainer = transformers.Trainer(model=model, args=args, **data)
+"""
+COMMAND = "torchrun --nproc_per_node 2 train.py --bf16 True --per_device_train_batch_size 4 --output_dir x"
+
+
+def started(folder: Path, flags: str, text: str = PARSED) -> Plan:
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    return plan_of(folder, "run.sh", f"{COMMAND} {flags}\n")
+
+
+def test_what_a_script_does_with_its_command_line(tmp_path: Path) -> None:
+    """Its own arguments, their defaults, and the conditions that they decide; no flag says the adapters."""
+    plan = started(tmp_path, "--train_file_path x")
+    assert (plan.lora.rank, plan.lora.targets) == (64, ("q_proj", "v_proj"))
+    assert (plan.batch.seq, plan.model.name, plan.precision.parameters) == (512, "llama-2-7b", "bf16")
+    without = started(tmp_path, "--lora False --model_name meta-llama/Llama-3.2-1B --model_max_length 1024")
+    assert without.lora.rank is None
+    assert (without.batch.seq, without.model.name) == (1024, "llama-3.2-1b")
+
+
+def test_a_condition_that_nothing_decides_is_asked_for(tmp_path: Path) -> None:
+    text = PARSED.replace("if ours.lora", "if is_large(model)")
+    with pytest.raises(PlanError, match="LoraConfig: is made where only the running script knows"):
+        started(tmp_path, "", text)
+
+
+def test_adapters_of_the_arguments_are_trls_own(tmp_path: Path) -> None:
+    """``get_peft_config`` reads the flags, and says nothing that they do not."""
+    text = """
+from trl import SFTConfig, SFTTrainer, TrlParser, get_peft_config
+script, args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()
+SFTTrainer(model=model.model_name_or_path, args=args, peft_config=get_peft_config(model))
+"""
+    named = "--model_name_or_path meta-llama/Llama-3.2-1B --max_length 256 --no_remove_unused_columns"
+    assert started(tmp_path, named, text).lora.rank is None
+    assert started(tmp_path, f"{named} --use_peft --lora_r 4", text).lora.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("test", "holds"),
+    [
+        ("a.x", True), ("not a.x", False), ("a.x and a.y", None), ("a.x or a.y", True), ("a.z is not None", False),
+        ("a.n == 4", True), ("a.n != 4", False), ("'70B' in a.name", True), ("a.n > 3", None), ("f()", None),
+    ],
+)  # fmt: skip
+def test_conditions(test: str, holds: bool | None) -> None:
+    settled = Settled(ast.parse(""), {}, {}, {"x": True, "z": None, "n": 4, "name": "Llama-70B"})
+    assert settled.holds(ast.parse(test, mode="eval").body) is holds
