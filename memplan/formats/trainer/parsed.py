@@ -30,6 +30,7 @@ FLAGS = {
 INSTEAD = (
     "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
 )
+STARTED = f"takes its arguments from a command line: give a shell script with the command that starts it; or {INSTEAD}"
 
 
 class Parsed:

@@ -19,7 +19,7 @@ from ...values import dataclass
 from ..launchers import IsMark, found_from
 from . import changes
 from .keys import K_BIT, READ
-from .parsed import FLAGS, INSTEAD, LOADED, Parsed
+from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
 from .syntax import UNKNOWN, name_of, node_of, owner_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
@@ -152,7 +152,8 @@ class _Reading(Parsed):
             configs = parser[:1]
         if len(configs) != 1:
             if not configs:
-                raise self.refused(f"is Python, in which no TrainingArguments stand; {INSTEAD}", None)
+                none = f"is Python, in which no TrainingArguments stand; {INSTEAD}"
+                raise self.refused(STARTED if parser else none, None)
             lines = " and ".join(str(call.lineno) for call in configs[:3])
             raise self.refused(f"makes the Trainer's arguments in lines {lines}; {INSTEAD}", configs[1])
         config = configs[0]

@@ -273,7 +273,8 @@ OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode
 
 def _before_tiles(asked: Asked) -> bool:
     """A release of trl is named whose SFTTrainer makes logits."""
-    words = str(asked.flags.get("versions", "")).split(",")
+    given: object = asked.flags.get("versions", "")
+    words = [word for one in (given if isinstance(given, (list, tuple)) else [given]) for word in str(one).split(",")]
     named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
     return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
 

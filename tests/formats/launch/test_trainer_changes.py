@@ -13,8 +13,9 @@ from memplan.formats.trainer.python import script_in
 from memplan.formats.trainer.settled import Settled
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
+from memplan.plan.resolve import resolve
 
-from .test_trainer_python import plan_of, refusal
+from .test_trainer_python import QLORA, plan_of, refusal
 
 TRAIN = """
 import torch
@@ -222,3 +223,25 @@ SFTTrainer(model=model.model_name_or_path, args=args, peft_config=get_peft_confi
 def test_conditions(test: str, holds: bool | None) -> None:
     settled = Settled(ast.parse(""), {}, {}, {"x": True, "z": None, "n": 4, "name": "Llama-70B"})
     assert settled.holds(ast.parse(test, mode="eval").body) is holds
+
+
+def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) -> None:
+    """Flags that may be given several times come as a tuple."""
+    (tmp_path / "run.sh").write_text("trl sft --model_name_or_path gpt2 --max_length 512\n", encoding="utf-8")
+    place, flags = str(tmp_path / "run.sh"), {"versions": ("trl=1.9.0",)}
+    assert read_given(place, flags_of_launch(place, None), flags).plan.trainer.loop == "transformers"
+
+
+def test_a_script_of_a_command_line_is_given_by_its_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
+    assert "give a shell script with the command that starts it" in refusal(PARSED)
+    (tmp_path / "train.py").write_text(PARSED.replace("class TrainingArguments(", "class Ours ("), encoding="utf-8")
+    with pytest.raises(PlanError, match="give a shell script with the command that starts it"):
+        flags_of_launch(str(tmp_path / "train.py"), None)
+
+
+def test_adapters_that_trl_casts_beside_another_dtype(tmp_path: Path) -> None:
+    """They are refused with what can be said instead."""
+    text = QLORA.replace("max_length=2048", "max_length=2048, bf16=False")
+    with pytest.raises(PlanError, match=r"since 0.26, and is not modelled in fp32: train in bf16 .* --lora-dtype fp32"):
+        resolve(plan_of(tmp_path, "sft.py", text))
