@@ -21,7 +21,7 @@ from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
 from .forks import AS_HERE, FORKS
-from .launch import PUSHES, Asked, Explained, Launch, data_parallel, guessed, launched_plan, left_out, with_sizes
+from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
 from .megatron.layout import BATCH_SCHEDULE
@@ -130,7 +130,7 @@ def launched(
     )
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     building: Building = table.plan_of(settings, context)
-    variables = {name: node for name, node in (context.environment or {}).items() if _matters(name)}
+    variables = {name: node for name, node in (context.environment or {}).items() if matters(name)}
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (
@@ -181,7 +181,8 @@ def _family(words: Words, settings: Settings) -> Family:
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
 
 
-def _matters(name: str) -> bool:
+def matters(name: str) -> bool:
+    """Whether a variable of the environment may change memory."""
     return bool(_KEPT.match(name)) and not is_irrelevant(name)
 
 
