@@ -20,7 +20,7 @@ from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
-from . import local, offload, te, te_facts
+from . import grouped_chain, local, offload, te, te_facts
 from .operands import members
 from .precision import up
 from .shape import GROUPED_ROWS, CoreShape
@@ -139,6 +139,10 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
     pads = total is not None
     if total is not None:
         x, weights = _with_rows(r, x, total, "expert_padded"), _with_rows(r, weights, total, "probabilities_padded")
+    if shape.fuses_operations:
+        own = _own(r, FC1, shape), _own(r, FC2, shape)
+        out = grouped_chain.experts(r, x, weights, own, "experts", shape)
+        return _with_rows(r, out, rows, "expert_unpadded") if pads else out
     with offload.group(r, x, "expert_fc1", shape) as (x, commit):
         inner = _linear(r, x, FC1, shape)
     commit([x])
@@ -223,7 +227,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
     one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
     count, dtype = shape.local_experts, x.dtype
-    own = [r.parameter(one, size, shape.dtype) for one, size in parameters(shape, name)]
+    own = _own(r, name, shape)
     weight = own[0].shape
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]
@@ -280,6 +284,11 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     fed.scratch(r, weight, columns=False)
     fed.multiplied()
     return out.by(node)
+
+
+def _own(r: Recorder, name: str, shape: CoreShape) -> list[Tensor]:
+    """Parameters of all experts in one of their two linear layers."""
+    return [r.parameter(one, size, shape.dtype) for one, size in parameters(shape, name)]
 
 
 def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Recorder) -> Operator:

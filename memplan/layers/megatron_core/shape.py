@@ -72,6 +72,8 @@ class ExpertShape:
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
+    shared_chain: bool = False
+    """Shared experts are one chain of operations (``use_grouped_gemm_for_shared_expert``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,8 @@ class CoreShape(HashedOnce):
     joint_latent_down: bool = False
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
     fuses_operations: bool = False
-    """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``)."""
+    """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``), or a rank's
+    experts are."""
     mamba_apart: bool = False
     """Convolution and scan of Mamba layers are operators of their own (``use_mamba_mem_eff_path=False``)."""
     mamba_states: str | None = None
@@ -310,7 +313,8 @@ class CoreShape(HashedOnce):
             sent = self.capacity * spec.experts
             return Routed(own, sent, sent, sent * experts.etp)
         if experts.router_pads and self.low is not None:
-            sent = up(ceil(sent / spec.experts), self.low.multiple) * spec.experts
+            multiple = GROUPED_ROWS if experts.grouped_tensor else self.low.multiple
+            sent = up(ceil(sent / spec.experts), multiple) * spec.experts
         most = max(sent, own * experts.ep * min(spec.expert_top_k, self.local_experts))
         if experts.capacity_factor is not None:
             sent = min(sent, min(self.capacity, own) * spec.experts)
