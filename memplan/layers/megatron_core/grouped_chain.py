@@ -23,7 +23,7 @@ from ..work import Operator, Product, Stream
 from .precision import BYTE, Copy, Low, up
 from .shape import CoreShape
 
-OLDEST = (2, 18)
+OLDEST = (2, 17)
 """Before it forward and backward were operations of two files."""
 ENVIRONMENT = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Without it the operations run one after the other."""
@@ -88,7 +88,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         "without parameters in MXFP8 (fp8 mxfp8, fp8_parameters)": low is None
         or not (low.two_buffers and low.parameters),
         "with layers or modules in 16 bits": any(shape.sixteen_bit) or bool(shape.precision_of),
-        "before Transformer Engine 2.18": shape.te < OLDEST,
+        "before Transformer Engine 2.17": shape.te < OLDEST,
         f"with {spec.activation}": spec.activation
         not in (("swiglu",) if experts.shared_chain else ("swiglu", "relu2")),
         "with a clamped activation": spec.activation_clamp is not None,
