@@ -164,12 +164,11 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
 
 def padded_rows(rows: int, shape: CoreShape) -> int | None:
     """Rows of this rank's experts, each padded to what quantised products or grouped tensors want (``Fp8Padding``);
-    ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads, and
-    where a capacity is such a multiple."""
-    experts, low, count = shape.experts, shape.low, shape.local_experts
+    ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads
+    (``skip_routed_expert_padding``), and where a capacity is such a multiple."""
+    experts, count, multiple = shape.experts, shape.local_experts, shape.multiple_of_rows
     assert experts is not None
-    multiple = GROUPED_ROWS if experts.grouped_tensor else low.multiple if low is not None else 0
-    if not multiple or experts.router_pads or (experts.grouped_tensor and experts.flex):
+    if not multiple or experts.router_pads or experts.dispatcher == "hybridep":
         return None
     total = up(-(-rows // count), multiple) * count
     return None if (experts.padded or experts.grouped_tensor) and total == rows else total
