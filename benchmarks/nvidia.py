@@ -38,7 +38,7 @@ MODELS = {
     "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
-    "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false"},
+    "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false", "router_balancing": "none"},
     "Nemotron_3_Nano": {"model": "nemotron-3-nano-30b-a3b"},
     "Nemotron_3_5_Lightning": {"model": "nemotron-3-nano-30b-a3b", **FURTHER},
     "Nemotron_3_Super": {"model": "nemotron-3-super-120b-a12b", **FURTHER},
