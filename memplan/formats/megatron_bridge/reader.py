@@ -46,8 +46,23 @@ def read(place: str, asked: Asked) -> Launch:
     words = _words(given, root)
     words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
-    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=provider)
+    launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
+
+
+ENGINE = "2.17"
+"""Transformer Engine of the newest release, 0.6.0 (``uv.lock``: 2.17.1)."""
+
+
+def _with_engine(launch: Launch) -> Launch:
+    """With the release's Transformer Engine, unless attention is in 8 bits, which is modelled of newer ones alone."""
+    plan = launch.source.plan
+    section = plan.mapping.get("megatron", Node({}, plan.origin))
+    attention = section.mapping.get("fp8_attention")
+    if attention is not None and attention.value:
+        return launch
+    section = section.with_items({"transformer_engine": Node(ENGINE, plan.origin)})
+    return replace(launch, source=replace(launch.source, plan=plan.with_items({"megatron": section})))
 
 
 def _spoken(launch: Launch) -> Spoken | None:
@@ -64,7 +79,7 @@ def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
-    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"]))
+    launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import COMPARED
+from .part_rules import CHAIN
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -58,7 +59,7 @@ class Megatron(Framework):
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
-        environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED),
+        environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED, CHAIN),
         pipeline=(
             "first_layers",
             "last_layers",

@@ -12,6 +12,7 @@ import yaml
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.megatron_bridge import table
 from memplan.formats.megatron_bridge.overrides import is_override
+from memplan.formats.megatron_bridge.reader import ENGINE
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
@@ -193,7 +194,9 @@ def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
         "--spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
         "--recompute-modules": ["core_attn", "mlp"], "--position-embedding-type": "none",
     }  # fmt: skip
-    expected = plan_of_arguments({**same, **further}, gpus=16, family="hybrid", vocabulary=128256, flags={"gpus": "16"})
+    expected = plan_of_arguments(
+        {**same, **further}, gpus=16, family="hybrid", vocabulary=128256, flags={"gpus": "16", "te-version": ENGINE}
+    )
     assert without_name(read(tmp_path, changed(**HYBRID)).plan) == without_name(expected.plan)
     others = {"use_mamba_mem_eff_path": False, "mamba_training_ssm_states_dtype": named("torch.float32")}
     given = read(tmp_path, changed(**{**HYBRID, **others})).plan.megatron
@@ -202,10 +205,18 @@ def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
         read(tmp_path, changed(**{**HYBRID, "mamba_chunk_size": 256}))
 
 
+def test_transformer_engine_is_the_releases(tmp_path: Path) -> None:
+    """But for attention in 8 bits, which older ones do otherwise; a flag goes over it."""
+    assert read(tmp_path, RUN).plan.megatron.transformer_engine == ENGINE
+    eight = {**RUN, "mixed_precision": {**IN_8_BITS, "fp8_dot_product_attention": True}}
+    assert read(tmp_path, eight, gpu="b200").plan.megatron.transformer_engine == "2.18"
+    assert read(tmp_path, RUN, **{"te-version": "2.19"}).plan.megatron.transformer_engine == "2.19"
+
+
 def test_a_run_is_the_plan_of_the_same_arguments(tmp_path: Path) -> None:
     found = read(tmp_path, RUN)
     arguments = {**ARGUMENTS, "--recompute-modules": ["core_attn", "mlp"]}
-    expected = plan_of_arguments(arguments, gpus=16, vocabulary=128256, flags={"gpus": "16"})
+    expected = plan_of_arguments(arguments, gpus=16, vocabulary=128256, flags={"gpus": "16", "te-version": ENGINE})
     assert without_name(found.plan) == without_name(expected.plan)
     assert found.plan.model.name == "meta-llama/Meta-Llama-3-8B"
     assert not found.warnings
