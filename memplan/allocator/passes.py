@@ -64,11 +64,11 @@ class Pass:
     net_by: tuple[tuple[int, int], ...]
     """Category and bytes, where it is not 0."""
 
-    def until(self, place: int) -> Bytes:
-        """Change of bytes by category through the operation at ``place``."""
-        by = list(NOTHING)
-        for operation in self.operations[: place + 1]:
-            by[operation.category] += operation.bytes if operation.units > 0 else -operation.bytes
+    def until(self, place: int, known: tuple[int, Bytes] = (-1, NOTHING)) -> Bytes:
+        """Change of bytes by category through the operation at ``place``; what it is at an earlier one is ``known``."""
+        by = list(known[1])
+        for _, units, size, category, _ in self.operations[known[0] + 1 : place + 1]:
+            by[category] += size if units > 0 else -size
         return tuple(by)
 
 

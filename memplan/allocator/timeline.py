@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate, starmap
 from typing import NamedTuple, Protocol
 
-from ..tape.events import Bytes, Category, Event, Hold
+from ..tape.events import NOTHING, Bytes, Category, Event, Hold
 from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_passes
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
@@ -282,13 +282,15 @@ class _Recorder(NamingRank):
         moment."""
         held, before = known.held, self.event
         start, end = 0, self.width - before % self.width
+        last = -1, NOTHING
         while start < len(held):
             part = held[start:end]
             highest = max(part)
             if self.total + highest > self.highest:
                 place = start + part.index(highest)
                 self.highest = self.total + highest
-                until = known.by.get(place) or known.by.setdefault(place, events.until(place))
+                until = known.by.get(place) or known.by.setdefault(place, events.until(place, last))
+                last = place, until
                 by = tuple(map(int.__add__, self.by, until))
                 one, begins = self._at(place, known, events, frame)
                 self.largest = Point(before + place + 1, by, one, begins, self.phase)
