@@ -36,8 +36,29 @@ class Operation(NamedTuple):
     stream: int = 0
 
 
-Runs = tuple[tuple[int, tuple[Stretch, ...]], ...]
-"""Steps in a row on one stream, by its number."""
+class Row:
+    """Steps in a row on one stream."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.length = len(steps)
+        self.stretches = stretches(steps)
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots of blocks that were taken before and are given back, and of those that stay."""
+        before: list[int] = []
+        taken: dict[int, int] = {}
+        for stretch in self.stretches:
+            for slot, units, *_ in stretch.steps:
+                if units > 0:
+                    taken[slot] = units
+                elif units and not taken.pop(slot, 0):
+                    before.append(slot)
+        return tuple(before), tuple(taken)
+
+
+Runs = tuple[tuple[int, Row], ...]
+"""By the stream's number."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -356,8 +377,8 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
         large.append((stream, (slot, units, units << SHIFT, top, place)))
         slot, units, stream, top, place = operation.slot, operation.units, operation.stream, total, at
     large.append((stream, (slot, units, units << SHIFT, top, place)))
-    runs = [(stream, stretches([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
-    return tuple((stream, stretches(own)) for stream, own in small.items()), tuple(runs), total
+    runs = [(stream, Row([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
+    return tuple((stream, Row(own)) for stream, own in small.items()), tuple(runs), total
 
 
 @lru_cache(maxsize=1 << 8)
