@@ -201,12 +201,20 @@ class Passes:
 
     def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
         """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
-        place, event = self.events(what, role)[at]
+        every = [(place, event) for place, events in self.events(what, role) for event in events]
+        place, event = every[at]
         return place, event.name if isinstance(event, Hold) else ""
 
-    def events(self, what: What, role: Role) -> list[tuple[int, Hold | Drop]]:
-        """Of every operation of a pass: the place of its module, and its event on the tape."""
-        return [(at, one) for at, one in self._events(what, role) if isinstance(one, Hold | Drop) and one.bytes]
+    def events(self, what: What, role: Role) -> list[tuple[int, Sequence[Hold | Drop]]]:
+        """Of every operation of a pass its event on the tape, module by module in the order of the pass, each with its
+        place."""
+        known: dict[int, Sequence[Hold | Drop]] = {}
+        found = []
+        for place, tape in self._tapes_in_order(what, role):
+            if id(tape) not in known:
+                known[id(tape)] = [one for one in tape if isinstance(one, Hold | Drop) and one.bytes]
+            found.append((place, known[id(tape)]))
+        return found
 
     def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
         """The tapes of which ``of`` makes a pass, with the places of their modules."""
