@@ -288,18 +288,8 @@ class _Recorder(NamingRank):
         known = self.summaries.get(key)
         if known is None:
             known = self.summaries[key] = _summary(events, names)
-        if self._run_at_once(known, events, frame):
-            return
-        for at, (slot, units, size, category, _) in enumerate(events.operations):
-            if units > 0:
-                frame[slot] = self._begin(size, category, names, at)
-            else:
-                self._end(frame[slot], size, category)
-
-    def _run_at_once(self, known: _Summary, events: Pass, frame: list[int]) -> bool:
-        """A pass, unless the peak may be reached in it."""
         if not self.found and self.most - self.total in known.totals:
-            return False
+            self._find(known, events, frame)
         if self.width:
             self._follow_pass(known, events, frame)
         for place, (slot, units, size, category, _) in known.lasting:
@@ -312,7 +302,24 @@ class _Recorder(NamingRank):
         for at, change in events.net_by:
             self.by[at] += change
             self.total += change
-        return True
+
+    def _find(self, known: _Summary, events: Pass, frame: list[int]) -> None:
+        """What is live at the peak, if it is reached in a pass that is about to run."""
+        wanted, last = self.most - self.total, (-1, NOTHING)
+        for place, (held, one) in enumerate(zip(known.held, events.operations, strict=True)):
+            if held != wanted or one.units < 0:
+                continue
+            last = place, events.until(place, last)
+            if list(map(int.__add__, self.by, last[1])) != self.wanted:
+                continue
+            live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = self.live.copy()
+            for at, (slot, units, size, category, _) in enumerate(events.operations[: place + 1]):
+                if units > 0:
+                    live[-1 - at] = size, category, known.names, at, self.microbatch
+                else:
+                    del live[-1 - known.begun[at] if at in known.begun else frame[slot]]
+            self.found = tuple(starmap(_named, live.values()))
+            return
 
     def _follow_pass(self, known: _Summary, events: Pass, frame: list[int]) -> None:
         """The events of a pass that is about to run: of each point that ends in it, and behind the last, the fullest
