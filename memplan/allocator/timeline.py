@@ -112,17 +112,17 @@ class Timeline:
     """Of the iteration."""
     contents: tuple[Live, ...]
     """What is live at the peak of allocated bytes; sums to the stage's breakdown, category by category, but for
-    block rounding."""
+    block rounding. Empty where nobody asked."""
     shown: int
     """Micro-batches that were run;"""
     microbatches: int
     """and of the whole iteration: those left out do what others have done."""
 
 
-def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes) -> Timeline:
+def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes | None) -> Timeline:
     """``program`` is one with its kernels' workspaces, as ``replay`` runs it; ``peak`` the bytes by category that it
-    found."""
-    rank = _Recorder(settings, (*peak[: Category.BLOCK_ROUNDING], 0))
+    found, ``None`` where nobody asks what they are."""
+    rank = _Recorder(settings, None if peak is None else (*peak[: Category.BLOCK_ROUNDING], 0))
     run = _Recording(program, rank, workspaces_of(program, workspaces))
     actions = list(program.order.shortened)
     run.begin()
@@ -243,14 +243,14 @@ class _Recorder(NamingRank):
         "width",
     )  # fmt: skip
 
-    def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
+    def __init__(self, settings: AllocatorSettings, wanted: Bytes | None) -> None:
         super().__init__(settings)
         self.live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = {}
         """As of ``Live``, its tensor as one of several."""
         self.count = self.event = self.total = 0
-        self.wanted = list(wanted)
+        self.wanted = list(wanted or ())
         """Bytes by category when the peak is reached,"""
-        self.most = sum(wanted)
+        self.most = -1 if wanted is None else sum(wanted)
         """and their sum;"""
         self.found: tuple[Live, ...] = ()
         """and what they are, once it has been."""
