@@ -306,7 +306,7 @@ class Passes:
                 held = self._left.get(slot)
             if held is not None and (held.category, held.stream) != (category, 0):
                 category = held.category  # a neighbour may take the tensor for one of another kind
-                operations[at] = operation._replace(category=category, stream=held.stream)
+                operations[at] = Operation(slot, units, size, category, held.stream)
             by[category] -= size
         small, large, net = _steps(operations)
         left = tuple([live[slot] for slot in sorted(live)])
@@ -483,8 +483,9 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
         taken = live.pop(slot, -1)
         given.append((taken, at))
         if taken >= 0:
-            order.append(held.index(taken) - len(held))
-            held.remove(taken)
+            place = held.index(taken)
+            order.append(place - len(held))
+            del held[place]
     places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
     while 2 * places[-1] + first < len(steps):
         places.append(2 * places[-1] + first)
