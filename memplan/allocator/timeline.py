@@ -175,13 +175,17 @@ class NamedRun(Run):
             super().keep((event,))
 
     def keep(self, tape: Iterable[Event]) -> None:
+        super().keep(self._labelled(tape))
+
+    def _labelled(self, tape: Iterable[Event]) -> Iterator[Event]:
+        """``tape``, the rank being told of each event before it."""
         rank = self.rank
         rank.phase, rank.microbatch = "step" if rank.steps else "", None
         for event in tape:
             if isinstance(event, Hold):
                 name = event.name or Category(event.category).key.replace("_", " ")
                 rank.label = Tensor(name, "optimizer" if rank.steps else "", rank.phase, event.shape, event.dtype)
-            super().keep((event,))
+            yield event
 
     def run(self, what: What, number: int, microbatch: int) -> None:
         rank = self.rank
