@@ -293,15 +293,18 @@ def detail(plan: Plan, stage: int) -> tuple[ModuleTape, ...]:
     return tuple(tape for tape in (*forward, *ended, *backward, *reduce, step) if tape.events)
 
 
-def timelines(estimated: Estimate, stages: Iterable[int] = (), known: Measured = NOTHING) -> Iterator[Timeline]:
-    """Event by event what ``stages`` of an estimate hold, or all of them."""
+def timelines(
+    estimated: Estimate, stages: Iterable[int] = (), known: Measured = NOTHING, *, contents: bool = True
+) -> Iterator[Timeline]:
+    """Event by event what ``stages`` of an estimate hold, or all of them; with the ``contents`` of their peaks."""
     from .allocator.timeline import timeline
 
     plan = estimated.plan
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     programs = kernel_programs(plan)
     for at in stages or range(len(programs)):
-        yield timeline(programs[at], settings, workspaces, estimated.stages[at].breakdown)
+        peak = estimated.stages[at].breakdown if contents else None
+        yield timeline(programs[at], settings, workspaces, peak)
 
 
 def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:

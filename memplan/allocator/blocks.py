@@ -226,15 +226,13 @@ class SegmentPool:
     def _serves(self, requests: Requests, given: Iterable[Step], blocks: list[int]) -> bool:
         """Whether free blocks serve all ``requests``, wherever what is ``given`` back besides makes larger ones of
         some."""
-        free, edges, changing = self.free, self.edges, set[int]()
-        if not requests.served(free):
+        if not requests.served(self.free):
             return False
-        for slot, *_ in given:
-            address = blocks[slot] & ADDRESS
-            for edge in (address, address + (blocks[slot] >> SHIFT)):
-                if edge in edges:
-                    changing.add(edges[edge])
-        return not changing or requests.served(free, changing)
+        edges = self.edges
+        codes = [blocks[slot] for slot, *_ in given]
+        around = {code & ADDRESS for code in codes} | {(code & ADDRESS) + (code >> SHIFT) for code in codes}
+        changing = {edges[edge] for edge in edges.keys() & around}
+        return not changing or requests.served(self.free, changing)
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.

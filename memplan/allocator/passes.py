@@ -7,11 +7,11 @@ neighbour here, so that nothing is looked up by name while a pass runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
@@ -306,7 +306,7 @@ class Passes:
                 held = self._left.get(slot)
             if held is not None and (held.category, held.stream) != (category, 0):
                 category = held.category  # a neighbour may take the tensor for one of another kind
-                operations[at] = operation._replace(category=category, stream=held.stream)
+                operations[at] = Operation(slot, units, size, category, held.stream)
             by[category] -= size
         small, large, net = _steps(operations)
         left = tuple([live[slot] for slot in sorted(live)])
@@ -362,10 +362,15 @@ def _listed(tape: Tape, settings: AllocatorSettings) -> tuple[Operation, ...]:
 
 def _placed(operations: Sequence[Operation], offset: int, outer: dict[int, int]) -> list[Operation]:
     """With slots of the frame."""
-    return [
-        Operation(offset + id if id > 0 else outer[id], units, size, category, stream)
-        for id, units, size, category, stream in operations
-    ]
+    if not operations:
+        return []
+    ids, *others = zip(*operations, strict=True)
+    slots = [offset + id if id > 0 else outer[id] for id in ids]
+    return list(map(_operation, zip(slots, *others, strict=True)))
+
+
+_operation = cast(Callable[[tuple[Any, ...]], Operation], partial(tuple.__new__, Operation))
+"""``Operation._make`` without a step through Python for each."""
 
 
 def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
@@ -425,7 +430,8 @@ MOST_TOGETHER = 8
 WORTHWHILE = 8
 """Steps that such a stretch must save: looking whether free blocks serve it takes as long as so many."""
 FIRST_PART = 64
-"""Steps of such a stretch that are run before looking again; then as many as were run so far, and so many more."""
+"""Steps of such a stretch that are run before looking again, at least, and half as many as it gives back blocks that
+were there before, since each of those is looked at; then as many as were run so far, and so many more."""
 LONGEST = 256
 """Steps from a request on among which the end of such a stretch is looked for."""
 
@@ -477,11 +483,12 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
         taken = live.pop(slot, -1)
         given.append((taken, at))
         if taken >= 0:
-            order.append(held.index(taken) - len(held))
-            held.remove(taken)
-    places = [0]
-    while 2 * places[-1] + FIRST_PART < len(steps):
-        places.append(2 * places[-1] + FIRST_PART)
+            place = held.index(taken)
+            order.append(place - len(held))
+            del held[place]
+    places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
+    while 2 * places[-1] + first < len(steps):
+        places.append(2 * places[-1] + first)
     left = [tuple([steps[at] for taken, at in given if taken < place <= at]) for place in places]
     ends = [*places[1:], len(steps)]
     parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])

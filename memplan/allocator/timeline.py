@@ -112,17 +112,17 @@ class Timeline:
     """Of the iteration."""
     contents: tuple[Live, ...]
     """What is live at the peak of allocated bytes; sums to the stage's breakdown, category by category, but for
-    block rounding."""
+    block rounding. Empty where nobody asked."""
     shown: int
     """Micro-batches that were run;"""
     microbatches: int
     """and of the whole iteration: those left out do what others have done."""
 
 
-def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes) -> Timeline:
+def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes | None) -> Timeline:
     """``program`` is one with its kernels' workspaces, as ``replay`` runs it; ``peak`` the bytes by category that it
-    found."""
-    rank = _Recorder(settings, (*peak[: Category.BLOCK_ROUNDING], 0))
+    found, ``None`` where nobody asks what they are."""
+    rank = _Recorder(settings, None if peak is None else (*peak[: Category.BLOCK_ROUNDING], 0))
     run = _Recording(program, rank, workspaces_of(program, workspaces))
     actions = list(program.order.shortened)
     run.begin()
@@ -175,13 +175,17 @@ class NamedRun(Run):
             super().keep((event,))
 
     def keep(self, tape: Iterable[Event]) -> None:
+        super().keep(self._labelled(tape))
+
+    def _labelled(self, tape: Iterable[Event]) -> Iterator[Event]:
+        """``tape``, the rank being told of each event before it."""
         rank = self.rank
         rank.phase, rank.microbatch = "step" if rank.steps else "", None
         for event in tape:
             if isinstance(event, Hold):
                 name = event.name or Category(event.category).key.replace("_", " ")
                 rank.label = Tensor(name, "optimizer" if rank.steps else "", rank.phase, event.shape, event.dtype)
-            super().keep((event,))
+            yield event
 
     def run(self, what: What, number: int, microbatch: int) -> None:
         rank = self.rank
@@ -243,14 +247,14 @@ class _Recorder(NamingRank):
         "width",
     )  # fmt: skip
 
-    def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
+    def __init__(self, settings: AllocatorSettings, wanted: Bytes | None) -> None:
         super().__init__(settings)
         self.live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = {}
         """As of ``Live``, its tensor as one of several."""
         self.count = self.event = self.total = 0
-        self.wanted = list(wanted)
+        self.wanted = list(wanted or ())
         """Bytes by category when the peak is reached,"""
-        self.most = sum(wanted)
+        self.most = -1 if wanted is None else sum(wanted)
         """and their sum;"""
         self.found: tuple[Live, ...] = ()
         """and what they are, once it has been."""
@@ -288,18 +292,8 @@ class _Recorder(NamingRank):
         known = self.summaries.get(key)
         if known is None:
             known = self.summaries[key] = _summary(events, names)
-        if self._run_at_once(known, events, frame):
-            return
-        for at, (slot, units, size, category, _) in enumerate(events.operations):
-            if units > 0:
-                frame[slot] = self._begin(size, category, names, at)
-            else:
-                self._end(frame[slot], size, category)
-
-    def _run_at_once(self, known: _Summary, events: Pass, frame: list[int]) -> bool:
-        """A pass, unless the peak may be reached in it."""
         if not self.found and self.most - self.total in known.totals:
-            return False
+            self._find(known, events, frame)
         if self.width:
             self._follow_pass(known, events, frame)
         for place, (slot, units, size, category, _) in known.lasting:
@@ -312,7 +306,24 @@ class _Recorder(NamingRank):
         for at, change in events.net_by:
             self.by[at] += change
             self.total += change
-        return True
+
+    def _find(self, known: _Summary, events: Pass, frame: list[int]) -> None:
+        """What is live at the peak, if it is reached in a pass that is about to run."""
+        wanted, last = self.most - self.total, (-1, NOTHING)
+        for place, (held, one) in enumerate(zip(known.held, events.operations, strict=True)):
+            if held != wanted or one.units < 0:
+                continue
+            last = place, events.until(place, last)
+            if list(map(int.__add__, self.by, last[1])) != self.wanted:
+                continue
+            live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = self.live.copy()
+            for at, (slot, units, size, category, _) in enumerate(events.operations[: place + 1]):
+                if units > 0:
+                    live[-1 - at] = size, category, known.names, at, self.microbatch
+                else:
+                    del live[-1 - known.begun[at] if at in known.begun else frame[slot]]
+            self.found = tuple(starmap(_named, live.values()))
+            return
 
     def _follow_pass(self, known: _Summary, events: Pass, frame: list[int]) -> None:
         """The events of a pass that is about to run: of each point that ends in it, and behind the last, the fullest

@@ -355,7 +355,7 @@ class _Files:
             from ..estimate import timelines
             from ..report.plot import estimate_picture, format_of
 
-            (line,) = timelines(found, (found.peak_stage,), known)
+            (line,) = timelines(found, (found.peak_stage,), known, contents=False)
             content = estimate_picture(found, line, format_of(Path(self.plot)))
             if write_whole(self.plot, content, force=self.force):
                 yield self.plot
@@ -398,7 +398,7 @@ def _drawn(found: Estimate, known: Measured, verbose: bool) -> tuple[Timeline, .
     stages = [found.peak_stage]
     if verbose:
         stages = [found.stages.index(row.worst) for row in rows_of(found)]
-    return tuple(timelines(found, stages, known))
+    return tuple(timelines(found, stages, known, contents=False))
 
 
 def _rows(names: Sequence[str], estimates: Sequence[Estimate]) -> str:

@@ -106,7 +106,9 @@ class Estimate(Shown, result.Estimate):
         from ..estimate import timelines
         from ..report.estimate import estimate_report
 
-        return estimate_report(self, console, lines=tuple(timelines(self, (self.peak_stage,), self._known)))
+        return estimate_report(
+            self, console, lines=tuple(timelines(self, (self.peak_stage,), self._known, contents=False))
+        )
 
     def __repr__(self) -> str:
         from ..report.estimate import verdict

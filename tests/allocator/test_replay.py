@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
+from memplan.allocator import replay as replaying
+from memplan.allocator.blocks import SegmentPool, Stretch
 from memplan.allocator.caching import AllocatorSettings, CachingAllocator
 from memplan.allocator.passes import Pass, passes
 from memplan.allocator.replay import Rank
@@ -63,6 +67,29 @@ def test_a_pass_is_its_events(flags: dict[str, str], configuration: str) -> None
         assert sum(breakdown) == expected.peak
         breakdown[Category.BLOCK_ROUNDING] = 0
         assert breakdown == expected.peak_by
+
+
+@pytest.mark.parametrize("flags", [MEGATRON, PLAIN], ids=["megatron", "single"])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_steps_that_are_remembered_come_to_what_they_come_to(
+    flags: dict[str, str], configuration: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = last_program({**flags, "layers": "3", "gbs": "16", **({"pp": "1"} if "pp" in flags else {})})
+    settings, run_all = AllocatorSettings.parse(configuration), SegmentPool.run_all
+    calls: list[int] = []
+
+    def counted(pool: SegmentPool, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
+        calls[-1] += 1
+        return run_all(pool, stretches, blocks, limit)
+
+    monkeypatch.setattr(SegmentPool, "run_all", counted)
+    found = []
+    for least in (1, 1 << 60):
+        monkeypatch.setattr(replaying, "WORTH_KNOWING", least)
+        calls.append(0)
+        found.append(replaying.replay((program,), settings, ()))
+    assert found[0] == found[1]
+    assert calls[0] < calls[1]
 
 
 @pytest.mark.parametrize("framework", ["single", "ddp"])

@@ -540,4 +540,4 @@ def _workspaces(
 
 
 def _numbered(holds: Sequence[Hold]) -> Stretch:
-    return Stretch(hold._replace(tensor=-1 - at) for at, hold in enumerate(holds))
+    return Stretch(Hold(-1 - at, *hold[1:]) for at, hold in enumerate(holds))
