@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 
 from ...values import dataclass
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product, Stream
 from .precision import BYTE, Copy, Low, up
@@ -32,6 +32,9 @@ INTERLEAVED = 32
 FEATURES, ROWS = 64, 128
 """Of what features and rows have to be multiples (the same; ``fuser_forward``)."""
 WORD = "int64"
+
+Weights = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Of the first products and of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     widths += [spec.shared_expert_ffn // shape.t] * experts.shared_chain
     if not widths:
         return
-    overlap, low = shape.overlap, shape.low
+    low = shape.low
     others = {
         "without parameters in MXFP8 (fp8 mxfp8, fp8_parameters)": low is None
         or not (low.two_buffers and low.parameters),
@@ -98,8 +101,6 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         ),
         f"with features that are no multiple of {FEATURES}": any(n % FEATURES for n in (*widths, spec.expert_hidden)),
         f"with a number of tokens that is no multiple of {ROWS}": experts.shared_chain and shape.s * shape.b % ROWS > 0,
-        "with products for gradients of weights that run later": experts.wgrad_beside
-        or (overlap is not None and overlap.delays),
         "with activations on the host": bool(shape.offload),
         "with DeepEP": experts.dispatcher == "deepep" and chains,
         "with ranks that divide an expert, which Megatron-Core refuses": chains and shape.expert_ranks > 1,
@@ -112,11 +113,11 @@ def experts(
     r: Recorder,
     x: Tensor,
     scale: Tensor | None,
-    weights: tuple[Sequence[Tensor], Sequence[Tensor]],
+    weights: Weights,
     name: str,
     shape: CoreShape,
 ) -> Tensor:
-    """(N, h), and the probability of each row (N,), to (N, h). ``weights``: of the first products and the second."""
+    """(N, h), and the probability of each row (N,), to (N, h)."""
     assert shape.low is not None
     count, like, dtype = len(weights[0]), x.shape, x.dtype
     first, second = weights[0][0].shape, weights[1][0].shape
@@ -136,7 +137,8 @@ def experts(
     kept = inner, fed.columns, [] if recomputes else made.columns
     for held in kept:
         r.keeps_apart(held)
-    backward = partial(_backward, chain=chain, kept=kept, like=like, dtype=dtype, scale=scale, shape=shape)
+    queue = (r.delayed_experts, weights) if scale is not None else None
+    backward = partial(_backward, chain=chain, kept=kept, like=like, dtype=dtype, scale=scale, shape=shape, queue=queue)
     given = (x, *own) if scale is None else (x, scale, *own)
     saved = (*offsets, *([] if scale is None else [scale]))
     node = r.node(given, saved, backward, work=_work(chain, dtype, shape.added(r.summed)))
@@ -158,8 +160,11 @@ def _backward(
     dtype: str,
     scale: Tensor | None,
     shape: CoreShape,
+    queue: tuple[list[Delayed] | None, Weights] | None,
 ) -> Sequence[Tensor | None]:
-    """``fuser_backward``: each input that a product has read by columns ends behind it (``clear_tensor_data``)."""
+    """``fuser_backward``: each input that a product has read by columns ends behind it (``clear_tensor_data``).
+    ``queue``: where products for gradients of weights wait, if they do, and the weights; those of shared experts never
+    do."""
     inner, first_fed, second_fed = kept
     wide, (h, f) = chain.first[0], chain.second
     arrived = chain.low.quantised(r, (chain.rows, h), f"grad_{chain.name}_fc2", rows=True, columns=True)
@@ -175,15 +180,38 @@ def _backward(
         second_fed += [r.empty(one.shape, one.dtype, f"{chain.name}_fc2_{one.name}_again") for one in parts]
     of_scale = None if scale is None else r.empty(scale.shape, dtype, f"grad_{chain.name}_probabilities")
     of_second = _weights(r, chain, chain.second, "fc2", dtype, shape)
-    second_fed.clear()
+    later = None if queue is None else r.later_products if queue[0] is None else queue[0]
+    if later is None or queue is None:
+        second_fed.clear()
+    else:
+        of_second = _wait(later, queue[1][1], of_second, [second_fed, arrived.rows, arrived.columns])
     again = chain.ordered(r, chain.first, columns=True) if chain.count > 1 else []
     grad = r.empty(like, dtype, f"grad_{chain.name}_input")
     again = again or chain.ordered(r, chain.first, columns=True)
     of_first = _weights(r, chain, chain.first, "fc1", dtype, shape)
-    first_fed.clear()
+    if later is None or queue is None:
+        first_fed.clear()
+    else:
+        of_first = _wait(later, queue[1][0], of_first, [first_fed, of_inner.rows, of_inner.columns])
     del again, orders, arrived, of_inner, sized
     inner.clear()
     return [grad, *([] if scale is None else [of_scale]), *of_first, *of_second]
+
+
+def _wait(queue: list[Delayed], weights: Sequence[Tensor], made: Gradients, held: Sequence[list[Tensor]]) -> Gradients:
+    """The products wait, with their operands and what they are to fill (``wgrad_store.put``)."""
+    fills = [*made]
+
+    def products(r: Recorder) -> list[tuple[Tensor, Gradients]]:
+        every = [*fills]
+        fills.clear()
+        for one in held:
+            one.clear()
+        return [(weight, [gradient]) for weight, gradient in zip(weights, every, strict=True)]
+
+    queue.append(products)
+    made.clear()
+    return [None] * len(weights)
 
 
 def _weights(r: Recorder, chain: Chain, size: Shape, name: str, dtype: str, shape: CoreShape) -> Gradients:

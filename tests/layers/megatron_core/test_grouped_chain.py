@@ -13,7 +13,7 @@ from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Hold
+from memplan.tape.events import Hold, Seam
 
 from .test_latent_experts import kept
 
@@ -67,6 +67,26 @@ def test_backward_makes_the_gradient_between_products_in_8_bits_alone() -> None:
         "fc1_rows", "fc1_columns", "fc1_row_scales", "fc1_column_scales", "probabilities",
         "scales_ordered", "pointers", "input",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_operands_of_products_that_wait_outlive_the_gradient(waits: bool) -> None:
+    """``wgrad_store.put``: both inputs by columns, and the gradient between the products."""
+    flags = {**ROUTED, "moe-dispatcher": "alltoall", "moe-wgrad-beside-dispatch": str(waits).lower()}
+    passes = layers_module((shape(flags),), Options()).first
+    names = {
+        event.tensor: event.name
+        for tape in (passes.forward, passes.backward)
+        for event in tape
+        if isinstance(event, Hold)
+    }
+    told = [
+        (isinstance(event, Hold), names.get(event.tensor)) for event in passes.backward if not isinstance(event, Seam)
+    ]
+    made = told.index((True, "grad_experts_input"))
+    ends = [told.index((False, name)) > made for name in ("experts_fc2_columns", "grad_experts_fc2_columns")]
+    assert ends == [waits, True]
+    assert (told.index((False, "experts_fc1_columns")) > told.index((False, "experts_offsets"))) is waits
 
 
 HYBRID = {**OF, **ROUTED, "model": "nemotron-3-nano-30b-a3b", "moe-squared-relu-fusion": "true"}
