@@ -25,10 +25,8 @@ from .shape import CoreShape
 
 OLDEST = (2, 17)
 """Before it forward and backward were operations of two files."""
-ENVIRONMENT = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
-"""Without it the operations run one after the other."""
-INTERLEAVED = 32
-"""Columns of gate and of linear part that take turns in the first weight (``validate_grouped_mlp_dims``)."""
+WITHOUT_ONES = OUTPUT_FIRST = (2, 19)
+"""From it on, with cuDNN's front end of 1.27, products take no probabilities of one; the output comes before scales."""
 FEATURES, ROWS = 64, 128
 """Of what features and rows have to be multiples (the same; ``fuser_forward``)."""
 WORD = "int64"
@@ -65,6 +63,11 @@ class Chain:
         size = (parts.columns if columns else parts.rows)[1].shape
         scales = r.empty((self.count, up(size[0] * size[1], 16)), BYTE, f"{self.name}_scales_ordered")
         return [scales, r.empty((2 * self.count,), WORD, f"{self.name}_pointers")]
+
+    def ones(self, r: Recorder, shape: CoreShape) -> Tensor | None:
+        """Probabilities of products that have none."""
+        asks = self.count > 1 and shape.te < WITHOUT_ONES
+        return r.empty((self.rows,), "fp32", f"{self.name}_ones") if asks else None
 
     def both(self, r: Recorder, features: int, name: str) -> Copy:
         """What a kernel writes in 8 bits: data by rows and by columns, and then the scales of each."""
@@ -142,11 +145,15 @@ def experts(
     given = (x, *own) if scale is None else (x, scale, *own)
     saved = (*offsets, *([] if scale is None else [scale]))
     node = r.node(given, saved, backward, work=_work(chain, dtype, shape.added(r.summed)))
+    ones = chain.ones(r, shape)
+    if shape.te < OUTPUT_FIRST:
+        orders += chain.ordered(r, second, columns=False)
     out = r.empty(like, dtype, f"{name}_fc2")
-    orders += chain.ordered(r, second, columns=False)
+    if shape.te >= OUTPUT_FIRST:
+        orders += chain.ordered(r, second, columns=False)
     fed.rows.clear()
     made.rows.clear()
-    del narrow, orders
+    del narrow, orders, ones
     return out.by(node)
 
 
@@ -162,7 +169,7 @@ def _backward(
     shape: CoreShape,
     queue: tuple[list[Delayed] | None, Weights] | None,
 ) -> Sequence[Tensor | None]:
-    """``fuser_backward``: each input that a product has read by columns ends behind it (``clear_tensor_data``).
+    """``fuser_backward``. ``clear_tensor_data`` ends no input early: the second is a view of what a kernel made.
     ``queue``: where products for gradients of weights wait, if they do, and the weights; those of shared experts never
     do."""
     inner, first_fed, second_fed = kept
@@ -181,10 +188,9 @@ def _backward(
     of_scale = None if scale is None else r.empty(scale.shape, dtype, f"grad_{chain.name}_probabilities")
     of_second = _weights(r, chain, chain.second, "fc2", dtype, shape)
     later = None if queue is None else r.later_products if queue[0] is None else queue[0]
-    if later is None or queue is None:
-        second_fed.clear()
-    else:
+    if later is not None and queue is not None:
         of_second = _wait(later, queue[1][1], of_second, [second_fed, arrived.rows, arrived.columns])
+    ones = chain.ones(r, shape)
     again = chain.ordered(r, chain.first, columns=True) if chain.count > 1 else []
     grad = r.empty(like, dtype, f"grad_{chain.name}_input")
     again = again or chain.ordered(r, chain.first, columns=True)
@@ -193,8 +199,10 @@ def _backward(
         first_fed.clear()
     else:
         of_first = _wait(later, queue[1][0], of_first, [first_fed, of_inner.rows, of_inner.columns])
-    del again, orders, arrived, of_inner, sized
+    del again, orders, ones, arrived, of_inner, sized
     inner.clear()
+    if later is None:
+        second_fed.clear()
     return [grad, *([] if scale is None else [of_scale]), *of_first, *of_second]
 
 
@@ -243,6 +251,3 @@ def _work(chain: Chain, dtype: str, added: int) -> Operator:
         product(wide, h, each, added or out, "k"),
     )  # fmt: skip
     return Operator(forward, backward)
-
-
-__all__ = ["ENVIRONMENT", "FEATURES", "INTERLEAVED", "OLDEST", "ROWS", "experts"]
