@@ -40,8 +40,8 @@ def _both(m: int, n: int, data: str) -> dict[str, torch.Tensor]:
 
 
 def _forward(gated: bool) -> Callable[..., dict[str, Any]]:
-    def kernel(a_tensor: torch.Tensor, n: int, **_: Any) -> dict[str, Any]:
-        m = a_tensor.shape[0]
+    def kernel(a_tensor: torch.Tensor, n: int = 0, b_tensor: Any = None, **_: Any) -> dict[str, Any]:
+        m, n = a_tensor.shape[0], n or b_tensor.shape[0]
         return {"c_tensor": _matrix(m, n, WIDE), **_both(m, n // (2 if gated else 1), "d_tensor")}
 
     return kernel
@@ -49,9 +49,14 @@ def _forward(gated: bool) -> Callable[..., dict[str, Any]]:
 
 def _backward(gated: bool) -> Callable[..., dict[str, Any]]:
     def kernel(
-        a_tensor: torch.Tensor, n: int, dprob_tensor: Any, use_dsrelu_reuse: bool = False, **_: Any
+        a_tensor: torch.Tensor,
+        dprob_tensor: Any,
+        n: int = 0,
+        b_tensor: Any = None,
+        use_dsrelu_reuse: bool = False,
+        **_: Any,
     ) -> dict[str, Any]:
-        m = a_tensor.shape[0]
+        m, n = a_tensor.shape[0], n or b_tensor.shape[0]
         made: dict[str, Any] = _both(m, n * (2 if gated else 1), "d_row_tensor") | {"dprob_tensor": dprob_tensor}
         if use_dsrelu_reuse:
             made |= {"d_srelu_tensor": _matrix(m, n, NARROW), "sfd_col_d_srelu_tensor": _scales(n, m)}
@@ -100,6 +105,16 @@ def _quantized(x: torch.Tensor, quantizer: Any, count: int, splits: Any, tensor_
     )
 
 
+def _swizzle(one: Any) -> None:
+    """``swizzle_scales_for_gemm_``: new scales of what there is."""
+    if one._with_gemm_swizzled_scales:
+        return
+    for name in ("_rowwise_scale_inv", "_columnwise_scale_inv"):
+        if getattr(one, name) is not None:
+            setattr(one, name, torch.empty_like(getattr(one, name)))
+    one._with_gemm_swizzled_scales = True
+
+
 def _ordered(data: list[Any], scales: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     count = len(data)
     whole = torch.empty(count * -(-scales[0].numel() // 16) * 16, dtype=BYTE)
@@ -115,6 +130,7 @@ def _prepare() -> Any:
     sys.modules["cudnn"] = front
     extension: Any = sys.modules["transformer_engine_torch"]
     extension.splits_to_offsets_multi, extension.group_quantize = _offsets, _quantized
+    extension.swizzle_scales_for_gemm_ = _swizzle
     extension.copy_data_ptrs_to_device = lambda tensors, device: torch.empty(len(tensors), dtype=torch.int64)
     extension.grouped_mlp_experimental = types.SimpleNamespace(
         swizzle_scales_and_pack_ptrs_for_discrete_weights=_ordered
@@ -152,8 +168,10 @@ def chain(
             setattr(products[-1], f"weight{i}", weights[-1])
     kind, given = (ops.ScaledSwiGLU, {"glu_interleave_size": 32}) if gated else (ops.ScaledSReLU, {})
     activation = kind(**given, activation_recompute_in_mlp=True) if case.again else kind(**given)
+    activation._grouped_mlp_unit_activation_scale = case.count == 1
     operations = ops.Sequential(products[0], activation, products[1])
-    scale, counts = torch.empty(case.s * case.b), torch.empty(case.count, dtype=torch.int64)
+    scale = torch.empty(case.s * case.b) if case.count > 1 else torch.empty(1, dtype=WIDE)
+    counts = torch.empty(case.count, dtype=torch.int64)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):

@@ -25,6 +25,8 @@ from .shape import CoreShape
 
 OLDEST = (2, 17)
 """Before it forward and backward were operations of two files."""
+OLDEST_SHARED = (2, 19)
+"""Before it even shared experts' rows need probabilities (``_grouped_mlp_unit_activation_scale``)."""
 WITHOUT_ONES = OUTPUT_FIRST = (2, 19)
 """From it on, with cuDNN's front end of 1.27, products take no probabilities of one; the output comes before scales."""
 FEATURES, ROWS = 64, 128
@@ -95,6 +97,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         or not (low.two_buffers and low.parameters),
         "with layers or modules in 16 bits": any(shape.sixteen_bit) or bool(shape.precision_of),
         "before Transformer Engine 2.17": shape.te < OLDEST,
+        "of shared experts before Transformer Engine 2.19": experts.shared_chain and shape.te < OLDEST_SHARED,
         f"with {spec.activation}": spec.activation
         not in (("swiglu",) if experts.shared_chain else ("swiglu", "relu2")),
         "with a clamped activation": spec.activation_clamp is not None,
@@ -150,7 +153,9 @@ def experts(
         orders += chain.ordered(r, second, columns=False)
     out = r.empty(like, dtype, f"{name}_fc2")
     if shape.te >= OUTPUT_FIRST:
-        orders += chain.ordered(r, second, columns=False)
+        later = chain.ordered(r, second, columns=False)
+        orders += later if count > 1 else []  # one product's end with it
+        del later
     fed.rows.clear()
     made.rows.clear()
     del narrow, orders, ones
@@ -193,7 +198,9 @@ def _backward(
     ones = chain.ones(r, shape)
     again = chain.ordered(r, chain.first, columns=True) if chain.count > 1 else []
     grad = r.empty(like, dtype, f"grad_{chain.name}_input")
-    again = again or chain.ordered(r, chain.first, columns=True)
+    if chain.count == 1:
+        again = chain.ordered(r, chain.first, columns=True)
+        again.clear()  # with the product
     of_first = _weights(r, chain, chain.first, "fc1", dtype, shape)
     if later is None or queue is None:
         first_fed.clear()

@@ -165,6 +165,7 @@ CHAINS = [
         for again in (False, True)
     ),
     Case("chain", activation="swiglu", **CHAIN | {"gradient_fusion": False}),
+    Case("chain", activation="swiglu", count=1, **CHAIN),
 ]
 CASES = [
     *CHAINS,
@@ -327,7 +328,7 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
         return False
-    if case.module == "chain" and version < grouped_chain.OLDEST:
+    if case.module == "chain" and version < (grouped_chain.OLDEST if case.count > 1 else grouped_chain.OLDEST_SHARED):
         return False
     if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False

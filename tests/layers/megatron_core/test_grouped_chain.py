@@ -22,7 +22,10 @@ OF = {"model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8",
       "moe-flex-backend": "hybridep"}  # fmt: skip
 H, F, EXPERTS = 2048, 768, 16
 N = EXPERTS * 256
-ROUTED, SHARED = {"use-transformer-engine-op-fuser": "true"}, {"moe-shared-chain": "true", "shared-expert-ffn": "1024"}
+ROUTED, SHARED = (
+    {"use-transformer-engine-op-fuser": "true"},
+    {"moe-shared-chain": "true", "shared-expert-ffn": "1024", "te-version": "2.19"},
+)
 ON = "1"
 
 
@@ -149,7 +152,8 @@ def test_what_stops_is_one_line(flags: dict[str, str], environment: str, problem
         ({**ROUTED, "moe-flex-backend": "deepep"}, "with DeepEP"),
         ({**ROUTED, "expert-ffn": "800"}, "features that are no multiple of 64"),
         ({**SHARED, "seq": "480"}, "a number of tokens that is no multiple of 128"),
-        ({**SHARED, "te-version": "2.16"}, "before Transformer Engine 2.17"),
+        ({**ROUTED, "te-version": "2.16"}, "before Transformer Engine 2.17"),
+        ({**SHARED, "te-version": "2.18"}, "of shared experts before Transformer Engine 2.19"),
     ],
 )
 def test_what_is_not_modelled_is_named(flags: dict[str, str], problem: str) -> None:
