@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measured import plan_of, read_rows  # noqa: E402
+from memplan.frameworks.megatron.part_rules import CHAIN  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 
@@ -115,8 +116,8 @@ def plan_of_row(row: Row) -> Plan:
     """The plan of a row. ``PlanError`` for what is not modelled."""
     if row["model"] == "Nemotron_3_Ultra":
         problem = (
-            "is not modelled: parameters in MXFP8 that Megatron-FSDP shards beside multi-token prediction, experts in "
-            "one kernel of products and activation, and what that saves on the host"
+            "is not modelled: parameters in MXFP8 that Megatron-FSDP shards beside multi-token prediction, and what a "
+            "chain of experts saves on the host"
         )
         raise PlanError("model", row["model"], problem)
     if row["task"].startswith("LoRA"):
@@ -141,7 +142,8 @@ def plan_of_row(row: Row) -> Plan:
     flags["te_version"] = ".".join(map(str, _transformer_engine(row, recipe)))
     beside = {"moe_overlap_exchange": "true"} if recipe.beside else {}
     plan = plan_of(None, **flags | recipe.flags | beside)
-    return plan.model_copy(update={"environment": ENVIRONMENT}) if row["release"] >= SINCE else plan
+    chain = {CHAIN: "1"} if plan.megatron.fuses_operations else {}
+    return plan.model_copy(update={"environment": {**ENVIRONMENT, **chain}}) if row["release"] >= SINCE else plan
 
 
 def _transformer_engine(row: Row, recipe: Recipe) -> tuple[int, int]:

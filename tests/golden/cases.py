@@ -552,10 +552,10 @@ def megatron() -> Iterator[str]:
     job += "--env NVTE_CUTEDSL_FUSED_GROUPED_MLP=1"
     for flags in (
         "--model qwen3-30b-a3b --use-transformer-engine-op-fuser",
-        "--model deepseek-v2 --use-transformer-engine-op-fuser --moe-shared-chain --moe-dispatcher flex "
+        "--model deepseek-v2 --use-transformer-engine-op-fuser --moe-shared-chain --te-version 2.19 --moe-dispatcher flex "
         "--moe-flex-backend hybridep --moe-expert-rank-capacity-factor 1.5 --recompute selective "
         "--recompute-modules moe_act",
-        "--model deepseek-v2 --moe-shared-chain --tp 2 --dp 4 --etp 1 --sequence-parallel --moe-shared-expert-overlap",
+        "--model deepseek-v2 --moe-shared-chain --te-version 2.19 --tp 2 --dp 4 --etp 1 --sequence-parallel --moe-shared-expert-overlap",
     ):  # fmt: skip
         yield f"{job} {flags}"
     job = "--model deepseek-v2 --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 8 --ep 8 --zero 1"

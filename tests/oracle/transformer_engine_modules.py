@@ -17,10 +17,11 @@ from unittest.mock import MagicMock
 
 import torch
 
-from tests.layers.megatron_core.te_cases import CASES, Case, covered
+from tests.layers.megatron_core.te_cases import CASES, INNER, Case, covered
 
 from .tracer import Change
 from .transformer_engine import CAPABILITY, load, parallel, source, traced
+from .transformer_engine_chain import chain
 
 SINGLE = 512
 """Bytes of a single number."""
@@ -59,6 +60,7 @@ def _choose(case: Case) -> None:
     """Allows the case's back end alone, and forgets what earlier cases left: fake tensors end with their mode."""
     for name in ("flash", "fused", "unfused"):
         os.environ[f"NVTE_{name.upper()}_ATTN"] = str(int(case.attention == name))
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     os.environ["NVTE_FP8_DPA_BWD"] = str(int(case.low_backward))
     package = "transformer_engine.pytorch"
     dot_product: Any = importlib.import_module(f"{package}.attention.dot_product_attention.dot_product_attention")
@@ -228,6 +230,10 @@ def _attention(case: Case, te: Any) -> Made:
     return function, list(module.parameters())
 
 
+def _chain(case: Case, te: Any) -> Made:
+    return chain(case, te, _recipe(case), INNER)
+
+
 MODULES: dict[str, Callable[[Case, Any], Made]] = {
     "norm": _norm,
     "column": _column,
@@ -236,6 +242,7 @@ MODULES: dict[str, Callable[[Case, Any], Made]] = {
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,
+    "chain": _chain,
 }
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 
 from ...values import dataclass
-from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product, Stream
 from .precision import BYTE, Copy, Low, up
@@ -25,13 +25,16 @@ from .shape import CoreShape
 
 OLDEST = (2, 17)
 """Before it forward and backward were operations of two files."""
-ENVIRONMENT = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
-"""Without it the operations run one after the other."""
-INTERLEAVED = 32
-"""Columns of gate and of linear part that take turns in the first weight (``validate_grouped_mlp_dims``)."""
+OLDEST_SHARED = (2, 19)
+"""Before it even shared experts' rows need probabilities (``_grouped_mlp_unit_activation_scale``)."""
+WITHOUT_ONES = OUTPUT_FIRST = (2, 19)
+"""From it on, with cuDNN's front end of 1.27, products take no probabilities of one; the output comes before scales."""
 FEATURES, ROWS = 64, 128
 """Of what features and rows have to be multiples (the same; ``fuser_forward``)."""
 WORD = "int64"
+
+Weights = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Of the first products and of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class Chain:
         scales = r.empty((self.count, up(size[0] * size[1], 16)), BYTE, f"{self.name}_scales_ordered")
         return [scales, r.empty((2 * self.count,), WORD, f"{self.name}_pointers")]
 
+    def ones(self, r: Recorder, shape: CoreShape) -> Tensor | None:
+        """Probabilities of products that have none."""
+        asks = self.count > 1 and shape.te < WITHOUT_ONES
+        return r.empty((self.rows,), "fp32", f"{self.name}_ones") if asks else None
+
     def both(self, r: Recorder, features: int, name: str) -> Copy:
         """What a kernel writes in 8 bits: data by rows and by columns, and then the scales of each."""
         parts = self.low.parts((self.rows, features))
@@ -83,12 +91,13 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     widths += [spec.shared_expert_ffn // shape.t] * experts.shared_chain
     if not widths:
         return
-    overlap, low = shape.overlap, shape.low
+    low = shape.low
     others = {
         "without parameters in MXFP8 (fp8 mxfp8, fp8_parameters)": low is None
         or not (low.two_buffers and low.parameters),
         "with layers or modules in 16 bits": any(shape.sixteen_bit) or bool(shape.precision_of),
         "before Transformer Engine 2.17": shape.te < OLDEST,
+        "of shared experts before Transformer Engine 2.19": experts.shared_chain and shape.te < OLDEST_SHARED,
         f"with {spec.activation}": spec.activation
         not in (("swiglu",) if experts.shared_chain else ("swiglu", "relu2")),
         "with a clamped activation": spec.activation_clamp is not None,
@@ -98,8 +107,6 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         ),
         f"with features that are no multiple of {FEATURES}": any(n % FEATURES for n in (*widths, spec.expert_hidden)),
         f"with a number of tokens that is no multiple of {ROWS}": experts.shared_chain and shape.s * shape.b % ROWS > 0,
-        "with products for gradients of weights that run later": experts.wgrad_beside
-        or (overlap is not None and overlap.delays),
         "with activations on the host": bool(shape.offload),
         "with DeepEP": experts.dispatcher == "deepep" and chains,
         "with ranks that divide an expert, which Megatron-Core refuses": chains and shape.expert_ranks > 1,
@@ -112,11 +119,11 @@ def experts(
     r: Recorder,
     x: Tensor,
     scale: Tensor | None,
-    weights: tuple[Sequence[Tensor], Sequence[Tensor]],
+    weights: Weights,
     name: str,
     shape: CoreShape,
 ) -> Tensor:
-    """(N, h), and the probability of each row (N,), to (N, h). ``weights``: of the first products and the second."""
+    """(N, h), and the probability of each row (N,), to (N, h)."""
     assert shape.low is not None
     count, like, dtype = len(weights[0]), x.shape, x.dtype
     first, second = weights[0][0].shape, weights[1][0].shape
@@ -136,15 +143,22 @@ def experts(
     kept = inner, fed.columns, [] if recomputes else made.columns
     for held in kept:
         r.keeps_apart(held)
-    backward = partial(_backward, chain=chain, kept=kept, like=like, dtype=dtype, scale=scale, shape=shape)
+    queue = (r.delayed_experts, weights) if scale is not None else None
+    backward = partial(_backward, chain=chain, kept=kept, like=like, dtype=dtype, scale=scale, shape=shape, queue=queue)
     given = (x, *own) if scale is None else (x, scale, *own)
     saved = (*offsets, *([] if scale is None else [scale]))
     node = r.node(given, saved, backward, work=_work(chain, dtype, shape.added(r.summed)))
+    ones = chain.ones(r, shape)
+    if shape.te < OUTPUT_FIRST:
+        orders += chain.ordered(r, second, columns=False)
     out = r.empty(like, dtype, f"{name}_fc2")
-    orders += chain.ordered(r, second, columns=False)
+    if shape.te >= OUTPUT_FIRST:
+        later = chain.ordered(r, second, columns=False)
+        orders += later if count > 1 else []  # one product's end with it
+        del later
     fed.rows.clear()
     made.rows.clear()
-    del narrow, orders
+    del narrow, orders, ones
     return out.by(node)
 
 
@@ -158,8 +172,11 @@ def _backward(
     dtype: str,
     scale: Tensor | None,
     shape: CoreShape,
+    queue: tuple[list[Delayed] | None, Weights] | None,
 ) -> Sequence[Tensor | None]:
-    """``fuser_backward``: each input that a product has read by columns ends behind it (``clear_tensor_data``)."""
+    """``fuser_backward``. ``clear_tensor_data`` ends no input early: the second is a view of what a kernel made.
+    ``queue``: where products for gradients of weights wait, if they do, and the weights; those of shared experts never
+    do."""
     inner, first_fed, second_fed = kept
     wide, (h, f) = chain.first[0], chain.second
     arrived = chain.low.quantised(r, (chain.rows, h), f"grad_{chain.name}_fc2", rows=True, columns=True)
@@ -175,15 +192,41 @@ def _backward(
         second_fed += [r.empty(one.shape, one.dtype, f"{chain.name}_fc2_{one.name}_again") for one in parts]
     of_scale = None if scale is None else r.empty(scale.shape, dtype, f"grad_{chain.name}_probabilities")
     of_second = _weights(r, chain, chain.second, "fc2", dtype, shape)
-    second_fed.clear()
+    later = None if queue is None else r.later_products if queue[0] is None else queue[0]
+    if later is not None and queue is not None:
+        of_second = _wait(later, queue[1][1], of_second, [second_fed, arrived.rows, arrived.columns])
+    ones = chain.ones(r, shape)
     again = chain.ordered(r, chain.first, columns=True) if chain.count > 1 else []
     grad = r.empty(like, dtype, f"grad_{chain.name}_input")
-    again = again or chain.ordered(r, chain.first, columns=True)
+    if chain.count == 1:
+        again = chain.ordered(r, chain.first, columns=True)
+        again.clear()  # with the product
     of_first = _weights(r, chain, chain.first, "fc1", dtype, shape)
-    first_fed.clear()
-    del again, orders, arrived, of_inner, sized
+    if later is None or queue is None:
+        first_fed.clear()
+    else:
+        of_first = _wait(later, queue[1][0], of_first, [first_fed, of_inner.rows, of_inner.columns])
+    del again, orders, ones, arrived, of_inner, sized
     inner.clear()
+    if later is None:
+        second_fed.clear()
     return [grad, *([] if scale is None else [of_scale]), *of_first, *of_second]
+
+
+def _wait(queue: list[Delayed], weights: Sequence[Tensor], made: Gradients, held: Sequence[list[Tensor]]) -> Gradients:
+    """The products wait, with their operands and what they are to fill (``wgrad_store.put``)."""
+    fills = [*made]
+
+    def products(r: Recorder) -> list[tuple[Tensor, Gradients]]:
+        every = [*fills]
+        fills.clear()
+        for one in held:
+            one.clear()
+        return [(weight, [gradient]) for weight, gradient in zip(weights, every, strict=True)]
+
+    queue.append(products)
+    made.clear()
+    return [None] * len(weights)
 
 
 def _weights(r: Recorder, chain: Chain, size: Shape, name: str, dtype: str, shape: CoreShape) -> Gradients:
@@ -215,6 +258,3 @@ def _work(chain: Chain, dtype: str, added: int) -> Operator:
         product(wide, h, each, added or out, "k"),
     )  # fmt: skip
     return Operator(forward, backward)
-
-
-__all__ = ["ENVIRONMENT", "FEATURES", "INTERLEAVED", "OLDEST", "ROWS", "experts"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import grouped_chain, te, te_attention, te_facts, te_low_attention
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
@@ -47,6 +47,9 @@ class Case:
     window: int | None = None
     sinks: bool = False
     inner: int = 1
+    activation: str = "gelu"
+    again: bool = False
+    count: int = 4
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -71,7 +74,7 @@ class Case:
             positions_max=self.s,
             norm=self.norm,
             positions="learned",
-            activation="gelu",
+            activation=self.activation,
             causal=self.causal,
             embedding_dropout=0.0,
             attention_dropout=self.dropout,
@@ -97,6 +100,7 @@ class Case:
             gradient_fusion=self.gradient_fusion,
             low=Low(self.recipe, self.major < 10, version) if self.recipe is not None else None,
             low_attention=LowAttention(self.recipe, self.low_backward) if self.recipe is not None else None,
+            recompute_modules=("moe_act",) if self.again else (),
         )
 
     def input(self) -> tuple[int, ...]:
@@ -107,6 +111,8 @@ class Case:
             return (self.s, self.b, 1024 // self.t)
         if self.module == "rope":
             return (self.s, self.b, self.heads, self.head_dim)
+        if self.module == "chain":
+            return (self.s * self.b, self.h)
         if self.module == "row":
             return (self.s, self.b, self.h // self.t)
         sharded = self.sequence_parallel and self.module != "norm"
@@ -151,7 +157,18 @@ WINDOWS: tuple[tuple[ContextCommunication, CoreAttention, int, int], ...] = (
     ("all_gather", "fused", 4, 300),
 )  # fmt: skip
 """Ways, back ends, ranks, and tokens of a sliding window."""
+CHAIN: dict[str, Any] = {"s": 512, "recipe": "mxfp8", "major": 10, "gradient_fusion": True}
+CHAINS = [
+    *(
+        Case("chain", activation=activation, again=again, **CHAIN)
+        for activation in ("swiglu", "relu2")
+        for again in (False, True)
+    ),
+    Case("chain", activation="swiglu", **CHAIN | {"gradient_fusion": False}),
+    Case("chain", activation="swiglu", count=1, **CHAIN),
+]
 CASES = [
+    *CHAINS,
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("column", bias=bias, skip_bias=True) for bias in (False, True)),
@@ -311,6 +328,8 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
         return False
+    if case.module == "chain" and version < (grouped_chain.OLDEST if case.count > 1 else grouped_chain.OLDEST_SHARED):
+        return False
     if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
@@ -387,6 +406,20 @@ def _split(r: Recorder, x: Tensor, shapes: Sequence[tuple[int, ...]], *, packed:
     return [Tensor(x.storage, shape, dtype, node, slot) for slot, shape in enumerate(shapes)]
 
 
+INNER = 384
+"""Width of experts in a chain."""
+
+
+def _chain(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    wide = (INNER * (2 if shape.spec.gated else 1), case.h)
+    first, second = (
+        [r.parameter(f"{name}{i}", size, "bf16", low=shape.low) for i in range(case.count)]
+        for name, size in (("fc1", wide), ("fc2", (case.h, INNER)))
+    )
+    scale = r.outside((x.shape[0],), "fp32") if case.count > 1 else None
+    return grouped_chain.experts(r, x, scale, (first, second), "experts", shape)
+
+
 RECIPES: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "norm": _norm,
     "column": _column,
@@ -395,4 +428,5 @@ RECIPES: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,
+    "chain": _chain,
 }

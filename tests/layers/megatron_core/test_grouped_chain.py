@@ -13,7 +13,7 @@ from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Hold
+from memplan.tape.events import Hold, Seam
 
 from .test_latent_experts import kept
 
@@ -22,7 +22,10 @@ OF = {"model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8",
       "moe-flex-backend": "hybridep"}  # fmt: skip
 H, F, EXPERTS = 2048, 768, 16
 N = EXPERTS * 256
-ROUTED, SHARED = {"use-transformer-engine-op-fuser": "true"}, {"moe-shared-chain": "true", "shared-expert-ffn": "1024"}
+ROUTED, SHARED = (
+    {"use-transformer-engine-op-fuser": "true"},
+    {"moe-shared-chain": "true", "shared-expert-ffn": "1024", "te-version": "2.19"},
+)
 ON = "1"
 
 
@@ -65,8 +68,30 @@ def test_backward_makes_the_gradient_between_products_in_8_bits_alone() -> None:
         "fc2_rows", "fc2_row_scales", "fc2_columns", "fc2_column_scales",
         "probabilities_fp32", "scales_ordered", "pointers",
         "fc1_rows", "fc1_columns", "fc1_row_scales", "fc1_column_scales", "probabilities",
-        "scales_ordered", "pointers", "input",
+        "ones", "scales_ordered", "pointers", "input",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_operands_of_products_that_wait_outlive_the_gradient(waits: bool) -> None:
+    """``wgrad_store.put``: both inputs by columns, and the gradient between the products."""
+    flags = {**ROUTED, "moe-dispatcher": "alltoall", "moe-wgrad-beside-dispatch": str(waits).lower()}
+    passes = layers_module((shape(flags),), Options()).first
+    names = {
+        event.tensor: event.name
+        for tape in (passes.forward, passes.backward)
+        for event in tape
+        if isinstance(event, Hold)
+    }
+    told = [
+        (isinstance(event, Hold), names.get(event.tensor)) for event in passes.backward if not isinstance(event, Seam)
+    ]
+    made, saved = told.index((True, "grad_experts_input")), told.index((False, "experts_offsets"))
+    for name in ("experts_fc1_columns", "experts_fc2_columns", "grad_experts_fc1_columns", "grad_experts_fc2_columns"):
+        assert made < told.index((False, name)), (
+            "the second input is a view of what a kernel made, and no product's end ends it"
+        )
+        assert (saved < told.index((False, name))) is waits
 
 
 HYBRID = {**OF, **ROUTED, "model": "nemotron-3-nano-30b-a3b", "moe-squared-relu-fusion": "true"}
@@ -127,7 +152,8 @@ def test_what_stops_is_one_line(flags: dict[str, str], environment: str, problem
         ({**ROUTED, "moe-flex-backend": "deepep"}, "with DeepEP"),
         ({**ROUTED, "expert-ffn": "800"}, "features that are no multiple of 64"),
         ({**SHARED, "seq": "480"}, "a number of tokens that is no multiple of 128"),
-        ({**SHARED, "te-version": "2.16"}, "before Transformer Engine 2.17"),
+        ({**ROUTED, "te-version": "2.16"}, "before Transformer Engine 2.17"),
+        ({**SHARED, "te-version": "2.18"}, "of shared experts before Transformer Engine 2.19"),
     ],
 )
 def test_what_is_not_modelled_is_named(flags: dict[str, str], problem: str) -> None:
