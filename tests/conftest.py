@@ -16,6 +16,8 @@ import pytest
 _EMPTY = tempfile.mkdtemp(prefix="memplan-no-records-")
 # When this is imported, before any test module: some keep the environment of the processes that they start.
 os.environ["MEMPLAN_DATA"] = _EMPTY
+# Tensors of tests are small: on a second thread, operators and processes wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 atexit.register(shutil.rmtree, _EMPTY, ignore_errors=True)
 
 LONGEST = (
