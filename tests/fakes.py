@@ -17,8 +17,6 @@ import torch._dynamo.eval_frame
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-RELEASE = "2.13.0"
-
 _C: Any = torch._C
 _slow: Any = FakeTensorMode.__torch_dispatch__
 _dispatch: Any = FakeTensorMode._dispatch_impl
@@ -164,7 +162,6 @@ def _fast(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: A
 
 def shorten() -> None:
     """From here on, modes of this process take the shorter way."""
-    if torch.__version__.partition("+")[0] == RELEASE:
-        for function in (_fast, _key, _add, _kept, _made, _fake):
-            torch._dynamo.eval_frame.skip_code(function.__code__)
-        FakeTensorMode.__torch_dispatch__ = _fast  # type: ignore[method-assign]
+    for function in (_fast, _key, _add, _kept, _made, _fake):
+        torch._dynamo.eval_frame.skip_code(function.__code__)
+    FakeTensorMode.__torch_dispatch__ = _fast  # type: ignore[method-assign]

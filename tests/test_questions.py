@@ -51,8 +51,14 @@ def test_there_are_sixty() -> None:
 
 @pytest.mark.parametrize(("want", "question"), [_marked(*one) for one in SIXTY + LATER])
 def test_a_question(
-    want: str, question: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    want: str,
+    question: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
+    if question.startswith("trace"):
+        request.getfixturevalue("here")
     why = next((why for part, why in UNANSWERED.items() if part in question), None)
     monkeypatch.chdir(FOLDER)
     code = main(shlex.split(question))

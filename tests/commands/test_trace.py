@@ -17,6 +17,7 @@ TINY = ["--layers=2", "--hidden=64", "--heads=4", "--kv-heads=4", "--head-dim=16
 GPT2 = ["trace", "--model", "gpt2", *TINY, "--mbs", "1", "--seq", "32"]
 
 
+@pytest.mark.usefixtures("here")
 def test_files_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     events, snapshot = tmp_path / "events.jsonl", tmp_path / "memory.pickle"
     assert main([*GPT2, "--json", "--events", str(events), "--snapshot", str(snapshot)]) == 0
@@ -150,6 +151,7 @@ SMALL = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
 
 
+@pytest.mark.usefixtures("here")
 def test_model_that_leaves_fake_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One line: the operator, the module, the line of the model's code."""
     made = transformers.AutoConfig.for_model("jetmoe", **SMALL, num_key_value_heads=2)

@@ -72,6 +72,15 @@ def test_width_after_forward() -> None:
     assert [eight.width(given) for given in (False, True, 1, 2, 8)] == [None, 8, None, 2, 8]
 
 
+def test_one_rank_after_forward_is_not_every_rank() -> None:
+    """``1 == True``: whichever of the two plans is estimated first, the other's layers are its own."""
+    plan = plan_of(microbatches=2, seq=1024, layers=4)
+    peaks = [
+        fold_program(transformers_program(plan, Sharding(8), reshard=reshard)).peak for reshard in (True, 1, False)
+    ]
+    assert peaks[0] < peaks[1] <= peaks[2]
+
+
 def test_offload_leaves_nothing_but_activations_on_the_device() -> None:
     plan = plan_of(seq=512, layers=2)
     program = transformers_program(plan, Sharding(8, offload=True))

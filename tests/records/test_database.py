@@ -150,7 +150,7 @@ from memplan.records.record import read_record
 from pathlib import Path
 record, count, start = read_record(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3])
 import secrets
-while time.time() < start: pass
+time.sleep(max(0, start - time.time()))
 for _ in range(count):
     with open_database() as database:
         one = record.model_copy(update={"id": secrets.token_hex(6)})
@@ -309,7 +309,7 @@ def slow(connection):
     time.sleep(0.3)
     connection.execute("CREATE TABLE migrated (process TEXT)")
     connection.execute("INSERT INTO migrated VALUES (?)", (sys.argv[2],))
-while time.time() < float(sys.argv[3]): pass
+time.sleep(max(0, float(sys.argv[3]) - time.time()))
 with connected(Path(sys.argv[1]), migrations=(*MIGRATIONS, slow)) as connection:
     print(connection.execute("SELECT process FROM migrated").fetchall(), flush=True)
 """

@@ -97,12 +97,13 @@ def candidates(search: Search, many: int) -> list[Candidate]:
     return found
 
 
+@pytest.mark.parametrize("many", [50, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPACES)
-def test_what_the_search_says_is_what_the_estimate_says(name: str) -> None:
+def test_what_the_search_says_is_what_the_estimate_says(name: str, many: int) -> None:
     """Bytes exactly, of the plan that is written; seconds but for rounding."""
     search = searched(space(name), 1 << 31)
     compared = 0
-    for candidate in candidates(search, 100):
+    for candidate in candidates(search, many):
         suggestion = search.folded(candidate)
         if suggestion is None:
             continue

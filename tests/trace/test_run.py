@@ -38,6 +38,7 @@ def test_answer() -> None:
     assert found.substitutions
 
 
+@pytest.mark.usefixtures("here")
 def test_model_that_transformers_does_not_know() -> None:
     unknown = Job.from_json({**job().to_json(), "config": {"model_type": "no-such-model"}})
     with pytest.raises(PlanError, match=r"^model = mine: cannot be traced: transformers [\d.]+: .*no-such-model"):

@@ -179,7 +179,7 @@ class _Walk:
         for one in self.around:
             for place, end in ((one.first, "first"), (one.last, "last")):
                 found[place, end, False] += self.whole(one)
-                found[place, end, True] += self.whole(one) if one.reshard is True else 0
+                found[place, end, True] += self.whole(one) if one.resharding is True else 0
         return found
 
     def stays(self, place: int) -> int:
@@ -226,7 +226,7 @@ class _Walk:
         if unit is None:
             return 0
         taken = self.whole(unit) if unit.reshard else 0
-        if before is not None and before.reshard is True:
+        if before is not None and before.resharding is True:
             taken += self.gathered(before)
         if behind is not None and self.reduces:
             taken += self.sizes(behind).gradients

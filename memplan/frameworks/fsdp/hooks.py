@@ -276,7 +276,7 @@ class Hooks:
 
     def _ranks(self, at: int) -> int:
         """Ranks that a unit's pieces are gathered from."""
-        width = self.sharding.width(self.units[at].reshard)
+        width = self.sharding.width(self.units[at].resharding)
         return width if self.states[at].resharded and width is not None else self.shards(at)
 
     def shards(self, at: int) -> int:
@@ -333,7 +333,7 @@ class Hooks:
     def reshard(self, at: int, *, forward: bool) -> None:
         state, unit = self.states[at], self.units[at]
         if forward:
-            width = self.sharding.width(unit.reshard)
+            width = self.sharding.width(unit.resharding)
             if width is None:
                 return
             if width != self.sharding.shards:

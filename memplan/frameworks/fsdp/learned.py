@@ -154,10 +154,10 @@ def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model
         made = tuple(replace(one, module=with_stored(one.module, given.parameters, adapters)) for one in made)
     names = [span.names[0] for span in made]
     layers = [at for at, name in enumerate(names) if name.startswith(LAYER)]
-    reshard = given.reshard_to or given.reshard_after_forward
     units = [Unit(MODEL, (), 0, len(names) - 1, given.reshard_root, False)]
     lowest = next(at for at, span in enumerate(made) if span.module.first.backward)
-    units += [Unit(names[at], (), at, at, reshard, at > lowest) for at in layers]
+    resharded, among = given.reshard_after_forward, given.reshard_to
+    units += [Unit(names[at], (), at, at, resharded, at > lowest, among=among) for at in layers]
     storage = "" if leaves_4bit(plan) else plan.precision.dtype
     beside = (*buffers_of(piece, row), *shared_table(plan))
     return Model(made, with_parameters(made, units, (), storage), names[-1], beside)

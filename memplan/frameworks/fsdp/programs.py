@@ -153,9 +153,10 @@ def transformers_model(
     spans = model_spans(plan, with_seams(options))
     modules = [(span.module, name) for span in spans for name in span.names]
     names = [name for _, name in modules]
+    among = None if isinstance(reshard, bool) else reshard
     units = [Unit(MODEL, (), 0, len(names) - 1, reshard_root, False)]
     units += [
-        Unit(name, (), at, at, reshard, bool(module.first.grad_input))
+        Unit(name, (), at, at, bool(reshard), bool(module.first.grad_input), among=among)
         for at, (module, name) in enumerate(modules)
         if name.startswith("layer.")
     ]

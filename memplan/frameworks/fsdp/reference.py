@@ -106,7 +106,8 @@ def sharded_pass(inner: ResolvedPlan, options: Options, units: Sequence[Unit], s
     if preferences.has_model(inner):
         root = units[0]
         every = tuple(one for unit in units for one in unit.parameters)
-        own = [replace(root, parameters=every, last=last, reshard=whole_reshard(units))]
+        layer = a_layer(units)
+        own = [replace(root, parameters=every, last=last, reshard=layer.reshard, among=layer.among)]
     else:
         layers = {unit.name: unit for unit in units if unit.alone}
         placed = [
@@ -121,9 +122,9 @@ def sharded_pass(inner: ResolvedPlan, options: Options, units: Sequence[Unit], s
     return hooked(spans, passed_again(hooks, len(spans), last))
 
 
-def whole_reshard(units: Sequence[Unit]) -> bool | int:
-    """Accelerate's ``reshard_after_forward``, which trl hands on: that of the layers."""
-    return next((unit.reshard for unit in units if unit.alone), True)
+def a_layer(units: Sequence[Unit]) -> Unit:
+    """One whose ``reshard_after_forward`` is Accelerate's, which trl hands on: that of the layers."""
+    return next((unit for unit in units if unit.alone), units[0])
 
 
 def sharded_reference(plan: ResolvedPlan, units: Sequence[Unit], sharding: Sharding) -> list[Hold]:
@@ -132,7 +133,7 @@ def sharded_reference(plan: ResolvedPlan, units: Sequence[Unit], sharding: Shard
         return []
     every = [one for unit in units for one in unit.parameters]
     held = [_held(shard(one, sharding.shards), one.dtype or sharding.parameters, Category.PARAMETERS) for one in every]
-    if plan.trainer.runs_reference and not whole_reshard(units):
+    if plan.trainer.runs_reference and not a_layer(units).reshard:
         held += [_held(one, sharding.compute, Category.GATHERED_PARAMETERS) for one in every]
     return [*held, *buffers(plan, 0)]
 

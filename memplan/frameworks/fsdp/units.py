@@ -93,7 +93,7 @@ class Unit:
     first: int
     """The module before whose forward it is gathered, and behind whose backward it is reduced."""
     last: int
-    reshard: bool | int = True
+    reshard: bool = True
     """``reshard_after_forward``."""
     with_gradient: bool = True
     """Its inputs have gradients, which tell when its backward has ended; otherwise the end of backward does."""
@@ -108,6 +108,13 @@ class Unit:
     """Units that are gathered ahead in forward (``set_modules_to_forward_prefetch``),"""
     next_backward: tuple[str, ...] = ()
     """and in backward, in the place of the one that ran before (``set_modules_to_backward_prefetch``)."""
+    among: int | None = None
+    """An integer ``reshard_after_forward``. It has a field of its own, since units are keys of caches and 1 is True."""
+
+    @property
+    def resharding(self) -> bool | int:
+        """``reshard_after_forward`` as PyTorch takes it."""
+        return self.reshard if self.among is None else self.among
 
     @property
     def of_experts(self) -> bool:
