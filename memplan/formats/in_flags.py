@@ -20,19 +20,21 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
-    same = (
-        f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
-    )
+    before = tool.before.replace("--model NAME ", "") if any(one.startswith("--model") for one in said) else tool.before
+    same = f": memplan estimate {' '.join([before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
     return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
 
 
 def _at(written: Node, path: str) -> Node | None:
-    node: Node | None = written
-    if path in written.mapping:
-        return written.mapping[path]
-    for key in path.split("."):
+    node = written.mapping.get(path, written if "." in path else None)
+    for key in path.split(".") if node is written else ():
         node = node.mapping.get(key) if node is not None else None
-    return node
+    named = _REFERENCE.fullmatch(node.value) if node is not None and isinstance(node.value, str) else None
+    return _at(written, named[1]) if named is not None and named[1] != path else node
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""Another key's value, as OmegaConf writes it."""
 
 
 def _said(flag: str, node: Node, shortened: str) -> str:
