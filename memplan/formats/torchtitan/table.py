@@ -147,7 +147,8 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
             why = "what other libraries allocate for the exchange of rows is not modelled"
             if degree.value == 1:  # update_ep_token_dispatcher_config; parallelize_deepseekv3 before
                 why = "torchtitan itself refuses others where no ranks share experts"
-            raise PlanError(name, backend.plain(), f"must be standard: {why}", origin=backend.origin)
+            problem = f"must be standard: {why} (--set {name}=standard takes PyTorch's)"
+            raise PlanError(name, backend.plain(), problem, origin=backend.origin)
     return degree
 
 
