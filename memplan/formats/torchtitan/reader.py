@@ -28,7 +28,7 @@ from ..launchers import beside, found_from, gpus_of, runs_torchtitan
 from ..recognised import is_python, is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
-from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
+from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
 from .registry import chosen, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
 from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
@@ -397,6 +397,13 @@ def _check_keys(settings: Settings) -> None:
 
 def _other_day(key: Key, settings: Settings) -> str:
     when = f"came on {key.since}" if key.since > settings.era.day else f"went on {key.until}"
+    section = key.name.rpartition(".")[0]
+    after = [
+        one.name
+        for one in keys().values()
+        if one.since == key.until and one.was(settings.era.day) and one.name.rpartition(".")[0] == section
+    ]
+    when += f", as {' and '.join(after)} came" if after and len(after) < 4 else ""
     return f"is no key of {settings.era.label}: it {when}"
 
 
