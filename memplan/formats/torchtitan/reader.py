@@ -403,7 +403,7 @@ def _other_day(key: Key, settings: Settings) -> str:
         for one in keys().values()
         if one.since == key.until and one.was(settings.era.day) and one.name.rpartition(".")[0] == section
     ]
-    when += f", as {' and '.join(after)} came" if after and len(after) < 4 else ""
+    when += f", as {', '.join(after)} came" if after and len(after) < 4 else ""
     return f"is no key of {settings.era.label}: it {when}"
 
 
