@@ -114,12 +114,12 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
     return (known, {}) if known is not None else _DEBUG_SIZES_OF.get((family, flavour))
 
 
-def without_recipe(family: str, origin: Origin) -> PlanError:
+def without_recipe(family: str, origin: Origin, key: str = "model_spec.name") -> PlanError:
     """What is wrong with a model of torchtitan's that memplan does not know."""
     known = ", ".join(sorted({one for one, _ in FLAVOURS}))
     why = f": {_OTHER[family]}" if family in _OTHER else ""
     problem = f"has no recipe{why}; torchtitan's models with one: {known} (--model names another in its place)"
-    return PlanError("model_spec.name", family, problem, origin=origin)
+    return PlanError(key, family, problem, origin=origin)
 
 
 _OTHER = {

@@ -107,7 +107,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     if found is None:
         known = [size for one, size in FLAVOURS if one == family]
         if not known:
-            raise without_recipe(family, name.origin)
+            raise without_recipe(family, name.origin, settings.name(*names))
         lacks = "a vision tower, which is not modelled" if plain.endswith(WITH_IMAGES) else "no sizes here"
         problem = f"of model {family} has {lacks} ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)

@@ -82,7 +82,7 @@ def _check_compiled(plan: ResolvedPlan) -> None:
     ):
         if wrong:
             problem = f"must be {must} with fsdp.compile_loss and chunks: no other was learnt; "
-            raise PlanError(path, value, problem + "--set fsdp.compile_loss=false takes the loss as it is")
+            raise PlanError(path, value, problem + "--no-compile-loss takes the loss as it is")
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:

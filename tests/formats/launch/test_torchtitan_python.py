@@ -288,6 +288,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
         (one(loss="ChunkedLossWrapper.Config()", training="TrainingConfig(disable_cuda_graphs=True)", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"),
+        (one(loss="ChunkedLossWrapper.Config()", compile="CompileConfig(enable=True)", parallelism="ParallelismConfig(tensor_parallel_degree=2)"), (), "no other was learnt; --no-compile-loss takes the loss as it is"),
         (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
         (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe: it makes images; torchtitan's models with one: deepseek_v3"),
