@@ -16,8 +16,8 @@ from .hub import (
     of_size,
     refused,
     twin,
-    without_size,
     without_address,
+    without_size,
 )
 from .library import SPEC_REPOSITORIES, hub_ids, learned_models, model_specs, text_parts
 from .normalise import section_fields
