@@ -101,7 +101,7 @@ def runs_torchtitan(word: str) -> bool:
 
 def runs_bridge(word: str) -> bool:
     """Whether ``word`` of a command is what runs Megatron-Bridge's recipes."""
-    return word.rpartition("/")[2] == "run_recipe.py"
+    return word.rpartition("/")[2] in ("run_recipe.py", "setup_experiment.py")
 
 
 def gpus_of(started: Started, at: int) -> str:
