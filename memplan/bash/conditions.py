@@ -204,7 +204,7 @@ class _Reader:
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 RUNS_PYTHON = re.compile(
-    r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|"
+    r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|"
     r"openrlhf\.cli\.\w+)$|\brun_train\.sh$"
 )
 """In a word of a command that may run a Python file."""

@@ -236,10 +236,15 @@ ELSEWHERE = (
                 ("gradient_accumulation_steps", "--accumulation"),
                 ("zero_optimization.stage", "--zero"),
                 ("checkpoint_activations", "--recompute full"),
+                ("model_parallel_size", "--tp"),
+                ("pipe_parallel_size", "--pp"),
+                ("num_layers", "--layers"),
+                ("hidden_size", "--hidden"),
+                ("num_attention_heads", "--heads"),
             )
             for name in dict.fromkeys((one, one.replace("_", "-")))
         ),
-        before="--framework deepspeed --model NAME --gpus N",
+        before="--framework megatron-deepspeed --model NAME --gpus N",
     ),
     Elsewhere(
         "LLaMA-Factory v1",
@@ -257,6 +262,7 @@ ELSEWHERE = (
         "LLM Foundry or OLMo",
         ("device_train_microbatch_size", "global_train_batch_size"),
         (
+            ("model.pretrained_model_name_or_path", "--model"),
             ("model.n_layers", "--layers"),
             ("model.d_model", "--hidden"),
             ("model.n_heads", "--heads"),
@@ -267,6 +273,27 @@ ELSEWHERE = (
             ("global_train_batch_size", "--gbs"),
         ),
         before="--framework fsdp --model NAME --gpus N",
+    ),
+    Elsewhere(
+        "OLMo-core",
+        ("TransformerConfig",),
+        (("TransformerConfig", "--model"), ("SEQUENCE_LENGTH", "--seq"), ("DEFAULT_SEQUENCE_LENGTH", "--seq")),
+        before="--framework fsdp --gpus N --mbs N",
+        recipe=r"\bTransformerConfig\.(\w+)\(",
+    ),
+    Elsewhere(
+        "ArcticTraining",
+        ("name_or_path",),
+        (
+            ("model.name_or_path", "--model"),
+            ("data.max_length", "--seq"),
+            ("micro_batch_size", "--mbs"),
+            ("gradient_accumulation_steps", "--accumulation"),
+            ("deepspeed.zero_optimization.stage", "--zero"),
+            ("deepspeed.zero_optimization.offload_optimizer.device", "--offload-optimizer"),
+            ("peft_config.r", "--lora-rank"),
+        ),
+        before="--framework deepspeed --gpus N",
     ),
     Elsewhere(
         "nanotron",

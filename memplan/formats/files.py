@@ -15,7 +15,7 @@ from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, wrong_at
 from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
-from .launchers import Training, beside, training_in, unread
+from .launchers import Training, beside, is_megatron, training_in, unread
 from .rows import Argument, Table, arguments_of
 from .settings import Given, taken_apart
 
@@ -141,6 +141,8 @@ def _other_model(content: str, source: str, arguments: Mapping[str, Argument]) -
     for number, line in enumerate(content.splitlines(), 1):
         for name in () if _COMMENT.fullmatch(line) else _NAME.findall(line):
             argument = arguments.get(name)
+            if name == "--batch-size" and not any(map(is_megatron, _NAME.findall(content))):
+                continue  # anybody's
             if argument is not None and argument.table is Table.REFUSED and argument.why.startswith(_OF_OTHERS):
                 return PlanError(name, ABSENT, argument.why, origin=Origin(source, number))
     return None

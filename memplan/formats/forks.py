@@ -26,8 +26,21 @@ _MULTIQUERY = (
     "is of BigCode's Megatron-LM: one head of keys and values for all heads of queries; write --group-query-attention "
     "--num-query-groups 1 in its place"
 )
+_PAI = {
+    "--intermediate-size": "--ffn-hidden-size",
+    "--n-head-kv": "--group-query-attention with --num-query-groups",
+    "--use-llama2-rotary-position-embeddings": "--position-embedding-type rope",
+    "--enable-shared-expert": "--moe-shared-expert-intermediate-size",
+    "--shared-moe-ffn-hidden-size": "--moe-shared-expert-intermediate-size",
+    "--disable-bias-linear-fc": "--disable-bias-linear",
+    "--disable-bias-attn-fc": "--disable-bias-linear",
+}
+"""Arguments of Pai-Megatron-Patch, and what says the same in Megatron-LM."""
 FORKS: Mapping[str, Mapping[str, str]] = {
-    "megatron": {"--attention-head-type": _MULTIQUERY},
+    "megatron": {
+        "--attention-head-type": _MULTIQUERY,
+        **{name: f"is of Pai-Megatron-Patch; Megatron-LM's is {same}, which is read" for name, same in _PAI.items()},
+    },
     "megatron-deepspeed": {f"--{name}": _MICROSOFT for name in _OTHER_LAYERS.split()},
 }
 """By the framework, and by the argument: what it is."""

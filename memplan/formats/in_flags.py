@@ -20,14 +20,19 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
-    same = (
-        f": memplan estimate {' '.join([tool.before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
-    )
+    before = tool.before.replace("--model NAME ", "") if any(one.startswith("--model") for one in said) else tool.before
+    same = f": memplan estimate {' '.join([before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
     return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
 
 
-def _at(written: Node, path: str) -> Node | None:
-    return written.mapping.get(path) or written.at(path)
+def _at(written: Node, path: str, *seen: str) -> Node | None:
+    node = written.mapping.get(path) or written.at(path)
+    named = _REFERENCE.fullmatch(node.value) if node is not None and isinstance(node.value, str) else None
+    return _at(written, named[1], path, *seen) if named is not None and named[1] not in (path, *seen) else node
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""Another key's value, as OmegaConf writes it."""
 
 
 def _said(flag: str, node: Node, shortened: str) -> str:

@@ -19,7 +19,7 @@ from ..bash.values import Reading, Started, Value, is_known, origin_of, text
 from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from . import OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from . import ELSEWHERE, OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .in_flags import in_flags
 from .settings import taken_apart
 
@@ -101,7 +101,7 @@ def runs_torchtitan(word: str) -> bool:
 
 def runs_bridge(word: str) -> bool:
     """Whether ``word`` of a command is what runs Megatron-Bridge's recipes."""
-    return word.rpartition("/")[2] == "run_recipe.py"
+    return word.rpartition("/")[2] in ("run_recipe.py", "setup_experiment.py")
 
 
 def gpus_of(started: Started, at: int) -> str:
@@ -336,6 +336,12 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             name, tool = own
             problem = in_flags(tool, _arguments(started.words), f"starts {name}, whose command is not read")
             return wrong_at(started.origin, problem)
+    for started in reading.started:
+        said = _hydra(started.words)
+        tool = max(ELSEWHERE, key=lambda one: sum(key in said.mapping for key, _ in one.flags))
+        if sum(key in said.mapping for key, _ in tool.flags) >= SEVERAL:
+            problem = in_flags(tool, said, f"starts {tool.name}, whose configuration is not read")
+            return wrong_at(started.origin, problem)
     own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
     found = max(own_ones, key=lambda one: len(one[2].mapping), default=None)
     if found is not None and len(found[2].mapping) >= SEVERAL:
@@ -381,6 +387,18 @@ def _arguments(words: Sequence[Value]) -> Node:
         for one in known
     }
     return Node(items, origin)
+
+
+def _hydra(words: Sequence[Value]) -> Node:
+    """``model.micro_batch_size=2`` and the like among ``words``, and the recipe that ``--factory`` names."""
+    pairs = [(text(word), word) for word in words if is_known(word)]
+    items = {
+        name.lstrip("+~"): scalar(value, word[0].origin)
+        for (name, equals, value), word in ((one.partition("="), word) for one, word in pairs)
+        if equals and not name.startswith("-") and word
+    }
+    factory = next((after for (before, _), (after, _) in pairwise(pairs) if before == "--factory"), None)
+    return Node({**items, **({"_factory_": scalar(factory, Origin(""))} if factory else {})}, Origin(""))
 
 
 def _files_given(reading: Reading) -> list[str]:

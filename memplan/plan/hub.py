@@ -83,6 +83,14 @@ def of_same_size(name: str) -> tuple[str, ...]:
     return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
 
 
+def without_size(name: str) -> tuple[str, float]:
+    """``deepseek-v3-671b`` without its size, and that in billions; an empty name where it says none at its end."""
+    size = _HOW_LARGE.search(name.lower())
+    if size is None or size.end() != len(name) or float(size[1][:-1]) == 0:
+        return "", 0.0
+    return name[: size.start()].rstrip("-_"), float(size[1][:-1]) / (1 if size[1][-1] == "b" else 1000)
+
+
 def of_size(name: str) -> tuple[str, ...]:
     """Models of the size that ``name`` is, where it is nothing else: ``70b``, ``8x7b``."""
     return tuple(one for one in hub_ids() if name.lower() in one.split("-")) if _BARE.fullmatch(name) else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from .count import parameters
 from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .hub import (
     cached_config,
@@ -16,6 +17,7 @@ from .hub import (
     refused,
     twin,
     without_address,
+    without_size,
 )
 from .library import SPEC_REPOSITORIES, hub_ids, learned_models, model_specs, text_parts
 from .normalise import section_fields
@@ -130,11 +132,26 @@ def _base(base: Node, folder: Path) -> Found:
         raise PlanError("model", name, problem, origin=base.origin)
     if why := why_not(name):
         raise PlanError("model", name, why, origin=base.origin)
+    if (same := _of_unsaid_size(name, base)) is not None:
+        raise PlanError("model", name, f"is no built-in model; of that size is {same}", origin=base.origin)
     problem = (
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
     raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
+
+
+def _of_unsaid_size(name: str, base: Node) -> str | None:
+    """The built-in model ``deepseek-v3`` that somebody calls ``deepseek-v3-671b``, within a tenth."""
+
+    whole, billions = without_size(name)
+    same = twin(whole, base) if whole else None
+    if same is None or same not in model_specs():
+        return None
+    fields = _built_in(same).spec.plain()
+    assert isinstance(fields, dict)
+    size = parameters(ModelSpec.model_validate(fields))
+    return same if abs(size / (billions * 10**9) - 1) < 0.1 else None
 
 
 MODEL = Origin("model")

@@ -191,6 +191,20 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
         (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),
         (["tune.yaml"], "torchtune, which is not read: say the job in flags: memplan estimate --model llama-3-8b"),
+        (["nemo.sh"], "NeMo, whose configuration is not read: say the job in flags: memplan estimate --framework"),
+        (["own.sh"], "own.py takes arguments of its own (batch_size, seq_len, lr)"),
+        (
+            ["foundry.yaml"],
+            "memplan estimate --framework fsdp --gpus N --model llama-3.1-8b --seq 2048",
+        ),
+        (
+            ["arctic.yaml"],
+            "ArcticTraining, which is not read: say the job in flags: memplan estimate --framework deepspeed",
+        ),
+        (
+            ["olmo.py"],
+            "memplan estimate --framework fsdp --gpus N --mbs N --model olmo-2-32b --seq 4096",
+        ),
     ],
 )
 def test_what_does_not_go_together(
@@ -199,6 +213,13 @@ def test_what_does_not_go_together(
     Path("other.json").write_text(json.dumps({"output_dir": "out", "bf16": False}))
     Path("missing.sh").write_text("accelerate launch train.py a.json\n")
     Path("tune.yaml").write_text("model:\n  _component_: torchtune.models.llama3.llama3_8b\n")
+    layout = "model.tensor_model_parallel_size=4 model.micro_batch_size=2 model.global_batch_size=256"
+    Path("nemo.sh").write_text(f"python megatron_gpt_pretraining.py --config-path=conf {layout}\n")
+    Path("own.sh").write_text("torchrun own.py --batch-size 2 --seq-len 4096 --lr 1e-4\n")
+    foundry = "variables: {max_seq_len: 2048}\nmax_seq_len: ${variables.max_seq_len}\nglobal_train_batch_size: 8\n"
+    Path("foundry.yaml").write_text(f"{foundry}model: {{pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}}\n")
+    Path("arctic.yaml").write_text("type: sft\nmodel: {name_or_path: meta-llama/Llama-3.1-8B}\n")
+    Path("olmo.py").write_text("DEFAULT_SEQUENCE_LENGTH = 4096\nmodel = TransformerConfig.olmo2_32B(vocab_size=1)\n")
     assert main(["estimate", *words]) == 2
     told = capsys.readouterr()
     assert line in told.err

@@ -224,6 +224,11 @@ def test_a_wrong_plan_gets_one_line(text: str, line: str) -> None:
     [
         ({}, "command line: model: is missing: name one (`memplan models` lists them), as --model gpt2-xl"),
         ({"model": "lama-3-8b"}, "--model: model = lama-3-8b: is neither a built-in model"),
+        (
+            {"model": "deepseek-v3-671b"},
+            "--model: model = deepseek-v3-671b: is no built-in model; of that size is deepseek-v3",
+        ),
+        ({"model": "deepseek-v3-16b"}, "--model: model = deepseek-v3-16b: is neither a built-in model"),
         ({"model": "gpt2", "tp": "x"}, "--tp: layout.tp = x: must be a whole number"),
         ({"model": "gpt2", "dtype": "fp7"}, "--dtype: precision.dtype = fp7: must be one of"),
         ({"model": "gpt2", "dtype": "fp8"}, "--dtype: precision.dtype = fp8: is of products of linear layers"),

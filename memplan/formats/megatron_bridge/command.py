@@ -20,6 +20,7 @@ from ..launch import Asked
 from ..launchers import beside, training_in
 from ..settings import needed
 from .overrides import is_override, laid_over
+from .table import LENGTHS
 
 OPTIONS = {
     **dict.fromkeys(("-ms", "--max_steps"), "train.train_iters"),
@@ -31,10 +32,26 @@ OPTIONS = {
     **dict.fromkeys(("-cp", "--context_parallel_size"), "model.context_parallel_size"),
     **dict.fromkeys(("-vp", "--virtual_pipeline_model_parallel_size"), "model.virtual_pipeline_model_parallel_size"),
     **dict.fromkeys(("-ep", "--expert_model_parallel_size"), "model.expert_model_parallel_size"),
-    **dict.fromkeys(("-etp", "--expert_tensor_parallel_size"), "model.expert_tensor_parallel_size"),
+    **dict.fromkeys(("-et", "-etp", "--expert_tensor_parallel_size"), "model.expert_tensor_parallel_size"),
 }
-"""Options of ``run_recipe.py`` and the fields that they set."""
-RECIPE = ("--recipe", "--model")
+"""Options of ``run_recipe.py`` and ``setup_experiment.py``, and the fields that they set."""
+RECIPE = ("--recipe", "--model", "-mr", "--model_recipe_name")
+BENCHMARK = {
+    **dict.fromkeys(("-ng", "--num_gpus"), "gpus"),
+    **dict.fromkeys(("-g", "--gpu"), "gpu"),
+    **dict.fromkeys(("-c", "--compute_dtype"), "dtype"),
+    "--task": "task",
+}
+"""Those of ``scripts/performance/setup_experiment.py`` that name one of ``perf_recipes``,"""
+_PRECISIONS = {
+    "bf16": "bf16_mixed",
+    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_mx": "bf16_with_mxfp8_mixed",
+    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
+    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
+}
+"""and what it calls precisions (``scripts/performance/utils/utils.py``)."""
 _TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
 """What follows a model in the name of a recipe."""
 _RELEASE = re.compile(r"(?<=[a-z])([0-9])([0-9])(?=_)")
@@ -56,12 +73,13 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     except ScriptError as error:
         raise refused(error) from None
     training = training_in(reading, source, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
-    root, recipe, flags = Node({}, training.origin), "", dict(asked.flags)
+    root, recipe, flags, of_benchmark = Node({}, training.origin), "", dict(asked.flags), dict[str, str]()
+    benchmark = BENCHMARK if training.script == "setup_experiment" else {}
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
         value: Value = word
-        if name in OPTIONS or name in (*RECIPE, "--mode"):
+        if name in OPTIONS or name in (*RECIPE, *benchmark, "--mode"):
             value = () if equals else next(words, ())
             said = text(word).partition("=")[2] if equals else text(value)
         elif is_override(text(word)):
@@ -80,6 +98,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         origin = word[0].origin if word else training.origin
         if name in RECIPE:
             recipe = said
+        elif name in benchmark:
+            of_benchmark[benchmark[name]] = said
         elif name == "--mode":
             recipe += f"_{said}"
         else:
@@ -89,6 +109,16 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
     if _ADAPTERS.search(recipe) and "peft" not in root.mapping:
         root = laid_over(root, ["peft=lora"], training.origin)
+    if benchmark:
+        said = of_benchmark.get("dtype", "bf16")
+        task, gpus, gpu = (
+            of_benchmark.get(name, other) for name, other in (("task", "pretrain"), ("gpus", "0"), ("gpu", ""))
+        )
+        recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{said.replace('_', '')}_config"
+        if said in _PRECISIONS and "mixed_precision" not in root.mapping:
+            root = laid_over(root, [f"mixed_precision={_PRECISIONS[said]}"], training.origin)
+        if gpus != "0" and not asked.names & {"gpus", "dp"}:
+            flags["gpus"] = gpus
     _check(recipe, root, asked, training.origin)
     model = model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
@@ -104,13 +134,14 @@ def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
     """Refuses a recipe whose name says that it sets what no override says: a precision, or a layout of so many GPUs."""
     given = {word.lstrip("+~").partition("=")[0] for word in asked.overrides}
     sections = {*root.mapping, *(name.partition(".")[0] for name in given)}
-    fields = {*given, *(f"model.{name}" for name in root.mapping.get("model", root).mapping)}
+    fields = {*given, *(f"{one}.{name}" for one in root.mapping for name in root.mapping[one].mapping)}
     wanted = ""
     if _LOW.search(recipe) and "mixed_precision" not in sections and not asked.names & {"fp8", "fp4"}:
         wanted = "a precision below 16 bits, for example mixed_precision=bf16_with_fp8_current_scaling_mixed"
-    if _LAYOUT.search(recipe) and not any(one.endswith("_parallel_size") for one in fields):
-        wanted = "a layout, for example model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=1"
-    if wanted and not (asked.names & {"tp", "pp", "cp", "ep"} and "layout" in wanted):
+    laid_out = asked.names & {"tp", "pp", "cp", "ep"} or any(one.endswith("_parallel_size") for one in fields)
+    if _LAYOUT.search(recipe) and not (laid_out and ("seq" in asked.names or fields & {*LENGTHS})):
+        wanted = "a layout and a length, for example model.tensor_model_parallel_size=2 dataset.seq_length=8192"
+    if wanted:
         problem = (
             f"says {wanted}, which only its Python has: give what it says behind the file, or the run_config.yaml "
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Started, Value, is_known, text
+from ...device.gpus import GPUS
 from ...frameworks import framework
 from ...plan.errors import (
     ABSENT,
@@ -40,7 +41,7 @@ from ..launchers import beside, found_from, gpus_of, runs_torchtitan
 from ..recognised import is_python, is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
-from .keys import NO_TOML, Key, era_of, key_of, nearest_key, read_configuration
+from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
 from .registry import chosen, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
 from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
@@ -252,6 +253,7 @@ class _Finish:
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
+        self._check_gpu(plan)
         self._check_sharded(plan, dp)
         self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
@@ -289,6 +291,15 @@ class _Finish:
         flavour = self.settings.word(*FLAVOUR, default="")
         older = str(flavour.value).endswith(UNFUSED) or self.settings.word(BACKEND, default="flex").value == "sdpa"
         return not older and self.settings.era.day >= SINCE_PACKED and _runs_newest(_asking(plan))
+
+    def _check_gpu(self, plan: Plan) -> None:
+        """``MXFP8LinearConverter`` and ``NVFP4LinearConverter`` stop on older GPUs (``has_cuda_capability(10, 0)``)."""
+        gpu, key = GPUS.get(plan.hardware.gpu or ""), "model_spec.converters"
+        one = next((one for one in self.settings.words(key) if one.startswith(("MXFP8", "NVFP4"))), None)
+        if one and gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < (10, 0):
+            problem = f"must be left out on {gpu.name}: torchtitan runs it on Blackwell and later alone"
+            problem += f"; --set {key}= takes the layers without"
+            raise PlanError(key, one, problem, origin=self.settings.where(key))
 
     def _check_sharded(self, plan: Plan, dp: int) -> None:
         shards = dp // plan.fsdp.replicas * plan.layout.cp
@@ -402,6 +413,13 @@ def _check_keys(settings: Settings) -> None:
 
 def _other_day(key: Key, settings: Settings) -> str:
     when = f"came on {key.since}" if key.since > settings.era.day else f"went on {key.until}"
+    section = key.name.rpartition(".")[0]
+    after = [
+        one.name
+        for one in keys().values()
+        if one.since == key.until and one.was(settings.era.day) and one.name.rpartition(".")[0] == section
+    ]
+    when += f", as {', '.join(after)} came" if after and len(after) < 4 else ""
     return f"is no key of {settings.era.label}: it {when}"
 
 

@@ -114,13 +114,20 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
     return (known, {}) if known is not None else _DEBUG_SIZES_OF.get((family, flavour))
 
 
-def without_recipe(family: str, origin: Origin) -> PlanError:
+def without_recipe(family: str, origin: Origin, key: str = "model_spec.name") -> PlanError:
     """What is wrong with a model of torchtitan's that memplan does not know."""
     known = ", ".join(sorted({one for one, _ in FLAVOURS}))
-    problem = f"has no recipe; torchtitan's models with one: {known} (--model names another in its place)"
-    return PlanError("model_spec.name", family, problem, origin=origin)
+    why = f": {_OTHER[family]}" if family in _OTHER else ""
+    problem = f"has no recipe{why}; torchtitan's models with one: {known} (--model names another in its place)"
+    return PlanError(key, family, problem, origin=origin)
 
 
+_OTHER = {
+    "flux": "it makes images",
+    "qwen3_5": "it has a vision tower, and gated delta nets between layers of attention",
+    "llama4": "torchtitan has taken it out, and its attention has chunks",
+}
+"""Why models of torchtitan's have none."""
 VARLEN = "gpt_oss"
 """The model whose attention is that of packed sequences by itself, and is estimated so."""
 PACKED = (VARLEN, "muse_glimmer")

@@ -108,7 +108,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     if found is None:
         known = [size for one, size in FLAVOURS if one == family]
         if not known:
-            raise without_recipe(family, name.origin)
+            raise without_recipe(family, name.origin, settings.name(*names))
         lacks = "a vision tower, which is not modelled" if plain.endswith(WITH_IMAGES) else "no sizes here"
         problem = f"of model {family} has {lacks} ({', '.join(known)}): name a model with --model"
         raise PlanError(key, plain, problem, origin=flavour.origin)
@@ -148,7 +148,7 @@ def expert_ranks(settings: Settings, plan: Plan) -> Node | None:
             why = "what other libraries allocate for the exchange of rows is not modelled"
             if degree.value == 1:  # update_ep_token_dispatcher_config; parallelize_deepseekv3 before
                 why = "torchtitan itself refuses others where no ranks share experts"
-            raise backend.wrong(name, f"must be standard: {why}")
+            raise backend.wrong(name, f"must be standard: {why} (--set {name}=standard takes PyTorch's)")
     return degree
 
 

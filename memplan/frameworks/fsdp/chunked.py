@@ -58,6 +58,9 @@ def check(plan: ResolvedPlan) -> None:
     if given.code != "torchtitan":
         problem = "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself"
         raise PlanError("loss.kind", "chunked", problem)
+    if layout.pp > 1:
+        problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
+        raise PlanError("layout.pp", layout.pp, problem)
     for name, value, kept in (
         ("fsdp.ends_apart", given.ends_apart, True),
         ("fsdp.offload", given.offload, False),
@@ -68,9 +71,6 @@ def check(plan: ResolvedPlan) -> None:
             raise PlanError(name, value, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
     if plan.loss.chunks == 1:
         raise PlanError("loss.chunks", 1, "must be 2 or more under fsdp: one chunk holds what loss.kind plain does")
-    if layout.pp > 1:
-        problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
-        raise PlanError("layout.pp", layout.pp, problem)
     if given.compile_loss:
         _check_compiled(plan)
 
@@ -82,7 +82,7 @@ def _check_compiled(plan: ResolvedPlan) -> None:
     ):
         if wrong:
             problem = f"must be {must} with fsdp.compile_loss and chunks: no other was learnt; "
-            raise PlanError(path, value, problem + "--set fsdp.compile_loss=false takes the loss as it is")
+            raise PlanError(path, value, problem + "--no-compile-loss takes the loss as it is")
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:

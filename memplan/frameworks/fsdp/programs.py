@@ -103,7 +103,9 @@ def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
             "fsdp.recompute_every", every, "must be 1 with fsdp.per_operator: torchtitan takes either of the two"
         )
     if mode == "selective" and not given.per_operator and every == 1:
-        problem = "needs fsdp.per_operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)"
+        problem = (
+            "needs --recompute-per-operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)"
+        )
         raise PlanError("recompute.mode", mode, problem)
     if mode == "none" and every != 1:
         raise PlanError("fsdp.recompute_every", every, "must be 1 where recompute.mode is none")

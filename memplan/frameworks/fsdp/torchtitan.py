@@ -312,10 +312,11 @@ def check(plan: ResolvedPlan) -> None:
     if spec.tied_embeddings:
         _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
-        problem = "must be false unless loss.kind is plain or chunked: no other was learnt"
+        problem = "must be false unless loss.kind is plain or chunked: no other was learnt (--no-compile-loss)"
         raise PlanError("fsdp.compile_loss", True, problem)
     if plan.fsdp.compile_loss and titan.around_head is not None:
-        problem = f"must be false with torchtitan's {titan.name}, whose logits are in fp32: no such loss was learnt"
+        problem = f"must be false with torchtitan's {titan.name}, whose logits are in fp32: no such loss was learnt "
+        problem += "(--no-compile-loss)"
         raise PlanError("fsdp.compile_loss", True, problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)
@@ -370,11 +371,14 @@ def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
     spec, layout = plan.model, plan.layout
     if not titan.compiles:
         problem = (
-            f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled"
+            f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled "
+            "(--no-compile)"
         )
         raise PlanError("fsdp.compile", True, problem)
     if layout.tp > 1:
-        raise PlanError("fsdp.compile", True, "must be false with tensor parallelism: such layers were not learnt")
+        raise PlanError(
+            "fsdp.compile", True, "must be false with tensor parallelism: such layers were not learnt (--no-compile)"
+        )
     if plan.precision.dtype != "bf16":
         raise PlanError("fsdp.compile", True, "must be false unless precision.dtype is bf16")
     sizes = {"hidden": spec.hidden, "ffn": spec.ffn, "kv_heads": spec.kv_heads * spec.head_dim}

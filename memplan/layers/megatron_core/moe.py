@@ -67,7 +67,7 @@ def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
     if experts.ep * experts.etp == 1:
         yield "the flex dispatcher with one expert-parallel rank, which Megatron-Core refuses"
     if experts.etp > 1:
-        yield "the flex dispatcher with experts that are divided over tensor-parallel ranks"
+        yield "the flex dispatcher with experts that are divided over tensor-parallel ranks (--etp 1 leaves them whole)"
     if experts.dispatcher == "deepep" and not experts.permute_fusion:
         yield "DeepEP without permute fusion"
     if experts.dispatcher == "deepep" and experts.ep not in flex.CONFIGS:

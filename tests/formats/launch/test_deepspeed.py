@@ -82,5 +82,6 @@ def test_what_only_a_fork_has_is_refused_where_it_makes_another_model() -> None:
     for one in ("--swiglu", "--normalization rmsnorm", "--num-experts 64", "--ds-sequence-parallel-size 4"):
         assert f"{one.split()[0]}: is of Microsoft's Megatron-DeepSpeed" in refused(one)
     assert "--num-query-groups 1 in its place" in refused("--attention-head-type multiquery", "megatron")
+    assert "Megatron-LM's is --ffn-hidden-size" in refused("--intermediate-size 11008", "megatron")
     for same, framework in (("--num-experts 1", "megatron-deepspeed"), ("--attention-head-type multihead", "megatron")):
         plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 {same}", framework)

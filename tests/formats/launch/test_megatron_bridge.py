@@ -583,9 +583,15 @@ def test_a_recipe_that_says_more_is_refused(recipe: str, problem: str, tmp_path:
 def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:
     text = "torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_config"
     (tmp_path / "run.sh").write_text(text)
-    with pytest.raises(PlanError, match=r"says a layout.*only its Python has"):
-        commanded(tmp_path)
-    assert commanded(tmp_path, tp="1").plan.hardware.gpus == 8
+    for flags in ({}, {"tp": "1"}):
+        with pytest.raises(PlanError, match=r"says a layout and a length.*only its Python has"):
+            commanded(tmp_path, **flags)
+    assert commanded(tmp_path, tp="1", seq="8192").plan.hardware.gpus == 8
+    text = "python setup_experiment.py -m llama -mr llama3_8b -ng 16 -g h100 -c fp8_cs -tp 2 -mb 1 -gb 32 -sl 8192"
+    (tmp_path / "run.sh").write_text(text)
+    plan = commanded(tmp_path).plan
+    assert (plan.model.name, plan.hardware.gpus, plan.layout.tp, plan.batch.gbs) == ("llama-3-8b", 16, 2, 32)
+    assert (plan.precision.fp8, plan.batch.seq) == ("tensorwise", 8192)
 
 
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])

@@ -287,9 +287,11 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="OptimizersInBackwardContainer.Config(lr=1e-4)"), (), "optimizer: is OptimizersInBackwardContainer.Config, which is not modelled; --optimizer adamw"),
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
+        (one(loss="ChunkedLossWrapper.Config()", training="TrainingConfig(disable_cuda_graphs=True)", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"),
+        (one(loss="ChunkedLossWrapper.Config()", compile="CompileConfig(enable=True)", parallelism="ParallelismConfig(tensor_parallel_degree=2)"), (), "no other was learnt; --no-compile-loss takes the loss as it is"),
         (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
-        (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe; torchtitan's models with one: deepseek_v3"),
+        (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe: it makes images; torchtitan's models with one: deepseek_v3"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = LoRAConverter: has LoRA adapters, which are not modelled"),
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
@@ -316,6 +318,15 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     )
     plan = resolve(read("job.py", "parallelism.tensor_parallel_degree=2", text=text).plan)
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
+
+
+@pytest.mark.parametrize("converter", ["MXFP8LinearConverter", "NVFP4LinearConverter"])
+def test_layers_of_blackwell_are_refused_elsewhere(read: Read, converter: str) -> None:
+    """``torchtitan/components/quantization/mx.py`` and ``nvfp4.py`` stop; on Blackwell a note says what is left out."""
+    text = one(model_spec=f'model_registry("8B", converters=[{converter}.Config()])')
+    with pytest.raises(PlanError, match=f"model_spec.converters = {converter}: must be left out on h100-80gb"):
+        read("job.py", text=text, gpu="h100-80gb")
+    assert "argument-not-modelled" in [note.code for note in read("job.py", text=text, gpu="b200").warnings]
 
 
 @pytest.mark.parametrize(("ranks", "why"), [(4, "what other libraries allocate"), (1, "torchtitan itself refuses")])

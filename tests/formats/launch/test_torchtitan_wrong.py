@@ -36,7 +36,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (RELEASE_0_2, ("parallelism.tensor_parallel_degree=8",), {"gpus": "12"}, "hardware.gpus = 12: must be a multiple of tp x pp x cp = 8"),
         (RELEASE_0_2, ("parallelism.data_parallel_replicate_degree=8",), {}, "--set: parallelism.data_parallel_replicate_degree: means DDP"),
         (RELEASE_0_1, (), {"gpus": "8"}, "hardware.gpus = 8: must be tp x pp x dp x cp"),
-        (RELEASE_0_2, ("training.batch_size=2",), {}, "training.batch_size = 2: is no key of torchtitan 0.2.2 (2026-02-20): it went on 2025-06-05"),
+        (RELEASE_0_2, ("training.batch_size=2",), {}, "training.batch_size = 2: is no key of torchtitan 0.2.2 (2026-02-20): it went on 2025-06-05, as training.local_batch_size, training"),
         (RELEASE_0_2, ("trainin.seq_len=2",), {}, "--set: trainin.seq_len is no key of torchtitan's; did you mean training.seq_len?"),
         (RELEASE_0_2, ("torchtitan=9",), {}, "--set: torchtitan = 9: must be a release (0.1.0, 0.2.0, 0.2.1, 0.2.2) or a day"),
         (RELEASE_0_2, ("NGPU=4",), {}, "--set: 4 GPUs are not the 8 of --gpus"),
