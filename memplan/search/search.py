@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
+from math import inf
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
 from ..estimate import estimate, judged_stage
@@ -47,7 +48,7 @@ class Search:
         self.space, self.clock, self.limit, self.report, self.known = space, clock, limit, report, known
         self.beyond, self.requestable = beyond, limit - beyond
         self.asked = space.search
-        self.needs = Needs(space)
+        self.needs = Needs(space, self.requestable)
         self.replayed = 0
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
@@ -59,7 +60,8 @@ class Search:
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
         self.candidates = list(self._points)
-        self._fastest_first = sorted((*one.rank, at) for at, one in enumerate(self.candidates))
+        timed = ((at, one) for at, one in enumerate(self.candidates) if one.seconds < inf)
+        self._fastest_first = sorted((*one.rank, at) for at, one in timed)
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ class Search:
             return passed
         if key not in self._folded:
             try:
-                placed = self._placed(candidate)
+                placed = self._placed(candidate if candidate.seconds < inf else self._timed(candidate))
                 plan = self._plan(placed)
                 resolved = resolve(plan)
                 requested, stage = self.asked.fullest(resolved, enough)
@@ -295,6 +297,8 @@ class Search:
         the numbers of training."""
         best: Suggestion | None = None
         kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
+        if not self.asked.chooses_cut:
+            kept = [one._replace(floor=self.needs.floor(one.point, one.cut)) for one in kept]
         for candidate in sorted(kept, key=lambda one: (one.floor, one.order)):
             if best is not None and candidate.floor >= best.requested:
                 continue

@@ -40,9 +40,9 @@ class FsdpBounds(LowerBounds):
         self._saved: dict[object, Saved] = {}
         self._ranks: dict[object, tuple[Rank, ...]] = {}
 
-    def least(self, point: Point) -> int:
+    def least(self, point: Point, enough: int) -> int:
         if point.pp == 1:
-            return super().least(point)
+            return super().least(point, enough)
         return least(resolve(self.space.plan(point)), self._ranks_of(point), self._saved_of(point))
 
     def _ranks_of(self, point: Point) -> tuple[Rank, ...]:
