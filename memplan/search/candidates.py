@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, groupby
+from math import inf
 from typing import NamedTuple
 
 from ..plan.errors import PlanError
@@ -69,6 +70,7 @@ class Clock:
         self._overlapped_sends = cache(lambda vpp: overlapped_sends(space.resolved, vpp))
         self._groups: dict[tuple[int, Recomputing], tuple[StageLayers, Groups]] = {}
         self._whole = cache(self._whole_step)
+        self.plan = lru_cache(maxsize=1)(lambda point: resolve(space.plan(point)))
 
     def family(self, point: Point) -> _Family:
         """Times of a layer and of both ends, and of sends between stages."""
@@ -124,7 +126,7 @@ class Clock:
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
-        plan = resolve(self.space.plan(point))
+        plan = self.plan(point)
         if not self.space.search.shares_shapes or self.space.base.model.mtp_layers:
             return ranking_seconds(plan)
         shape, _ = self._shape(point)
@@ -229,6 +231,7 @@ class Candidate(NamedTuple):
     """A point with a cut, before anything is built."""
 
     seconds: float
+    """Infinite where a layout does not fit, and its time decides nothing."""
     floor: int
     """Bytes that the fullest stage needs at least."""
     point: Point
@@ -267,7 +270,7 @@ class Candidates:
         self.refused: Counter[str] = Counter()
         """Points that are left out, by the rule."""
         self._grouped: dict[tuple[int, bool], list[list[Kept]]] = {}
-        self._uncut: dict[tuple[int, int], PlanError | None] = {}
+        self._cannot_lie: dict[tuple[int, int], PlanError | None] = {}
 
     def __iter__(self) -> Iterator[Candidate]:
         for layout, sizes in self.space.layouts(self.refused):
@@ -284,7 +287,7 @@ class Candidates:
         """Why the layers cannot lie on so many stages and chunks, which is the same for every point that has them."""
         key = layout.pp, layout.vpp
         groups = self._groups(layout.dp * layout.cp, layout.pp)
-        if key not in self._uncut and groups:
+        if key not in self._cannot_lie and groups:
             zero, extras = groups[0][0]
             try:
                 plan = resolve(self.space.plan(Point(*layout, zero, mbs, self.space.recompute[0], extras)))
@@ -292,10 +295,10 @@ class Candidates:
                 return None  # refused for something else: another point tells
             try:
                 self.space.search.check_cut(plan)
-                self._uncut[key] = None
+                self._cannot_lie[key] = None
             except PlanError as error:
-                self._uncut[key] = error
-        return self._uncut.get(key)
+                self._cannot_lie[key] = error
+        return self._cannot_lie.get(key)
 
     def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Candidate]:
         """``layout`` with every micro-batch, and everything beside that."""
@@ -337,6 +340,9 @@ class Candidates:
 
     def _alike(self, points: Sequence[Point]) -> Iterator[Candidate]:
         """``points`` that take the same time."""
+        if not self.chooses_cut:
+            yield from chain.from_iterable(map(self._uncut, points))
+            return
         try:
             cut, seconds = self.clock.fastest(points[0])
         except PlanError as error:
@@ -352,6 +358,17 @@ class Candidates:
             return
         for point, floor in zip(points, floors, strict=True):
             yield Candidate(seconds, floor, point, cut)
+
+    def _uncut(self, point: Point) -> Iterator[Candidate]:
+        """Of a layout whose cut nobody chooses: if it does not fit, its time is left open."""
+        try:
+            self.clock.plan(point)
+            (floor,) = self.needs.floors((point,), ())
+            seconds = self.clock.seconds(point, ()) if floor <= self.requestable else inf
+        except PlanError as error:
+            self._refuse(error, 1)
+        else:
+            yield Candidate(seconds, floor, point, ())
 
     def _refuse(self, error: PlanError, points: int) -> None:
         raise_for_all(error)

@@ -36,6 +36,9 @@ from .point import NO_RECOMPUTE, Extra, Point
 if TYPE_CHECKING:
     from .space import Space
 
+UNBOUNDED = 1 << 62
+"""Bytes; more than any rank has."""
+
 ROUNDING = 64 * 512
 """Bytes by which rounding may make what a layer saves at b = 1 larger than its share at another b: fewer than 64
 tensors, and what does not grow with b is among them."""
@@ -242,10 +245,11 @@ def _saved(plain: LayerNeeds, full: LayerNeeds, chunk: ChunkLayers, count: int) 
 
 
 class Needs:
-    """What the points of one space need at least, in bytes of the fullest stage."""
+    """What the points of one space need at least, in bytes of the fullest stage; of more than ``enough`` bytes, where
+    nobody chooses cuts, ``floors`` may be any number above them."""
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, enough: int = UNBOUNDED) -> None:
+        self.space, self.enough = space, enough
         self.search = space.search
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
@@ -255,13 +259,13 @@ class Needs:
         self._bounds = space.search.lower_bounds(space)
 
     def floor(self, point: Point, cut: StageLayers) -> int:
-        """Of ``point`` with ``cut``."""
-        return next(self.floors((point,), cut))
+        """Of ``point`` with ``cut``, however much that is."""
+        return next(self.floors((point,), cut)) if self.search.chooses_cut else self._bounds(point)
 
     def floors(self, points: Sequence[Point], cut: StageLayers) -> Iterator[int]:
         """Of ``points`` with ``cut``, which differ in what is kept alone where the search chooses cuts."""
         if not self.search.chooses_cut:
-            yield from map(self._bounds, points)
+            yield from (self._bounds(point, self.enough) for point in points)
             return
         load = self.load(points[0])
         key = (id(cut), load.microbatches)
@@ -363,10 +367,17 @@ class Growing:
     """As many are alive at once, at most."""
     known: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def at(self, sequences: int) -> int:
+    def at(self, sequences: int, enough: int = UNBOUNDED) -> int:
+        """Where that is more than ``enough``, what fewer sequences take may stand for it: more take no less."""
+        fewer = max((max(peaks) for count, peaks in self.known.items() if count < sequences), default=0)
+        if fewer > enough:
+            return fewer
         if sequences <= EXACT:
             return max(self._measured(sequences))
-        two, most = self._measured(2), self._measured(EXACT)
+        two = self._measured(2)
+        if max(two) > enough:
+            return max(two)
+        most = self._measured(EXACT)
         line = max(low + (sequences - 2) * (high - low) // (EXACT - 2) for low, high in zip(two, most, strict=True))
         return max(*most, line - ROUND * self.tensors * sequences)
 
@@ -402,12 +413,13 @@ class LowerBounds:
         self._kept: dict[object, Kept] = {}
         self._passing: dict[object, Growing] = {}
 
-    def __call__(self, point: Point) -> int:
-        """Bytes that the fullest rank requests at least; 0 where nothing is known."""
+    def __call__(self, point: Point, enough: int = UNBOUNDED) -> int:
+        """Bytes that the fullest rank requests at least, or some number above ``enough`` that it requests; 0 where
+        nothing is known."""
         if isinstance(self.space.base.model, TracedSpec):
             return 0
         try:
-            return self.least(point)
+            return self.least(point, enough)
         except PlanError:
             return 0  # the layout itself is refused when it is built, or another one that stands for it
 
@@ -434,11 +446,13 @@ class LowerBounds:
         """Whether what ``extra`` moves is held in passes, too."""
         return False
 
-    def least(self, point: Point) -> int:
-        accumulates = self.space.microbatches(point) > 1
-        kept, passing = self._kept_of(point), self._passing_of(point, accumulates).at(point.mbs)
-        held = kept.static + passing + (kept.gradients if accumulates else 0)
-        return max(held, kept.static + kept.step)
+    def least(self, point: Point, enough: int) -> int:
+        """Passes are looked at only where what is there anyway is not too much."""
+        accumulates, kept = self.space.microbatches(point) > 1, self._kept_of(point)
+        held, stepping = kept.static + (kept.gradients if accumulates else 0), kept.static + kept.step
+        if max(held, stepping) > enough:
+            return max(held, stepping)
+        return max(held + self._passing_of(point, accumulates).at(point.mbs, enough - held), stepping)
 
     def _kept_of(self, point: Point) -> Kept:
         extras = tuple(extra for extra in point.extras if not extra.changes_passes)

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
+from math import inf
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
 from ..estimate import estimate, judged_stage
@@ -47,11 +48,13 @@ class Search:
         self.space, self.clock, self.limit, self.report, self.known = space, clock, limit, report, known
         self.beyond, self.requestable = beyond, limit - beyond
         self.asked = space.search
-        self.needs = Needs(space)
+        self.needs = Needs(space, self.requestable)
         self.replayed = 0
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
+        self._left_out: set[Point] = set()
+        """Of layouts that were to be folded, those of which a bound was too much already."""
         self.unbuilt: dict[Point, str] = {}
         """What the framework or its model refused only when it was to be folded, and why."""
         self._waiting: list[Candidate] = []
@@ -59,20 +62,24 @@ class Search:
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
         self.candidates = list(self._points)
-        self._fastest_first = sorted((*one.rank, at) for at, one in enumerate(self.candidates))
+        timed = ((at, one) for at, one in enumerate(self.candidates) if one.seconds < inf)
+        self._fastest_first = sorted((*one.rank, at) for at, one in timed)
 
     # -- memory --------------------------------------------------------------------------------------------
 
     def folded(self, candidate: Candidate, enough: int | None = None) -> Suggestion | None:
         """What the fullest stage requests, to the byte, or that it is more than ``enough``; ``None`` where the
-        framework or its model refuses the plan."""
+        framework or its model refuses the plan, or a bound of one of its stages is more than that."""
         key = (candidate.point, candidate.cut)
         passed = self.passed_over.get(key)
         if passed is not None and enough is not None and passed.requested > enough:
             return passed
         if key not in self._folded:
+            if enough is not None and self.asked.chooses_cut and not self._may_keep_to(candidate, enough):
+                self._left_out.add(candidate.point)
+                return None
             try:
-                placed = self._placed(candidate)
+                placed = self._placed(candidate if candidate.seconds < inf else self._timed(candidate))
                 plan = self._plan(placed)
                 resolved = resolve(plan)
                 requested, stage = self.asked.fullest(resolved, enough)
@@ -89,6 +96,10 @@ class Search:
         if known is None or not candidate.timed or not self.asked.chooses_cut:
             return known
         return replace(known, seconds=candidate.seconds)
+
+    def _may_keep_to(self, candidate: Candidate, limit: int) -> bool:
+        """Whether every stage may request ``limit`` bytes at most, for all that bounds say."""
+        return all(map(self.needs.keeping(candidate.point, limit), count(), candidate.cut))
 
     def _placed(self, candidate: Candidate) -> Candidate:
         """Where every cut takes the same time, layers are placed by memory."""
@@ -295,6 +306,8 @@ class Search:
         the numbers of training."""
         best: Suggestion | None = None
         kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
+        if not self.asked.chooses_cut:
+            kept = [one._replace(floor=self.needs.floor(one.point, one.cut)) for one in kept]
         for candidate in sorted(kept, key=lambda one: (one.floor, one.order)):
             if best is not None and candidate.floor >= best.requested:
                 continue
@@ -319,7 +332,7 @@ class Search:
 
     def counts(self) -> Counts:
         """Every point has one fate; points of which several cuts were folded are counted once."""
-        folded = {point for point, _ in self._folded} | {point for point, _ in self.passed_over}
+        folded = {point for point, _ in (*self._folded, *self.passed_over)} | self._left_out
         sizes = {point[:SIZES] for point in (*folded, *self.unbuilt)}
         own = [one for one in self.candidates if one.point[:SIZES] in sizes]
         refused = {one.point for one in own} & self.unbuilt.keys()

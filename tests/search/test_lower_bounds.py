@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import fold
+from memplan.frameworks.fsdp.bounds import _Walk
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -107,6 +108,26 @@ def test_no_layout_needs_less(name: str) -> None:
             break
     assert len(shares) >= 8
     assert median(shares) > SPACES[name][1]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+def test_a_bound_that_is_enough_is_on_the_same_side(name: str) -> None:
+    """Looked at in whatever order, and equal where it is no more than that."""
+    whole = space(name)
+    points = Random(3).sample(list(whole), 12)
+    exact = [whole.search.lower_bounds(whole)(point) for point in points]
+    enough = sorted(exact)[6]
+    floor = whole.search.lower_bounds(whole)
+    for point, least in zip(points, exact, strict=True):
+        assert min(floor(point, enough), enough + 1) == min(least, enough + 1)
+
+
+def test_layers_that_are_alike_are_walked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = space("fsdp, groups")
+    points = Random(3).sample(list(whole), 8)
+    at_once = [whole.search.lower_bounds(whole)(point) for point in points]
+    monkeypatch.setattr(_Walk, "runs", lambda walk, modules: [(at, 1) for at in range(len(modules))])
+    assert at_once == [whole.search.lower_bounds(whole)(point) for point in points]
 
 
 @settings(max_examples=300, deadline=None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
@@ -40,9 +41,9 @@ class FsdpBounds(LowerBounds):
         self._saved: dict[object, Saved] = {}
         self._ranks: dict[object, tuple[Rank, ...]] = {}
 
-    def least(self, point: Point) -> int:
+    def least(self, point: Point, enough: int) -> int:
         if point.pp == 1:
-            return super().least(point)
+            return super().least(point, enough)
         return least(resolve(self.space.plan(point)), self._ranks_of(point), self._saved_of(point))
 
     def _ranks_of(self, point: Point) -> tuple[Rank, ...]:
@@ -127,20 +128,23 @@ class _Walk:
     def peaks(self) -> tuple[int, int]:
         modules = [span.module for span in self.model.spans for _ in span.names]
         level = most = early = 0
-        for place, module in enumerate(modules):
+        runs = self.runs(modules)
+        for place, times in runs:
             level += self.over(place, "first")
-            excursion, own = module.first.forward_fold, self.forward(place)
-            most = max(most, level + own + excursion.peak)
-            level += excursion.net + self.stays(place) - self.over(place, "last", resharded=True)
+            excursion, own = modules[place].first.forward_fold, self.forward(place)
+            grown = excursion.net + self.stays(place) - self.over(place, "last", resharded=True)
+            most = max(most, *(level + before * grown + own + excursion.peak for before in {0, times - 1}))
+            level += times * grown
         owner = {
             at: unit for unit, own in zip(self.units, managed(self.units, len(modules)), strict=True) for at in own
         }
         waiting: Counter[str] = Counter()
-        for place, module in reversed(list(enumerate(modules))):
+        for place, times in reversed(runs):
             level += self.over(place, "last", resharded=True)
-            tapes = module.first if self.reduces else module.steady
-            excursion = tapes.backward_fold
-            most = max(most, level + self.backward(place) + excursion.peak)
+            tapes = modules[place].first if self.reduces else modules[place].steady
+            excursion, begun = tapes.backward_fold, level
+            here = level + self.backward(place) + excursion.peak
+            most = max(most, here)
             early = early or (most if place in self.alone else 0)
             if early and not self.reduces:
                 break  # from here on, those that waited end
@@ -150,10 +154,29 @@ class _Walk:
                 waiting[owner[place].name] += left
             if self.outlives and place in self.alone:
                 level += self.sizes(self.alone[place]).reduced
-                most = max(most, level)
+                here = max(here, level)
             level -= self.over(place, "first")
             level -= sum(waiting.pop(one.name, 0) for one in self.around if one.first == place)
+            others = (times - 1) * (level - begun)
+            most, level = max(most, here, here + others), level + others
         return early, most
+
+    def runs(self, modules: Sequence[Module]) -> list[tuple[int, int]]:
+        """Places, each with how many in a row are alike, and have neighbours that are: what is held goes up or down by
+        as much with each of them."""
+        ends = {place for place, _, _ in self._ends}
+        alike: list[object] = [
+            at if unit is None or at in ends else (id(module), id(unit.parameters), unit.cut, unit.reshard)
+            for at, module in enumerate(modules)
+            for unit in (self.alone.get(at),)
+        ]
+        places = range(len(modules))
+        inner = [
+            alike[at] if 0 < at < places[-1] and alike[at - 1] == alike[at] == alike[at + 1] else -1 - at
+            for at in places
+        ]
+        groups = (list(own) for _, own in groupby(places, inner.__getitem__))
+        return [(own[0], len(own)) for own in groups]
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -566,10 +566,8 @@ class Wrapping:
 
 
 @lru_cache(maxsize=64)
-def _model(
-    spec: ModelSpec, made: Recipes, recompute: ActivationCheckpointing, options: Options, given: Wrapping
-) -> Model:
-    """Of all plans whose layers and units are alike, whatever the number of shards and micro-batches."""
+def _spans(spec: ModelSpec, made: Recipes, recompute: ActivationCheckpointing, options: Options) -> tuple[Span, ...]:
+    """Modules of a model, however units are made of them."""
     names = plain.layer_names(spec.layers)
     embedding, norm, head, loss = made.ends(options)
     blocks = made.blocks([recompute.of(at) for at in range(len(names))], [options] * len(names))
@@ -580,7 +578,15 @@ def _model(
     after = [Span(norm, ("final_norm",)), Span(head, ("head",))]
     if made.chunks is None:
         after.append(Span(loss, ("loss",)))
-    spans = (Span(embedding, ("embedding",)), *layers, *after)
+    return (Span(embedding, ("embedding",)), *layers, *after)
+
+
+@lru_cache(maxsize=64)
+def _model(
+    spec: ModelSpec, made: Recipes, recompute: ActivationCheckpointing, options: Options, given: Wrapping
+) -> Model:
+    """Of all plans whose layers and units are alike, whatever the number of shards and micro-batches."""
+    names, spans = plain.layer_names(spec.layers), _spans(spec, made, recompute, options)
     last, every = len(names), range(len(names))
     kept = 0 if given.ends_apart else last
     own_cut = None if given.shared else given.experts

@@ -39,7 +39,7 @@ from ...search.cuts import (
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import Beside, LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
+from ...search.lower_bounds import UNBOUNDED, Beside, LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -75,10 +75,6 @@ def first_layers(spec: ModelSpec) -> int | None:
 def _by_kinds(spec: ModelSpec) -> bool:
     """Layers are of kinds or sizes that take turns."""
     return bool(spec.layer_pattern or spec.layer_blocks or spec.linear_interval)
-
-
-UNBOUNDED = 1 << 62
-"""Bytes; more than any rank has."""
 
 
 LONG_SEQUENCE = 8192
@@ -387,7 +383,7 @@ class LinearSearch(HybridSearch):
 
 
 class _Unknown(LowerBounds):
-    def __call__(self, point: Point) -> int:
+    def __call__(self, point: Point, enough: int = UNBOUNDED) -> int:
         return 0
 
 
@@ -398,7 +394,7 @@ class _OfLeast(LowerBounds):
     def _needs(self) -> Needs:
         return Needs(self.space)
 
-    def __call__(self, point: Point) -> int:
+    def __call__(self, point: Point, enough: int = UNBOUNDED) -> int:
         """Layers lie evenly, but where the plan says otherwise of as many stages and chunks."""
         layers, rest = divmod(self.space.base.model.layers, point.pp * point.vpp)
         layout, load = self.space.base.layout, self._needs.load(point)

@@ -90,8 +90,8 @@ class DeviceMapSearch(FrameworkSearch):
 class _Bounds(LowerBounds):
     """Of one device that holds all layers, shared out evenly: the fullest device holds no less."""
 
-    def least(self, point: Point) -> int:
-        return -(-super().least(point) // self.space.gpus)
+    def least(self, point: Point, enough: int) -> int:
+        return -(-super().least(point, enough * self.space.gpus) // self.space.gpus)
 
     def plan(
         self, point: Point, sequences: int, accumulates: bool, fields: Mapping[str, Any] | None = None

@@ -56,7 +56,6 @@ LAUNCH = 3.8e-6
 (https://developer.nvidia.com/blog/cuda-graphs/, overlapped launches)."""
 
 
-@lru_cache(maxsize=1 << 16)
 def matmul(
     rates: Rates, m: int, n: int, k: int, batch: int = 1, element: float = 2, written: int | None = None
 ) -> float:
@@ -158,6 +157,7 @@ def drawn(work: Sequence[tuple[Kernel, int]], rates: Rates) -> Drawn:
     return Drawn(flops, moved, bound, other)
 
 
+@lru_cache(maxsize=1 << 16)
 def alone(kernel: Alone, rates: Rates) -> float:
     """Seconds of what a GPU does by itself."""
     if isinstance(kernel, Scan):
