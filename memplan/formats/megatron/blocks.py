@@ -39,8 +39,7 @@ def read(reader: Reader) -> None:
         return
     name = names[0]
     if reader.context.family != "gpt":
-        problem = "must be left out: layers that differ are modelled of pretrain_gpt.py alone"
-        raise PlanError(name, ABSENT, problem, origin=settings.where(name))
+        raise settings.wrong(name, "must be left out: layers that differ are modelled of pretrain_gpt.py alone")
     config = _configuration(reader, name)
     _check(reader, config, name)
     if PATH not in names:
@@ -50,8 +49,7 @@ def read(reader: Reader) -> None:
         return
     for other in ("--num-experts", "--mtp-num-layers", "--multi-latent-attention"):
         if settings.has(other):
-            problem = f"must be left out with {PATH}, beside which it is refused or not modelled"
-            raise PlanError(other, ABSENT, problem, origin=settings.where(other))
+            raise settings.wrong(other, f"must be left out with {PATH}, beside which it is refused or not modelled")
     sizes = (building.size(f"model.{size}") for size in ("heads", "hidden", "kv_heads", "ffn"))
     blocks = blocks_of(config, *sizes)
     widest = max(block_of(str(block.value)).ffn for block in blocks)

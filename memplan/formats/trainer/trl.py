@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import Node
 from ...plan.lora import SCORE
 from ...plan.releases import TRL_TILES, parsed
 from ...values import dataclass
@@ -83,8 +83,10 @@ def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
     if (node := arguments.on("use_liger_kernel")) is not None:
-        problem = "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits"
-        raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
+        raise node.wrong(
+            "use_liger_kernel",
+            "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits",
+        )
 
 
 def _liger_of_layers(reader: Reader) -> None:
