@@ -38,7 +38,7 @@ MODELS = {
     "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
-    "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false"},
+    "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false", "router_balancing": "none"},
     "Nemotron_3_Nano": {"model": "nemotron-3-nano-30b-a3b"},
     "Nemotron_3_5_Lightning": {"model": "nemotron-3-nano-30b-a3b", **FURTHER},
     "Nemotron_3_Super": {"model": "nemotron-3-super-120b-a12b", **FURTHER},
@@ -73,6 +73,16 @@ ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAP
 experts in MXFP8 leave 20 GiB of cache: their saved inputs, of a byte an element, cut free segments of outputs in 16
 bits, of which the other half is too small for the next one."""
 SINCE = "26.06"
+
+VERSIONS = {
+    "25.11": ((2, 9), "0.16"), "26.02": ((2, 12), "0.16"), "26.04": ((2, 14), "0.17"), "26.06": ((2, 16), "0.18"),
+    "26.08": ((2, 17), "0.19"),
+}  # fmt: skip
+"""Of Transformer Engine (``uv.lock``) and Megatron-Core (``package_info.py`` of its submodule) in Megatron-Bridge
+v0.2.0, v0.3.0, v0.4.0, v0.5.0 and v0.6.0. Transformer Engine 2.18, which memplan takes otherwise, writes the logits'
+gradient into an fp32 tensor of its own, 20 GiB of Nemotron 3.5 Lightning's two micro-batches of tokens."""
+OLDEST_LOW, OLDEST_LOW_ATTENTION = (2, 14), (2, 18)
+"""Transformer Engine before them is not modelled in 8 or 4 bits, and with attention in them: such rows take these."""
 
 KEYS = ("release", "model", "system", "Precision")
 """What tells a recipe from another, as a row names it."""
@@ -126,11 +136,19 @@ def plan_of_row(row: Row) -> Plan:
     if row["model"].startswith("DeepSeek"):
         flags |= STATES
     if not row["model"].startswith("LLAMA"):
-        flags |= {"etp": 1, "moe_router_fusion": "true"}
+        flags |= {"etp": 1, "moe_router_fusion": "true", "megatron_core": VERSIONS[row["release"][:5]][1]}
     recipe = recipe_of(row)
+    flags["te_version"] = ".".join(map(str, _transformer_engine(row, recipe)))
     beside = {"moe_overlap_exchange": "true"} if recipe.beside else {}
     plan = plan_of(None, **flags | recipe.flags | beside)
     return plan.model_copy(update={"environment": ENVIRONMENT}) if row["release"] >= SINCE else plan
+
+
+def _transformer_engine(row: Row, recipe: Recipe) -> tuple[int, int]:
+    version = VERSIONS[row["release"][:5]][0]
+    if "fp8_dot_product_attention" in recipe.flags:
+        return max(version, OLDEST_LOW_ATTENTION)
+    return max(version, OLDEST_LOW) if PRECISIONS[row["Precision"]] else version
 
 
 SIZES = {

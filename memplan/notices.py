@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .device.gpus import GPUS
 from .frameworks import framework
 from .layers.module import hold_bytes
 from .plan.loss_checks import FUSED
@@ -22,6 +23,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
         notice
         for source in (
             _logits,
+            _compiled,
             _managed_states,
             _scores,
             framework(plan.framework).notices,
@@ -67,8 +69,18 @@ def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     yield Notice(
         "logits-upcast",
         f"the loss casts ({b}, {s}, {vocab}) logits to fp32 in one tensor of {size:,} bytes ({size / GIB:.2f} GiB); "
-        f"a smaller micro-batch than {b} shrinks this tensor",
+        f"{f'a smaller micro-batch than {b} shrinks' if b > 1 else 'fewer tokens on each GPU shrink'} this tensor",
     )
+
+
+def _compiled(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """A graph that was learnt for another GPU than the plan's (``layers.compiled_model``)."""
+    gpu = plan.hardware.gpu
+    if plan.compile and gpu is not None and GPUS[gpu].compute_capability != GPUS["h100-80gb"].compute_capability:
+        yield Notice(
+            "compiled-for-h100",
+            f"the graph is what Inductor writes for an H100; for {gpu} it may split sums and keep tensors otherwise",
+        )
 
 
 def _managed_states(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

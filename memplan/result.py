@@ -184,7 +184,8 @@ class WayOut:
     what: str
     fields: tuple[tuple[str, object], ...]
     """Values by paths of fields (``layout.tp``)."""
-    fits: bool
+    fits: bool | None
+    """``None``: what lies outside PyTorch is not known."""
     gained: int
     """What the fullest stage needs less;"""
     needs: int

@@ -1,4 +1,5 @@
-"""What all tests share: the order of files, when garbage is collected, and that nobody's own records are read."""
+"""What all tests share: the order of files, when garbage is collected, fake tensors, and that nobody's own records are
+read."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,6 +52,14 @@ _ORDER = {Path(__file__).parent / name: at for at, name in enumerate(LONGEST)}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _ORDER.get(item.path, len(LONGEST)))
+
+
+def pytest_collection_finish() -> None:
+    """Where tests have imported torch, fake tensors take the shorter way."""
+    if "torch" in sys.modules:
+        from .fakes import shorten
+
+        shorten()
 
 
 def pytest_runtest_setup() -> None:

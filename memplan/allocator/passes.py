@@ -36,8 +36,29 @@ class Operation(NamedTuple):
     stream: int = 0
 
 
-Runs = tuple[tuple[int, tuple[Stretch, ...]], ...]
-"""Steps in a row on one stream, by its number."""
+class Row:
+    """Steps in a row on one stream."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.length = len(steps)
+        self.stretches = stretches(steps)
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots of blocks that were taken before and are given back, and of those that stay."""
+        before: list[int] = []
+        taken: dict[int, int] = {}
+        for stretch in self.stretches:
+            for slot, units, *_ in stretch.steps:
+                if units > 0:
+                    taken[slot] = units
+                elif units and not taken.pop(slot, 0):
+                    before.append(slot)
+        return tuple(before), tuple(taken)
+
+
+Runs = tuple[tuple[int, Row], ...]
+"""By the stream's number."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,11 +85,11 @@ class Pass:
     net_by: tuple[tuple[int, int], ...]
     """Category and bytes, where it is not 0."""
 
-    def until(self, place: int) -> Bytes:
-        """Change of bytes by category through the operation at ``place``."""
-        by = list(NOTHING)
-        for operation in self.operations[: place + 1]:
-            by[operation.category] += operation.bytes if operation.units > 0 else -operation.bytes
+    def until(self, place: int, known: tuple[int, Bytes] = (-1, NOTHING)) -> Bytes:
+        """Change of bytes by category through the operation at ``place``; what it is at an earlier one is ``known``."""
+        by = list(known[1])
+        for _, units, size, category, _ in self.operations[known[0] + 1 : place + 1]:
+            by[category] += size if units > 0 else -size
         return tuple(by)
 
 
@@ -180,12 +201,20 @@ class Passes:
 
     def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
         """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
-        place, event = self.events(what, role)[at]
+        every = [(place, event) for place, events in self.events(what, role) for event in events]
+        place, event = every[at]
         return place, event.name if isinstance(event, Hold) else ""
 
-    def events(self, what: What, role: Role) -> list[tuple[int, Hold | Drop]]:
-        """Of every operation of a pass: the place of its module, and its event on the tape."""
-        return [(at, one) for at, one in self._events(what, role) if isinstance(one, Hold | Drop) and one.bytes]
+    def events(self, what: What, role: Role) -> list[tuple[int, Sequence[Hold | Drop]]]:
+        """Of every operation of a pass its event on the tape, module by module in the order of the pass, each with its
+        place."""
+        known: dict[int, Sequence[Hold | Drop]] = {}
+        found = []
+        for place, tape in self._tapes_in_order(what, role):
+            if id(tape) not in known:
+                known[id(tape)] = [one for one in tape if isinstance(one, Hold | Drop) and one.bytes]
+            found.append((place, known[id(tape)]))
+        return found
 
     def _tapes_in_order(self, what: What, role: Role) -> Iterator[tuple[int, Tape]]:
         """The tapes of which ``of`` makes a pass, with the places of their modules."""
@@ -356,8 +385,8 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
         large.append((stream, (slot, units, units << SHIFT, top, place)))
         slot, units, stream, top, place = operation.slot, operation.units, operation.stream, total, at
     large.append((stream, (slot, units, units << SHIFT, top, place)))
-    runs = [(stream, stretches([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
-    return tuple((stream, stretches(own)) for stream, own in small.items()), tuple(runs), total
+    runs = [(stream, Row([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
+    return tuple((stream, Row(own)) for stream, own in small.items()), tuple(runs), total
 
 
 @lru_cache(maxsize=1 << 8)

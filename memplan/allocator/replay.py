@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
@@ -27,7 +28,7 @@ from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role,
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Operation, Pass, Passes, halves, passes
+from .passes import Operation, Pass, Passes, Row, halves, passes
 
 NO_BLOCK = 0
 """An empty tensor's, which never reaches the allocator."""
@@ -50,10 +51,28 @@ class Replayed:
     """Reserved at the end of the first iteration's micro-batches, before any optimizer step was applied."""
 
 
+WORTH_KNOWING = 64
+"""Steps in a row that are worth remembering."""
+SLACK = 1 << 12
+"""Units below the peak from which on it is known exactly how much is held: what accumulates between passes that are
+equal otherwise, as losses do, is less."""
+
+
+class _Ran(NamedTuple):
+    """What steps in a row came to that needed no new memory: the same again, where the same blocks are free."""
+
+    before: tuple[object, ...]
+    """Of the pool, and the blocks that the steps give back;"""
+    behind: tuple[list[int], dict[int, int], list[int]]
+    """free blocks and their edges behind them, and the blocks that stay."""
+    came: tuple[int, int, int]
+    """As of ``SegmentPool.run``."""
+
+
 class Rank:
     """One rank's memory while its events run. A tensor is known by its pool's code of its block."""
 
-    __slots__ = ("allocated", "by", "filled", "large", "most", "peak", "peak_at", "settings", "small")
+    __slots__ = ("allocated", "by", "filled", "large", "most", "peak", "peak_at", "ran", "settings", "small")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.settings = settings
@@ -70,6 +89,8 @@ class Rank:
         """Requested bytes, by category."""
         self.peak = 0
         self.peak_at: Peak = (tuple(self.by), None, 0)
+        self.ran: dict[Row, _Ran] = {}
+        """What steps in a row came to the last time."""
 
     def copy(self) -> Rank:
         twin = copy(self)
@@ -147,12 +168,12 @@ class Rank:
         """The events of one pass of one micro-batch, or its part from ``start`` on, whose blocks ``frame`` holds by
         slot."""
         limit = self.peak - self.allocated
-        for stream, stretches in events.small:
-            (self.small.get(stream) or self.pool(stream, small=True)).run_all(stretches, frame, limit)
+        for stream, row in events.small:
+            self._serve(self.small.get(stream) or self.pool(stream, small=True), row, frame, limit)
         beyond, place = 0, -1
-        for stream, stretches in events.large:
+        for stream, row in events.large:
             pool = self.large.get(stream) or self.pool(stream, small=False)
-            more, limit, highest = pool.run_all(stretches, frame, limit - beyond)
+            more, limit, highest = self._serve(pool, row, frame, limit - beyond)
             limit += beyond
             beyond += more
             place = highest if highest >= 0 else place
@@ -161,6 +182,27 @@ class Rank:
         self.allocated += events.net + beyond
         for category, size in events.net_by:
             self.by[category] += size
+
+    def _serve(self, pool: SegmentPool, row: Row, frame: list[int], limit: int) -> tuple[int, int, int]:
+        """``run_all`` of ``pool``, or what it came to the last time."""
+        if row.length < WORTH_KNOWING:
+            return pool.run_all(row.stretches, frame, limit)
+        given, staying = row.slots
+        before = pool.free, pool.segments, pool.top, [frame[slot] for slot in given]
+        known = self.ran.get(row)
+        if known is not None and known.before == before and (known.came[2] >= 0 or known.came[1] <= limit):
+            free, edges, blocks = known.behind
+            pool.free, pool.edges = free.copy(), edges.copy()
+            for slot, block in zip(staying, blocks, strict=True):
+                frame[slot] = block
+            more, most, place = known.came
+        else:
+            before, reserved = (pool.free.copy(), pool.segments.copy(), *before[2:]), pool.reserved
+            more, most, place = came = pool.run_all(row.stretches, frame, limit - SLACK)
+            if pool.reserved == reserved:
+                behind = pool.free.copy(), pool.edges.copy(), [frame[slot] for slot in staying]
+                self.ran[row] = _Ran(before, behind, came)
+        return (more, most, place) if most > limit else (more, limit, -1)
 
     def breakdown(self) -> Bytes:
         """Live at the peak, by category, summing to it."""

@@ -11,12 +11,14 @@ records is told. The blocks are the same, since the same pools serve the same re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from functools import lru_cache
-from itertools import accumulate, starmap
-from typing import NamedTuple, Protocol
+from itertools import accumulate, islice, starmap
+from typing import NamedTuple, Protocol, overload
 
-from ..tape.events import Bytes, Category, Event, Hold
+from ..tape.events import NOTHING, Bytes, Category, Drop, Event, Hold
 from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_passes
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
@@ -38,6 +40,42 @@ class Tensor(NamedTuple):
     """``forward``, ``backward`` or ``step``; empty of what was there before."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
+
+
+class Names(Sequence[Tensor]):
+    """What each operation of a pass, or of its piece from ``start`` to ``end``, begins or ends."""
+
+    def __init__(
+        self, events: Sequence[tuple[str, Sequence[Hold | Drop]]], phase: str, start: int = 0, end: int | None = None
+    ) -> None:
+        """``events`` with the names of their modules."""
+        self.events, self.phase = events, phase
+        self.starts = list(accumulate((len(own) for _, own in events), initial=0))
+        self.within = range(self.starts[-1])[start:end]
+
+    def __len__(self) -> int:
+        return len(self.within)
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> Names: ...
+    def __getitem__(self, at: int | slice) -> Tensor | Names:
+        if isinstance(at, slice):
+            twin = copy(self)
+            twin.within = self.within[at]
+            return twin
+        place = self.within[at]
+        piece = bisect_right(self.starts, place) - 1
+        module, events = self.events[piece]
+        return self._name(module, events[place - self.starts[piece]])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        every = ((module, event) for module, events in self.events for event in events)
+        return starmap(self._name, islice(every, self.within.start, self.within.stop))
+
+    def _name(self, module: str, event: Hold | Drop) -> Tensor:
+        return Tensor(event.name, module, self.phase, event.shape, event.dtype) if isinstance(event, Hold) else ENDS
 
 
 class Live(NamedTuple):
@@ -170,8 +208,8 @@ class _Summary(NamedTuple):
     """What a pass comes to, where nobody asks for each of its events."""
 
     names: Sequence[Tensor]
-    lasting: tuple[tuple[Operation, Tensor], ...]
-    """What does not both begin and end in it."""
+    lasting: tuple[tuple[int, Operation], ...]
+    """What does not both begin and end in it, with its place."""
     totals: frozenset[int]
     """Bytes that are held behind its requests more than before it."""
     held: tuple[int, ...]
@@ -192,8 +230,7 @@ def _summary(events: Pass, names: Sequence[Tensor]) -> _Summary:
         elif slot in under_way:
             begun[at] = under_way.pop(slot)
     passing = {*begun, *begun.values()}
-    both = enumerate(zip(events.operations, names, strict=True))
-    lasting = tuple([one for at, one in both if at not in passing])
+    lasting = tuple([(at, one) for at, one in enumerate(events.operations) if at not in passing])
     totals = frozenset([total for total, one in zip(held, events.operations, strict=True) if one.units > 0])
     return _Summary(names, lasting, totals, held, begun, {})
 
@@ -208,8 +245,8 @@ class _Recorder(NamingRank):
 
     def __init__(self, settings: AllocatorSettings, wanted: Bytes) -> None:
         super().__init__(settings)
-        self.live: dict[int, tuple[int, int, Tensor, int | None]] = {}
-        """As of ``Live``."""
+        self.live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = {}
+        """As of ``Live``, its tensor as one of several."""
         self.count = self.event = self.total = 0
         self.wanted = list(wanted)
         """Bytes by category when the peak is reached,"""
@@ -239,7 +276,7 @@ class _Recorder(NamingRank):
         return 0
 
     def hold(self, size: int, category: int, stream: int = 0) -> int:
-        return self._begin(size, category, self.label) if size else NO_BLOCK
+        return self._begin(size, category, (self.label,), 0) if size else NO_BLOCK
 
     def drop(self, block: int, size: int, category: int, stream: int = 0) -> None:
         if block != NO_BLOCK:
@@ -253,9 +290,9 @@ class _Recorder(NamingRank):
             known = self.summaries[key] = _summary(events, names)
         if self._run_at_once(known, events, frame):
             return
-        for (slot, units, size, category, _), name in zip(events.operations, names, strict=True):
+        for at, (slot, units, size, category, _) in enumerate(events.operations):
             if units > 0:
-                frame[slot] = self._begin(size, category, name)
+                frame[slot] = self._begin(size, category, names, at)
             else:
                 self._end(frame[slot], size, category)
 
@@ -265,11 +302,11 @@ class _Recorder(NamingRank):
             return False
         if self.width:
             self._follow_pass(known, events, frame)
-        for (slot, units, size, category, _), name in known.lasting:
+        for place, (slot, units, size, category, _) in known.lasting:
             if units > 0:
                 self.count += 1
                 frame[slot] = self.count
-                self.live[self.count] = size, category, name, self.microbatch
+                self.live[self.count] = size, category, known.names, place, self.microbatch
             else:
                 del self.live[frame[slot]]
         for at, change in events.net_by:
@@ -282,13 +319,15 @@ class _Recorder(NamingRank):
         moment."""
         held, before = known.held, self.event
         start, end = 0, self.width - before % self.width
+        last = -1, NOTHING
         while start < len(held):
             part = held[start:end]
             highest = max(part)
             if self.total + highest > self.highest:
                 place = start + part.index(highest)
                 self.highest = self.total + highest
-                until = known.by.get(place) or known.by.setdefault(place, events.until(place))
+                until = known.by.get(place) or known.by.setdefault(place, events.until(place, last))
+                last = place, until
                 by = tuple(map(int.__add__, self.by, until))
                 one, begins = self._at(place, known, events, frame)
                 self.largest = Point(before + place + 1, by, one, begins, self.phase)
@@ -301,17 +340,17 @@ class _Recorder(NamingRank):
         """What the operation at ``place`` begins or ends, and whether it begins."""
         slot, units, size, category, _ = events.operations[place]
         if units < 0 and place not in known.begun:
-            return Live(*self.live[frame[slot]]), False
+            return _named(*self.live[frame[slot]]), False
         return Live(size, category, known.names[known.begun.get(place, place)], self.microbatch), units > 0
 
-    def _begin(self, size: int, category: int, name: Tensor) -> int:
+    def _begin(self, size: int, category: int, names: Sequence[Tensor], at: int) -> int:
         """The number of a tensor that begins."""
         self.count += 1
-        self.live[self.count] = one = size, category, name, self.microbatch
+        self.live[self.count] = one = size, category, names, at, self.microbatch
         self.by[category] += size
         self.total += size
         if self.total == self.most and not self.found and self.by == self.wanted:
-            self.found = tuple(starmap(Live, self.live.values()))
+            self.found = tuple(starmap(_named, self.live.values()))
         if self.width:
             self._follow(one, begins=True)
         return self.count
@@ -323,12 +362,12 @@ class _Recorder(NamingRank):
         if self.width:
             self._follow(one, begins=False)
 
-    def _follow(self, one: tuple[int, int, Tensor, int | None], *, begins: bool) -> None:
+    def _follow(self, one: tuple[int, int, Sequence[Tensor], int, int | None], *, begins: bool) -> None:
         """An event of the iteration that is recorded."""
         self.event += 1
         if self.total > self.highest:
             self.highest = self.total
-            self.largest = Point(self.event, tuple(self.by), Live(*one), begins, self.phase)
+            self.largest = Point(self.event, tuple(self.by), _named(*one), begins, self.phase)
         if not self.event % self.width:
             self.flush()
 
@@ -337,6 +376,10 @@ class _Recorder(NamingRank):
         if self.largest is not None:
             self.points.append(self.largest)
         self.largest, self.highest = None, -1
+
+
+def _named(size: int, category: int, names: Sequence[Tensor], at: int, microbatch: int | None) -> Live:
+    return Live(size, category, names[at], microbatch)
 
 
 class _Recording(NamedRun):
@@ -378,14 +421,10 @@ def _between_stages(tensor: str, phase: str) -> Tensor:
 @lru_cache(maxsize=256)
 def _names(
     chunk: Chunk, passes: Passes, what: What, role: Role, phase: str, start: int = 0, end: int | None = None
-) -> tuple[Tensor, ...]:
-    """Of what each operation of a pass, or of its piece from ``start`` to ``end``, begins or ends."""
+) -> Names:
     spans = chunk.unrolled or (*chunk.spans, *chunk.losses)
     modules = [name for span in spans for name in span.names]
-    return tuple(
-        Tensor(event.name, modules[place], phase, event.shape, event.dtype) if isinstance(event, Hold) else ENDS
-        for place, event in passes.events(what, role)[start:end]
-    )
+    return Names([(modules[place], events) for place, events in passes.events(what, role)], phase, start, end)
 
 
 ENDS = Tensor("")

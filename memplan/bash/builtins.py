@@ -72,16 +72,33 @@ def _test(shell: Shell, words: list[Value], command: Simple) -> Decision:
 
 
 def _read(shell: Shell, words: list[Value], command: Simple) -> Decision:
-    """``read -r -d '' NAME <<EOF`` takes the whole here-document; anything else is unknown."""
+    """``read -r -d '' NAME <<EOF`` takes the whole here-document, ``IFS=, read -r TP PP <<< "$SIZES"`` a line's words;
+    anything else is unknown."""
     names = [text(word) for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", text(word))]
     content = shell.written.input_of(command.redirects)
     whole = any(text(word).startswith("-") and "d" in text(word) for word in words[1:])
+    plain = text(words[0]) == "read" and [text(word) for word in words[1:]] in (names, ["-r", *names])
+    if plain and names and content and is_known(content):
+        between = next((shell.expansion.one(one.value) for one in command.assignments if one.name == "IFS"), None)
+        between = between if between is not None else shell.variables.scalar("IFS")
+        line = text(content).partition("\n")[0]
+        fields = _words_of_line(line, text(between) if between is not None else " \t", len(names))
+        for name, field in zip(names, fields, strict=True):
+            shell.variables.assign(name, (content[0]._replace(text=field),))
+        return True
     for name in names:
         known = content is not None and whole and len(names) == 1
         shown = f"{text(words[0])} {name}"
         unknown = shell.reading.ledger.value(Unknown(shown, name, Cause.COMMAND, command.origin))
         shell.variables.assign(name, _stripped(content) if known and content is not None else unknown)
     return True
+
+
+def _words_of_line(line: str, between: str, count: int) -> list[str]:
+    """``count`` fields of ``line``, the last with all that is left."""
+    blank = not between.strip(" \t\n")
+    fields = line.split(None, count - 1) if blank else re.split(f"[{re.escape(between)}]", line, maxsplit=count - 1)
+    return [one.strip(" \t") if blank else one for one in fields] + [""] * (count - len(fields))
 
 
 def _stripped(content: Value) -> Value:

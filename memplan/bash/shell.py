@@ -70,6 +70,7 @@ _VARIABLE = 20
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
 _READS = re.compile(rf"{_SHELL.pattern}|sbatch")
 """Commands that run the script on their standard input."""
+_SCRIPT = re.compile(r"\.(?:sh|bash|slurm|sbatch)$")
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
 
 
@@ -126,6 +127,7 @@ class Shell:
         self.written.functions = self._functions
         self._budget = variables.ledger.budget
         self._calls = 0
+        self._running: set[str] = set()
         self._launcher: tuple[Value, ...] = ()
         self._follow: dict[type, Callable[[Any], Decision]] = {
             Simple: self._simple,
@@ -381,6 +383,8 @@ class Shell:
                     if "c" in text(words[flags - 1]):
                         self._launch(words[:position], words[flags], command.origin)
                         return
+        if self._runs_a_script(words, command):
+            return
         if text(words[0]) in _REPEATS or not any(RUNS_PYTHON.search(text(word)) for word in words):
             return
         self._budget.spend(_VARIABLE * len(self.variables.exported))
@@ -392,6 +396,35 @@ class Shell:
         for assignment in command.assignments:
             environment[assignment.name] = self.expansion.one(assignment.value)
         self.reading.started.append(Started((*self._launcher, *words), environment, command.origin))
+
+    def _runs_a_script(self, words: list[Value], command: Simple) -> bool:
+        """Follows ``bash train.sh 8 4096`` and ``./train.sh`` as a process of its own: what is exported, and no more,
+        goes to it, and nothing comes back. A job's own flags (``sbatch --nodes=4 …``) would stand over its lines."""
+        at = next((n for n, word in enumerate(words) if _SCRIPT.search(text(word))), None)
+        if at is None or at > 1 or (at == 1 and not _READS.fullmatch(text(words[0]))) or not is_known(words[at]):
+            return False
+        name = text(words[at]).removeprefix("./")
+        found = self._beside(name) if name not in self._running and not RUNS_PYTHON.search(name) else None
+        if found is None:
+            return False
+        variables = self.variables
+        before, given = (variables.values, variables.positional, variables.exported), variables.exported
+        passed = {name: value for name, value in variables.values.items() if name in given or name in self.reading.job}
+        passed |= {one.name: self.expansion.one(one.value) for one in command.assignments}
+        variables.values, variables.positional = dict(passed), words[at + 1 :]
+        variables.exported = {*given, *(one.name for one in command.assignments)}
+        if not self.reading.job:
+            self.reading.job = slurm_variables(cleaned(found[0]), found[1])
+            variables.values |= self.reading.job
+        self._running.add(name)
+        try:
+            self.follow_file(cleaned(found[0]), found[1])
+        except (ExitError, LeaveError):
+            pass
+        finally:
+            variables.values, variables.positional, variables.exported = before
+            self._running.discard(name)
+        return True
 
     def _launch(self, launcher: list[Value], script: Value, origin: Origin) -> None:
         before, self._launcher = self._launcher, (*self._launcher, *launcher)

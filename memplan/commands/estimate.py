@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..frameworks import ROOMS, framework
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, Origin, PlanError, together
 from ..plan.fields import Kind, by_flag
 from ..plan.library import examples
 from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
+from ..streams import tell
 from ..values import dataclass
 from .files import check_files, write_whole
 from .launched import (
@@ -76,8 +77,8 @@ def read_variants(
     vary: Sequence[str],
     load: Callable[[str | None], Source] = load_source,
     finished: Callable[[str | None, ReadPlan], ReadPlan] = lambda place, read: read,
-) -> dict[str, ReadPlan]:
-    """Every combination of the plans and of the values to vary, by the name that tells it apart.
+) -> dict[str, ReadPlan | PlanError]:
+    """Every combination of the plans and of the values to vary, by the name that tells it apart; or why it is refused.
 
     ``load`` reads a plan from where ``source`` or ``compare`` say it is; ``finished`` adds what follows from flags.
     """
@@ -92,18 +93,21 @@ def read_variants(
     if len(combinations) * len(sources) > MOST_VARIANTS:
         problem = f"makes {len(combinations) * len(sources)} variants; at most {MOST_VARIANTS} fit side by side"
         raise PlanError("", ABSENT, problem, origin=Origin("--vary"))
-    plans: dict[str, ReadPlan] = {}
+    plans: dict[str, ReadPlan | PlanError] = {}
     for source_name, place in sources.items():
         loaded = load(place)
         for values in combinations:
             changes = " ".join(f"{name}={value}" for name, value in values.items())
-            name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part)
+            name = " ".join(part for part in (source_name if len(sources) > 1 else "", changes) if part) or source_name
             alike = _alike(loaded, flags, merged, values)
-            read = finished(place, build_plan(loaded, flags, {**values, **alike}, traced=True))
             told = tuple(
                 Note(LIKE_WITH_LIKE, f"ZeRO-{zero}, as fsdp shards; --zero says otherwise") for zero in alike.values()
             )
-            plans[name or source_name] = replace(read, warnings=(*read.warnings, *told))
+            try:
+                read = finished(place, build_plan(loaded, flags, {**values, **alike}, traced=True))
+                plans[name] = replace(read, warnings=(*read.warnings, *told))
+            except PlanError as error:
+                plans[name] = error
     return plans
 
 
@@ -169,6 +173,7 @@ def _values(assignment: str) -> list[tuple[str, str]]:
 _SEVERAL = "Side by side"
 
 DOES_NOT_FIT = 1
+REFUSED = 2
 
 Form = Literal["text", "json", "csv"]
 """How the answer is printed."""
@@ -235,7 +240,7 @@ def estimate(
 ) -> int:
     """Memory of every stage of a training job: does it fit, and if not, what is in the way?
 
-    Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong.
+    Exit code 0: it fits. 1: it does not (of several, any). 2: the plan is wrong (of several, any).
     """
     plan, flags = with_gpu_said(plan, flags)
     place = placed(plan)
@@ -274,7 +279,7 @@ def estimate(
 
 def _variants(
     place: Place, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
-) -> dict[str, ReadPlan]:
+) -> dict[str, ReadPlan | PlanError]:
     """Variants of plans and of launch files."""
     from ..formats.launch import completed
 
@@ -403,23 +408,43 @@ def _rows(names: Sequence[str], estimates: Sequence[Estimate]) -> str:
     return to_csv(names, estimates)
 
 
-def _several(variants: dict[str, ReadPlan], files: _Files, no_records: bool, form: Form, no_color: bool) -> int:
+def _several(
+    variants: dict[str, ReadPlan | PlanError], files: _Files, no_records: bool, form: Form, no_color: bool
+) -> int:
+    """Prints the variants; those that are refused have their reason in their place, unless all are refused."""
     known, problem = measured_of(no_records=no_records)
-    estimates = [estimated(warned(read, problem), known, ways=False) for read in variants.values()]
-    names = list(variants)
-    written = tuple(files.write_rows(names, estimates))
+    found = {name: _estimated_or_refused(read, known, problem) for name, read in variants.items()}
+    estimates = {name: one for name, one in found.items() if not isinstance(one, PlanError)}
+    refused = [one for one in found.values() if isinstance(one, PlanError)]
+    if not estimates:
+        raise together(refused)
+    names, answered = list(estimates), list(estimates.values())
+    written = tuple(files.write_rows(names, answered))
     if form == "json":
         from ..report.json import comparison_to_json
 
-        print_json(comparison_to_json(names, estimates))
+        print_json(comparison_to_json(list(found), list(found.values())))
     elif form == "csv":
-        print_text(_rows(names, estimates))
+        print_text(_rows(names, answered))
     else:
         from ..report.comparison import print_comparison
 
         with printing():
-            print_comparison(names, estimates, console(no_color), written)
-    return _code(estimates)
+            print_comparison(list(found), list(found.values()), console(no_color), written)
+    if not refused:
+        return _code(answered)
+    if form != "text":
+        tell(str(together(refused)))
+    return REFUSED
+
+
+def _estimated_or_refused(read: ReadPlan | PlanError, known: Measured, problem: str) -> Estimate | PlanError:
+    if isinstance(read, PlanError):
+        return read
+    try:
+        return estimated(warned(read, problem), known, ways=False)
+    except PlanError as error:
+        return error
 
 
 def _detail(read: ReadPlan, stage: int, no_color: bool, verbose: bool) -> int:

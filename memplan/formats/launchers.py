@@ -23,7 +23,7 @@ from . import OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .in_flags import in_flags
 from .settings import taken_apart
 
-_SOURCED = (".sh", ".bash", ".env", ".conf", ".cfg")
+_SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")
 
 
 def beside(folder: Path) -> Beside:
@@ -99,6 +99,11 @@ def runs_torchtitan(word: str) -> bool:
     return _TORCHTITAN.fullmatch(word) is not None
 
 
+def runs_bridge(word: str) -> bool:
+    """Whether ``word`` of a command is what runs Megatron-Bridge's recipes."""
+    return word.rpartition("/")[2] == "run_recipe.py"
+
+
 def gpus_of(started: Started, at: int) -> str:
     """How many GPUs the launcher in front of word ``at`` of a command says; empty where it says nothing."""
     found = _product(
@@ -127,6 +132,8 @@ def started_by(
     for started in reading.started:
         if any(runs_torchtitan(text(word)) for word in started.words):
             return "torchtitan"
+        if any(runs_bridge(text(word)) for word in started.words):
+            return "megatron-bridge"
         if not {text(word).rpartition("/")[2] for word in started.words}.isdisjoint(_OF_TRAINER):
             return "trainer"
         if (start := _script_of(started.words, is_megatron)) is not None:

@@ -40,14 +40,18 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
     text, name = text_at(place)
     if is_python(name):
         from .torchtitan.registry import is_registry
-        from .trainer.python import INSTEAD
+        from .trainer.parsed import INSTEAD, STARTED
         from .trainer.python import holds_arguments as stand_in
+        from .trainer.python import takes_arguments
 
         if is_registry(text):
             return "torchtitan"
         if stand_in(text):
             return "trainer"
-        raise _recipe(text, name) or wrong_at(name, f"is Python, which is not run; {INSTEAD}")
+        instead = f"is Python, which is not run; {INSTEAD}"
+        if takes_arguments(text):
+            instead = STARTED
+        raise _recipe(text, name) or wrong_at(name, instead)
     if is_script(text, name):
         from .launch import Asked
         from .trainer.python import python_in

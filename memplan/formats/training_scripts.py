@@ -20,6 +20,7 @@ from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of, words_of_mapping
+from .forks import AS_HERE, FORKS
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
@@ -104,7 +105,12 @@ def launched(
 
         words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
-    refused = _of_no_training(words) or _refusal(words) or _misspelt(words, asked.format) or _refused_argument(words)
+    refused = (
+        _of_no_training(words)
+        or _refusal(words)
+        or _misspelt(words, asked.format)
+        or _refused_argument(words, asked.format)
+    )
     if refused is not None:
         raise refused
     training = words.training
@@ -124,7 +130,7 @@ def launched(
     )
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     building: Building = table.plan_of(settings, context)
-    variables = {name: node for name, node in (context.environment or {}).items() if _matters(name)}
+    variables = {name: node for name, node in (context.environment or {}).items() if matters(name)}
     if variables:
         building.put("environment", Node(dict(variables), words.origin))
     notes = (
@@ -176,7 +182,8 @@ def _family(words: Words, settings: Settings) -> Family:
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
 
 
-def _matters(name: str) -> bool:
+def matters(name: str) -> bool:
+    """Whether a variable of the environment may change memory."""
     return bool(_KEPT.match(name)) and not is_irrelevant(name)
 
 
@@ -215,10 +222,13 @@ def _refusal(words: Words) -> PlanError | None:
     return None
 
 
-def _refused_argument(words: Words) -> PlanError | None:
+def _refused_argument(words: Words, framework: str) -> PlanError | None:
     """An error for the first argument under which nothing would be estimated as it is."""
+    forks = FORKS.get(framework, {})
     for given in {given.canonical: given for given in words.given}.values():
         argument = given.argument
+        if argument is None and given.name in forks and [*map(text, given.values)] != [AS_HERE.get(given.name)]:
+            return PlanError(given.name, ABSENT, forks[given.name], origin=given.origin)
         if argument is not None and argument.table is Table.REFUSED:
             return PlanError(given.name, ABSENT, argument.why, origin=given.origin)
         if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):

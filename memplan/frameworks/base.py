@@ -144,7 +144,7 @@ class Supports:
     """Parts of a layer that selective recompute can name."""
     reentrant: bool = True
     """transformers' layers are recomputed with reentrance, too."""
-    compiled: str = "it puts hooks into the graph, which torch.compile cuts there"
+    compiled: str = "it puts hooks into the graph, which torch.compile cuts there, and such graphs are not modelled"
     """Why a model that is compiled as a whole is not modelled; empty where it is."""
 
 
@@ -297,7 +297,9 @@ class Framework:
         return plan.optimizer.algorithm.assumptions(plan.optimizer)
 
     def attention_words(self, plan: Plan) -> str:
-        """The attention as users call it; of sdpa, the kernel."""
+        """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``)."""
+        if plan.compile:
+            return "sdpa"
         sdpa = plan.attention == "flash" and self.runs_transformers(plan) and plan.model.has_sizes
         return plan.sdpa_kernel if sdpa else str(plan.attention)
 

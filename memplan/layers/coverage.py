@@ -216,7 +216,7 @@ TRANSFORMERS: Recipes = attrgetter("covers")
 MEGATRON: Recipes = attrgetter("megatron")
 MEGATRON_CORE: Recipes = attrgetter("megatron_core")
 RUN_BY: dict[Recipes, str] = {
-    TRANSFORMERS: "single, ddp, fsdp, deepspeed and device-map",
+    TRANSFORMERS: "single, ddp, fsdp, deepspeed, device-map",
     MEGATRON: "megatron-deepspeed",
     MEGATRON_CORE: "megatron",
 }
@@ -238,7 +238,7 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
         raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_transformers}")
     if allowed is None:
         elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
-        also = f"it has one in {' and '.join(elsewhere)} (--framework)" if elsewhere else ""
+        also = f"it has one in {', '.join(elsewhere)} (--framework)" if elsewhere else ""
         others_have = f"these have: {', '.join(covered(recipes))}"
         problem = f"has no recipe in framework {framework} yet; {also or others_have}"
         raise PlanError("model.family", spec.family, problem)

@@ -359,9 +359,7 @@ def check_sections(plan: ResolvedPlan) -> None:
     if plan.device_map is not None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
     if plan.compile and (why := framework(plan.framework).supports.compiled):
-        raise plan.wrong(
-            "compile", f"must be false with framework {plan.framework}: {why}, and such graphs are not modelled"
-        )
+        raise plan.wrong("compile", f"must be false with framework {plan.framework}: {why}")
     loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)

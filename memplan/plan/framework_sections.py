@@ -117,6 +117,11 @@ class Experts(FrameworkSection, Terse):
         description="fp8, fp4: the router sends every expert as many rows as products want, which are else copied",
         json_schema_extra={"flag": "--moe-router-padding"},
     )
+    shared_chain: bool = Field(
+        False,
+        description="shared experts are one chain of Transformer Engine's operations",
+        json_schema_extra={"flag": "--moe-shared-chain"},
+    )
     squared_relu_fusion: bool = Field(
         False,
         description="squared ReLU of experts and the product with router's probabilities in one kernel",

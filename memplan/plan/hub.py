@@ -23,6 +23,8 @@ MIRRORS = frozenset({"unsloth", "nousresearch"})
 """Owners who keep others' checkpoints under their names, and in their shapes."""
 _SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
 """How large a model is, and its release: a name without them means the only one of that name."""
+_ACTIVE = re.compile(r"-a[0-9.]+b$")
+"""How much of a mixture every token runs through: the same."""
 
 
 def twin(name: str, node: Node) -> str | None:
@@ -45,6 +47,7 @@ def twin(name: str, node: Node) -> str | None:
             _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
         )
         or meant(name, ((model, {_SIZE.sub("", model)}) for model in called if _SIZE.search(model)))
+        or meant(name, ((model, {_ACTIVE.sub("", model)}) for model in called if _ACTIVE.search(model)))
     )
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)

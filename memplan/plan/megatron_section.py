@@ -162,7 +162,8 @@ class Megatron(FrameworkSection, Terse):
     )
     fuses_operations: bool = Field(
         False,
-        description="a dense MLP, with the norm before it, is one chain of Transformer Engine's operations",
+        description="a dense MLP, with the norm before it, or a rank's experts are one chain of Transformer Engine's "
+        "operations",
         json_schema_extra={"flag": "--use-transformer-engine-op-fuser"},
     )
     mamba_apart: bool = Field(

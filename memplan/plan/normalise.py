@@ -77,12 +77,22 @@ def _section(name: str, node: Node, shorthand: str | None) -> Node:
     if name == "model" and not isinstance(node.value, dict):
         return Node({"base": _text(node)}, node.origin)
     if isinstance(node.value, dict):
-        return section_fields(name, node)
+        return section_fields(name, _by_source(node) if name == "model" else node)
     if node.value is None:
         return Node({}, node.origin)
     if shorthand is not None and not isinstance(node.value, list):
         return section_fields(name, Node({shorthand: node}, node.origin))
     return node
+
+
+def _by_source(model: Node) -> Node:
+    """A model without a recipe as ``--json`` has it (``TracedSpec``): by where it was read, and its layers where they
+    can be changed."""
+    source, layers = model.mapping.get("source"), model.mapping.get("layers")
+    if "no_recipe" not in model.mapping or source is None:
+        return model
+    changed = {} if layers is None or layers.value is None else {"layers": layers}
+    return Node({"base": _text(source), **changed}, model.origin)
 
 
 def _text(node: Node) -> Node:

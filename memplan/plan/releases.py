@@ -162,6 +162,11 @@ def has_trl(plan: Plan) -> bool:
     return "trl" in plan.versions or plan.trainer.kind.own_loss
 
 
+def adapters_in_16_bits(plan: Plan) -> bool:
+    """Whether trl casts adapters to bf16, as it does beside 4-bit weights since 0.26, whatever the run's own dtype."""
+    return has_trl(plan) and release(plan, "trl") >= TRL_16_BIT_ADAPTERS and plan.quantisation.kind != "none"
+
+
 def reentrant(plan: Plan) -> bool:
     """Gradient checkpointing's default."""
     if has_trl(plan) and release(plan, "trl") >= TRL_NOT_REENTRANT:

@@ -43,7 +43,7 @@ from .plan import (
     Precision,
     Recompute,
 )
-from .releases import PACKAGES, TRL_16_BIT_ADAPTERS, has_trl, reentrant, release
+from .releases import PACKAGES, adapters_in_16_bits, reentrant
 from .resolved import ResolvedPlan
 from .sizes import headroom_bytes
 from .spec import ModelSpec
@@ -247,8 +247,8 @@ def _lora(plan: Plan) -> Lora:
     if lora.rank is None:
         return lora
     targets = default_targets(plan.model) if lora.targets is None else lora.targets
-    cast = has_trl(plan) and release(plan, "trl") >= TRL_16_BIT_ADAPTERS and plan.quantisation.kind != "none"
-    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or ("bf16" if cast else "fp32")})
+    made = "bf16" if adapters_in_16_bits(plan) else "fp32"
+    return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or made})
 
 
 def _quantisation(plan: Plan) -> Quantisation:

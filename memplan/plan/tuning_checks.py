@@ -6,7 +6,7 @@ from ..families import family
 from .errors import ABSENT, PlanError
 from .lora import ALL_LINEAR, HEAD, WORD, adapted, last_names, linear_layers, linear_sizes, of_experts, saved
 from .plan import Plan
-from .releases import LIBRARIES, parsed, release, shown
+from .releases import LIBRARIES, adapters_in_16_bits, parsed, release, shown
 from .resolved import ResolvedPlan
 from .tuning_sections import Frozen, Lora, Quantisation
 
@@ -80,10 +80,12 @@ def _check_lora(plan: ResolvedPlan) -> None:
         raise PlanError("lora.targets", [], "must name at least one linear layer")
     allowed = {plan.precision.dtype, "fp32"}
     if lora.dtype not in allowed:
-        raise plan.wrong(
-            "lora.dtype",
-            f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them",
-        )
+        problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
+        if adapters_in_16_bits(plan):
+            problem = "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
+            problem += f"{plan.precision.dtype}: train in bf16 (bf16=True; --dtype bf16), name an earlier release "
+            problem += "(--versions trl=0.25.0), or say --lora-dtype fp32"
+        raise plan.wrong("lora.dtype", problem)
     adapted(plan)
     if plan.model.has_sizes:
         saved(plan)

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..frameworks import framework
+from ..plan.errors import PlanError
 from ..result import Estimate, Notice, StageEstimate, Verdict
 from ..tape.events import Category
 from ..values import dataclass
@@ -86,27 +87,33 @@ LONGEST_NAME = 28
 
 
 def print_comparison(
-    names: Sequence[str], estimates: Sequence[Estimate], console: Console, written: Sequence[str] = ()
+    names: Sequence[str], variants: Sequence[Estimate | PlanError], console: Console, written: Sequence[str] = ()
 ) -> None:
-    """Prints the variants ``estimates``, named by ``names``; the first is what the others are compared with.
+    """Prints ``variants``, named by ``names``: estimates, of which there is one at least and the first is what others
+    are compared with, and errors of those that are refused.
 
     ``written`` are files that were.
     """
+    estimates = [variant for variant in variants if not isinstance(variant, PlanError)]
+    base = estimates[0]
     unit = unit_for(max(estimate.peak for estimate in estimates))
-    put(console, _summary(names, estimates, unit), Text())
+    put(console, _summary(names, variants, base, unit), Text())
     if len({estimate.plan.framework for estimate in estimates}) > 1:
-        kept = [(name, Text(_kept(estimate))) for name, estimate in zip(names, estimates, strict=True)]
+        kept = [(name, Text(_kept(one))) for name, one in zip(names, variants, strict=True) if one in estimates]
         put(console, entries(kept, FAINT), Text())
-    put(console, Text(f"{plan_text(estimates[0].plan)}; sizes in {unit.name}", FAINT))
+    put(console, Text(f"{plan_text(base.plan)}; sizes in {unit.name}", FAINT))
     told: set[Notice] = set()
-    for index, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
-        lines = list(_changes(estimates[0], estimate, unit)) if index else []
-        lines += [(notice.code, Text(notice.message)) for notice in estimate.warnings if notice not in told]
-        told.update(estimate.warnings)
+    for name, variant in zip(names, variants, strict=True):
+        title = Text(name, "bold")
+        if isinstance(variant, PlanError):
+            lines = [("refused", Text(str(variant)))]
+        else:
+            lines = list(_changes(base, variant, unit)) if variant is not base else []
+            lines += [(notice.code, Text(notice.message)) for notice in variant.warnings if notice not in told]
+            told.update(variant.warnings)
+            if lines and variant is not base:
+                title.append(f": {_effect(base, variant, unit)}", "none")
         if lines:
-            title = Text(name, "bold")
-            if index:
-                title.append(f": {_effect(estimates[0], estimate, unit)}", "none")
             put(console, Text(), title, entries([(f"  {name}", text) for name, text in lines], FAINT))
     put(console, *written_lines(written))
 
@@ -123,19 +130,22 @@ def _kept(estimate: Estimate) -> str:
     return f"{framework(estimate.plan.framework).sharded(estimate.plan)}; {precision}"
 
 
-def _summary(names: Sequence[str], estimates: Sequence[Estimate], unit: Unit) -> Table:
+def _summary(names: Sequence[str], variants: Sequence[Estimate | PlanError], base: Estimate, unit: Unit) -> Table:
     table = plain_table(
         folded("variant", max_width=LONGEST_NAME),
         left("verdict"),
-        right(f"peak {stage_word(estimates[0].plan)}"),
+        right(f"peak {stage_word(base.plan)}"),
         right("peak"),
         left("reading"),
         right("free"),
         right("change"),
     )
-    for index, (name, estimate) in enumerate(zip(names, estimates, strict=True)):
+    for name, estimate in zip(names, variants, strict=True):
+        if isinstance(estimate, PlanError):
+            table.add_row(Text(name, "bold"), Text("refused", BAD))
+            continue
         worst = estimate.stages[estimate.peak_stage]
-        change = unit.change(estimate.peak - estimates[0].peak) if index else ""
+        change = unit.change(estimate.peak - base.peak) if estimate is not base else ""
         free = free_on(worst, limit_of(estimate))
         table.add_row(
             Text(name, "bold"),

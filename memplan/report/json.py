@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import __version__
+from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..result import Estimate, Failure, StageEstimate, WayOut
 from ..tape.events import Category
@@ -20,10 +21,15 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
     return {"schema": SCHEMA, "memplan": __version__, **_estimate(estimate), **ways}
 
 
-def comparison_to_json(names: Sequence[str], estimates: Sequence[Estimate]) -> dict[str, Any]:
-    """What ``--compare`` and ``--vary`` print with ``--json``: the variants in order, the first one the base."""
-    variants = [{"name": name, **_estimate(estimate)} for name, estimate in zip(names, estimates, strict=True)]
-    return {"schema": SCHEMA, "memplan": __version__, "variants": variants}
+def comparison_to_json(names: Sequence[str], variants: Sequence[Estimate | PlanError]) -> dict[str, Any]:
+    """What ``--compare`` and ``--vary`` print with ``--json``: in order; the first that is answered is the base."""
+    return {"schema": SCHEMA, "memplan": __version__, "variants": list(map(_variant, names, variants))}
+
+
+def _variant(name: str, variant: Estimate | PlanError) -> dict[str, Any]:
+    if isinstance(variant, PlanError):
+        return {"name": name, "refused": str(variant), "fits": None, "verdict": None}
+    return {"name": name, **_estimate(variant)}
 
 
 def to_csv(names: Sequence[str], estimates: Sequence[Estimate]) -> str:

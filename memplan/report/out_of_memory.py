@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..allocator.memory import printed
+from ..device.gpus import GPUS
 from ..result import Estimate, Failure, StageEstimate
 
 
@@ -17,8 +18,10 @@ def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) ->
     outside = 0 if stage.device_range is None or stage.reserved is None else stage.device_range[0] - stage.reserved
     free = max(capacity - estimate.headroom - outside - failure.reserved, 0)
     gpu = stage.ranks[0] % estimate.plan.hardware.gpus_per_node if stage.ranks else 0
+    on = GPUS.get(estimate.plan.hardware.gpu or "")
+    platform = "HIP" if on is not None and on.compute_capability is None else "CUDA"
     return (
-        f"CUDA out of memory. Tried to allocate {printed(failure.tried)}. GPU {gpu} has a total capacity of "
+        f"{platform} out of memory. Tried to allocate {printed(failure.tried)}. GPU {gpu} has a total capacity of "
         f"{printed(capacity)} of which {printed(free)} is free. Including non-PyTorch memory, this process has "
         f"{printed(failure.reserved + outside)} memory in use. Of the allocated memory {printed(failure.allocated)} is "
         f"allocated by PyTorch, and {printed(failure.reserved - failure.allocated)} is reserved by PyTorch but "

@@ -239,7 +239,8 @@ def _job(found: Found) -> list[str]:
     """What is given and kept: ``bigscience-104b-250k · megatron-deepspeed · 128 × v100-32gb · gbs 2048 · …``."""
     plan = found.base
     most = "up to " if found.objective == "gpus" else ""
-    parts = [plan.model.name, plan.framework, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
+    named = [plan.framework, *framework(plan.framework).described(plan)]
+    parts = [plan.model.name, *named, f"{most}{plan.hardware.gpus or 1:,} × {plan.hardware.gpu}"]
     parts += [f"gbs {plan.batch.gbs}", f"seq {plan.batch.seq}", plan.precision.named, plan.optimizer.name]
     kept = f"{found.keeps_free} kept free" if found.keeps_free else f"headroom {plan.headroom}"
     parts += [kept] if plan.headroom != "0" else []
@@ -336,12 +337,19 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
     best, *others = found.best
     if others or found.given is not None:
         yield from titled("Why this one", alternatives(found), *worth(found))
+        if any(one.seconds < best.seconds and not one.point.keeps_numerics for one in others) and _keeps(best):
+            yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
     given = found.given
     if given is not None and not same_layout(given, best):
         fits = "" if given.fits else ", and does not fit"
+        fits = f", and keeps less than {found.keeps_free} free" if found.given_keeps_too_little else fits
         yield Text(f"The plan as given is {comparison_words(given, best)}{fits}.")
     elif given is not None:
         yield Text("It is the plan as given.")
+
+
+def _keeps(one: Suggestion) -> bool:
+    return one.timed and one.point.keeps_numerics
 
 
 def _changes(found: Found, verbose: bool) -> Iterator[RenderableType]:

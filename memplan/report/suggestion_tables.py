@@ -99,7 +99,14 @@ def alternatives(found: Found) -> Table:
 def worth(found: Found) -> Iterator[RenderableType]:
     """What the recommended layout costs in time against the fastest, and what it leaves for that."""
     best, *others = found.best
-    faster = [one for one in others if one.seconds < best.seconds and one.needs > best.needs and not retry_marks(one)]
+    faster = [
+        one
+        for one in others
+        if one.seconds < best.seconds
+        and one.needs > best.needs
+        and one.point.keeps_numerics == best.point.keeps_numerics
+        and not retry_marks(one)
+    ]
     if found.objective == "memory" or not best.timed or not faster:
         return
     fastest = min(faster, key=lambda one: one.seconds)

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..frameworks import framework
 from ..result import Estimate, WayOut
 from .names import Unit
-from .printing import BAD, FAINT, GOOD, folded, left, plain_table, right, spaced
+from .printing import BAD, CAUTION, FAINT, GOOD, folded, left, plain_table, right, spaced
 from .suggestion_words import change_percent
 
 
@@ -19,12 +19,12 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     ways = estimate.ways_out
     if not ways:
         return
-    told = "cheapest first" if ways[0].fits else "none is enough; what gains most"
+    told = "cheapest first" if ways[0].fits is not False else "none is enough; what gains most"
     yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}", FAINT)))
     table = plain_table(folded("change"), left(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
-        verdict = Text("fits", GOOD) if way.fits else Text("too large", BAD)
-        table.add_row(Text(way.what), verdict, unit.figure(way.needs), unit.figure(way.gained), costs(way))
+        words = {True: Text("fits", GOOD), False: Text("too large", BAD), None: Text("may fit", CAUTION)}
+        table.add_row(Text(way.what), words[way.fits], unit.figure(way.needs), unit.figure(way.gained), costs(way))
     yield table
     if framework(estimate.plan.framework).search.searched(estimate.plan):
         yield Text("memplan suggest-partition searches all layouts.", FAINT)

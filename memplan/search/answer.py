@@ -62,6 +62,7 @@ def suggest(
     closest = search.estimated(smallest) if smallest is not None else None
     front = _front(search, best) if best else []
     given, refused = _given(stated, known)
+    faster = base is not stated and best and given is not None and given.fits and given.seconds < best[0].seconds
     stuck = closest if closest is not None else given if given is not None and not given.fits else None
     changes = changes_of(stuck, limit, fixed, search.report, known) if stuck is not None else ()
     return Found(
@@ -76,6 +77,7 @@ def suggest(
         changes=tuple(changes),
         given=given,
         given_refused=refused,
+        given_keeps_too_little=bool(faster) and not measured(base, known).is_safe,
         counts=search.counts(),
         seconds=perf_counter() - started,
         keeps_free="" if base is stated else base.headroom,

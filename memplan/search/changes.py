@@ -16,6 +16,7 @@ from ..device.measured import NOTHING, Measured
 from ..estimate import estimate, fold, judged_stage
 from ..frameworks import framework
 from ..plan.errors import PlanError
+from ..plan.lora import ALL_LINEAR, default_targets, last_names
 from ..plan.loss_checks import FUSED
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -108,7 +109,11 @@ def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
     if not (is_tuned(plan) or plan.trainer.loop == "transformers" or plan.hardware.gpus == 1):
         return
     rank: dict[str, Any] = {"lora.rank": LORA_RANK}
-    alone = f"adapters of rank {plan.lora.rank or LORA_RANK} alone are trained"
+    named = ""
+    if default_targets(plan.model) is None:
+        targets = last_names(plan.model) if plan.model.experts else (ALL_LINEAR,)
+        rank["lora.targets"], named = tuple(targets), f" (--lora-targets {','.join(targets)})"
+    alone = f"adapters of rank {plan.lora.rank or LORA_RANK}{named if plan.lora.rank is None else ''} alone are trained"
     if plan.lora.rank is None:
         yield Proposal("LoRA", rank, alone)
     if plan.quantisation.kind == "none":

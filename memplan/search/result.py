@@ -132,6 +132,8 @@ class Found:
     """That the search itself took."""
     given_refused: PlanError | None = None
     """Why it cannot run as it was given."""
+    given_keeps_too_little: bool = False
+    """It fits, and would be faster than what is recommended, but leaves less than the default reserve."""
     keeps_free: str = ""
     """The headroom, where nobody gave one: the default reserve."""
     error: float = 0.0

@@ -75,14 +75,12 @@ class _Tried:
         return (path for one in self.proposed if one.costs for path in one.fields)
 
     def way(self, given: Suggestion, *, fits: bool) -> WayOut:
-        known = self.after.device is not None
-        gained = given.needs - self.after.needs if known else given.requested - self.after.requested
         return WayOut(
             what=" and ".join(one.what for one in self.proposed),
             fields=tuple(pair for one in self.proposed for pair in one.fields.items()),
             fits=fits,
-            gained=gained,
-            needs=self.after.needs if known else max(given.needs - gained, self.after.requested),
+            gained=given.needs - self.after.needs,
+            needs=self.after.needs,
             slower=self.slower,
             costs=", ".join(one.costs for one in self.proposed if one.costs),
         )
@@ -94,6 +92,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     limit = estimate.capacity - estimate.headroom
+    fits = None if any(stage.device is None for stage in estimate.stages) else True
     room = limit - least_context(estimate.plan, known)
     try:
         given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
@@ -108,7 +107,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     by_gain += [one for one in every if one not in by_gain]  # what needs another one to run
     for together in range(1, TOGETHER + 1):
         fitting, left = _fitting(tried, given, (limit, room), known, left, WAYS - len(found))
-        found += fitting
+        found += (replace(way, fits=fits) for way in fitting)
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
         enough = {one.what for one in found}
@@ -117,8 +116,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
         folds -= len(tried)
     if found:
         return tuple(found)
-    best = sorted(single, key=lambda one: one.after.requested)[:WAYS]
-    return tuple(one.way(given, fits=False) for one in best if one.after.requested < given.requested)
+    best = [one for one in sorted(single, key=_least)[:WAYS] if one.after.requested < given.requested]
+    for one in best:
+        _replay(one, known)
+    best.sort(key=lambda one: one.after.needs)
+    return tuple(one.way(given, fits=False) for one in best if one.after.needs < given.needs)
 
 
 def _needs(stage: StageEstimate) -> int:
@@ -156,12 +158,18 @@ def _fitting(
         if one.after.requested > room or one.kind in kinds:
             continue
         left -= 1
-        device, most = most_of_stage(resolve(one.after.plan), one.after.fullest, known)
-        one.after, one.fits = replace(one.after, device=device), most <= limit
+        one.fits = _replay(one, known) <= limit
         if one.fits:
             found.append(one.way(given, fits=True))
             kinds.add(one.kind)
     return found, left
+
+
+def _replay(one: _Tried, known: Measured) -> int:
+    """The most that its fullest stage may take of the device; what it takes in the middle is kept."""
+    device, most = most_of_stage(resolve(one.after.plan), one.after.fullest, known)
+    one.after = replace(one.after, device=device)
+    return most
 
 
 def _on_top_of(tried: Sequence[_Tried], others: Sequence[Proposal], given: Suggestion, room: int) -> Iterator[_Tried]:

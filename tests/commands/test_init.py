@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from memplan.cli import main
 from memplan.formats.exported import as_flag, as_text, differences, flag_words, model_flags
-from memplan.formats.rows import value_at
 from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
@@ -32,7 +31,7 @@ def flags_of(plan: Plan) -> list[str]:
     for path, field in plan_fields().items():
         if field.section == "model" or path == "model" or not field.flag:
             continue
-        value = value_at(plan, path)
+        value = plan.at(path)
         if path == "device_map" and value is not None:
             placed = ", ".join(f"{device}: [{as_text(tuple(layers))}]" for device, layers in value.items())
             words += ["--device-map", f"{{{placed}}}"]

@@ -24,10 +24,10 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "train.sh").write_text(GPT)
     (tmp_path / "bigscience.sh").write_text(BIGSCIENCE)
-    (tmp_path / "forked.sh").write_text(script(arguments="--use-grouped-gemm-for-shared-expert --my-own 1 --bf16"))
+    (tmp_path / "forked.sh").write_text(script(arguments="--my-own 1 --bf16"))
     (tmp_path / "odd.sh").write_text("#!/bin/sh\necho hello\n")
     (tmp_path / "plan.yaml").write_text("model: gpt2\nframework: single\n")
-    (tmp_path / "small.sh").write_text(script(arguments="--use-grouped-gemm-for-shared-expert --my-own 1"))
+    (tmp_path / "small.sh").write_text(script(arguments="--my-own 1"))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
@@ -48,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["--from", "megatron", "nothere.sh"], "nothere.sh: no such file"),
         (["--from", "megatron", "train.sh", "--set", "X"], "--set: X must be NAME=value"),
         (["--from", "megatron", "train.sh", "--vocab-size", "0"], "--vocab-size: 0 must be at least 1"),
-        (["--from", "megatron", "small.sh", "--strict"], "small.sh:2: --use-grouped-gemm-for-shared-expert: is not modelled yet"),
+        (["--from", "megatron", "small.sh", "--strict"], "small.sh:2: --my-own: is not an argument of megatron"),
         (["--from", "megatron", "train.sh", "--tp", "1", "--pp", "32"], "hardware.gpus = 16: must be a multiple of tp x pp x cp = 1 x 32 x 1"),
         (["--from", "megatron", "train.sh", "--vocab-size", "9", "--vocab", "9"], "--vocab-size: says the same as --vocab; give one of them"),
         (["--from", "megatron", "train.sh", "--detail", "99"], "--detail: 99 must be a stage from 0 to 3"),
@@ -86,9 +86,8 @@ def test_arguments_explained_as_json(run: Run) -> None:
     assert explained["--num-layers"] == {
         "argument": "--num-layers", "value": "2", "from": "small.sh:2", "table": "modelled", "became": "model.layers = 2",
     }  # fmt: skip
-    assert explained["--use-grouped-gemm-for-shared-expert"]["table"] == "not-modelled"
     assert explained["--my-own"]["table"] == "unknown"
-    assert len(json.loads(out)["warnings"]) == 2
+    assert len(json.loads(out)["warnings"]) == 1
 
 
 def test_an_estimate_of_a_script(run: Run) -> None:
@@ -121,7 +120,7 @@ def test_a_variable_that_the_script_does_not_mention(run: Run) -> None:
 def test_variants_of_a_launch_file_keep_its_warnings(run: Run) -> None:
     _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--vary", "mbs=1,2", "--json")
     for variant in json.loads(out)["variants"]:
-        assert [warning["code"] for warning in variant["warnings"]][:2] == ["argument-not-modelled", "argument-unknown"]
+        assert next(warning["code"] for warning in variant["warnings"]) == "argument-unknown"
     _, out, _ = run("estimate", "--from", "megatron", "forked.sh", "--compare", "plan.yaml", "--json")
     launched, plan = json.loads(out)["variants"]
     assert "argument-unknown" in [warning["code"] for warning in launched["warnings"]]

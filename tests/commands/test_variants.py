@@ -10,10 +10,19 @@ import pytest
 from memplan.cli import main
 from memplan.commands.estimate import read_variants
 from memplan.plan.errors import PlanError
+from memplan.plan.read import ReadPlan
+
+
+def answered(source: str | None, flags: dict[str, str], compare: list[str], vary: list[str]) -> dict[str, ReadPlan]:
+    """``read_variants``, where none is refused."""
+    variants = read_variants(source, flags, compare, vary)
+    plans = {name: read for name, read in variants.items() if isinstance(read, ReadPlan)}
+    assert list(plans) == list(variants)
+    return plans
 
 
 def test_every_combination_of_values_has_its_name() -> None:
-    variants = read_variants("llama-3-8b", {"seq": "512"}, [], ["optimizer=adamw,adam8bit", "mbs=1,2"])
+    variants = answered("llama-3-8b", {"seq": "512"}, [], ["optimizer=adamw,adam8bit", "mbs=1,2"])
     assert list(variants) == [
         "optimizer=adamw mbs=1",
         "optimizer=adamw mbs=2",
@@ -29,26 +38,26 @@ def test_every_combination_of_values_has_its_name() -> None:
 def test_plans_are_compared_with_the_same_flags(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("extends: llama-3-8b\nbatch: {mbs: 4}\n")
     mine = str(tmp_path / "mine.yaml")
-    variants = read_variants("llama-3-8b", {"seq": "512"}, [mine], [])
+    variants = answered("llama-3-8b", {"seq": "512"}, [mine], [])
     assert list(variants) == ["llama-3-8b", mine]
     assert [read.plan.batch.seq for read in variants.values()] == [512, 512]
     assert [read.plan.batch.mbs for read in variants.values()] == [1, 4]
-    assert len(read_variants("llama-3-8b", {}, [mine], ["mbs=1,2"])) == 4
+    assert len(answered("llama-3-8b", {}, [mine], ["mbs=1,2"])) == 4
 
 
 def test_flags_alone_are_a_plan_only_if_they_name_a_model() -> None:
-    assert list(read_variants(None, {"seq": "512"}, ["llama-3-8b"], [])) == ["llama-3-8b"]
-    assert list(read_variants(None, {"model": "gpt2"}, ["llama-3-8b"], [])) == ["flags", "llama-3-8b"]
+    assert list(answered(None, {"seq": "512"}, ["llama-3-8b"], [])) == ["llama-3-8b"]
+    assert list(answered(None, {"model": "gpt2"}, ["llama-3-8b"], [])) == ["flags", "llama-3-8b"]
 
 
 def test_values_that_are_lists_are_separated_by_semicolons() -> None:
-    one = read_variants("llama-3-8b", {}, [], ["partition=uniform,parameters"])
+    one = answered("llama-3-8b", {}, [], ["partition=uniform,parameters"])
     assert [read.plan.pipeline.partition for read in one.values()] == ["uniform", "parameters"]
-    two = read_variants("llama-3-8b", {}, [], ["partition=0,4,8;0,5,8"])
+    two = answered("llama-3-8b", {}, [], ["partition=0,4,8;0,5,8"])
     assert [read.plan.pipeline.partition for read in two.values()] == [(0, 4, 8), (0, 5, 8)]
-    three = read_variants("llama-3-8b", {}, [], ["cutoffs=10,20"])
+    three = answered("llama-3-8b", {}, [], ["cutoffs=10,20"])
     assert [read.plan.loss.cutoffs for read in three.values()] == [(10, 20)]
-    four = read_variants("llama-3-8b", {}, [], ["env=A=1,A=2"])
+    four = answered("llama-3-8b", {}, [], ["env=A=1,A=2"])
     assert [read.plan.environment for read in four.values()] == [{"A": "1"}, {"A": "2"}]
 
 
@@ -76,10 +85,35 @@ def test_frameworks_are_compared_like_with_like(capsys: pytest.CaptureFixture[st
     assert [one["plan"]["layout"]["zero"] for one in variants] == [0, 3, 0]
     codes = [[notice["code"] for notice in one["warnings"]] for one in variants]
     assert ["like-with-like" in one for one in codes] == [False, True, False]
-    said = read_variants(None, {"model": "llama-3-8b", "gpus": "8"}, [], ["framework=fsdp,deepspeed", "zero=0"])
+    said = answered(None, {"model": "llama-3-8b", "gpus": "8"}, [], ["framework=fsdp,deepspeed", "zero=0"])
     assert [read.plan.layout.zero for read in said.values()] == [0, 0]
     assert main(job) == 0
     shown = capsys.readouterr().out
     assert "framework=fsdp       all sharded; fp32 parameters\n" in shown
     assert "framework=deepspeed  all sharded; bf16 parameters with fp32 copies\n" in shown
     assert "framework=ddp        nothing sharded; bf16 parameters alone\n" in shown
+
+
+def test_a_refused_value_stands_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others are answered; the first of them is what they are compared with, and the exit code is 2."""
+    job = ["estimate", "--model", "gpt2", "--framework", "megatron", "--gpus", "2", "--gpu", "h100", "--vary"]
+
+    def run(*more: str) -> tuple[str, str]:
+        assert main([*job, *more]) == 2
+        shown, told = capsys.readouterr()
+        return shown, told
+
+    refusal = "hardware.gpus = 2: must be a multiple of tp x pp x cp = 3 x 1 x 1 = 3"
+    shown, told = run("tp=3,1,2")
+    words = " ".join(shown.split())
+    assert all(part in words for part in ("tp=3 refused tp=1 fits", f"tp=3 refused --gpus: {refusal}", "tp=2: saves "))
+    assert not told
+    shown, told = run("tp=3,1,2", "--json")
+    first, *others = json.loads(shown)["variants"]
+    assert first == {"name": "tp=3", "refused": told.removesuffix("\n"), "fits": None, "verdict": None}
+    assert told.startswith(f"--gpus: {refusal}")
+    assert [(one["name"], one["verdict"]) for one in others] == [("tp=1", "fits"), ("tp=2", "fits")]
+    shown, again = run("tp=3,1,2", "--csv")
+    assert [line.partition(",")[0] for line in shown.splitlines()] == ["variant", "tp=1", "tp=2"]
+    assert run("tp=3") == ("", told)
+    assert again == told

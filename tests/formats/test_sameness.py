@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from memplan.estimate import check
 from memplan.formats.exported import differences, settled
-from memplan.formats.rows import value_at
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan
@@ -44,10 +43,10 @@ def test_plans_that_are_one_have_one_estimate(framework: str) -> None:
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(STRATEGIES[framework], STRATEGIES[framework], st.randoms(use_true_random=False))
     def holds(plan: Plan, other: Plan, random: Any) -> None:
-        paths = [path for path in plan_fields() if path != "model" and value_at(plan, path) != value_at(other, path)]
+        paths = [path for path in plan_fields() if path != "model" and plan.at(path) != other.at(path)]
         assume(paths)
         for path in random.sample(paths, min(4, len(paths))):
-            changed = with_value(plan, path, value_at(other, path))
+            changed = with_value(plan, path, other.at(path))
             try:
                 before, after = resolve(plan), check(changed)
             except PlanError:

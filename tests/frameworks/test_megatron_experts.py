@@ -121,6 +121,12 @@ def test_what_experts_run_with_alone_is_their_default() -> None:
 GPT_OSS = {"moe_grouped_gemm": True, "bias_dropout_fusion": False, "moe_dispatcher": "alltoall"}
 
 
+def test_sinks_and_windows_are_exchanged_by_the_one_way_that_knows_both() -> None:
+    """``attn_forward_func_with_cp`` of Transformer Engine; p2p elsewhere, as in Megatron-LM."""
+    ways = {name: plan(name, cp=2).megatron.cp_communication for name in ("gpt-oss-20b", "mistral-7b", "llama-3-8b")}
+    assert ways == {"gpt-oss-20b": "a2a", "mistral-7b": "a2a", "llama-3-8b": "p2p"}
+
+
 def test_gpt_oss_has_sinks_in_cudnns_attention() -> None:
     """Its parameters are transformers' own; a head's sink is cast to fp32 in every forward pass; the clamp keeps the
     experts' input to it and a copy, (k T, 2 f) in bf16."""
@@ -138,7 +144,7 @@ def test_gpt_oss_has_sinks_in_cudnns_attention() -> None:
     for flags, line in (
         ({"bias_dropout_fusion": True}, "wants --no-bias-dropout-fusion"),
         ({"attention_backend": "unfused"}, "attention sinks in another back end"),
-        ({"cp": 2, "dp": 1}, "must be a2a with learned sinks"),
+        ({"cp": 2, "dp": 1, "cp_communication": "p2p"}, "must be a2a with learned sinks"),
     ):
         with pytest.raises(PlanError, match=line):
             programs(plan("gpt-oss-20b", **GPT_OSS | flags), Options())

@@ -134,7 +134,8 @@ def test_main_parameters_of_a_precision_aware_optimizer_stay_whole_in_8_bits() -
     ("flags", "field", "words"),
     [
         ({"fp8": "rowwise"}, "precision.fp8", "must be left out or delayed, tensorwise, blockwise or mxfp8"),
-        ({"fp8": "mxfp8"}, "precision.fp8", "must be left out on h100-80gb: it needs compute capability 10.0"),
+        ({"fp8": "mxfp8"}, "precision.fp8", "10.0; this GPU runs --fp8 delayed, --fp8 tensorwise and --fp8 blockwise"),
+        ({"fp8": "mxfp8", "gpu": "a100-80gb"}, "precision.fp8", "10.0; this GPU runs none in 8 bits"),
         ({"fp8": "tensorwise", "gpu": "a100-80gb"}, "precision.fp8", "it needs compute capability 8.9"),
         ({"fp8": "tensorwise", "fp4": "nvfp4"}, "precision.fp4", "must be left out with precision.fp8"),
         ({"fp8_parameters": True}, "precision.fp8_parameters", "needs precision.fp8 or precision.fp4"),

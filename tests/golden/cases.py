@@ -548,6 +548,16 @@ def megatron() -> Iterator[str]:
         "--cuda-graph-impl local --dp 2 --pp 2 --gbs 8",
     ):  # fmt: skip
         yield f"{job} {flags}"
+    job = "--layers 4 --seq 2048 --framework megatron --gpu b200 --dp 8 --ep 8 --zero 1 --fp8 mxfp8 --fp8-parameters "
+    job += "--env NVTE_CUTEDSL_FUSED_GROUPED_MLP=1"
+    for flags in (
+        "--model qwen3-30b-a3b --use-transformer-engine-op-fuser",
+        "--model deepseek-v2 --use-transformer-engine-op-fuser --moe-shared-chain --moe-dispatcher flex "
+        "--moe-flex-backend hybridep --moe-expert-rank-capacity-factor 1.5 --recompute selective "
+        "--recompute-modules moe_act",
+        "--model deepseek-v2 --moe-shared-chain --tp 2 --dp 4 --etp 1 --sequence-parallel --moe-shared-expert-overlap",
+    ):  # fmt: skip
+        yield f"{job} {flags}"
     job = "--model deepseek-v2 --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --dp 8 --ep 8 --zero 1"
     for flags in (
         "--fused-residual-rmsnorm", "--mla-down-proj-fusion", "--mtp-layers 2 --mtp-detach-heads",

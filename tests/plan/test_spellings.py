@@ -144,6 +144,8 @@ def test_case_and_hyphens_of_a_choice_do_not_matter(field: Any, data: st.DataObj
         ("Meta-Llama-3-8B", "llama-3-8b"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("Qwen3-8B-Base", "qwen3-8b"),
+        ("qwen3-235b", "qwen3-235b-a22b"),
+        ("qwen-3-30b", "qwen3-30b-a3b"),
         ("google/gemma-2-9b-it", "gemma-2-9b"),
         ("openai-community/gpt2-xl", "gpt2-xl"),
         ("mistralai/Mistral-7B-v0.3", "mistral-7b-v0.3"),

@@ -30,6 +30,7 @@ from memplan.report.suggestion_words import (
 from memplan.search.answer import suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
+from memplan.search.point import Extra
 from memplan.search.result import Found
 
 from .printing import printed, widest
@@ -245,3 +246,20 @@ def test_pieces_are_not_broken_where_they_fit(pieces: list[str], width: int) -> 
     whole: list[Any] = [piece for line in lines for piece in line.strip(" ·").split(" · ")]
     assert max(map(len, lines)) <= width
     assert whole == pieces or any(len(piece) + 2 > width for piece in pieces)
+
+
+def test_why_a_faster_layout_is_not_recommended() -> None:
+    """The plan as given leaves less than the reserve; others train with other numbers, and are not what is weighed."""
+    flags = {"model": "gpt2", "layers": "4", "gpus": "1", "gpu": "h100", "seq": "1024", "mbs": "8", "gbs": "8"}
+    given = {**flags, "loss": "liger", "optimizer": "sgd", "capacity": "5.5GiB"}
+    text = printed(lambda console: print_suggestion(Answer(suggest(read_plan(None, given).plan, {})), console), 120)
+    assert "The plan as given is faster by 21 %, needs 762 MiB more, and keeps less than 1GiB free.\n" in text
+    found = answer("deepspeed").found
+    best = found.best[0]
+    changed = replace(best, seconds=best.seconds / 2, device=best.needs + 1, estimate=None)
+    other_numbers = (Extra("8-bit Adam", (), keeps_numerics=False),)
+    changed = replace(changed, point=changed.point._replace(extras=other_numbers))
+    beside = Answer(replace(found, best=(best, changed), given=None))
+    text = printed(lambda console: print_suggestion(beside, console), 120)
+    assert "Layouts that change the numerics are recommended where no other fits.\n" in text
+    assert "count as equally fast" not in text

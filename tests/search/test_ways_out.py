@@ -52,6 +52,38 @@ def test_what_is_named_fits(name: str) -> None:
     assert len({way.what for way in ways}) == len(ways)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model": "llama-3-405b", "framework": "megatron", "gpu": "rtx-4090", "seq": "1024"},
+        {"model": "qwen2.5-72b", "framework": "ddp", "gpu": "rtx-3060", "seq": "2048"},
+    ],
+)
+def test_what_is_not_enough_needs_what_its_estimate_says(flags: dict[str, str]) -> None:
+    """The blocks that the allocator keeps in its cache, too: a change can fill them or leave them."""
+    plan = read_plan(None, {"layers": "4", "gpus": "2", **flags}).plan
+    whole = estimate(plan)
+    ways = ways_out(plan, whole, NOTHING)
+    assert ways
+    assert not any(way.fits for way in ways)
+    for way in ways:
+        assert way.needs == pytest.approx(estimate(changed(plan, dict(way.fields))).peak, rel=3e-4), way.what
+        assert way.gained == whole.peak - way.needs
+    assert [way.needs for way in ways] == sorted(way.needs for way in ways)
+
+
+def test_beside_an_unknown_context_a_way_out_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """As its own estimate says, which has no verdict; and the message is that of PyTorch for such GPUs."""
+    words = ["estimate", "--model", "pythia-12b", "--framework", "device-map", "--gpus", "2", "--gpu", "mi250x"]
+    words += ["--layers", "8", "--mbs", "24"]
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "may fit" in shown
+    assert "HIP out of memory" in shown
+    assert main([*words, "--json"]) == 1
+    assert {way["fits"] for way in json.loads(capsys.readouterr().out)["ways_out"]} == {None}
+
+
 def test_what_changes_training_says_so() -> None:
     plan = read_plan(*TOO_LARGE["fine-tuning"]).plan
     (way, *_) = ways_out(plan, estimate(plan), NOTHING)
@@ -66,6 +98,10 @@ def test_fine_tuning_on_a_small_card_has_adapters() -> None:
         ways = ways_out(plan, estimate(plan), NOTHING)
         assert any("QLoRA" in way.what and way.fits for way in ways)
         assert all("adapters of rank 16 alone" in way.costs for way in ways if "LoRA" in way.what)
+    plan = read_plan(None, {"model": "phi-4", "gpu": "a40", "seq": "1024"}).plan
+    (way, *_) = (one for one in ways_out(plan, estimate(plan), NOTHING) if "LoRA" in one.what)
+    assert dict(way.fields)["lora.targets"] == ("all-linear",)
+    assert "(--lora-targets all-linear)" in way.costs
     for flags in ({"framework": "megatron"}, {"framework": "fsdp", "gpus": "2"}):
         plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
         assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))

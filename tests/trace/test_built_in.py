@@ -366,6 +366,17 @@ def test_all_names_mean_the_same(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert peak_of(capsys, "estimate", str(path), "--layers", "8") < shorter
 
 
+def test_a_plan_in_json_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the model's name and layers, whose configuration decides: the same estimate."""
+    assert main(["estimate", "--model", "smollm3-3b", "--gpu", "a100-80gb", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    (tmp_path / "plan.json").write_text(json.dumps(first["plan"]))
+    assert main(["estimate", str(tmp_path / "plan.json"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["plan"] == first["plan"]
+    assert again["stages"] == first["stages"]
+
+
 def test_several_gpus_are_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
     """As other models are; of one that is not known there what takes it is told."""
     assert main(["estimate", "--model", "smollm3-3b", "--gpus", "8", "--gpu", "a100-80gb", "--json"]) == 0

@@ -11,14 +11,16 @@ import pytest
 
 from benchmarks.compiled_models import PLANS, plan_of
 from memplan.cli import main
-from memplan.estimate import fold
+from memplan.estimate import fold, programs_of
 from memplan.frameworks.plain import compiled
 from memplan.layers.compiled_model import Begins, Ends, Graph, model
 from memplan.layers.module import Interface, Module, Options, build
+from memplan.notices import warnings
 from memplan.plan.errors import PlanError
 from memplan.plan.library import COMPILED
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.report.names import plan_text
 from memplan.tape.events import Category, Drop, Hold, rounded
 from memplan.trace import cache
 
@@ -129,12 +131,22 @@ def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
         ({"model": "qwen3-30b-a3b"}, "experts"),
         ({"trainer": "transformers", "eval-batches": "2"}, "evaluation's batches"),
         ({"autocast": "true"}, "was not learnt of 16 layers with mbs 2 and seq 4096 in bf16, autocast: `"),
+        ({"mbs": "3"}, r"no GPU\); it ships learnt with mbs 2 and seq 4096 in bf16$"),
     ],
 )
 def test_what_else_is_refused_in_one_line(flags: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=says) as caught:
         fold(planned(**flags))
     assert "\n" not in str(caught.value)
+
+
+def test_a_report_says_what_was_compiled_and_for_which_gpu() -> None:
+    for gpu, codes in (("h200", []), ("a100-80gb", ["compiled-for-h100"])):
+        plan = planned(gpu=gpu)
+        assert [
+            notice.code for notice in warnings(plan, programs_of(plan, Options())) if notice.code.startswith("compiled")
+        ] == codes
+        assert plan_text(plan).endswith(" · sdpa attention")
 
 
 def test_layers_further_take_the_numbers_of_their_own() -> None:

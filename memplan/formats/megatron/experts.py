@@ -247,6 +247,35 @@ def _grouped_tensor(reader: Reader) -> None:
         reader.building.put("experts.grouped_tensor", Node(True, reader.settings.where(name)), name)
 
 
+SHARED_COLUMNS, COLUMNS = "--moe-shared-expert-glu-interleave-size", "--moe-mlp-glu-interleave-size"
+INTERLEAVED = 32
+"""Columns of a gated MLP's halves that take turns where experts are a chain of operations: kernels have no other."""
+
+
+def _interleaved(name: str, path: str, chains: Callable[[Plan], bool]) -> Row:
+    """Written beside a chain of gated experts; read where that is."""
+
+    def when(plan: Plan) -> bool:
+        return mixed(plan) and plan.model.gated and chains(plan)
+
+    return of_experts(name, path, read=elsewhere, value=lambda plan: INTERLEAVED, when=when)
+
+
+def _shared_chain(reader: Reader) -> None:
+    """``FusedSharedExpertMLP``, which stops without columns that take turns."""
+    settings, name, size = reader.settings, "--use-grouped-gemm-for-shared-expert", SHARED_COLUMNS
+    if not settings.has(name):
+        return
+    if not reader.building.items["model.shared_expert_ffn"].value:
+        reader.building.because(name, "no effect without --moe-shared-expert-intermediate-size")
+        return
+    given = settings.integer(size)
+    if given is None or given.value != INTERLEAVED:
+        problem = f"must be {INTERLEAVED} with {name}: Megatron stops without it, and others are not modelled"
+        raise PlanError(size, ABSENT if given is None else given.value, problem, origin=settings.where(size, name))
+    reader.building.put("experts.shared_chain", Node(True, settings.where(name)), name, size)
+
+
 def _rank_capacity(reader: Reader) -> None:
     name = "--moe-expert-rank-capacity-factor"
     given, stash = reader.settings.number(name), "--moe-paged-stash"
@@ -313,6 +342,12 @@ ROWS: Sequence[Row] = (
     ),
     switch_of_experts("--moe-pad-expert-input-to-capacity", "experts.pad_to_capacity"),
     switch_of_experts("--moe-shared-expert-overlap", "experts.shared_expert_overlap"),
+    switch(
+        "--use-grouped-gemm-for-shared-expert", "experts.shared_chain", "EXPERTS", read=_shared_chain,
+        without_effect=without_experts, when=_shared,
+    ),
+    _interleaved(SHARED_COLUMNS, "experts.shared_chain", lambda plan: plan.experts.shared_chain),
+    _interleaved(COLUMNS, "megatron.fuses_operations", lambda plan: plan.megatron.fuses_operations),
     *(
         switch(name, path, "EXPERTS", without_effect=partial(_stops_without_experts, name), when=mixed)
         for name, path in (

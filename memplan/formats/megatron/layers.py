@@ -8,6 +8,8 @@ from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ..rows import OFF, Reader, Row, elsewhere, switch
 from . import channels, hybrid
+from .experts import COLUMNS, INTERLEAVED
+from .low_precision import FP8, PARAMETERS, RECIPE
 
 
 def _implementation(reader: Reader) -> None:
@@ -102,17 +104,38 @@ def _packing(reader: Reader) -> None:
     reader.building.put("megatron.packed", Node(True, settings.where(given)), *filter(settings.has, names))
 
 
+CHAIN = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+
+
 def _fuser(reader: Reader) -> None:
-    """Of a model with experts its dense MLPs are as without it (``get_gpt_decoder_layer_specs``)."""
+    """Of a model with experts its dense MLPs are as without it (``get_gpt_decoder_layer_specs``); its experts are a
+    chain of operations, which is modelled where it is one of Blackwell's kernels in MXFP8."""
     settings, name = reader.settings, "--use-transformer-engine-op-fuser"
     if not settings.has(name):
         return
-    if reader.building.items["model.experts"].value:
+    if reader.building.items["model.experts"].value and not _chains(reader):
         said = f"{name} is not modelled yet with experts, and may push memory either way: their products and activation"
-        reader.building.note("argument-not-modelled", f"{said} are one kernel on some GPUs, with padded rows")
-        reader.building.because(name, "not modelled yet with experts, which are estimated as without it")
+        where = f"parameters in MXFP8 and {CHAIN}=1"
+        reader.building.note("argument-not-modelled", f"{said} are other operations then; with {where} it is modelled")
+        reader.building.because(name, f"not modelled yet with experts without {where}: estimated as without it")
         return
     reader.building.put("megatron.fuses_operations", Node(True, settings.where(name)), name)
+
+
+def _chains(reader: Reader) -> bool:
+    """Experts meet what ``fuse_grouped_mlp_ops`` asks of them in Transformer Engine."""
+    settings, given = reader.settings, (reader.context.environment or {}).get(CHAIN)
+    recipe, interleaved = settings.word(RECIPE), settings.integer(COLUMNS)
+    return (
+        given is not None
+        and str(given.value) != "0"
+        and settings.has(FP8)
+        and settings.has(PARAMETERS)
+        and recipe is not None
+        and recipe.value == "mxfp8"
+        and (not settings.has("--swiglu") or (interleaved is not None and interleaved.value == INTERLEAVED))
+        and settings.has("--disable-bias-linear")
+    )
 
 
 def _sharp(reader: Reader) -> None:

@@ -24,7 +24,9 @@ def _without_context(reader: Reader) -> str:
 def _context_communication(reader: Reader) -> None:
     name = "--cp-comm-type"
     kinds = reader.settings.words(name)
-    if kinds is None:
+    if kinds is None:  # Megatron-LM's own default, whatever the model
+        if reader.building.size("layout.cp") > 1:
+            reader.building.put("megatron.cp_communication", "p2p", name)
         return
     different = {kind.value for kind in kinds}
     if len(different) != 1 or not different <= {"p2p", "a2a", "all_gather", LEVELS}:

@@ -30,6 +30,7 @@ _WORD = re.compile(
     rf"(~|\+{{0,2}})((?:{'|'.join(sorted(SECTIONS))})(?=\.)|mixed_precision|peft)((?:\.\w+)*)(?:=(.*))?", re.DOTALL
 )
 """Of sections as a whole those that recipes name by a word: ``mixed_precision=bf16_with_mxfp8_mixed``."""
+COMMAND_LINE = Origin("command line")
 _OF_MODEL = re.compile(r"\w+_parallel_size|seq_length|sequence_parallel|recompute_\w+|num_layers|hidden_size")
 _OF_TRAINING = frozenset(("micro_batch_size", "global_batch_size", "train_iters"))
 HINTS = (
@@ -89,13 +90,12 @@ def are_overrides(written: Node) -> bool:
     return bool(train.keys() & _OF_TRAINING) or any(_OF_MODEL.fullmatch(key) for key in model)
 
 
-def laid_over(root: Node, words: Sequence[str]) -> Node:
+def laid_over(root: Node, words: Sequence[str], origin: Origin = COMMAND_LINE) -> Node:
     """``root`` with the overrides ``words`` in their places, the last of each first in rank."""
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
         sign, section, path, value = match.groups()
-        origin = Origin("command line")
         keys = [section, *filter(None, path.split("."))]
         if sign == "~":
             raise PlanError(".".join(keys), ABSENT, "is not read: an override that deletes (~)", origin=origin)
@@ -179,17 +179,17 @@ _GROUPS = ("MODEL", "EXPERTS", "LATENT", "HYBRID", "LAYERS")
 _FAMILIES: Mapping[str, Family] = {"pretrain_gpt.py": "gpt", "pretrain_hybrid.py": "hybrid"}
 
 
-def told(root: Node, asked: Asked) -> Note | None:
-    """Which of a recipe's own choices no override says, and what is taken."""
+def told(root: Node, asked: Asked, recipe: str) -> Note | None:
+    """Which of a recipe's own choices no override says, and what is taken; ``recipe`` is its name, where that is
+    known."""
     left = []
     for path, (flag, value) in _TOLD.items():
         paths = table.LENGTHS if path in table.LENGTHS else (path,)
         if not any(said_at(root, one) for one in paths) and flag not in asked.names and flag in by_flag():
             left.append(f"{flag} {value}")
-    if not left:
+    if not left and not recipe:
         return None
-    problem = (
-        f"not among the overrides, and taken as Megatron-Bridge's template of recipes has it: {', '.join(left)}; "
-        "where the recipe says other, give the flags"
-    )
+    what = f"{recipe} is Python, which is not run; what it says beside the overrides is" if recipe else ""
+    problem = f"{what or 'not among the overrides, and'} taken as Megatron-Bridge's template of recipes has it"
+    problem += f"{': ' if left else ''}{', '.join(left)}; where the recipe says other, give the flags"
     return Note("recipe-not-read", problem)

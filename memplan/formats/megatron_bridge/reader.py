@@ -8,29 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from ...plan.errors import Node, Origin, PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.spoken import Spoken
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from ..files import Words, words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family
+from ..recognised import is_script
 from ..training_scripts import launched
 from . import overrides, table
 from .arguments import FRAMEWORK, arguments, of_data
+from .command import started
 
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan of the run whose configuration is at ``place``."""
     if place:
         text, name = text_at(place)
-        root = parse_yaml(text, name)
+        commanded = is_script(text, name)
+        folder = Path() if place == "-" else folder_of(path_of(place))
+        root, asked, recipe = started(text, name, folder, asked) if commanded else (parse_yaml(text, name), asked, "")
     else:
-        root = Node({}, Origin("command line"))
+        commanded, root, recipe = True, Node({}, overrides.COMMAND_LINE), ""
     root = overrides.laid_over(root, asked.overrides)
-    if overrides.are_overrides(root) or not place:
-        return _of_overrides(root, asked)
+    if overrides.are_overrides(root) or commanded:
+        return _of_overrides(root, asked, recipe)
     model = root.mapping.get("model")
     if model is None or not model.mapping:
         raise root.lacks("model", "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)")
@@ -39,20 +44,34 @@ def read(place: str, asked: Asked) -> Launch:
     given, notes = arguments(root, asked.strict)
     given.update(of_data(root))
     words = _words(given, root)
-    folder = words.folder if place == "-" else folder_of(path_of(place))
-    words = replace(words, folder=folder, unused=tuple(asked.variables()))
+    words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
-    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=provider)
+    launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
+
+
+ENGINE = "2.17"
+"""Transformer Engine of the newest release, 0.6.0 (``uv.lock``: 2.17.1)."""
+
+
+def _with_engine(launch: Launch) -> Launch:
+    """With the release's Transformer Engine, unless attention is in 8 bits, which is modelled of newer ones alone."""
+    plan = launch.source.plan
+    section = plan.mapping.get("megatron", Node({}, plan.origin))
+    attention = section.mapping.get("fp8_attention")
+    if attention is not None and attention.value:
+        return launch
+    section = section.with_items({"transformer_engine": Node(ENGINE, plan.origin)})
+    return replace(launch, source=replace(launch.source, plan=plan.with_items({"megatron": section})))
 
 
 def _spoken(launch: Launch) -> Spoken | None:
     return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
 
-def _of_overrides(root: Node, asked: Asked) -> Launch:
+def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     """The plan of a recipe's overrides, with the model that ``--model`` names."""
-    (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked)
+    (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked, recipe)
     whole = overrides.over_template(root)
     given, notes = arguments(whole, asked.strict, by_hand=True)
     given.update(of_data(whole))
@@ -60,7 +79,7 @@ def _of_overrides(root: Node, asked: Asked) -> Launch:
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
-    launch = launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"]))
+    launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

@@ -8,10 +8,15 @@ from types import MappingProxyType
 
 K_BIT = "prepare_model_for_kbit_training"
 """A call of a training script, in the place of an argument."""
+RESIZED = "resize_token_embeddings"
+"""Another one: the rows that the embedding has then, or the expression that says them where it is computed."""
 
 READ = frozenset(
     {
         K_BIT,
+        RESIZED,
+        "device_map",
+        "reward_model_name_or_path",
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
         "gradient_accumulation_steps",
@@ -81,6 +86,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
         "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
         "use_cpu": ((None, False), "there is no device then"),
+        "activation_offloading": ((None, False), "activations that trl keeps on the host are not modelled"),
         "lora_bias": ((None, "none"), "biases that are trained beside adapters are not modelled"),
     }
 )

@@ -10,14 +10,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together, wrong_at
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
+from . import changes
 from .keys import K_BIT, READ
-from .syntax import UNKNOWN, bound_once, constants, imports, literal, name_of, owner_of, pairs_of
+from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
+from .syntax import UNKNOWN, name_of, owner_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
 _CONFIGS = {
@@ -53,14 +56,7 @@ _QUANTISED = {
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant", "bnb_4bit_quant_storage": "bnb_4bit_quant_storage",
     "bnb_4bit_compute_dtype": "bnb_4bit_compute_dtype",
 }  # fmt: skip
-_LOADED = {
-    name: name
-    for name in (
-        *("torch_dtype", "dtype", "attn_implementation", "use_flash_attention_2"),
-        *("load_in_4bit", "load_in_8bit"),
-    )
-}
-_BESIDE = {name: name for name in ("max_seq_length", "packing")}
+_BESIDE = ("max_seq_length", "packing")
 """What trl's trainers took themselves before their configurations did."""
 _DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "LoraConfig": {"lora_r": 8, "lora_dropout": 0.0, "use_peft": True},
@@ -68,16 +64,6 @@ _DEFAULTS: Mapping[str, Mapping[str, object]] = {
 }
 """What their own keywords are where a script does not say (peft's ``tuners/lora/config.py``, transformers'
 ``utils/quantization_config.py``), which differs from what trl's scripts do."""
-_FLAGS = {
-    "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
-    "model_name_or_path": "model", "num_labels": "labels", "bf16": "dtype bf16 --autocast",
-    "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
-    "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
-    "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
-    "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
-    "torch_compile": "torch-compile",
-}  # fmt: skip
-"""Flags that say what a keyword does."""
 _OWN_CODE = {
     "unsloth": "Unsloth's layers and offloaded checkpoints are code of its own, which is not modelled",
     "sentence_transformers": "its losses of pairs of sentences are not modelled",
@@ -88,10 +74,9 @@ _OTHER_WEIGHTS = re.compile(
 )
 """Of ``transformers.utils.quantization_config`` but bitsandbytes': how the base's weights are stored."""
 _WEIGHTS = re.compile(f"BitsAndBytesConfig|{_OTHER_WEIGHTS.pattern}")
+_OF_ARGUMENTS = ("get_peft_config", "get_quantization_config")
+"""trl's functions that make both of its arguments (``trainer/utils.py``)."""
 _ADAPTERS = re.compile("LoraConfig")
-INSTEAD = (
-    "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +87,30 @@ class Script:
     """A mapping, as ``TrainingArguments`` and scripts of trl take it."""
     script: str
     """The script of trl's that has these arguments; empty where transformers' own Trainer has."""
+    environment: Mapping[str, Node] = field(default_factory=dict)
+    """Variables that the script sets itself."""
+    used: frozenset[str] = frozenset()
+    """Arguments of the command line that are the script's own, and were followed in it."""
+    declared: frozenset[str] = frozenset()
+    """All arguments that it declares itself."""
+    wrong: PlanError | None = None
+    """What it does beside the arguments of its command line and only the running script knows."""
 
 
 def holds_arguments(text: str) -> bool:
     """Whether ``text`` may be of a Python file in which the Trainer's arguments stand."""
     return any(f"{name}(" in text for name in _CONFIGS)
+
+
+_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args)\(")
+
+
+def takes_arguments(text: str) -> bool:
+    """Whether ``text`` may be of a Python file that trains by the Trainer with arguments of a command line."""
+    return bool(_PARSES.search(text)) and bool(_TRAINS.search(text))
+
+
+_TRAINS = re.compile(r"Trainer\(")
 
 
 def python_in(folder: Path) -> IsMark:
@@ -119,9 +123,13 @@ def python_in(folder: Path) -> IsMark:
     return holds
 
 
-def script_in(text: str, source: str, asked: Collection[str]) -> Script:
-    """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name."""
-    return _Reading(_parsed(text, source), source, frozenset(asked)).script()
+def script_in(text: str, source: str, asked: Collection[str], flags: Mapping[str, Node] | None = None) -> Script:
+    """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name, ``flags`` the
+    arguments that a command starts it with."""
+    try:
+        return _Reading(_parsed(text, source), source, frozenset(asked), flags).script()
+    except RecursionError:
+        raise wrong_at(source, f"is nested too deeply to be read; {INSTEAD}") from None
 
 
 def _parsed(text: str, source: str) -> ast.Module:
@@ -132,29 +140,25 @@ def _parsed(text: str, source: str) -> ast.Module:
         raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
 
 
-class _Reading:
-    def __init__(self, module: ast.Module, source: str, asked: frozenset[str]) -> None:
-        self.source, self.asked = source, asked
-        self.module = module
-        self.calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        self.once = bound_once(module)
-        self.names = constants(self.once)
-        self.imported = {name.partition(".")[0] for name in imports(module)}
-        self.found: dict[str, Node] = {}
-        self.wrong: list[PlanError] = []
-
+class _Reading(Parsed):
     def script(self) -> Script:
         for package, why in _OWN_CODE.items():
             if package in self.imported:
                 raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
         configs = self.of(*_CONFIGS)
+        parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
+        if parser and self.settled.arguments and not configs:
+            self.undecided()
+            configs = parser[:1]
         if len(configs) != 1:
             if not configs:
-                raise self.refused(f"is Python, in which no TrainingArguments stand; {INSTEAD}", None)
+                none = f"is Python, in which no TrainingArguments stand; {INSTEAD}"
+                raise self.refused(STARTED if parser else none, None)
             lines = " and ".join(str(call.lineno) for call in configs[:3])
             raise self.refused(f"makes the Trainer's arguments in lines {lines}; {INSTEAD}", configs[1])
         config = configs[0]
-        self.model()
+        changes.liger(self)
+        model = self.model()
         for name, keys in (("BitsAndBytesConfig", _QUANTISED), ("LoraConfig", _LORA)):
             for call in self.of(name):
                 for key, value in _DEFAULTS[name].items():
@@ -164,12 +168,27 @@ class _Reading:
                 if task is not None and ast.unparse(task).rpartition(".")[2].strip("'\"") == "SEQ_CLS":
                     self.found["lora_task_type"] = Node.of("SEQ_CLS", Origin(self.source, call.lineno))
         self.check_base()
-        trainers = self.of(*_TRAINERS)
-        for call in (*trainers, *self.of("Trainer", "Seq2SeqTrainer")):
-            self.take(call, _BESIDE)
+        own = changes.subclasses(self, *_TRAINERS, "Trainer", "Seq2SeqTrainer")
+        trainers = self.of(*_TRAINERS, *(name for name, base in own.items() if base in _TRAINERS))
+        calls = [*trainers, *self.of("Trainer", "Seq2SeqTrainer", *(name for name in own if name not in _TRAINERS))]
+        for call in calls:
+            for keyword in call.keywords:
+                if keyword.arg in _BESIDE:
+                    self.put(keyword.arg, keyword.value)
             self.check_made(self.keyword(call, "peft_config"), "adapters", "lora_r", _ADAPTERS)
             self.optimizer_of(call)
-        self.take(config, None)
+        if config in parser:
+            defaults = {name: value for name, value in self.settled.declared.items() if name in READ}
+            known = {name: value for name, value in defaults.items() if value is not UNKNOWN and value is not None}
+            self.found = {
+                name: Node.of(value, Origin(self.source, config.lineno)) for name, value in known.items()
+            } | self.found
+        else:
+            self.take(config, None)
+        changes.of_config(self, config)
+        changes.own_code(self, own, calls, scores="num_labels" in self.found)
+        changes.of_reference(self, trainers, model)
+        changes.of_rewards(self, trainers)
         for call in self.of(K_BIT):
             self.found[K_BIT] = Node(True, Origin(self.source, call.lineno))
             kept = self.keyword(call, "use_gradient_checkpointing")
@@ -186,18 +205,34 @@ class _Reading:
                 where = Origin(self.source, node.lineno)
                 self.wrong.append(PlanError(ast.unparse(node)[:60], ABSENT, problem, origin=where))
         self.frozen()
-        script = _CONFIGS[name_of(config)]
+        script = _CONFIGS.get(name_of(config), "")
         if not script and trainers:  # which makes trl's arguments of them, every value as it stands
-            script = _TRAINERS[name_of(trainers[0])]
-            for key in ("gradient_checkpointing", "bf16"):
+            script = _TRAINERS[own.get(name_of(trainers[0]), name_of(trainers[0]))]
+            for key in () if config in parser else ("gradient_checkpointing", "bf16"):
                 self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
-        if self.wrong:
-            raise together(self.wrong)
-        return Script(Node(self.found, Origin(self.source, config.lineno)), script)
+        wrong = together(self.wrong) if self.wrong else None
+        if wrong is not None and config not in parser:
+            raise wrong
+        used = frozenset(self.settled.used - {*READ})
+        said = Node(self.found, Origin(self.source, config.lineno))
+        return Script(said, script, changes.environment(self), used, frozenset(self.settled.declared), wrong)
 
-    def model(self) -> None:
+    def undecided(self) -> None:
+        """Asks for adapters and weights that the script makes under a condition that the command does not decide."""
+        for name, key in (("LoraConfig", "lora_r"), ("BitsAndBytesConfig", "load_in_4bit")):
+            for call in self.of(name):
+                if self.stands(call) is None and FLAGS[key] not in self.asked:
+                    self.ask(
+                        name, f"is made where only the running script knows: say it with --{FLAGS[key]}", call.lineno
+                    )
+
+    def model(self) -> ast.Call | None:
         """The model that is loaded, or that a trainer of trl's is given by name."""
-        loaded = self.methods("from_pretrained")
+        loaded = [
+            call
+            for call in self.methods("from_pretrained")
+            if not any(changes.ANOTHER.search(name) for name in changes.names_of(self, call))
+        ]
         known = _SCORING if self.of("RewardTrainer", "RewardConfig") else _MODELS
         models = [call for call in loaded if known.fullmatch(owner_of(call))]
         if not models and not self.of(*_TRAINERS, *(name for name, script in _CONFIGS.items() if script)):
@@ -212,18 +247,25 @@ class _Reading:
             named = call.args[0] if call.args else self.keyword(call, "pretrained_model_name_or_path")
             if named is not None:
                 self.put("model_name_or_path", named)
-            self.take(call, _LOADED)
+            self.take(call, LOADED)
             self.check_made(self.keyword(call, "quantization_config"), "weights", "load_in_4bit", _WEIGHTS)
+            changes.of_model(self, call)
         for call in self.of(*_TRAINERS) if not models else ():
             given = self.keyword(call, "model")
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
+        scratch = [call for call in self.calls if name_of(call) == "from_config" or known.fullmatch(name_of(call))]
+        if scratch and "model_name_or_path" not in self.found and "model" not in self.asked:
+            problem = "is made from a configuration, which only the running script knows: give the folder that "
+            problem += "config.save_pretrained writes as --model, or the model's name"
+            self.ask(ast.unparse(scratch[0].func)[:60], problem, scratch[0].lineno)
+        return models[0] if models else None
 
     def labels(self, models: Sequence[ast.Call]) -> None:
         """How many labels a classifier has: transformers' default is 2 (``configuration_utils.py``)."""
         for call in models:
-            kind = self.keyword(call, "problem_type")
-            number, names = self.keyword(call, "num_labels"), self.keyword(call, "id2label")
+            made, said = changes.configuration(self, call) or call, ("problem_type", "num_labels", "id2label")
+            kind, number, names = (self.keyword(call, name) or self.keyword(made, name) for name in said)
             pairs = self.pairs(names) if names else []
             if number is not None or pairs is None:
                 self.put("num_labels", number or names or call)
@@ -268,14 +310,12 @@ class _Reading:
     def check_made(self, given: ast.expr | None, what: str, key: str, made: re.Pattern[str]) -> None:
         """Asks for weights or adapters that no configuration of the script's own says."""
         here = given is None or self.value(given) is None or any(made.fullmatch(name_of(call)) for call in self.calls)
-        if given is not None and not here and _FLAGS[key] not in self.asked:
-            self.wrong.append(
-                wrong_at(
-                    Origin(self.source, given.lineno),
-                    f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
-                    f"say it with --{_FLAGS[key]}",
-                )
-            )
+        source = self.once.get(given.id, given) if isinstance(given, ast.Name) else given
+        here = here or (isinstance(source, ast.Call) and name_of(source) in _OF_ARGUMENTS)
+        if given is not None and not here and FLAGS[key] not in self.asked:
+            problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
+            problem += f"say it with --{FLAGS[key]}"
+            self.wrong.append(wrong_at(Origin(self.source, given.lineno), problem))
 
     def frozen(self) -> None:
         """Parameters that the script freezes itself, unless adapters leave all of them frozen, or a flag says which."""
@@ -294,14 +334,10 @@ class _Reading:
             if call.args and self.value(call.args[0]) is False
         ]
         for of, line in lines:
-            if not _ANOTHER.search(of):
-                self.wrong.append(
-                    wrong_at(
-                        Origin(self.source, line),
-                        f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
-                        "with --freeze-layers N, from the first on, or --freeze-embedding",
-                    )
-                )
+            if not changes.ANOTHER.search(of):
+                problem = f"freezes parameters ({one_line(of)[:60]}), which only the running script knows: say which "
+                problem += "with --freeze-layers N, from the first on, or --freeze-embedding"
+                self.wrong.append(wrong_at(Origin(self.source, line), problem))
                 return
 
     def optimizer_of(self, call: ast.Call) -> None:
@@ -311,72 +347,9 @@ class _Reading:
             problem = "is an optimizer that the script makes itself: say which (--optimizer adamw)"
             self.wrong.append(PlanError("optimizers", ABSENT, problem, origin=Origin(self.source, given.lineno)))
 
-    def take(self, call: ast.Call, keys: Mapping[str, str] | None) -> None:
-        """Keywords of ``call``, those of ``keys`` under their names there, or all of them under their own."""
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                self.take_mapping(keyword.value, keys)
-            elif keys is None or keyword.arg in keys:
-                self.put(keys[keyword.arg] if keys is not None else keyword.arg, keyword.value)
-            if keyword.arg == "model_init_kwargs":
-                self.take_mapping(keyword.value, _LOADED)
-
-    def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
-        pairs = self.pairs(given)
-        if pairs is None:
-            self.wrong.append(
-                wrong_at(
-                    Origin(self.source, given.lineno),
-                    f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}",
-                )
-            )
-            return
-        for key, item in pairs:
-            if keys is None or key in keys:
-                self.put(keys[key] if keys is not None else key, item)
-
-    def put(self, key: str, given: ast.expr) -> None:
-        """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
-        value = self.value(given)
-        if value is not UNKNOWN:
-            self.found[key] = Node.of(value, Origin(self.source, given.lineno))
-        elif key in READ and _FLAGS.get(key, key).partition(" ")[0] not in self.asked:
-            flag = f"say it with --{_FLAGS[key]}" if key in _FLAGS else INSTEAD
-            problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
-            self.wrong.append(PlanError(key, ABSENT, problem, origin=Origin(self.source, given.lineno)))
-
-    def value(self, given: ast.expr) -> object:
-        """What ``given`` is without running anything: a literal, or a name for one."""
-        return literal(given, self.names)
-
-    def pairs(self, given: ast.expr) -> list[tuple[str, ast.expr]] | None:
-        return pairs_of(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
-
-    def keyword(self, call: ast.Call, name: str) -> ast.expr | None:
-        """What ``call`` is given as ``name``, by itself or in a mapping that the script makes."""
-        for one in call.keywords:
-            pairs = (self.pairs(one.value) or []) if one.arg is None else [(one.arg, one.value)]
-            for key, value in pairs:
-                if key == name:
-                    return value
-        return None
-
-    def of(self, *names: str) -> list[ast.Call]:
-        """Calls of what is named so, in whatever module."""
-        return sorted((call for call in self.calls if name_of(call) in names), key=lambda call: call.lineno)
-
-    def methods(self, name: str) -> list[ast.Call]:
-        found = [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
-        return sorted(found, key=lambda call: call.lineno)
-
-    def refused(self, problem: str, where: ast.Call | None) -> PlanError:
-        return wrong_at(Origin(self.source, where.lineno if where is not None else None), problem)
-
 
 _REGEX = ("re", "regex")
 """Modules whose ``compile`` is not PyTorch's; a model's own is (``nn.Module.compile``)."""
-_ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
-"""Models beside the one that is trained."""
 
 
 def _freezes(target: ast.expr, value: ast.expr) -> bool:

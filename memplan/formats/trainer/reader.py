@@ -35,7 +35,7 @@ from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
-from .keys import K_BIT, NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
 from .trl import loop_of, named_by_folder
@@ -54,7 +54,8 @@ def started_at(place: str, asked: Asked) -> Started:
         return started(text, name, folder, asked)
     if is_python(name):
         said = script_in(text, name, asked.names)
-        return with_launcher(Started(said.arguments, folder, script=said.script), by_trl=False)
+        found = Started(said.arguments, folder, script=said.script, environment=said.environment)
+        return with_launcher(found, by_trl=False)
     return with_launcher(Started(parse_yaml(text.expandtabs(2), name), folder))
 
 
@@ -75,9 +76,13 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found.script, dialect, strict=asked.strict))
+    unread = tuple(_unread(written, found, dialect, strict=asked.strict))
+    if found.said is not None and found.said.wrong is not None:
+        raise found.said.wrong
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
+    if found.environment:
+        building.put("environment", Node(dict(found.environment), written.origin))
     if loop.own_loss:
         building.put("trainer.loop", loop.name)
     engine = _engine(found, reader.settings, asked)
@@ -264,7 +269,7 @@ MEANT = {
 """Of scripts that have arguments of their own (FastChat's, Qwen's, peft's): what says the same."""
 
 
-def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
+def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
     named = known if dialect is None else (*dialect.KEYS, *known)
@@ -281,14 +286,16 @@ def _unread(written: Node, script: str, dialect: ModuleType | None, *, strict: b
             continue
         else:
             guess = guesses.of(key)
+            if found.said is not None and key in found.said.declared and guess not in (*READ, *REFUSED, *NOTED):
+                continue
             code, problem = "argument-unknown", guessed("is no key that is read", guess)
             if guess is not None:  # HfArgumentParser refuses whatever it does not know (parse_dict)
                 wrong.append(PlanError(key, _plain(node), problem, origin=node.origin))
                 continue
         yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
-    if script and len(wrong) >= SEVERAL:
+    if found.script and len(wrong) >= SEVERAL:
         names = ", ".join(one.field for one in wrong[:5])
-        what = f"starts {script}.py, which takes arguments of its own ({names}), and is not the Trainer's"
+        what = f"starts {found.called}.py, which takes arguments of its own ({names}), and is not the Trainer's"
         raise wrong_at(written.origin, in_flags(OF_SCRIPTS, written, what))
     if wrong:
         raise together(wrong)
@@ -310,6 +317,13 @@ def _framework(found: Started, reader: Reader, asked: Asked) -> None:
         return
     said = next((name for name in ("dp", "gpus") if name in names), "")
     several = bool(said) and asked.flags.get(said) != "1"
+    spread = reader.settings.node("device_map")
+    if several and spread is not None:
+        problem = (
+            "spreads the model over all GPUs of one process, which a launcher of several refuses: --framework "
+            "device-map is such a process; without device_map there is one on each GPU (--framework ddp)"
+        )
+        raise PlanError("device_map", spread.plain(), problem, origin=spread.origin)
     put("framework", "ddp" if several else "single")
     if several:
         reader.building.note(
@@ -329,9 +343,29 @@ def _labels(reader: Reader) -> None:
     node, building = reader.settings.node("num_labels"), reader.building
     if node is None or "labels" in reader.context:
         return
+    _of_model(building, "labels", node, "num_labels")
+
+
+def _of_model(building: Building, name: str, node: Node, key: str) -> None:
+    """A field of the model beside its name."""
     if "model" in building.items:
         building.items["model.base"] = building.items.pop("model")
-    building.put("model.labels", node, "num_labels")
+    building.put(f"model.{name}", node, key)
+
+
+def _resized(reader: Reader) -> None:
+    """Rows of the embedding and the head, where the script says how many."""
+    node = reader.settings.node(RESIZED)
+    if node is None:
+        return
+    if isinstance(node.value, int):
+        _of_model(reader.building, "vocab", node, RESIZED)
+        return
+    reader.building.note(
+        "embedding-resized",
+        f"the script gives embedding and head {node.value} rows, which only its tokenizer knows; the model's own "
+        "number is taken: a few more tokens take little, another vocabulary is vocab in a plan's model",
+    )
 
 
 _DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
@@ -535,6 +569,7 @@ ROWS = (
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
     Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
     Row("num_labels", "model.labels", read=_labels),
+    Row(RESIZED, "model.vocab", read=_resized),
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("packing", "attention", read=_packed),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
 from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together, wrong_at
-from ...plan.text import read_text
+from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
 from ..accelerate_flags import configured, split_off
@@ -24,10 +24,10 @@ from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
 from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
-from ..training_scripts import with_unread
+from ..training_scripts import matters, with_unread
 from . import swift
-from .keys import READ
-from .python import Script, python_in, script_in
+from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .python import Script, python_in, script_in, takes_arguments
 from .trl import LOOPS, TRAINER, Loop
 
 
@@ -46,6 +46,12 @@ class Started:
     loop: Loop = TRAINER
     on_all: bool = False
     """The launcher starts a process on every GPU that it finds, and nothing says how many."""
+    environment: Mapping[str, Node] = field(default_factory=dict)
+    """Variables that the scripts set and that may change memory."""
+    said: Script | None = None
+    """The Python file that is started, where it was read."""
+    called: str = ""
+    """Name of what is started, whatever trainer it has."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -63,6 +69,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
+    if said is None:
+        said = _beside(training.script, reading, folder, asked, {**base, **flags})
+        flags = {name: node for name, node in flags.items() if said is None or name not in said.used}
+        base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
     front = _of_launcher(training.launcher, training.origin)
     launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
@@ -72,14 +82,22 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     by_trl = "trl" in runners
     if "swift" in runners and not swift.is_it(arguments):
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
-    script = said.script if said is not None else training.script
+    script = (said.script if said is not None else "") or training.script
     if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):
         raise wrong_at(
             training.origin,
             f"starts {script}.py, whose arguments ({', '.join([*arguments.mapping][:6])}) say nothing of a training; "
             "if it trains, say the job in flags, such as --model NAME --mbs 1 --seq 2048",
         )
-    found = Started(arguments, folder, training.gpus, script=script, on_all=training.on_all)
+    variables = {
+        name: Node(text(value), origin_of(value, training.origin))
+        for name, value in training.environment.items()
+        if matters(name) and is_known(value)
+    }
+    if said is not None:
+        variables |= said.environment
+    found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
+    found = replace(found, said=said, called=training.script)
     return with_launcher(found, launcher, by_trl=by_trl)
 
 
@@ -162,6 +180,15 @@ def _of_python(reading: Reading, folder: Path, asked: Asked) -> Script | None:
     return script_in(read_text(path), str(path), asked.names)
 
 
+def _beside(name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node]) -> Script | None:
+    """What the Python file that is started with ``flags`` does by itself, where it is at hand."""
+    words = (text(word) for one in reading.started for word in one.words)
+    places = (found_from(word, folder) for word in words if word.endswith(f"{name}.py"))
+    path = next((place for place in places if is_there(place)), None)
+    content = read_text(path) if path is not None else ""
+    return script_in(content, str(path), asked.names, flags) if takes_arguments(content) else None
+
+
 def with_launcher(found: Started, launcher: Mapping[str, Node] | None = None, *, by_trl: bool = True) -> Started:
     """``found`` with what ``launcher``'s flags of Accelerate say and, with ``by_trl``, those among the arguments, which
     trl passes on."""
@@ -208,7 +235,13 @@ def _entries(
                 wrong.append(needed(one.name, ledger.shown(unknown), ledger.unknowns(unknown)[0], where))
             continue
         values = [scalar(text(value), origin_of(value, one.origin)) for value in one.values]
+        if not values and name.startswith("no_") and name[3:] in _TRUE:  # HfArgumentParser's, of what is true by itself
+            yield name[3:], Node(False, one.origin)
+            continue
         yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
+
+
+_TRUE = frozenset({*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT})
 
 
 def _of_launcher(launcher: Sequence[Value], origin: Origin) -> list[Given] | None:

@@ -79,6 +79,15 @@ def _engine_beside(reader: Reader) -> None:
     reader.building.because("vllm_enable_sleep_mode", "what generation keeps is --generation-memory")
 
 
+def _reward_model(reader: Reader) -> None:
+    """``GRPOTrainer`` loads it on every rank, where it stays (``prepare_model`` with ``evaluation_mode``)."""
+    node = reader.settings.node("reward_model_name_or_path")
+    if node is not None and "generation-memory" not in reader.context:
+        problem = "is a model beside the policy, whole on every GPU, which is not modelled: say what it takes, with "
+        problem += "what generation keeps, as --generation-memory 16GiB"
+        raise PlanError("reward_model_name_or_path", node.plain(), problem, origin=node.origin)
+
+
 def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
@@ -217,7 +226,7 @@ _GRPO = Loop(
             vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
             vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions
             log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo
-            reward_model_name_or_path reward_funcs
+            reward_funcs
             """
         ).split()
     ),
@@ -228,6 +237,7 @@ _GRPO = Loop(
         Row("max_prompt_length", "batch.seq", read=_prompt),
         Row("beta", "trainer.keeps_reference", read=_reference),
         Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
+        Row("reward_model_name_or_path", "trainer.generation_memory", read=_reward_model),
         Row("eval_strategy", "", read=no_evaluation),
     ),
 )
@@ -263,7 +273,8 @@ OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode
 
 def _before_tiles(asked: Asked) -> bool:
     """A release of trl is named whose SFTTrainer makes logits."""
-    words = str(asked.flags.get("versions", "")).split(",")
+    given: object = asked.flags.get("versions", "")
+    words = [word for one in (given if isinstance(given, (list, tuple)) else [given]) for word in str(one).split(",")]
     named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
     return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
 

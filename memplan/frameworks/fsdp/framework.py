@@ -45,7 +45,8 @@ class Fsdp(Framework):
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
-        compiled="its hooks cut the graph at every layer (torchtitan's compiled layers are fsdp.compile)",
+        compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
+        "(layers that torchtitan compiles by itself are --compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "vpp", "ep"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
@@ -113,7 +114,8 @@ class Fsdp(Framework):
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
         titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
-        if titan is not None and (titan.ends_apart or plan.fsdp.newest) and "ends_apart" not in given:
+        later = titan is not None and (titan.ends_apart or plan.fsdp.newest or plan.loss.kind == "chunked")
+        if later and "ends_apart" not in given:
             changed["ends_apart"] = True
         return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import COMPARED
+from .part_rules import CHAIN
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -50,6 +51,7 @@ class Megatron(Framework):
     own_streams = True
     holds_workspaces = True
     supports = Supports(
+        compiled="Megatron-LM has no setting that compiles a model, and compiles its own fused functions in any case",
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
@@ -57,7 +59,7 @@ class Megatron(Framework):
         zero=(0, 1),
         sequence_parallel=True,
         sections=("megatron", "experts"),
-        environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED),
+        environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED, CHAIN),
         pipeline=(
             "first_layers",
             "last_layers",
@@ -155,6 +157,11 @@ class Megatron(Framework):
             now = changed.get("megatron", given)
             assert isinstance(now, type(given))
             changed["megatron"] = now.model_copy(update={"gradient_accumulation_fusion": False})
+        sinks = plan.model.attention_sinks or plan.model.sliding_window is not None
+        if sinks and layout.cp > 1 and "cp_communication" not in given.model_fields_set:
+            now = changed.get("megatron", given)
+            assert isinstance(now, type(given))
+            changed["megatron"] = now.model_copy(update={"cp_communication": "a2a"})  # no other way knows both
         if given.deterministic:
             changed["environment"] = {**DETERMINISTIC, **plan.environment}
         return changed

@@ -18,6 +18,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from .entries import stage_entries
 from .fsdp import Sharding
+from .part_rules import counts_on_device
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size
 
 HOPPER = (9, 0)
@@ -193,9 +194,7 @@ def low_of(plan: ResolvedPlan, te: Version) -> Low | None:
     if recipe is None:
         return None
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
-    capability = (gpu.compute_capability if gpu is not None else None) or te_facts.LOW_PRECISION_SINCE.get(
-        recipe, HOPPER
-    )
+    capability = (gpu.compute_capability if gpu is not None else None) or te_facts.LOW_PRECISION_SINCE[recipe]
     turns = not ((10, 0) <= capability < (12, 0) or capability >= (13, 0))
     return Low(RECIPES[recipe], turns, te, given.fp8_parameters, given.amax_history)
 
@@ -240,7 +239,8 @@ def expert_shape(plan: ResolvedPlan) -> ExpertShape | None:
         imbalances=tuple(factors) if len(factors) > 1 else (),
         apart=layout.ep > 1 or etp != layout.tp,
         router_pads=given.router_padding,
-        grouped_tensor=given.grouped_tensor,
+        grouped_tensor=counts_on_device(plan),
+        shared_chain=given.shared_chain,
         rank_capacity=given.rank_capacity,
         jitters=given.input_jitter,
         router_fusion=given.router_fusion,

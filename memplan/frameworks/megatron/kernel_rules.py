@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...device.gpus import GPUS
 from ...layers.megatron_core import te_low_attention
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
+from ...plan.checks import listed
 from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of, kinds_of
 from ...plan.module_precision import EXPERTS, wide_modules
@@ -325,9 +326,11 @@ def check_low_precision(plan: ResolvedPlan) -> None:
         problem = f"must be {oldest} or later with {field}: older ones have other copies, which have no recipe"
         raise PlanError("megatron.transformer_engine", megatron.transformer_engine, problem)
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
-    least = LOW_PRECISION_SINCE.get(recipe, (8, 9))
+    least = LOW_PRECISION_SINCE[recipe]
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
+        runs = [one for one, since in LOW_PRECISION_SINCE.items() if gpu.compute_capability >= since]
         problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
+        problem += f"; this GPU runs {listed([f'--fp8 {one}' for one in runs], 'and') if runs else 'none in 8 bits'}"
         raise PlanError(field, recipe, problem)
     if megatron.fsdp != "none" and given.fp8_parameters:
         _check_sharded_bytes(plan, recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...plan.errors import ABSENT, Origin, PlanError
+from ...plan.errors import ABSENT, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import written_out
 
@@ -225,9 +225,10 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
             raise PlanError("megatron.cp_communication", megatron.cp_communication, problem)
     heads, inner = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1), megatron.cp_inner or 1
     if megatron.cp_communication == "a2a" and heads % cp:
-        problem = (
-            f"must divide the {heads} key/value heads of a rank, because a2a distributes heads; p2p has no such limit"
-        )
+        problem = f"must divide the {heads} key/value heads of a rank, because a2a distributes heads"
+        if not plan.model.attention_sinks:  # ``_check_context_way``
+            other = "p2p" if plan.model.sliding_window is None else "all_gather"
+            problem += f"; --cp-communication {other} has no such limit"
         raise PlanError("layout.cp", cp, problem)
     refused = {
         "must be 1 without megatron.cp_communication a2a+p2p": megatron.cp_communication != "a2a+p2p",
@@ -254,9 +255,7 @@ def _check_context_way(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies:
-            given = "cp_communication" in plan.megatron.model_fields_set
-            problem += "" if given else " (--cp-communication a2a)"
-            raise PlanError("megatron.cp_communication", way, problem, origin=None if given else Origin("default"))
+            raise PlanError("megatron.cp_communication", way, f"{problem} (--cp-communication a2a)")
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
+from .part_rules import counts_on_device
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedPlan
@@ -145,7 +146,7 @@ def check_graphs(plan: ResolvedPlan) -> None:
     segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     hybrid = bool(plan.model.layer_pattern)
     routed = plan.experts
-    counts = routed.dispatcher != "flex" and not routed.grouped_tensor and not routed.pad_to_capacity
+    counts = routed.dispatcher != "flex" and not counts_on_device(plan) and not routed.pad_to_capacity
     whole = not modules or "moe" in modules or (kind == "local" and not hybrid and "attn" in modules)
     again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {

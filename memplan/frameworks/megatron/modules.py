@@ -286,11 +286,11 @@ def recompute_groups(recompute: Recompute, entries: Sequence[str]) -> list[list[
     return groups
 
 
-def recomputes(recompute: Recompute, group: Sequence[str], entries: Sequence[str]) -> bool:
-    if recompute.mode != "full":
-        return False
+def recomputed(recompute: Recompute, entries: Sequence[str]) -> frozenset[str]:
+    """The layers among ``entries`` that are run again in backward."""
     layers = [entry for entry in entries if entry.startswith("layer.")]
-    return recompute.method == "uniform" or layers.index(group[0]) < (recompute.layers or len(layers))
+    count = 0 if recompute.mode != "full" else None if recompute.method == "uniform" else recompute.layers or None
+    return frozenset(layers[:count])
 
 
 def role_of(entries: Sequence[str]) -> Role:

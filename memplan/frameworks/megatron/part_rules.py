@@ -1,4 +1,4 @@
-"""Rules of parts that few models have: gated delta nets, and experts in one grouped tensor."""
+"""Rules of parts that few models have: gated delta nets, experts in one grouped tensor or one chain of operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ...device.gpus import GPUS
 from ...plan.errors import PlanError
 
 if TYPE_CHECKING:
+    from ...plan.plan import Plan
     from ...plan.resolved import ResolvedPlan
 
 
@@ -38,6 +39,44 @@ def check_delta(plan: ResolvedPlan) -> None:
         raise PlanError(f"megatron.{name}", getattr(plan.megatron, name), problem)
 
 
+CHAIN = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+"""Environment variable without which Transformer Engine runs operations of a chain of experts one after the other
+(``pytorch/ops/fused/grouped_mlp.py``, ``is_supported``)."""
+
+
+def chains_experts(plan: Plan) -> bool:
+    """A rank's experts are one chain of operations (``use_transformer_engine_op_fuser``)."""
+    return plan.megatron.fuses_operations and plan.model.experts > 0 and plan.experts.grouped_gemm
+
+
+def counts_on_device(plan: Plan) -> bool:
+    """The host does not know experts' numbers of rows: a chain is on a grouped tensor
+    (``TransformerConfig.__post_init__``)."""
+    return plan.experts.grouped_tensor or chains_experts(plan)
+
+
+def check_chain(plan: ResolvedPlan) -> None:
+    """Experts in one chain of operations, whose kernels are Blackwell's."""
+    field = "megatron.fuses_operations" if chains_experts(plan) else "experts.shared_chain"
+    if field == "experts.shared_chain" and not plan.experts.shared_chain:
+        return
+    if plan.experts.shared_chain and not plan.model.shared_expert_ffn:
+        raise PlanError("experts.shared_chain", True, "must be false: the model has no shared experts")
+    gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
+    reasons = {
+        "with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
+        f"without {CHAIN}=1: operations that run one after the other are not modelled yet": (
+            plan.environment.get(CHAIN, "0") == "0"
+        ),
+        "off Blackwell (compute capability 10), whose kernels it is modelled with": gpu is not None and gpu[0] != 10,
+        "with sharded parameters, with which it is not modelled yet": {plan.megatron.fsdp, plan.megatron.torch_fsdp}
+        != {"none"},
+    }
+    for how, applies in reasons.items():
+        if applies:
+            raise PlanError(field, True, f"must be false {how}")
+
+
 def check_grouped_tensor(plan: ResolvedPlan) -> None:
     """Experts in one grouped tensor, and a budget of rows (``transformer_config.py``; Transformer Engine's
     ``module/grouped_linear.py``, ``is_module_grouped_tensor_path_supported``), as far as they are modelled."""
@@ -45,9 +84,7 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
     gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     if given.rank_capacity is not None:
         beside = {
-            "with experts.grouped_tensor alone; the fuser of operations, which has it, too, is not with experts": (
-                not given.grouped_tensor
-            ),
+            "with experts.grouped_tensor or megatron.fuses_operations alone": not counts_on_device(plan),
             "with the flex dispatcher over HybridEP alone": given.dispatcher != "flex"
             or given.flex_backend != "hybridep",
             "without a capacity of each expert": given.capacity_factor is not None,

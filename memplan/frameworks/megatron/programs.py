@@ -72,7 +72,7 @@ from .modules import (
     module_shapes,
     mtp_module,
     recompute_groups,
-    recomputes,
+    recomputed,
     role_of,
 )
 
@@ -113,12 +113,13 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
         groups.append([LOSS])
     layer_shape, end_shape = module_shapes(shape)
     _check_work(layer_shape, entries)
+    again = recomputed(job.recompute, entries)
     spans: list[Span] = []
     for at, group in enumerate(groups):
         own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_in(layer_shape, name, keeping, at_once) for name in group)
-            module = layers_module(shapes, own, recomputed=recomputes(job.recompute, group, entries))
+            module = layers_module(shapes, own, recomputed=group[0] in again)
         elif group[0].startswith(DECODER):
             decoder = t5.decoder_shape(layer_shape)
             module = layers_module((decoder,), own)

@@ -35,7 +35,7 @@ from .memory_rules import (
     check_saved,
     check_step_graph,
 )
-from .part_rules import check_delta, check_grouped_tensor
+from .part_rules import check_chain, check_delta, check_grouped_tensor
 
 RULES = (
     check_low_precision,
@@ -59,6 +59,7 @@ RULES = (
     check_hybrid,
     check_delta,
     check_grouped_tensor,
+    check_chain,
     check_distributed,
     check_sharding,
     check_torch_sharding,

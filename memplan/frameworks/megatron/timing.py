@@ -26,6 +26,7 @@ from ...values import replace
 from .entries import stage_entries
 from .from_plan import core_shape
 from .modules import end_module, layers_module, module_shapes, mtp_module
+from .part_rules import counts_on_device
 from .states import bucket_size
 
 SCATTERED = (1, 13)
@@ -163,7 +164,7 @@ class MegatronTime(FrameworkTime):
             return True
         layout, given = plan.layout, plan.experts
         rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
-        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not given.grouped_tensor
+        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not counts_on_device(plan)
         return balanced and rows % plan.model.experts == 0
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from ...layers.compiled_model import CompiledModel, model
 from ...layers.module import Interface, Module, Options, build
 from ...plan.errors import PlanError
+from ...plan.library import COMPILED
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import layers_name
 from ...plan.tuning_checks import is_tuned
@@ -91,17 +92,29 @@ def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
     return plan.model_copy(update={"compile": False})
 
 
+def _shipped(name: str) -> list[dict[str, Any]]:
+    """Settings of what ships of the model ``name``."""
+    found = (cache.shipped(path) for path in sorted((COMPILED / name).glob(f"*{cache.SUFFIX}")))
+    return [data["settings"] for data in found if data is not None]
+
+
+def _words(settings: dict[str, Any]) -> str:
+    """``mbs 1 and seq 4096 in bf16, autocast, trainer transformers``."""
+    told = {"autocast": "autocast", "trainer": "trainer transformers", "recompute": "recompute full"}
+    parts = [settings["autocast"] or settings["dtype"], *(word for key, word in told.items() if settings[key])]
+    return f"mbs {settings['b']} and seq {settings['s']} in {', '.join(parts)}"
+
+
 def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     """``PlanError`` with the command that learns it, where nobody has."""
     settings = settings_of(plan)
     found: CompiledModel | None = cache.load(settings, CompiledModel)
     if found is None:
-        told = {"autocast": "autocast", "trainer": f"trainer {plan.trainer.loop}", "recompute": "recompute"}
-        parts = [plan.precision.dtype, *(word for key, word in told.items() if settings[key])]
+        ships = ", or with ".join(map(_words, _shipped(plan.model.name)))
         problem = (
-            f"was not learnt of {plan.model.layers} layers with mbs {plan.batch.mbs} and seq {plan.batch.seq} in "
-            f"{', '.join(parts)}: `memplan trace --learn` "
-            "with the same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
+            f"was not learnt of {plan.model.layers} layers with {_words(settings)}: `memplan trace --learn` with the "
+            "same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
+            f"{f'; it ships learnt with {ships}' if ships else ''}"
         )
         raise PlanError("compile", True, problem)
     if plan.model.layers < found.layers:

@@ -22,6 +22,7 @@ from . import (
     fused_mlp,
     gated_delta,
     graphs,
+    grouped_chain,
     latent,
     local,
     mamba,
@@ -86,6 +87,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     yield from _uncovered_packing(shape)
     yield from replaced.uncovered(shape)
     yield from fused_mlp.uncovered(shape)
+    yield from grouped_chain.uncovered(shape)
     yield from _uncovered_attention(shape)
     yield from latent.uncovered(shape)
     yield from moe.uncovered(shape)

@@ -27,17 +27,16 @@ COMMUNICATION = Category.COMMUNICATION_BUFFERS
 
 def runs(shape: CoreShape) -> bool:
     """Models with experts take layers from a specification without such an MLP (``get_gpt_decoder_layer_specs``); their
-    experts are another matter."""
+    experts are another chain (``grouped_chain``)."""
     return shape.fuses_operations and not shape.spec.experts
 
 
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What this recipe does not cover of ``shape``."""
-    if not shape.fuses_operations:
+    if not runs(shape):
         return
     spec = shape.spec
     others = {
-        "experts": spec.experts > 0,
         "local layers": shape.implementation == "local",
         "hybrids, BERT or T5, which have none": bool(spec.layer_pattern) or spec.family in ("bert", "t5"),
         "8 or 4 bits": shape.low is not None,

@@ -20,7 +20,7 @@ from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
-from . import local, offload, te, te_facts
+from . import grouped_chain, local, offload, te, te_facts
 from .operands import members
 from .precision import up
 from .shape import GROUPED_ROWS, CoreShape
@@ -139,6 +139,10 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
     pads = total is not None
     if total is not None:
         x, weights = _with_rows(r, x, total, "expert_padded"), _with_rows(r, weights, total, "probabilities_padded")
+    if shape.fuses_operations:
+        own = _own(r, FC1, shape), _own(r, FC2, shape)
+        out = grouped_chain.experts(r, x, weights, own, "experts", shape)
+        return _with_rows(r, out, rows, "expert_unpadded") if pads else out
     with offload.group(r, x, "expert_fc1", shape) as (x, commit):
         inner = _linear(r, x, FC1, shape)
     commit([x])
@@ -160,12 +164,11 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
 
 def padded_rows(rows: int, shape: CoreShape) -> int | None:
     """Rows of this rank's experts, each padded to what quantised products or grouped tensors want (``Fp8Padding``);
-    ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads, and
-    where a capacity is such a multiple."""
-    experts, low, count = shape.experts, shape.low, shape.local_experts
+    ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads
+    (``skip_routed_expert_padding``), and where a capacity is such a multiple."""
+    experts, count, multiple = shape.experts, shape.local_experts, shape.multiple_of_rows
     assert experts is not None
-    multiple = GROUPED_ROWS if experts.grouped_tensor else low.multiple if low is not None else 0
-    if not multiple or experts.router_pads or (experts.grouped_tensor and experts.flex):
+    if not multiple or experts.router_pads or experts.dispatcher == "hybridep":
         return None
     total = up(-(-rows // count), multiple) * count
     return None if (experts.padded or experts.grouped_tensor) and total == rows else total
@@ -223,7 +226,7 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
     one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
     count, dtype = shape.local_experts, x.dtype
-    own = [r.parameter(one, size, shape.dtype) for one, size in parameters(shape, name)]
+    own = _own(r, name, shape)
     weight = own[0].shape
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]
@@ -280,6 +283,11 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
     fed.scratch(r, weight, columns=False)
     fed.multiplied()
     return out.by(node)
+
+
+def _own(r: Recorder, name: str, shape: CoreShape) -> list[Tensor]:
+    """Parameters of all experts in one of their two linear layers."""
+    return [r.parameter(one, size, shape.dtype) for one, size in parameters(shape, name)]
 
 
 def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Recorder) -> Operator:

@@ -10,7 +10,7 @@ from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import dispatch, flex, graphs, grouped, local, router, te
+from . import dispatch, flex, graphs, grouped, grouped_chain, local, router, te
 from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
@@ -162,6 +162,8 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     (f, _), _ = shared_sizes(shape)
     assert shape.experts is not None
     apart = shape.experts.shared_overlap and shape.sequence_parallel
+    if shape.experts.shared_chain:
+        return _chained(r, hidden, shape)
     inner_shape = replace(shape, sequence_parallel=False) if apart else shape
     x = _whole(r, hidden, shape) if apart else hidden
     inner = grouped.column_linear(r, x, f"{SHARED}.linear_fc1", f, inner_shape, original=shape.saves_original)
@@ -176,6 +178,17 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     out = grouped.row_linear(r, inner, f"{SHARED}.linear_fc2", inner_shape)
     if apart:
         out = _part(r, out, shape)
+    return _gated(r, out, hidden, shape) if shape.spec.shared_expert_gate else out
+
+
+def _chained(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """``FusedSharedExpertMLP.forward``: one chain of operations, as of one expert whose rows have no probabilities."""
+    sizes = zip(("linear_fc1", "linear_fc2"), shared_sizes(shape), strict=True)
+    first, second = ([r.parameter(f"{SHARED}.{name}.weight", size, shape.dtype, low=shape.low)] for name, size in sizes)
+    gathers = shape.sequence_parallel
+    x = _whole(r, hidden, shape) if gathers else hidden
+    out = grouped_chain.experts(r, x, None, (first, second), "shared_experts", shape)
+    out = _part(r, out, shape) if gathers else out
     return _gated(r, out, hidden, shape) if shape.spec.shared_expert_gate else out
 
 

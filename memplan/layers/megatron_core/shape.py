@@ -72,6 +72,8 @@ class ExpertShape:
     router_pads: bool = False
     """The router sends every expert a multiple of the rows that quantised products want
     (``moe_router_padding_for_quantization``)."""
+    shared_chain: bool = False
+    """Shared experts are one chain of operations (``use_grouped_gemm_for_shared_expert``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,8 @@ class CoreShape(HashedOnce):
     joint_latent_down: bool = False
     """Latent attention's projections to a lower rank are one, with the norm in it (``mla_down_proj_fusion``)."""
     fuses_operations: bool = False
-    """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``)."""
+    """A dense MLP is one chain of Transformer Engine's operations (``use_transformer_engine_op_fuser``), or a rank's
+    experts are."""
     mamba_apart: bool = False
     """Convolution and scan of Mamba layers are operators of their own (``use_mamba_mem_eff_path=False``)."""
     mamba_states: str | None = None
@@ -300,6 +303,13 @@ class CoreShape(HashedOnce):
         return ceil(mean * self.experts.capacity_factor)
 
     @property
+    def multiple_of_rows(self) -> int:
+        """Of what every expert's rows are a multiple (``get_align_size_for_quantization``); 0: of nothing."""
+        if self.experts is not None and self.experts.grouped_tensor:
+            return GROUPED_ROWS
+        return self.low.multiple if self.low is not None else 0
+
+    @property
     def routed(self) -> Routed:
         """``MoEAlltoAllTokenDispatcher.preprocess``; capacity: ``get_capacity`` of a rank's own tokens."""
         experts, spec = self.experts, self.spec
@@ -309,17 +319,18 @@ class CoreShape(HashedOnce):
         if experts.padded:
             sent = self.capacity * spec.experts
             return Routed(own, sent, sent, sent * experts.etp)
+        multiple = self.multiple_of_rows
         if experts.router_pads and self.low is not None:
-            sent = up(ceil(sent / spec.experts), self.low.multiple) * spec.experts
+            sent = up(ceil(sent / spec.experts), multiple) * spec.experts
         most = max(sent, own * experts.ep * min(spec.expert_top_k, self.local_experts))
         if experts.capacity_factor is not None:
             sent = min(sent, min(self.capacity, own) * spec.experts)
             most = min(most, self.capacity * experts.ep * self.local_experts)
         received = min(ceil(sent * experts.imbalance), most)
-        if experts.grouped_tensor and experts.dispatcher == "hybridep":
-            used = up(ceil(received / self.local_experts), GROUPED_ROWS) * self.local_experts
+        if multiple and experts.dispatcher == "hybridep":  # HybridEPDispatch: pad_multiple
+            used = up(ceil(received / self.local_experts), multiple) * self.local_experts
             budget = experts.rank_capacity
-            received = used if budget is None else up(int(sent * budget), GROUPED_ROWS)
+            received = used if budget is None else up(int(sent * budget), multiple)
         return Routed(own, sent, received, received * experts.etp)
 
     @property

@@ -85,8 +85,8 @@ OLDEST_LARGEST_SCORE = (2, 9)
 OLDEST_LOW_PRECISION = (2, 14)
 """Before it fp8 and fp4 have other copies and gathers, which no recipe covers."""
 
-LOW_PRECISION_SINCE = {"blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
-"""Compute capability from which GPUs have a recipe; fp8 itself: 8.9 (``quantization.py``, ``check_recipe_support``)."""
+LOW_PRECISION_SINCE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+"""Compute capability from which GPUs have a recipe (``quantization.py``, ``check_recipe_support``)."""
 
 OLDEST_TWO_LEVELS = (2, 15)
 """Before it ``AttnFuncWithCPAndKVP2P`` exchanges the output again in backward."""

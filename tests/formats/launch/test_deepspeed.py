@@ -71,3 +71,16 @@ def test_what_is_refused() -> None:
     assert error("--deepspeed_config nothere.json").endswith("--deepspeed_config = nothere.json: no such file")
     eight_bit = plan(script(arguments="--use-bnb-optimizer --zero-stage 1"), "megatron-deepspeed")
     assert (eight_bit.optimizer.name, eight_bit.optimizer.embeddings_32bit) == ("adam8bit", False)
+
+
+def test_what_only_a_fork_has_is_refused_where_it_makes_another_model() -> None:
+    """Microsoft's Megatron-DeepSpeed, BigCode's Megatron-LM; with the values that they begin with nothing differs."""
+
+    def refused(arguments: str, framework: str = "megatron-deepspeed") -> str:
+        return error_of(lambda: plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 {arguments}", framework))
+
+    for one in ("--swiglu", "--normalization rmsnorm", "--num-experts 64", "--ds-sequence-parallel-size 4"):
+        assert f"{one.split()[0]}: is of Microsoft's Megatron-DeepSpeed" in refused(one)
+    assert "--num-query-groups 1 in its place" in refused("--attention-head-type multiquery", "megatron")
+    for same, framework in (("--num-experts 1", "megatron-deepspeed"), ("--attention-head-type multihead", "megatron")):
+        plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 {same}", framework)

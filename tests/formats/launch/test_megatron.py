@@ -323,20 +323,22 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
 
 
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
-    read = launch(small("--log-intervall 8 --my-fork x y --use-grouped-gemm-for-shared-expert"))
+    read = launch(small("--log-intervall 8 --my-fork x y"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [
         ("argument-unknown", "--log-intervall 8"),
         ("argument-unknown", "--my-fork x y"),
-        ("argument-not-modelled", "--use-grouped-gemm-for-shared-expert"),
     ]
     assert "did you mean --log-interval?" in read.notes[0].message
-    assert "may push memory either way" in read.notes[2].message
     assert not launch(small("--cuda-graph-impl none --cuda-graph-impl local")).notes
     assert not launch(small("--softmax-type vanilla --cuda-graph-impl none")).notes, "its default does nothing"
     off = "--softmax-type = off-by-one: is not modelled yet; vanilla and learnable are"
     assert off in error_of(lambda: launch(small("--softmax-type off-by-one")))
-    for wrong in ("--my-fork 8", "--use-grouped-gemm-for-shared-expert"):
-        assert "(--strict)" in error_of(lambda wrong=wrong: launch(small(wrong), strict=True))  # type: ignore[misc]
+    assert "(--strict)" in error_of(lambda: launch(small("--my-fork 8"), strict=True))
+    older = "megatron-deepspeed"
+    (note,) = (one for one in launch(small("--synchronize-each-layer"), older).notes if "synchronize" in one.message)
+    assert note.code == "argument-not-modelled"
+    assert "may push memory either way" in note.message
+    assert "(--strict)" in error_of(lambda: launch(small("--synchronize-each-layer"), older, strict=True))
 
 
 def test_models_that_see_are_refused_before_anything_is_asked() -> None:
@@ -483,12 +485,12 @@ def test_a_mapping_of_arguments_as_benchmarks_have_it() -> None:
     arguments = {
         "--num-layers": 12, "--hidden-size": 512, "--num-attention-heads": 8, "--seq-length": 1024,
         "--max-position-embeddings": 1024, "--micro-batch-size": 4, "--global-batch-size": 32, "--bf16": True,
-        "--use-grouped-gemm-for-shared-expert": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
+        "--my-own": True, "--recompute-granularity": "selective", "--recompute-modules": "[mlp]",
     }  # fmt: skip
     read = plan_of_arguments(arguments, {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, gpus=8, vocabulary=50257)
     assert (read.plan.model.vocab, read.plan.hardware.gpus, read.plan.recompute.modules) == (50257, 8, ("mlp",))
     assert read.plan.environment == {}
-    assert next(note.code for note in read.warnings) == "argument-not-modelled"
+    assert next(note.code for note in read.warnings) == "argument-unknown"
     assert (
         plan_of_arguments({**arguments, "--fp16": False}, gpus=8, family="bert", vocabulary=9).plan.model.family
         == "bert"
@@ -547,6 +549,30 @@ def test_the_fuser_of_operations_with_experts_is_told() -> None:
     (note,) = launch(small("--num-experts 4 --moe-grouped-gemm --use-transformer-engine-op-fuser")).notes
     assert note.code == "argument-not-modelled"
     assert "not modelled yet with experts" in note.message
+
+
+CHAIN = "--num-experts 4 --moe-grouped-gemm --swiglu --disable-bias-linear --fp8-format e4m3 --fp8-recipe mxfp8"
+CHAIN += " --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag --overlap-param-gather --overlap-grad-reduce"
+CHAIN += " --use-distributed-optimizer --moe-shared-expert-intermediate-size 128"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_experts_are_a_chain_of_operations(shared: bool) -> None:
+    """Where Transformer Engine has one of Blackwell's kernels for it; else shared experts stop, and others are told."""
+    which, columns = ("--use-grouped-gemm-for-shared-expert", "shared-expert") if shared else (
+        "--use-transformer-engine-op-fuser", "mlp",
+    )  # fmt: skip
+    turns = f" --moe-{columns}-glu-interleave-size"
+    given = f"{CHAIN} {which}"
+    environment = "export NVTE_CUTEDSL_FUSED_GROUPED_MLP=1\n"
+    read = build_plan(launch(environment + small(f"{given}{turns} 32")).source, {}).plan
+    assert (read.experts.shared_chain, read.megatron.fuses_operations) == (shared, not shared)
+    if shared:
+        assert "must be 32" in error_of(lambda: launch(environment + small(given)))
+        assert not launch(small(which)).notes, "no shared experts"
+    else:
+        for other in (small(f"{given}{turns} 32"), environment + small(f"{given}{turns} 16")):
+            assert "argument-not-modelled" in [note.code for note in launch(other).notes]
 
 
 def test_channels_of_groups_are_read_from_their_file(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.megatron_bridge import table
 from memplan.formats.megatron_bridge.overrides import is_override
+from memplan.formats.megatron_bridge.reader import ENGINE
 from memplan.formats.rows import arguments_of
 from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
@@ -193,7 +194,9 @@ def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
         "--spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
         "--recompute-modules": ["core_attn", "mlp"], "--position-embedding-type": "none",
     }  # fmt: skip
-    expected = plan_of_arguments({**same, **further}, gpus=16, family="hybrid", vocabulary=128256, flags={"gpus": "16"})
+    expected = plan_of_arguments(
+        {**same, **further}, gpus=16, family="hybrid", vocabulary=128256, flags={"gpus": "16", "te-version": ENGINE}
+    )
     assert without_name(read(tmp_path, changed(**HYBRID)).plan) == without_name(expected.plan)
     others = {"use_mamba_mem_eff_path": False, "mamba_training_ssm_states_dtype": named("torch.float32")}
     given = read(tmp_path, changed(**{**HYBRID, **others})).plan.megatron
@@ -202,10 +205,18 @@ def test_a_hybrid_is_the_plan_of_its_arguments(tmp_path: Path) -> None:
         read(tmp_path, changed(**{**HYBRID, "mamba_chunk_size": 256}))
 
 
+def test_transformer_engine_is_the_releases(tmp_path: Path) -> None:
+    """But for attention in 8 bits, which older ones do otherwise; a flag goes over it."""
+    assert read(tmp_path, RUN).plan.megatron.transformer_engine == ENGINE
+    eight = {**RUN, "mixed_precision": {**IN_8_BITS, "fp8_dot_product_attention": True}}
+    assert read(tmp_path, eight, gpu="b200").plan.megatron.transformer_engine == "2.18"
+    assert read(tmp_path, RUN, **{"te-version": "2.19"}).plan.megatron.transformer_engine == "2.19"
+
+
 def test_a_run_is_the_plan_of_the_same_arguments(tmp_path: Path) -> None:
     found = read(tmp_path, RUN)
     arguments = {**ARGUMENTS, "--recompute-modules": ["core_attn", "mlp"]}
-    expected = plan_of_arguments(arguments, gpus=16, vocabulary=128256, flags={"gpus": "16"})
+    expected = plan_of_arguments(arguments, gpus=16, vocabulary=128256, flags={"gpus": "16", "te-version": ENGINE})
     assert without_name(found.plan) == without_name(expected.plan)
     assert found.plan.model.name == "meta-llama/Meta-Llama-3-8B"
     assert not found.warnings
@@ -524,6 +535,57 @@ def test_a_student_with_a_teacher_is_refused(tmp_path: Path) -> None:
     target = "megatron.bridge.models.distillation_provider.DistillationProvider"
     with pytest.raises(PlanError, match="DistillationProvider: is not modelled yet"):
         read(tmp_path, changed(_target_=target, teacher={"num_layers": 80}))
+
+
+COMMAND = """#SBATCH --nodes=2
+export NCCL_NVLS_ENABLE=0
+for CONFIG in "2,4,True" "1,1,False"; do
+  IFS=',' read -r TP PP SP <<< "$CONFIG"
+  CMD="uv run python scripts/training/run_recipe.py --recipe ${RECIPE:-llama3_8b_pretrain_config} -mb 1"
+  CMD="$CMD model.tensor_model_parallel_size=$TP model.pipeline_model_parallel_size=$PP model.sequence_parallel=$SP"
+  srun --ntasks-per-node=8 bash -c "$CMD train.global_batch_size=64 dataset.seq_length=8192 checkpoint.save=$WHERE"
+done
+"""
+
+
+def commanded(folder: Path, **flags: str) -> ReadPlan:
+    """The plan of ``run.sh`` in ``folder``."""
+    place = str(folder / "run.sh")
+    return read_given(place, flags_of_launch(place, None), flags)
+
+
+def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
+    """``run_recipe.py`` as Megatron-Bridge's examples start it, in the first of their layouts."""
+    (tmp_path / "run.sh").write_text(COMMAND)
+    found = commanded(tmp_path)
+    said = ("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=4", "train.micro_batch_size=1")
+    rest = ("model.sequence_parallel=true", "train.global_batch_size=64", "dataset.seq_length=8192")
+    by_hand = overridden(*said, *rest, "env_vars.NCCL_NVLS_ENABLE=0")
+    assert found.plan == by_hand.plan
+    assert any("llama3_8b_pretrain_config is Python, which is not run" in one.message for one in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
+        ("llama3_8b_peft_config", "peft"),
+        ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
+        ("$UNKNOWN", "give it as --set UNKNOWN=value"),
+    ],
+)
+def test_a_recipe_that_says_more_is_refused(recipe: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(COMMAND.replace("${RECIPE:-llama3_8b_pretrain_config}", recipe))
+    with pytest.raises(PlanError, match=problem):
+        commanded(tmp_path)
+
+
+def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:
+    text = "torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_config"
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(PlanError, match=r"says a layout.*only its Python has"):
+        commanded(tmp_path)
+    assert commanded(tmp_path, tp="1").plan.hardware.gpus == 8
 
 
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.bash.shell import read_script
+from memplan.bash.values import text
 from memplan.formats.files import words_of
 
 from ...plan.outcomes import error_of
@@ -70,6 +71,7 @@ read -r -d '' T <<'X' || true
  a $b
 X
 python a.py "$T\"""",
+    "read": """S="1,2,,4,5"; IFS=',' read -r A B C D <<< "$S"; read E F <<< "  x  y z "; python a.py "$A" "$B" "$C" "$D" "$E" "$F\"""",
     "command substitution": """V=$(echo a b); W=$(cat <<EOF
 one $V
 EOF
@@ -197,3 +199,26 @@ def test_thousands_of_lines_are_read_fast() -> None:
 @given(st.text(st.sampled_from(list("ab1 \t\n\"'$(){}[]`\\#;&|<>=+-*/%:!?@~^,.")) | st.characters(), max_size=80))
 def test_any_text_is_read_or_refused(script: str) -> None:
     assert "\n" not in refusal(script)
+
+
+INNER = "#SBATCH --nodes=2\nA=$1; python a.py $A ${B:-none} ${C:-none} ${D:-none} $SLURM_NNODES\nexit 1"
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("bash inner.sh x", "x none c d"),
+        ("D=e ./inner.sh y z", "y none c e"),
+        ("sbatch inner.sh w", "w none c d"),
+        ("chmod +x inner.sh", None),
+        ("sbatch --nodes=4 inner.sh w", None),
+        ("bash elsewhere.sh w", None),
+    ],
+)
+def test_a_script_that_another_runs_has_what_is_exported_to_it(call: str, arguments: str | None) -> None:
+    """Neither B, which is not exported, nor what the inner script sets and how it ends, pass between them."""
+    outer = f'A=a B=b; export C=c D=d\n{call}\npython b.py "$A"'
+    reading = read_script(outer, "outer.sh", {}, {"inner.sh": (INNER, "inner.sh")}.get)
+    *inner, last = [[text(word) for word in one.words] for one in reading.started]
+    assert last == ["python", "b.py", "a"]
+    assert inner == ([] if arguments is None else [["python", "a.py", *arguments.split(), "2"]])

@@ -7,6 +7,7 @@ import pytest
 
 from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layer_shape_of, module_shapes
+from memplan.layers.megatron_core.grouped import padded_rows
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
@@ -44,6 +45,15 @@ def test_each_expert_has_a_multiple_of_256_rows(seq: int) -> None:
     hybrid = kept(shape(**{**HYBRID, "seq": str(seq), "moe_use_grouped_tensor": "true"}))
     assert hybrid["rows_received"] == whole * 2 * H
     assert "expert_padded" not in hybrid
+
+
+def test_hybrid_ep_pads_rows_of_products_in_8_bits() -> None:
+    """To a multiple of 32 of every expert, on their way (``pad_multiple``); the alltoall dispatcher's are copied."""
+    low = {"fp8": "mxfp8", "seq": "544"}
+    assert rows(seq="544", **HYBRID) == 16 * 272
+    hybrid, alltoall = shape(**low, **HYBRID), shape(**low, moe_dispatcher="alltoall")
+    assert (rows(**low, **HYBRID), padded_rows(16 * 288, hybrid)) == (16 * 288, None)
+    assert (alltoall.routed.held, padded_rows(16 * 272, alltoall)) == (16 * 272, 16 * 288)
 
 
 def test_a_budget_is_what_the_buffers_have() -> None:

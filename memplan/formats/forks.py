@@ -1,0 +1,40 @@
+"""Arguments of a framework's forks that make another model or engine than the framework has: refused by name.
+
+An argument that nobody knows is a note alone, since most change no memory; with one of these the note would stand
+beside figures of another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_MICROSOFT = (
+    "is of Microsoft's Megatron-DeepSpeed, which is not modelled; BigScience's is. Say the job in flags for one like "
+    "it: --framework megatron, or deepspeed for ZeRO alone"
+)
+_OTHER_LAYERS = """
+    swiglu squared-relu normalization num-key-value-heads use-rotary-position-embeddings rotary-percent
+    untie-embeddings-and-output-weights disable-bias-linear use-flash-attn use-flash-attn-v1 use-flash-attn-v2
+    use-flash-attn-triton use-flash-attn-builder transformer-impl embedding-weights-in-fp32 mlp-type use-tutel mos kd
+    load-teacher num-experts moe-expert-parallel-size ds-sequence-parallel-size force-ds-sequence-parallel
+    ds-sequence-parallel-fpdt sequence-parallel recompute-granularity recompute-method recompute-activations
+    no-pipeline-parallel enable-zbh1-pipeline enable-zbh1-exact-semantics fp8-e4m3 fp8-hybrid random-ltd
+    standalone-embedding-stage
+"""
+"""``megatron/arguments.py`` of microsoft/Megatron-DeepSpeed; BigScience's fork has none of them."""
+_MULTIQUERY = (
+    "is of BigCode's Megatron-LM: one head of keys and values for all heads of queries; write --group-query-attention "
+    "--num-query-groups 1 in its place"
+)
+FORKS: Mapping[str, Mapping[str, str]] = {
+    "megatron": {"--attention-head-type": _MULTIQUERY},
+    "megatron-deepspeed": {f"--{name}": _MICROSOFT for name in _OTHER_LAYERS.split()},
+}
+"""By the framework, and by the argument: what it is."""
+AS_HERE: Mapping[str, str] = {
+    "--attention-head-type": "multihead",
+    "--normalization": "layernorm",
+    "--mlp-type": "standard",
+    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--ds-sequence-parallel-size"), "1"),
+}
+"""Values of them with which nothing differs."""

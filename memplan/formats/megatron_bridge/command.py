@@ -1,0 +1,124 @@
+"""A script that starts one of Megatron-Bridge's recipes: the recipe's model, and what its command says over it.
+
+``scripts/training/run_recipe.py`` of August 2026: ``--recipe`` or ``--model`` name a recipe, options of its own are
+overrides by shorter names (``COMMON_OVERRIDE_FIELDS``), and all other words are overrides.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from ...bash.origin import ScriptError
+from ...bash.shell import read_script
+from ...bash.values import Value, is_known, text
+from ...plan.errors import Node, Origin, PlanError, refused
+from ...plan.hub import twin
+from ..files import not_in
+from ..launch import Asked
+from ..launchers import beside, training_in
+from ..settings import needed
+from .overrides import is_override, laid_over
+
+OPTIONS = {
+    **dict.fromkeys(("-ms", "--max_steps"), "train.train_iters"),
+    **dict.fromkeys(("-gb", "--global_batch_size"), "train.global_batch_size"),
+    **dict.fromkeys(("-mb", "--micro_batch_size"), "train.micro_batch_size"),
+    **dict.fromkeys(("-sl", "--seq_length"), "dataset.seq_length"),
+    **dict.fromkeys(("-tp", "--tensor_model_parallel_size"), "model.tensor_model_parallel_size"),
+    **dict.fromkeys(("-pp", "--pipeline_model_parallel_size"), "model.pipeline_model_parallel_size"),
+    **dict.fromkeys(("-cp", "--context_parallel_size"), "model.context_parallel_size"),
+    **dict.fromkeys(("-vp", "--virtual_pipeline_model_parallel_size"), "model.virtual_pipeline_model_parallel_size"),
+    **dict.fromkeys(("-ep", "--expert_model_parallel_size"), "model.expert_model_parallel_size"),
+    **dict.fromkeys(("-etp", "--expert_tensor_parallel_size"), "model.expert_tensor_parallel_size"),
+}
+"""Options of ``run_recipe.py`` and the fields that they set."""
+RECIPE = ("--recipe", "--model")
+_TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
+"""What follows a model in the name of a recipe."""
+_RELEASE = re.compile(r"(?<=[a-z])([0-9])([0-9])(?=_)")
+"""``llama32_1b`` is Llama 3.2."""
+_MILLIONS = re.compile(r"_([0-9])00m\b")
+"""``qwen3_600m`` is called 0.6B elsewhere."""
+_LOW = re.compile(r"fp8|fp4")
+_LAYOUT = re.compile(r"_[0-9]+gpu_")
+"""Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
+_ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
+_OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
+
+
+def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node, Asked, str]:
+    """What the script ``content`` says over its recipe, ``asked`` with the recipe's model and the GPUs, where these are
+    known, and the recipe's name."""
+    try:
+        reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
+    except ScriptError as error:
+        raise refused(error) from None
+    training = training_in(reading, source, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
+    root, recipe, flags = Node({}, training.origin), "", dict(asked.flags)
+    words = iter(training.words)
+    for word in words:
+        name, equals, _ = text(word).partition("=")
+        value: Value = word
+        if name in OPTIONS or name in (*RECIPE, "--mode"):
+            value = () if equals else next(words, ())
+            said = text(word).partition("=")[2] if equals else text(value)
+        elif is_override(text(word)):
+            said = ""
+        elif is_known(word):
+            continue
+        else:
+            said = ""
+        path = OPTIONS.get(name, name).lstrip("+")
+        unknowns = () if is_known(value) else reading.ledger.unknowns(value)
+        if unknowns:
+            if not is_override(text(word)) or path.startswith(_OF_MEMORY):
+                field = path.partition("=")[0] if is_override(text(word)) or name in OPTIONS else "an override"
+                raise needed(field, reading.ledger.shown(value), unknowns[0], training.origin)
+            continue
+        origin = word[0].origin if word else training.origin
+        if name in RECIPE:
+            recipe = said
+        elif name == "--mode":
+            recipe += f"_{said}"
+        else:
+            root = laid_over(root, [f"{path}={said}" if name in OPTIONS else text(word)], origin)
+    for name, value in training.environment.items():
+        if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
+            root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
+    if _ADAPTERS.search(recipe) and "peft" not in root.mapping:
+        root = laid_over(root, ["peft=lora"], training.origin)
+    _check(recipe, root, asked, training.origin)
+    model = model_of_recipe(recipe, training.origin)
+    if model is not None and "model" not in asked.names:
+        flags["model"] = model
+    if training.gpus is not None and not asked.names & {"gpus", "dp"}:
+        flags["gpus"] = str(training.gpus.value)
+    unused = not_in(content, asked.variables())
+    left = [one for one in asked.assignments if one.partition("=")[0] in unused]
+    return root, replace(asked, flags=flags, assignments=left), recipe
+
+
+def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
+    """Refuses a recipe whose name says that it sets what no override says: a precision, or a layout of so many GPUs."""
+    given = {word.lstrip("+~").partition("=")[0] for word in asked.overrides}
+    sections = {*root.mapping, *(name.partition(".")[0] for name in given)}
+    fields = {*given, *(f"model.{name}" for name in root.mapping.get("model", root).mapping)}
+    wanted = ""
+    if _LOW.search(recipe) and "mixed_precision" not in sections and not asked.names & {"fp8", "fp4"}:
+        wanted = "a precision below 16 bits, for example mixed_precision=bf16_with_fp8_current_scaling_mixed"
+    if _LAYOUT.search(recipe) and not any(one.endswith("_parallel_size") for one in fields):
+        wanted = "a layout, for example model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=1"
+    if wanted and not (asked.names & {"tp", "pp", "cp", "ep"} and "layout" in wanted):
+        problem = (
+            f"says {wanted}, which only its Python has: give what it says behind the file, or the run_config.yaml "
+        )
+        raise PlanError("--recipe", recipe, f"{problem}that a run writes", origin=origin)
+
+
+def model_of_recipe(recipe: str, origin: Origin) -> str | None:
+    """The built-in model that the recipe ``llama32_1b_pretrain_config`` trains."""
+    stem = _MILLIONS.sub(r"_0.\1b", _TASK.sub("", recipe).removesuffix("_config"))
+    names = (stem.replace("_", "-"), _RELEASE.sub(r"\1.\2", stem).replace("_", "-"))
+    return next((found for name in names if (found := twin(name, Node(name, origin))) is not None), None)

@@ -1,0 +1,127 @@
+"""A training script that is parsed: its calls, names that have one value, what was found of the Trainer's arguments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, wrong_at
+from .keys import READ
+from .settled import Settled, conditions
+from .syntax import UNKNOWN, bound_once, constants, imports, name_of, pairs_of
+
+LOADED = {
+    name: name
+    for name in (
+        *("torch_dtype", "dtype", "attn_implementation", "use_flash_attention_2"),
+        *("load_in_4bit", "load_in_8bit"),
+    )
+}
+FLAGS = {
+    "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
+    "model_name_or_path": "model", "num_labels": "labels", "bf16": "dtype bf16 --autocast",
+    "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
+    "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
+    "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
+    "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
+    "torch_compile": "torch-compile", "lora_modules_to_save": "modules-to-save",
+}  # fmt: skip
+"""Flags that say what a keyword does."""
+INSTEAD = (
+    "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
+)
+STARTED = f"takes its arguments from a command line: give a shell script with the command that starts it; or {INSTEAD}"
+
+
+class Parsed:
+    def __init__(
+        self, module: ast.Module, source: str, asked: frozenset[str], flags: Mapping[str, Node] | None = None
+    ) -> None:
+        self.source, self.asked = source, asked
+        self.module = module
+        self.once = bound_once(module)
+        said = {name: node.plain() for name, node in (flags or {}).items()}
+        self.settled = Settled(module, constants(self.once), self.once, said)
+        self.tests = conditions(module)
+        calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+        self.calls = [call for call in calls if self.stands(call) is not False]
+        self.imported = {name.partition(".")[0] for name in imports(module)}
+        self.assigned: dict[int, list[str]] = {}
+        """Names that calls are given to, by the call's identity."""
+        for node in ast.walk(module):
+            if isinstance(node, ast.Assign):
+                names = [ast.unparse(target) for target in node.targets]
+                self.assigned |= {id(one): names for one in ast.walk(node.value) if isinstance(one, ast.Call)}
+        self.found: dict[str, Node] = {}
+        self.wrong: list[PlanError] = []
+
+    def take(self, call: ast.Call, keys: Mapping[str, str] | None) -> None:
+        """Keywords of ``call``, those of ``keys`` under their names there, or all of them under their own."""
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                self.take_mapping(keyword.value, keys)
+            elif keys is None or keyword.arg in keys:
+                self.put(keys[keyword.arg] if keys is not None else keyword.arg, keyword.value)
+            if keyword.arg == "model_init_kwargs":
+                self.take_mapping(keyword.value, LOADED)
+
+    def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
+        pairs = self.pairs(given)
+        if pairs is None and self.settled.arguments and keys is not None:  # a command line says them
+            return
+        if pairs is None:
+            problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"
+            self.ask("", problem, given.lineno)
+            return
+        for key, item in pairs:
+            if keys is None or key in keys:
+                self.put(keys[key] if keys is not None else key, item)
+
+    def put(self, key: str, given: ast.expr) -> None:
+        """``key`` with the value that ``given`` has; what is computed is asked for if it matters, and left out else."""
+        value = self.value(given)
+        if value is not UNKNOWN:
+            self.found[key] = Node.of(value, Origin(self.source, given.lineno))
+        elif key in READ and FLAGS.get(key, key).partition(" ")[0] not in self.asked:
+            flag = f"say it with --{FLAGS[key]}" if key in FLAGS else INSTEAD
+            problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
+            self.ask(key, problem, given.lineno)
+
+    def stands(self, call: ast.Call) -> bool | None:
+        """Whether the script comes to ``call``, by the conditions around it; nothing where only it knows."""
+        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(call), ())]
+        wanted = [needed for _, needed in self.tests.get(id(call), ())]
+        if any(one is (not needed) for one, needed in zip(holds, wanted, strict=True)):
+            return False
+        return None if None in holds else True
+
+    def value(self, given: ast.expr) -> object:
+        """What ``given`` is without running anything: a literal, a name for one, an argument of the command line."""
+        return self.settled.value(given)
+
+    def pairs(self, given: ast.expr) -> list[tuple[str, ast.expr]] | None:
+        return pairs_of(self.once.get(given.id, given) if isinstance(given, ast.Name) else given)
+
+    def keyword(self, call: ast.Call, name: str) -> ast.expr | None:
+        """What ``call`` is given as ``name``, by itself or in a mapping that the script makes."""
+        for one in call.keywords:
+            pairs = (self.pairs(one.value) or []) if one.arg is None else [(one.arg, one.value)]
+            for key, value in pairs:
+                if key == name:
+                    return value
+        return None
+
+    def of(self, *names: str) -> list[ast.Call]:
+        """Calls of what is named so, in whatever module."""
+        return sorted((call for call in self.calls if name_of(call) in names), key=lambda call: call.lineno)
+
+    def methods(self, name: str) -> list[ast.Call]:
+        found = [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+        return sorted(found, key=lambda call: call.lineno)
+
+    def ask(self, field: str, problem: str, line: int) -> None:
+        """An error beside others, which are told together."""
+        self.wrong.append(PlanError(field, ABSENT, problem, origin=Origin(self.source, line)))
+
+    def refused(self, problem: str, where: ast.Call | None) -> PlanError:
+        return wrong_at(Origin(self.source, where.lineno if where is not None else None), problem)

@@ -1,0 +1,113 @@
+"""What expressions of a training script are, with the command line that starts it: arguments that it declares, their
+defaults, and the conditions under which its calls stand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+from .syntax import UNKNOWN, literal, name_of
+
+_DEPTH = 8
+"""Names for names that are followed."""
+
+
+def declared(module: ast.Module) -> dict[str, object]:
+    """Arguments that the script declares, as fields of a dataclass or by ``add_argument``, and their defaults."""
+    found: dict[str, object] = {}
+    for node in ast.walk(module):
+        fields = node.body if isinstance(node, ast.ClassDef) and node.decorator_list else []
+        pairs = [(one.target.id, _default(one.value)) for one in fields if _is_field(one)]  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and name_of(node) == "add_argument":
+            pairs = [*_of_parser(node)]
+        for name, value in pairs:
+            found[name] = value if found.get(name, value) == value else UNKNOWN
+    return found
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def _default(given: ast.expr | None) -> object:
+    if isinstance(given, ast.Call) and name_of(given) == "field":
+        given = next((one.value for one in given.keywords if one.arg in ("default", "default_factory")), None)
+        given = given.body if isinstance(given, ast.Lambda) else given
+    return UNKNOWN if given is None else literal(given, {})
+
+
+def _of_parser(call: ast.Call) -> Iterator[tuple[str, object]]:
+    said = {one.arg: literal(one.value, {}) for one in call.keywords}
+    switch = {"store_true": False, "store_false": True}.get(str(said.get("action")))
+    for one in call.args:
+        name = literal(one, {})
+        if isinstance(name, str) and name.startswith("--"):
+            yield name[2:].replace("-", "_"), said.get("default", switch)
+
+
+def conditions(module: ast.Module) -> dict[int, tuple[tuple[ast.expr, bool], ...]]:
+    """The tests under which each call stands, by its identity, and what each must be."""
+    found: dict[int, tuple[tuple[ast.expr, bool], ...]] = {}
+    todo: list[tuple[ast.AST, tuple[tuple[ast.expr, bool], ...]]] = [(module, ())]
+    while todo:
+        node, tests = todo.pop()
+        if isinstance(node, ast.Call):
+            found[id(node)] = tests
+        if isinstance(node, (ast.If, ast.IfExp)):
+            body, other = (part if isinstance(part, list) else [part] for part in (node.body, node.orelse))
+            todo += [(node.test, tests), *((one, (*tests, (node.test, True))) for one in body)]
+            todo += [(one, (*tests, (node.test, False))) for one in other]
+        else:
+            todo += [(one, tests) for one in ast.iter_child_nodes(node)]
+    return found
+
+
+class Settled:
+    """Values of expressions, with ``flags`` of the command line."""
+
+    def __init__(
+        self, module: ast.Module, names: Mapping[str, object], once: Mapping[str, ast.expr], flags: Mapping[str, object]
+    ) -> None:
+        self.names, self.once = names, once
+        self.declared = declared(module) if flags else {}
+        self.arguments = {**self.declared, **flags}
+        self.used: set[str] = set()
+        """Arguments that were looked at."""
+
+    def value(self, given: ast.expr, depth: int = 0) -> object:
+        """What ``given`` is: a literal, or what the command line makes of it."""
+        found = literal(given, self.names)
+        if found is not UNKNOWN or not self.arguments or depth > _DEPTH:
+            return found
+        if isinstance(given, ast.Attribute) and given.attr in self.arguments:
+            self.used.add(given.attr)
+            return self.arguments[given.attr]
+        if isinstance(given, ast.Name) and given.id in self.once:
+            return self.value(self.once[given.id], depth + 1)
+        if isinstance(given, ast.IfExp):
+            holds = self.holds(given.test, depth + 1)
+            return UNKNOWN if holds is None else self.value(given.body if holds else given.orelse, depth + 1)
+        if isinstance(given, ast.Call) and name_of(given) == "getattr" and len(given.args) > 1:  # getattr(torch, …)
+            return self.value(given.args[1], depth + 1)
+        return UNKNOWN
+
+    def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
+        """Whether ``test`` is true; nothing where only the running script knows."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.holds(test.operand, depth + 1)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp) and depth <= _DEPTH:
+            parts = [self.holds(one, depth + 1) for one in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            return decisive if decisive in parts else None if None in parts else not decisive
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            left, right = self.value(test.left, depth + 1), self.value(test.comparators[0], depth + 1)
+            if left is UNKNOWN or right is UNKNOWN:
+                return None
+            if isinstance(test.ops[0], (ast.In, ast.NotIn)):
+                both = isinstance(left, str) and isinstance(right, (str, list))
+                return (left in right) is isinstance(test.ops[0], ast.In) if both else None  # type: ignore[operator]
+            same = isinstance(test.ops[0], (ast.Eq, ast.Is))
+            return (left == right) is same if same or isinstance(test.ops[0], (ast.NotEq, ast.IsNot)) else None
+        value = self.value(test, depth + 1)
+        return None if value is UNKNOWN else bool(value)

@@ -1,0 +1,247 @@
+"""What a script does to its model beside the Trainer's arguments is read, or asked for."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.trainer.python import script_in
+from memplan.formats.trainer.settled import Settled
+from memplan.plan.errors import PlanError
+from memplan.plan.plan import Plan
+from memplan.plan.resolve import resolve
+
+from .test_trainer_python import QLORA, plan_of, refusal
+
+TRAIN = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")
+args = TrainingArguments("out", per_device_train_batch_size=4, bf16=True)
+Trainer(model=model, args=args).train()
+"""
+SAID = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 4, "bf16": True}
+BEHIND = "args = Tr"
+
+
+def with_line(line: str) -> str:
+    """``TRAIN`` with ``line`` behind the model."""
+    return TRAIN.replace(BEHIND, f"{line}\n{BEHIND}")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model = model.to(torch.bfloat16).cuda()", {"dtype": "bfloat16"}),
+        ("model.to('cuda', dtype=torch.bfloat16)", {"dtype": "bfloat16"}),
+        ("model.to('cuda')", {}),
+        ("teacher.half()", {}),
+        ("model.gradient_checkpointing_enable({'use_reentrant': True})",
+         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ("model.set_attn_implementation('eager')", {"attn_implementation": "eager"}),
+        ("apply_liger_kernel_to_llama()", {"use_liger_kernel": True}),
+        ("apply_liger_kernel_to_llama(rope=False)",
+         {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}),
+    ],
+)  # fmt: skip
+def test_a_call_is_the_argument_that_does_the_same(line: str, said: dict[str, object], tmp_path: Path) -> None:
+    same = plan_of(tmp_path, "train.json", json.dumps({**SAID, **said}))
+    assert plan_of(tmp_path, "train.py", with_line(line)) == same
+
+
+def test_arguments_that_are_set_later(tmp_path: Path) -> None:
+    later = TRAIN.replace("Trainer(", "args.per_device_train_batch_size = 2\nTrainer(")
+    assert plan_of(tmp_path, "train.py", later).batch.mbs == 2
+    assert "set_training: sets several" in refusal(
+        TRAIN.replace("Trainer(", "args.set_training(batch_size=2)\nTrainer(")
+    )
+
+
+def test_rows_of_the_embedding(tmp_path: Path) -> None:
+    """Rounded up as transformers does it; a tokenizer's number is told, not guessed."""
+    line = "model.resize_token_embeddings(130_001, pad_to_multiple_of=64)"
+    assert plan_of(tmp_path, "train.py", with_line(line)).model.vocab == -(-130_001 // 64) * 64
+    place = tmp_path / "train.py"
+    place.write_text(with_line("model.resize_token_embeddings(len(tokenizer))"), encoding="utf-8")
+    read = read_given(str(place), flags_of_launch(str(place), None), {})
+    assert read.plan.model.vocab == 128_256
+    assert any("len(tokenizer) rows" in note.message for note in read.warnings)
+
+
+def test_labels_of_a_configuration(tmp_path: Path) -> None:
+    loaded = 'AutoModelForSequenceClassification.from_pretrained("bert-base-uncased", config=config)'
+    script = TRAIN.replace('AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")', loaded).replace(
+        "model = ", 'config = AutoConfig.from_pretrained("bert-base-uncased", num_labels=20)\nmodel = '
+    )
+    assert plan_of(tmp_path, "train.py", script).model.labels == 20
+
+
+@pytest.mark.parametrize("text", ["train.sh", "train.py"])
+def test_variables_of_the_environment(text: str, tmp_path: Path) -> None:
+    """Blocks that expand are the allocator's, whoever sets them."""
+    if text == "train.py":
+        script = TRAIN.replace(
+            "import torch", 'import torch, os\nos.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"'
+        )
+    else:
+        script = "export PYTORCH_ALLOC_CONF=expandable_segments:True NCCL_DEBUG=INFO\npython run_clm.py --do_train"
+        script += " --model_name_or_path gpt2 --per_device_train_batch_size 1\n"
+    assert plan_of(tmp_path, text, script).environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+OWN_LOSS = """
+class Distilling(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False):
+        outputs = model(**inputs)
+        return outputs.loss + distance(outputs.logits)
+Distilling(
+"""
+LOGGING = """
+class Logging(Trainer):
+    def compute_loss(self, model, inputs, **rest):
+        loss = super().compute_loss(model, inputs, **rest)
+        print(loss)
+        return loss
+Logging(
+"""
+OPTIMIZER = LOGGING.lstrip().replace("compute_loss", "create_optimizer").replace("super()", "other")
+DPO = """
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B-Instruct")
+ref = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-{size}-Instruct")
+DPOTrainer(model=model, ref_model=ref, args=DPOConfig("out"))
+"""
+GRPO = """
+args = GRPOConfig("out", per_device_train_batch_size=8)
+GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/ArmoRM-Llama3-8B-v0.1"], args=args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "way_out"),
+    [
+        (TRAIN.replace("Trainer(model", OWN_LOSS.lstrip() + "model"), "Distilling.compute_loss: is a loss", "loss"),
+        (TRAIN.replace("args=args", "args=args, compute_loss_func=mine"), "compute_loss_func: is a loss", "loss"),
+        (TRAIN.replace("Trainer(model", OPTIMIZER + "model"), "Logging.create_optimizer: is an optimizer", "optimizer"),
+        (DPO.format(size="1.5B"), "ref_model: is loaded otherwise", "trainer"),
+        (with_line("model.to(torch_dtype)"), "to: is torch_dtype", "autocast-parameters"),
+        (TRAIN.replace(".from_pretrained", ".from_config"), "from_config: is made from a configuration", "model"),
+    ],
+)  # fmt: skip
+def test_what_the_script_does_by_itself_is_asked_for(text: str, part: str, way_out: str) -> None:
+    assert part in refusal(text)
+    script_in(text, "train.py", [way_out])
+
+
+def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
+    same = plan_of(tmp_path, "train.json", json.dumps(SAID))
+    assert plan_of(tmp_path, "train.py", TRAIN.replace("Trainer(model", LOGGING.lstrip() + "model")) == same
+    assert plan_of(tmp_path, "dpo.py", DPO.format(size="0.5B")).trainer is not None
+
+
+def test_a_model_of_rewards_beside_the_policy(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is a model beside the policy"):
+        plan_of(tmp_path, "grpo.py", GRPO)
+    assert plan_of(tmp_path, "grpo.py", GRPO, **{"generation-memory": "16GiB"}).trainer is not None
+
+
+def test_a_model_spread_over_gpus_is_no_replica_on_each(tmp_path: Path) -> None:
+    spread = TRAIN.replace('Llama-3.2-1B"', 'Llama-3.2-1B", device_map="auto"')
+    assert plan_of(tmp_path, "train.py", spread).framework == "single"
+    with pytest.raises(PlanError, match="device_map = auto: spreads the model"):
+        plan_of(tmp_path, "train.py", spread, gpus="4")
+    assert plan_of(tmp_path, "train.py", spread, gpus="4", framework="ddp").framework == "ddp"
+
+
+PARSED = """
+import torch, transformers
+from dataclasses import dataclass, field
+from peft import LoraConfig, get_peft_model
+@dataclass
+class ModelArguments:
+    model_name: str = field(default="meta-llama/Llama-2-7b-hf")
+    lora: bool = True
+    targets: list = field(default_factory=lambda: ["q_proj", "v_proj"])
+    train_file_path: str = ""
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    model_max_length: int = field(default=512)
+parser = transformers.HfArgumentParser((ModelArguments, TrainingArguments))
+ours, args = parser.parse_args_into_dataclasses()
+dtype = torch.bfloat16 if args.bf16 else torch.float32
+model = transformers.AutoModelForCausalLM.from_pretrained(ours.model_name, torch_dtype=dtype)
+if ours.lora:
+    model = get_peft_model(model, LoraConfig(r=64, target_modules=ours.targets))
+trainer = transformers.Trainer(model=model, args=args, **data)
+"""
+COMMAND = "torchrun --nproc_per_node 2 train.py --bf16 True --per_device_train_batch_size 4 --output_dir x"
+
+
+def started(folder: Path, flags: str, text: str = PARSED) -> Plan:
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    return plan_of(folder, "run.sh", f"{COMMAND} {flags}\n")
+
+
+def test_what_a_script_does_with_its_command_line(tmp_path: Path) -> None:
+    """Its own arguments, their defaults, and the conditions that they decide; no flag says the adapters."""
+    plan = started(tmp_path, "--train_file_path x")
+    assert (plan.lora.rank, plan.lora.targets) == (64, ("q_proj", "v_proj"))
+    assert (plan.batch.seq, plan.model.name, plan.precision.parameters) == (512, "llama-2-7b", "bf16")
+    without = started(tmp_path, "--lora False --model_name meta-llama/Llama-3.2-1B --model_max_length 1024")
+    assert without.lora.rank is None
+    assert (without.batch.seq, without.model.name) == (1024, "llama-3.2-1b")
+
+
+def test_a_condition_that_nothing_decides_is_asked_for(tmp_path: Path) -> None:
+    text = PARSED.replace("if ours.lora", "if is_large(model)")
+    with pytest.raises(PlanError, match="LoraConfig: is made where only the running script knows"):
+        started(tmp_path, "", text)
+
+
+def test_adapters_of_the_arguments_are_trls_own(tmp_path: Path) -> None:
+    """``get_peft_config`` reads the flags, and says nothing that they do not."""
+    text = """
+from trl import SFTConfig, SFTTrainer, TrlParser, get_peft_config
+script, args, model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()
+SFTTrainer(model=model.model_name_or_path, args=args, peft_config=get_peft_config(model))
+"""
+    named = "--model_name_or_path meta-llama/Llama-3.2-1B --max_length 256 --no_remove_unused_columns"
+    assert started(tmp_path, named, text).lora.rank is None
+    assert started(tmp_path, f"{named} --use_peft --lora_r 4", text).lora.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("test", "holds"),
+    [
+        ("a.x", True), ("not a.x", False), ("a.x and a.y", None), ("a.x or a.y", True), ("a.z is not None", False),
+        ("a.n == 4", True), ("a.n != 4", False), ("'70B' in a.name", True), ("a.n > 3", None), ("f()", None),
+    ],
+)  # fmt: skip
+def test_conditions(test: str, holds: bool | None) -> None:
+    settled = Settled(ast.parse(""), {}, {}, {"x": True, "z": None, "n": 4, "name": "Llama-70B"})
+    assert settled.holds(ast.parse(test, mode="eval").body) is holds
+
+
+def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) -> None:
+    """Flags that may be given several times come as a tuple."""
+    (tmp_path / "run.sh").write_text("trl sft --model_name_or_path gpt2 --max_length 512\n", encoding="utf-8")
+    place, flags = str(tmp_path / "run.sh"), {"versions": ("trl=1.9.0",)}
+    assert read_given(place, flags_of_launch(place, None), flags).plan.trainer.loop == "transformers"
+
+
+def test_a_script_of_a_command_line_is_given_by_its_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
+    assert "give a shell script with the command that starts it" in refusal(PARSED)
+    (tmp_path / "train.py").write_text(PARSED.replace("class TrainingArguments(", "class Ours ("), encoding="utf-8")
+    with pytest.raises(PlanError, match="give a shell script with the command that starts it"):
+        flags_of_launch(str(tmp_path / "train.py"), None)
+
+
+def test_adapters_that_trl_casts_beside_another_dtype(tmp_path: Path) -> None:
+    """They are refused with what can be said instead."""
+    text = QLORA.replace("max_length=2048", "max_length=2048, bf16=False")
+    with pytest.raises(PlanError, match=r"since 0.26, and is not modelled in fp32: train in bf16 .* --lora-dtype fp32"):
+        resolve(plan_of(tmp_path, "sft.py", text))
