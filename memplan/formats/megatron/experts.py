@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import LEFT, Reader, Row, elsewhere, switch

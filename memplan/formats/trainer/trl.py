@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 
-from ...plan.errors import Node
+from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
 from ...plan.releases import TRL_TILES, parsed
 from ...values import dataclass
