@@ -105,8 +105,7 @@ def _wanted(reader: Reader, config: Node) -> Iterator[Wanted]:
     )  # fmt: skip
     yield "--rotary-base", _given(reader, "--rotary-base", 10000), theta.value
     yield "--rope-scaling-factor", _given(reader, "--rope-scaling-factor", 8.0), factor.value
-    assert isinstance(heads.value, int)
-    yield "--num-query-groups", items["model.kv_heads"].value, heads.value // _heads_in_group(config)
+    yield "--num-query-groups", items["model.kv_heads"].value, heads.whole // _heads_in_group(config)
 
 
 def _heads_in_group(config: Node) -> int:
