@@ -82,9 +82,11 @@ def _check_lora(plan: ResolvedPlan) -> None:
     if lora.dtype not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
         if adapters_in_16_bits(plan):
-            problem = "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
-            problem += f"{plan.precision.dtype}: train in bf16 (bf16=True; --dtype bf16), name an earlier release "
-            problem += "(--versions trl=0.25.0), or say --lora-dtype fp32"
+            problem = (
+                "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
+                f"{plan.precision.dtype}: train in bf16 (bf16=True; --dtype bf16), name an earlier release "
+                "(--versions trl=0.25.0), or say --lora-dtype fp32"
+            )
         raise plan.wrong("lora.dtype", problem)
     adapted(plan)
     if plan.model.has_sizes:

@@ -54,8 +54,10 @@ def _pattern(reader: Reader) -> None:
         if letter not in KINDS + "|":
             known = OTHERS.get(letter)
             why = f"{known} are not modelled yet" if known else "it is no kind of layer"
-            problem = f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP, E experts and G gated delta nets are, "
-            problem += "and | between stages"
+            problem = (
+                f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP, E experts and G gated delta nets are, "
+                "and | between stages"
+            )
             raise PlanError(name, text[:100], problem, origin=node.origin)
     segments = main.split("|")
     pattern = "".join(segments)
