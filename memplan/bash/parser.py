@@ -43,6 +43,8 @@ _FUNCTION = re.compile(
 _RESERVED = re.compile(
     r"(?:if|then|elif|else|fi|for|select|while|until|do|done|case|esac|in|time|function|\[\[|[{}!])(?=[\s;&|()<>]|$)"
 )
+_TEST_OPERATOR = re.compile(r"&&|\|\||[()<>]")
+_WORD = re.compile(r"[^\s;&|<>()]+")
 _COMMAND = 100
 """Steps of a command."""
 _ENDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
@@ -134,9 +136,8 @@ class _Parser(WordReader):
     def _command(self) -> Command:
         origin = self._origin()
         self._budget.make(2, 0, origin, steps=_COMMAND)
-        function = _FUNCTION.match(self.text, self.at)
+        function = self._matched(_FUNCTION)
         if function is not None:
-            self.at = function.end()
             body = self._command()
             return Function(function[1] or function[2], body.body if isinstance(body, Group) else (body,), origin)
         if self.text.startswith("((", self.at) and (expression := self._evaluation()) is not None:
@@ -267,10 +268,9 @@ class _Parser(WordReader):
         while True:
             self._blank_lines()
             start = self._origin()
-            operator = re.compile(r"&&|\|\||[()<>]").match(self.text, self.at)
+            operator = self._matched(_TEST_OPERATOR)
             self._part(start)
             if operator is not None:
-                self.at = operator.end()
                 words.append((Literal(operator[0], False, start),))
                 continue
             word = self._word()
@@ -428,10 +428,9 @@ class _Parser(WordReader):
         return match[0] if match is not None else ""
 
     def _take_word(self) -> str:
-        match = re.compile(r"[^\s;&|<>()]+").match(self.text, self.at)
+        match = self._matched(_WORD)
         if match is None:
             raise self.unexpected()
-        self.at = match.end()
         return match[0]
 
     def _take(self, *words: str) -> str:

@@ -20,8 +20,11 @@ _BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
 _PLAIN = re.compile(r"[^\s\\'\"$`;&|<>()]+")
 _PLAIN_IN_BRACES = re.compile(r"[^\\'\"$`}]+")
+_PLAIN_BEFORE_SLASH = re.compile(r"[^\\'\"$`}/]+")
 _PLAIN_IN_QUOTES = re.compile(r"[^\\\"$`\n]+")
 _PLAIN_HERE = re.compile(r"[^\\$`\n]+")
+_ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_BACKQUOTED = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
 _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]", re.ASCII)
 _OPERATOR = re.compile(r":[-=?+]|##?|%%?|//?|\^\^?|,,?|[-=?+:@]")
@@ -65,15 +68,11 @@ class WordReader(ABC):
         while self.at < len(self.text):
             origin = self._origin()
             self._part(origin)
-            plain = _PLAIN.match(self.text, self.at)
-            if plain is not None:
-                self.at = plain.end()
+            if (plain := self._matched(_PLAIN)) is not None:
                 parts.append(Literal(plain[0], False, origin))
                 continue
             character = self.text[self.at]
-            placeholder = PLACEHOLDER.match(self.text, self.at)
-            if placeholder is not None:
-                self.at = placeholder.end()
+            if (placeholder := self._matched(PLACEHOLDER)) is not None:
                 parts.append(Placeholder(placeholder[0], True, origin))
                 continue
             if character in "<>" and self.text.startswith("(", self.at + 1):
@@ -147,9 +146,7 @@ class WordReader(ABC):
         while self.at < len(self.text):
             origin = self._origin()
             self._part(origin)
-            match = plain.match(self.text, self.at)
-            if match is not None:
-                self.at = match.end()
+            if (match := self._matched(plain)) is not None:
                 parts.append(Literal(match[0], True, origin))
                 continue
             character = self.text[self.at]
@@ -169,12 +166,11 @@ class WordReader(ABC):
         return tuple(parts)
 
     def _ansi_quotes(self, parts: list[Part], origin: Origin) -> None:
-        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, self.at)
+        match = self._matched(_ANSI)
         if match is None:
             raise self._error("ends inside a quotation: a ' is missing")
         text = re.sub(r"\\(.)", lambda escape: _ESCAPES.get(escape[1], escape[1]), match[1], flags=re.DOTALL)
         parts.append(Literal(text, True, origin))
-        self.at = match.end()
 
     def _lines_of(self, text: str, start: int, quoted: bool) -> list[Part]:
         """``text`` as one literal for every line, so that each knows its own; one empty one for no text."""
@@ -220,7 +216,7 @@ class WordReader(ABC):
         return self._inner(start, end)
 
     def _backquoted(self, quoted: bool, origin: Origin) -> Part:
-        match = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL).match(self.text, self.at)
+        match = _BACKQUOTED.match(self.text, self.at)
         if match is None:
             raise self._error("ends inside a quotation: a ` is missing")
         if self._depth >= DEEPEST:
@@ -242,10 +238,9 @@ class WordReader(ABC):
         if self.text[self.at : self.at + 1] in ("#", "!") and self.text[self.at + 1 : self.at + 2] not in ("}", ""):
             prefix = self.text[self.at]
             self.at += 1
-        name = _LONG_NAME.match(self.text, self.at)
+        name = self._matched(_LONG_NAME)
         if name is None:
             raise self._error(f"has an expansion that cannot be read: {self.text[start : start + 20]!r}")
-        self.at = name.end()
         index = self._index()
         operator = {"#": "length", "!": "indirect"}.get(prefix, "")
         operand: Word = ()
@@ -276,13 +271,11 @@ class WordReader(ABC):
     def _operand(self, quoted: bool, ends: str) -> Word:
         """The operand behind an operator in ``${…}``, up to one of ``ends``."""
         parts: list[Part] = []
-        plain = re.compile(r"[^\\'\"$`}/]+") if "/" in ends else _PLAIN_IN_BRACES
+        plain = _PLAIN_BEFORE_SLASH if "/" in ends else _PLAIN_IN_BRACES
         while self.at < len(self.text) and self.text[self.at] not in ends:
             origin = self._origin()
             self._part(origin)
-            match = plain.match(self.text, self.at)
-            if match is not None:
-                self.at = match.end()
+            if (match := self._matched(plain)) is not None:
                 parts.append(Literal(match[0], False, origin))
             elif self.text[self.at] == "'" and quoted:
                 self.at += 1
@@ -321,20 +314,23 @@ class WordReader(ABC):
     def _origin(self) -> Origin:
         return self._origin_at(self.at)
 
+    def _matched(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """What matches ``pattern`` here, and is passed."""
+        match = pattern.match(self.text, self.at)
+        if match is not None:
+            self.at = match.end()
+        return match
+
     def _part(self, origin: Origin) -> None:
         """Charges one part of a word at ``origin``."""
         self._budget.make(1, 0, origin, steps=_PART)
 
     def _blank(self) -> bool:
         """Skips blanks, continued lines and a comment."""
-        match = _BLANK.match(self.text, self.at)
-        if match is not None:
-            self.at = match.end()
+        self._matched(_BLANK)
         before = self.text[self.at - 1 : self.at]
         if self.text.startswith("#", self.at) and (before in ("", ";", "(", "&", "|", ")") or before.isspace()):
-            comment = _COMMENT.match(self.text, self.at)
-            if comment is not None:
-                self.at = comment.end()
+            self._matched(_COMMENT)
         return True
 
     def _blank_lines(self) -> None:

@@ -112,7 +112,6 @@ def read_variants(
 
 
 LIKE_WITH_LIKE = "like-with-like"
-SHARDS_AS_FSDP = "ZeRO-3, which shards as fsdp does; --zero says otherwise"
 
 Varied = Mapping[str, Sequence[tuple[str, str]]]
 """Pairs of a field and a value, by the field."""

@@ -214,8 +214,10 @@ def _resharded(reader: Reader) -> None:
     meant = {"full_shard": True, "1": True, "shard_grad_op": False, "2": False}
     value = node.value if isinstance(node.value, bool) else meant.get(str(node.value).lower())
     if value is None:
-        problem = "must be true (FULL_SHARD) or false (SHARD_GRAD_OP)"
-        problem += "; replicas of shards are modelled of FSDP 2, where parallelism_config says dp_replicate_size"
+        problem = (
+            "must be true (FULL_SHARD) or false (SHARD_GRAD_OP)"
+            "; replicas of shards are modelled of FSDP 2, where parallelism_config says dp_replicate_size"
+        )
         name = "reshard_after_forward" if reader.settings.has("reshard_after_forward") else "sharding_strategy"
         raise node.wrong(f"fsdp_{name}", problem)
     reader.building.put("fsdp.reshard_after_forward", Node(value, node.origin))

@@ -429,9 +429,7 @@ def _number_of(words: Sequence[Value], names: Iterable[str]) -> Node | None:
 def _product(nodes: Node | None, per_node: Node | None, origin: Origin) -> Node | None:
     if nodes is None or per_node is None:
         return None
-    assert isinstance(nodes.value, int)
-    assert isinstance(per_node.value, int)
-    return Node(nodes.value * per_node.value, origin)
+    return Node(nodes.whole * per_node.whole, origin)
 
 
 def _passed(words: Sequence[Value]) -> dict[str, Value]:

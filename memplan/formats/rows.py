@@ -209,9 +209,7 @@ class Building:
 
     def size(self, path: str) -> int:
         """The whole number that stands at ``path``."""
-        value = self.items[path].value
-        assert isinstance(value, int)
-        return value
+        return self.items[path].whole
 
     def plan(self) -> Node:
         """The plan as a mapping of sections."""
@@ -266,7 +264,6 @@ def _read(row: Row, reader: Reader) -> Node | None:
 
 def positive(name: str, node: Node) -> int:
     """``node`` as a number that can be a size."""
-    assert isinstance(node.value, int)
-    if node.value < 1:
+    if node.whole < 1:
         raise node.wrong(name, "must be at least 1")
-    return node.value
+    return node.whole

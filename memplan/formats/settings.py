@@ -45,7 +45,7 @@ def taken_apart(
             loose.append(word)
             continue
         name, equals, _ = plain.partition("=")
-        argument = _argument(name, arguments)
+        argument = arguments.get(name)  # Megatron's parsers take no abbreviations (``allow_abbrev=False``)
         values: list[Value] = [_after_equals(word)] if equals else []
         most = 0 if equals else _most(argument)
         while len(values) < most and at < len(words) and not _is_option(words[at]):
@@ -53,11 +53,6 @@ def taken_apart(
             at += 1
         given.append(Given(name, argument, tuple(values), origin_of(word, origin)))
     return given, loose
-
-
-def _argument(name: str, arguments: Mapping[str, Argument]) -> Argument | None:
-    """The argument called ``name``. Megatron's parsers take no abbreviations (``allow_abbrev=False``)."""
-    return arguments.get(name)
 
 
 def _most(argument: Argument | None) -> int:
@@ -114,6 +109,10 @@ class Settings:
         """Where the first of ``names`` that was given was written; else where the command is."""
         return next((self._value_origin(self._last[name]) for name in names if name in self._last), self.origin)
 
+    def wrong(self, name: str, problem: str) -> PlanError:
+        """What is wrong with ``name``, of which there is no value to repeat."""
+        return PlanError(name, ABSENT, problem, origin=self.where(name))
+
     def switch(self, name: str) -> Node:
         """``name`` as true or false."""
         return Node(name in self._last, self.where(name))
@@ -147,7 +146,7 @@ class Settings:
         if words is None:
             return None
         if len(words) != 1:
-            raise PlanError(name, ABSENT, "needs a value" if not words else "takes one value", origin=self.where(name))
+            raise self.wrong(name, "needs a value" if not words else "takes one value")
         return words[0]
 
     def words(self, name: str) -> list[Node] | None:

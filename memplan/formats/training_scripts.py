@@ -166,15 +166,16 @@ def _family(words: Words, settings: Settings) -> Family:
         return "hybrid"
     image = None if script else next((name for name in _IMAGES if settings.has(name)), None)
     if image is not None:
-        problem = "belongs to models that see images, which are not modelled yet"
-        raise PlanError(image, ABSENT, problem, origin=settings.where(image))
+        raise settings.wrong(image, "belongs to models that see images, which are not modelled yet")
     other = _OTHER_MODELS.search(script)
     if other is not None:
         known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
         raise wrong_at(words.origin, f"starts {script}.py, whose model is not modelled yet; those of {known} are")
     if pattern is not None and "gpt" in script:
-        problem = f"must be left out with {script}.py, which builds GPT's layers; pretrain_hybrid.py builds a hybrid's"
-        raise PlanError(pattern, ABSENT, problem, origin=settings.where(pattern))
+        raise settings.wrong(
+            pattern,
+            f"must be left out with {script}.py, which builds GPT's layers; pretrain_hybrid.py builds a hybrid's",
+        )
     if pattern is not None:
         return "hybrid"
     tokenizer = settings.loose_word("--tokenizer-type") or ""

@@ -239,13 +239,11 @@ def check_recompute(plan: ResolvedPlan) -> None:
         for module in given:
             require(plan, "recompute.modules", given, "left out", "recompute_modules", module)
         if recompute.mode != "selective":
-            problem = f"needs recompute.mode selective, not {recompute.mode}"
-            raise PlanError("recompute.modules", given, problem)
+            raise plan.wrong("recompute.modules", f"needs recompute.mode selective, not {recompute.mode}")
     if recompute.mode != "full":
         for name, value in (("layers", recompute.layers), ("method", recompute.method)):
             if value not in (None, "uniform"):
-                problem = f"needs recompute.mode full, not {recompute.mode}"
-                raise PlanError(f"recompute.{name}", value, problem)
+                raise plan.wrong(f"recompute.{name}", f"needs recompute.mode full, not {recompute.mode}")
     _check_reentrance(plan)
     if recompute.mode == "full" and recompute.layers is not None and recompute.layers > plan.model.layers:
         raise plan.wrong("recompute.layers", f"must be at most the {plan.model.layers} layers of the model")
@@ -256,14 +254,18 @@ def check_versions(plan: Plan) -> None:
     own = framework(plan.framework)
     for name, version in plan.versions.items():
         if name not in LIBRARIES:
-            problem = f"is no library whose releases are followed: {', '.join(LIBRARIES)}"
-            raise PlanError(f"versions.{name}", version, problem, known=LIBRARIES)
+            raise plan.wrong(
+                f"versions.{name}",
+                f"is no library whose releases are followed: {', '.join(LIBRARIES)}",
+                known=LIBRARIES,
+            )
         parts = version.split(".")
         if not 2 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
-            raise PlanError(f"versions.{name}", version, "must be a release such as 4.48.1")
+            raise plan.wrong(f"versions.{name}", "must be a release such as 4.48.1")
         if not own.runs_transformers(plan):
-            problem = f"must be left out with framework {plan.framework}, whose model's code is its own"
-            raise PlanError(f"versions.{name}", version, problem)
+            raise plan.wrong(
+                f"versions.{name}", f"must be left out with framework {plan.framework}, whose model's code is its own"
+            )
         library = LIBRARIES[name]
         oldest, newest = library.oldest, library.newest
         if name == "trl" and plan.trainer.kind.own_loss:
@@ -271,17 +273,17 @@ def check_versions(plan: Plan) -> None:
         if not oldest <= parsed(version)[:2] <= newest:
             span = shown(newest) if oldest == newest else f"{shown(oldest)} to {shown(newest)}"
             by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.own_loss else ""
-            problem = f"must be {span}: the releases that are followed{by}"
-            raise PlanError(f"versions.{name}", version, problem)
+            raise plan.wrong(f"versions.{name}", f"must be {span}: the releases that are followed{by}")
     if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
         raise plan.wrong("torch", f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled")
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
-        raise PlanError("versions.torch", plan.versions["torch"], f"must be {plan.torch}, which torch says")
+        raise plan.wrong("versions.torch", f"must be {plan.torch}, which torch says")
     for name, version in plan.versions.items():
         for other, lowest in needed(name, parsed(version)).items():
             if other in plan.versions and parsed(plan.versions[other]) < lowest:
-                problem = f"must be {shown(lowest)} or later with {name} {version}, which asks for it"
-                raise PlanError(f"versions.{other}", plan.versions[other], problem)
+                raise plan.wrong(
+                    f"versions.{other}", f"must be {shown(lowest)} or later with {name} {version}, which asks for it"
+                )
 
 
 def check_attention(plan: ResolvedPlan) -> None:
@@ -323,8 +325,9 @@ def check_pipeline(plan: ResolvedPlan) -> None:
     if isinstance(partition, str):
         _check_method(partition)
     elif any(not isinstance(entry, int) for entry in partition):
-        problem = "must be a method (uniform, parameters, type:REGEX), or whole numbers such as 0,4,8"
-        raise PlanError("pipeline.partition", list(partition), problem)
+        raise plan.wrong(
+            "pipeline.partition", "must be a method (uniform, parameters, type:REGEX), or whole numbers such as 0,4,8"
+        )
     for name, value in plan.pipeline.changed():
         require(plan, f"pipeline.{name}", value, "left out", "pipeline", name)
     chunks = plan.layout.pp * plan.layout.vpp

@@ -283,6 +283,12 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    @property
+    def whole(self) -> int:
+        """The value of one that was checked to be a whole number."""
+        assert isinstance(self.value, int)
+        return self.value
+
     def at(self, path: str) -> Node | None:
         """What is at the dotted ``path`` below this mapping; nothing where it ends before."""
         node: Node | None = self

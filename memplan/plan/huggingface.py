@@ -196,8 +196,7 @@ def _linear_interval(config: Node, given: Node) -> Node:
 
 def _refuse_other_positions(config: Node, family: Config) -> None:
     """Layers without positions come at the interval that the configuration says, and see all tokens."""
-    interval = _value(config, "nope_interval", family.keys["nope_interval"]).value
-    assert isinstance(interval, int)
+    interval = _value(config, "nope_interval", family.keys["nope_interval"]).whole
     tuned = config.mapping.get("attn_temperature_tuning")
     if tuned is not None and not tuned.value:
         raise tuned.wrong(
@@ -246,8 +245,7 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     if (normalises := items.pop("router_normalises", None)) is not None:
         found["router_score_first"] = Node(not normalises.value, normalises.origin)
     if (shared := items.pop("shared_experts", None)) is not None:
-        width = items["expert_ffn"].value
-        assert isinstance(width, int)
+        width = items["expert_ffn"].whole
         found["shared_expert_ffn"] = Node(width * shared.value if isinstance(shared.value, int) else 0, shared.origin)
     for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss", "expert_latent"):
         if name in items and items[name].value is None:
@@ -263,9 +261,7 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
 
 def _blocks(items: dict[str, Node], config: Node) -> dict[str, Node]:
     """Sizes of each layer; the model has those of the first that has them, and the widest."""
-    heads, hidden = items["heads"].value, items["hidden"].value
-    assert isinstance(heads, int)
-    assert isinstance(hidden, int)
+    heads, hidden = items["heads"].whole, items["hidden"].whole
     found = blocks_of(config, heads, hidden, None, None)
     each = [block_of(str(one.value)) for one in found]
     widest = max(one.ffn for one in each) or 4 * hidden
@@ -286,8 +282,7 @@ def _pattern(items: dict[str, Node]) -> dict[str, Node]:
     node = items.get("layer_pattern")
     if node is None:
         layers = items["layers"]
-        assert isinstance(layers.value, int)
-        return {"layer_pattern": Node("M" * layers.value, layers.origin)}
+        return {"layer_pattern": Node("M" * layers.whole, layers.origin)}
     pattern = _kinds(node)
     found = {"layer_pattern": Node(pattern, node.origin), "layers": Node(len(pattern), node.origin)}
     if "E" not in pattern:
@@ -321,8 +316,7 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
     """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
     ``mlp_only_layers``, those that ``moe_layers`` leaves out, and those between every ``moe_layer_freq``-th,
     ``decoder_sparse_step``-th or ``interleave_moe_layer_step``-th layer."""
-    layers = items["layers"].value
-    assert isinstance(layers, int)
+    layers = items["layers"].whole
 
     def number(name: str, default: int) -> int:
         node = config.mapping.get(name)
@@ -331,8 +325,7 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
         allowed, accepts = _whole(min(default, 1), MOST_LAYERS)
         if not accepts(node.value):
             raise node.wrong(name, f"must be {allowed}")
-        assert isinstance(node.value, int)
-        return node.value
+        return node.whole
 
     first = items.pop("first_dense", None)
     dense_first = first.value if first is not None and isinstance(first.value, int) else 0
@@ -438,12 +431,10 @@ def _activation(config: Node, key: Key, modelled: tuple[str, ...], *, gated: boo
 
 
 def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]:
-    hidden, heads = items["hidden"].value, items["heads"].value
-    assert isinstance(hidden, int)
-    assert isinstance(heads, int)
+    hidden, heads = items["hidden"].whole, items["heads"].whole
     if "latent_kv_rank" in items:
-        parts = [items[name].value for name in ("nope_head_dim", "rope_head_dim")]
-        items["head_dim"] = Node(sum(one for one in parts if isinstance(one, int)), items["nope_head_dim"].origin)
+        latent = items["nope_head_dim"].whole + items["rope_head_dim"].whole
+        items["head_dim"] = Node(latent, items["nope_head_dim"].origin)
     for name in ("kv_heads", "head_dim", "ffn"):
         if name in items and items[name].value is not None:
             continue
@@ -458,9 +449,7 @@ def _with_derived_sizes(items: dict[str, Node], config: Node) -> dict[str, Node]
 
 def _with_rotary_fraction(items: dict[str, Node]) -> dict[str, Node]:
     """The part of a head that turns, where the configuration names its features."""
-    features, d = items["rotary_fraction"], items["head_dim"].value
-    assert isinstance(features.value, int)
-    assert isinstance(d, int)
-    if features.value > d or features.value % 2:
+    features, d = items["rotary_fraction"], items["head_dim"].whole
+    if features.whole > d or features.whole % 2:
         raise features.wrong("rotary_dim", f"must be even and at most {d}, the size of a head")
-    return {**items, "rotary_fraction": Node(features.value / d, features.origin)}
+    return {**items, "rotary_fraction": Node(features.whole / d, features.origin)}

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..families import family
-from .errors import PlanError
 from .lora import adapted
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def check_kernels(plan: ResolvedPlan) -> None:
         if value not in (None, "eager", *own.kernels):
             allowed = " or ".join(("eager", *own.kernels))
             why = "others are not modelled for its layers" if own.kernels else "no kernels are modelled for its layers"
-            raise PlanError(f"kernels.{name}", value, f"must be {allowed} for family {own.name}: {why}")
+            raise plan.wrong(f"kernels.{name}", f"must be {allowed} for family {own.name}: {why}")
     if plan.kernels.lora == "unsloth" and (plan.lora.rank is None or plan.quantisation.kind == "none"):
         raise plan.wrong(
             "kernels.lora", "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"
@@ -61,7 +60,7 @@ def _check_functions(plan: ResolvedPlan) -> None:
     """What fms-acceleration's functions do not run with."""
 
     def refuse(why: str) -> None:
-        raise PlanError("kernels.lora", "unsloth", f"must be eager {why}")
+        raise plan.wrong("kernels.lora", f"must be eager {why}")
 
     adapted_layers, given = adapted(plan), plan.quantisation
     if not plan.precision.autocast:

@@ -142,8 +142,9 @@ def of_experts(plan: Plan) -> frozenset[str]:
         return frozenset()
     spec, lora = plan.model, plan.lora
     if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
-        problem = f"is not modelled of {spec.name}: stacks of experts without biases are"
-        raise PlanError("lora.target_parameters", list(given), problem)
+        raise plan.wrong(
+            "lora.target_parameters", f"is not modelled of {spec.name}: stacks of experts without biases are"
+        )
     found = set()
     for one in given:
         matched = {
@@ -155,14 +156,19 @@ def of_experts(plan: Plan) -> frozenset[str]:
         found |= matched
     for name, wrong in (("dropout", lora.dropout != 0.0), ("dora", lora.dora)):
         if wrong:
-            problem = "must be left out with lora.target_parameters: peft's ParamWrapper refuses it"
-            raise PlanError(f"lora.{name}", getattr(lora, name), problem)
+            raise plan.wrong(
+                f"lora.{name}", "must be left out with lora.target_parameters: peft's ParamWrapper refuses it"
+            )
     if release(plan, "transformers") < STACKED_EXPERTS:
-        problem = f"must be left out with transformers before {STACKED_EXPERTS[0]}, whose experts are modules"
-        raise PlanError("lora.target_parameters", list(given), problem)
+        raise plan.wrong(
+            "lora.target_parameters",
+            f"must be left out with transformers before {STACKED_EXPERTS[0]}, whose experts are modules",
+        )
     if plan.precision.autocast or plan.trainer.kind.own_loss:
-        problem = "must be left out with autocast and with trl's losses of its own: these together are not modelled"
-        raise PlanError("lora.target_parameters", list(given), problem)
+        raise plan.wrong(
+            "lora.target_parameters",
+            "must be left out with autocast and with trl's losses of its own: these together are not modelled",
+        )
     return frozenset(found)
 
 

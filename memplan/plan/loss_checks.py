@@ -72,8 +72,7 @@ def _check_clusters(plan: ResolvedPlan) -> None:
         problem = f"is missing: a vocabulary of {vocab} has no default; give the first token id of each tail cluster"
         raise PlanError("loss.cutoffs", ABSENT, problem)
     if list(loss.cutoffs) != sorted(set(loss.cutoffs)) or not loss.cutoffs or loss.cutoffs[-1] >= vocab:
-        problem = f"must increase and stay below the vocabulary of {vocab}"
-        raise PlanError("loss.cutoffs", list(loss.cutoffs), problem)
+        raise plan.wrong("loss.cutoffs", f"must increase and stay below the vocabulary of {vocab}")
 
 
 def liger_version(loss: Loss) -> tuple[int, ...]:
@@ -83,11 +82,10 @@ def liger_version(loss: Loss) -> tuple[int, ...]:
 def _check_fields(plan: ResolvedPlan) -> None:
     """Fields that belong to other kinds of loss, and logits of the last tokens alone."""
     loss = plan.loss
-    for name, value in loss.changed():
+    for name, _ in loss.changed():
         kinds = FIELDS.get(name, (loss.kind,))
         if loss.kind not in kinds:
-            problem = f"needs loss.kind {listed(kinds)}, not {loss.kind}"
-            raise PlanError(f"loss.{name}", value, problem)
+            raise plan.wrong(f"loss.{name}", f"needs loss.kind {listed(kinds)}, not {loss.kind}")
     kept, seq = loss.logits_to_keep, plan.batch.seq
     if kept is None:
         return

@@ -21,29 +21,30 @@ MAMBA = ("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim")
 def check_model(model: ModelSpec) -> None:
     """Sizes of the architecture that must fit one another."""
     if model.heads % model.kv_heads:
-        problem = f"must divide the {model.heads} attention heads ({divisors(model.heads)})"
-        raise PlanError("model.kv_heads", model.kv_heads, problem)
+        raise model.wrong("kv_heads", f"must divide the {model.heads} attention heads ({divisors(model.heads)})")
     for field in LATENT if model.latent_kv_rank else ():
         if not getattr(model, field):
-            raise PlanError(f"model.{field}", 0, "must be given with latent attention (latent_kv_rank)")
+            raise model.wrong(field, "must be given with latent attention (latent_kv_rank)")
     if model.latent_kv_rank and model.head_dim != model.nope_head_dim + model.rope_head_dim:
-        problem = f"must be nope_head_dim + rope_head_dim = {model.nope_head_dim} + {model.rope_head_dim}"
-        raise PlanError("model.head_dim", model.head_dim, problem)
+        raise model.wrong(
+            "head_dim", f"must be nope_head_dim + rope_head_dim = {model.nope_head_dim} + {model.rope_head_dim}"
+        )
     missing = [f"--{field.replace('_', '-')}" for field in ("expert_top_k", "expert_ffn") if not getattr(model, field)]
     if model.experts and missing:
-        raise PlanError("model.experts", model.experts, f"needs {' and '.join(missing)}, which the model does not say")
+        raise model.wrong("experts", f"needs {' and '.join(missing)}, which the model does not say")
     if model.expert_latent and not model.experts:
-        raise PlanError("model.expert_latent", model.expert_latent, "must be left out: the model has no experts")
+        raise model.wrong("expert_latent", "must be left out: the model has no experts")
     if model.expert_top_k > model.experts:
-        raise PlanError("model.expert_top_k", model.expert_top_k, f"must be at most the {model.experts} experts")
+        raise model.wrong("expert_top_k", f"must be at most the {model.experts} experts")
     if model.router_groups and (model.experts % model.router_groups or not model.router_group_top_k):
-        problem = f"must divide the {model.experts} experts, and needs model.router_group_top_k"
-        raise PlanError("model.router_groups", model.router_groups, problem)
+        raise model.wrong(
+            "router_groups", f"must divide the {model.experts} experts, and needs model.router_group_top_k"
+        )
     _check_pattern(model)
     _check_blocks(model)
     _check_delta(model)
     if model.positions == "rotary" and model.head_dim % 2:
-        raise PlanError("model.head_dim", model.head_dim, "must be even: rotary positions turn features in pairs")
+        raise model.wrong("head_dim", "must be even: rotary positions turn features in pairs")
 
 
 def _check_pattern(model: ModelSpec) -> None:
@@ -51,16 +52,19 @@ def _check_pattern(model: ModelSpec) -> None:
     pattern = model.layer_pattern
     if not pattern:
         if model.mtp_pattern:
-            raise PlanError("model.mtp_pattern", model.mtp_pattern, "must be left out without model.layer_pattern")
+            raise model.wrong("mtp_pattern", "must be left out without model.layer_pattern")
         return
     for field in ("layer_pattern", "mtp_pattern"):
         if other := set(getattr(model, field)) - set("M*-EG"):
-            problem = f"has {min(other)!r}: kinds of layers are M Mamba-2, * attention, - MLP, E experts and "
-            problem += "G gated delta nets"
-            raise PlanError(f"model.{field}", getattr(model, field), problem)
+            raise model.wrong(
+                field,
+                f"has {min(other)!r}: kinds of layers are M Mamba-2, * attention, - MLP, E experts and "
+                "G gated delta nets",
+            )
     if len(pattern) != model.layers:
-        problem = f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
-        raise PlanError("model.layers", model.layers, problem)
+        raise model.wrong(
+            "layers", f"must be {len(pattern)}, as many as model.layer_pattern has ({pattern}); cut or grow that"
+        )
     if bool(model.mtp_layers) is not bool(model.mtp_pattern):
         problem = "is needed with model.mtp_layers: kinds of the layers that predict one token further, such as *E"
         if model.mtp_pattern:
@@ -68,37 +72,36 @@ def _check_pattern(model: ModelSpec) -> None:
         raise PlanError("model.mtp_pattern", model.mtp_pattern or ABSENT, problem)
     for field in MAMBA if "M" in pattern else ():
         if not getattr(model, field):
-            raise PlanError(f"model.{field}", 0, "must be given with Mamba-2 layers (M of model.layer_pattern)")
+            raise model.wrong(field, "must be given with Mamba-2 layers (M of model.layer_pattern)")
     if "M" in pattern and model.mamba_heads % model.mamba_groups:
-        problem = f"must divide the {model.mamba_heads} Mamba heads"
-        raise PlanError("model.mamba_groups", model.mamba_groups, problem)
+        raise model.wrong("mamba_groups", f"must divide the {model.mamba_heads} Mamba heads")
     if ("E" in pattern) is not bool(model.experts):
         problem = "must be given with layers E" if not model.experts else "must be 0 without a layer E"
-        raise PlanError("model.experts", model.experts, f"{problem} in model.layer_pattern ({pattern})")
+        raise model.wrong("experts", f"{problem} in model.layer_pattern ({pattern})")
     if model.dense_layers:
-        raise PlanError("model.dense_layers", list(model.dense_layers), "must be left out with model.layer_pattern")
+        raise model.wrong("dense_layers", "must be left out with model.layer_pattern")
 
 
 def _check_delta(model: ModelSpec) -> None:
     """Gated delta nets, in a hybrid's pattern or between layers with attention, and the sizes that they need."""
     interval = model.linear_interval
     if interval and model.layer_pattern:
-        raise PlanError("model.linear_interval", interval, "must be left out with model.layer_pattern, which has G")
+        raise model.wrong("linear_interval", "must be left out with model.layer_pattern, which has G")
     if interval == 1:
         raise PlanError("model.linear_interval", 1, "must be 2 or more, or left out: with 1 all layers have attention")
     if not interval and "G" not in model.layer_pattern + model.mtp_pattern:
         return
     for field in DELTA:
         if not getattr(model, field):
-            raise PlanError(f"model.{field}", 0, "must be given with gated delta nets")
+            raise model.wrong(field, "must be given with gated delta nets")
     keys, values = model.linear_key_heads, model.linear_value_heads
     if values % keys:
-        raise PlanError("model.linear_value_heads", values, f"must be a multiple of the {keys} heads of keys")
+        raise model.wrong("linear_value_heads", f"must be a multiple of the {keys} heads of keys")
     if model.layer_blocks:
-        raise PlanError("model.linear_interval", interval, "must be left out with model.layer_blocks")
+        raise model.wrong("linear_interval", "must be left out with model.layer_blocks")
     if model.mtp_layers and model.is_linear(model.layers - 1):
         problem = f"must divide the {model.layers} layers: predicting further tokens takes a layer like the last one, "
-        raise PlanError("model.linear_interval", interval, f"{problem}and one with a gated delta net is not modelled")
+        raise model.wrong("linear_interval", f"{problem}and one with a gated delta net is not modelled")
 
 
 def _check_blocks(model: ModelSpec) -> None:
@@ -107,16 +110,14 @@ def _check_blocks(model: ModelSpec) -> None:
     if not blocks:
         return
     if len(blocks) != model.layers:
-        problem = f"must be {len(blocks)}, as many as model.layer_blocks has; cut or grow that"
-        raise PlanError("model.layers", model.layers, problem)
+        raise model.wrong("layers", f"must be {len(blocks)}, as many as model.layer_blocks has; cut or grow that")
     for text in kinds_of(blocks):
         if (groups := block_of(text).kv_heads) and model.heads % groups:
             problem = f"has {groups} key/value heads, which must divide the {model.heads} attention heads"
             raise PlanError("model.layer_blocks", text, problem)
     for field in ("experts", "latent_kv_rank", "mtp_layers", "layer_pattern"):
-        if value := getattr(model, field):
-            problem = "must be left out with model.layer_blocks"
-            raise PlanError(f"model.{field}", value, problem)
+        if getattr(model, field):
+            raise model.wrong(field, "must be left out with model.layer_blocks")
 
 
 def divisors(number: int) -> str:

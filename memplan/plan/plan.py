@@ -409,10 +409,11 @@ class Plan(Section, Terse):
 
     def at(self, path: str) -> Any:
         """The value of the field with the dotted ``path``."""
-        value: Any = self
-        for name in path.split("."):
-            value = value[name] if isinstance(value, Mapping) else getattr(value, name)
-        return value
+        section, _, name = path.partition(".")
+        value = getattr(self, section)
+        if not name:
+            return value
+        return value[name] if isinstance(value, Mapping) else getattr(value, name)
 
     def wrong(self, path: str, problem: str, *, known: Iterable[str] = ()) -> PlanError:
         """What is wrong with the value of the field with the dotted ``path``."""

@@ -347,8 +347,10 @@ def _variable(field: PlanField, pair: str, origin: Origin) -> tuple[str, Node]:
 def _device_map(field: PlanField, text: str, origin: Origin) -> Node:
     """A device map written out, ``{0: 0-11, 1: 12-23}``, or in the file of that name."""
     if text in ("auto", "balanced", "balanced_low_0", "sequential"):
-        problem = "is computed by Accelerate as it loads the model: write it out, as {0: 0-15, 1: 16-31}; --framework "
-        problem += "device-map alone takes equal shares, and suggest-partition cuts them for training"
+        problem = (
+            "is computed by Accelerate as it loads the model: write it out, as {0: 0-15, 1: 16-31}; --framework "
+            "device-map alone takes equal shares, and suggest-partition cuts them for training"
+        )
         raise PlanError("device_map", text, problem, origin=origin)
     if text.lstrip().startswith("{"):
         node = parse_yaml(text, origin.source, line=False)

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from ..families import ROOMS as FAMILIES
+from .errors import PlanError
 from .layer_blocks import BlockText, LayerBlock, block_of
 from .section import OneOf, Terse
 
@@ -253,6 +254,11 @@ class ModelSpec(Terse):
     def attention_features(self) -> int:
         """Features that enter the attention's output projection: ``a d``, of values where these differ."""
         return self.heads * (self.value_head_dim or self.head_dim)
+
+    def wrong(self, name: str, problem: str) -> PlanError:
+        """What is wrong with the size ``name``."""
+        value = getattr(self, name)
+        return PlanError(f"model.{name}", list(value) if isinstance(value, tuple) else value, problem)
 
     def has_experts(self, layer: int) -> bool:
         """Whether ``layer``, numbered from 0, has experts in place of an MLP."""

@@ -147,8 +147,10 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
         if field != "layers" or name is None:
             problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
             if field == "labels":
-                problem = "must be left out: the architecture is known from traces, of a language model alone, whose "
-                problem += "head and loss take more than a classifier's"
+                problem = (
+                    "must be left out: the architecture is known from traces, of a language model alone, whose "
+                    "head and loss take more than a classifier's"
+                )
             raise value.wrong(f"model.{field}", problem)
         if type(value.value) is not int or not 1 <= value.value <= MOST_LAYERS:
             raise value.wrong("model.layers", f"must be a whole number from 1 to {MOST_LAYERS:,}")

@@ -82,9 +82,11 @@ def _check_lora(plan: ResolvedPlan) -> None:
     if lora.dtype not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
         if adapters_in_16_bits(plan):
-            problem = "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
-            problem += f"{plan.precision.dtype}: train in bf16 (bf16=True; --dtype bf16), name an earlier release "
-            problem += "(--versions trl=0.25.0), or say --lora-dtype fp32"
+            problem = (
+                "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
+                f"{plan.precision.dtype}: train in bf16 (bf16=True; --dtype bf16), name an earlier release "
+                "(--versions trl=0.25.0), or say --lora-dtype fp32"
+            )
         raise plan.wrong("lora.dtype", problem)
     adapted(plan)
     if plan.model.has_sizes:
@@ -119,15 +121,16 @@ def _check_int8(plan: ResolvedPlan) -> None:
     given, named = plan.quantisation, plan.versions.get("bitsandbytes")
     for name, default in (("double", False), ("group", _NOT_QUANTISED.group), ("compute", plan.precision.dtype)):
         if getattr(given, name) != default:
-            problem = "must be left out with quantisation.kind int8, which has no such setting"
-            raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
+            raise plan.wrong(
+                f"quantisation.{name}", "must be left out with quantisation.kind int8, which has no such setting"
+            )
     if plan.lora.dora:
         raise plan.wrong(
             "lora.dora", "must be false with quantisation.kind int8: DoRA is modelled on nf4, fp4 and plain weights"
         )
     if named is not None and parsed(named) < LIBRARIES["bitsandbytes"].newest:
         problem = f"must be {shown(LIBRARIES['bitsandbytes'].newest)} or later with quantisation.kind int8: earlier "
-        raise PlanError("versions.bitsandbytes", named, problem + "products keep other tensors")
+        raise plan.wrong("versions.bitsandbytes", problem + "products keep other tensors")
 
 
 def _check_gptq(plan: ResolvedPlan) -> None:
@@ -139,8 +142,9 @@ def _check_gptq(plan: ResolvedPlan) -> None:
         )
     for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
         if getattr(given, name) != default:
-            problem = "must be left out with quantisation.kind gptq, which has no such setting"
-            raise PlanError(f"quantisation.{name}", getattr(given, name), problem)
+            raise plan.wrong(
+                f"quantisation.{name}", "must be left out with quantisation.kind gptq, which has no such setting"
+            )
     if plan.lora.dora:
         raise plan.wrong(
             "lora.dora", "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
@@ -160,12 +164,12 @@ def _check_awq(plan: ResolvedPlan) -> None:
     """``WQLinear_GEMM`` of autoawq: fp16, and sizes that pack; releases that load it and wrap it."""
     given, kind = plan.quantisation, "with quantisation.kind awq"
     if plan.precision.dtype != "fp16" or plan.precision.autocast:
-        field, value = ("dtype", plan.precision.dtype) if plan.precision.dtype != "fp16" else ("autocast", True)
+        field = "dtype" if plan.precision.dtype != "fp16" else "autocast"
         must = "fp16" if field == "dtype" else "false"
-        raise PlanError(f"precision.{field}", value, f"must be {must} {kind}: autoawq's kernels make fp16 tensors")
+        raise plan.wrong(f"precision.{field}", f"must be {must} {kind}: autoawq's kernels make fp16 tensors")
     for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
         if getattr(given, name) != default:
-            raise PlanError(f"quantisation.{name}", getattr(given, name), f"must be left out {kind}, which has none")
+            raise plan.wrong(f"quantisation.{name}", f"must be left out {kind}, which has none")
     if plan.lora.dora:
         raise plan.wrong("lora.dora", f"must be false {kind}: peft refuses DoRA there")
     if ALL_LINEAR in (plan.lora.targets or ()):

@@ -181,7 +181,7 @@ WIDEST = 10_000
 """Columns of a line at most."""
 
 
-class _Tidy:
+class Tidy:
     """A renderable without blanks at the end of its lines, without control characters, which are shown escaped, and, in
     an ASCII encoding, without dashes and bars."""
 
@@ -204,11 +204,6 @@ def _plain(text: str) -> str:
     return text.translate(_PLAIN).encode("ascii", "replace").decode()
 
 
-def tidy(renderable: RenderableType) -> RenderableType:
-    """``renderable`` as a report has it: no control characters, no blanks at a line's end."""
-    return _Tidy(renderable)
-
-
 def put_line(console: Console, text: Text) -> None:
     """Prints ``text`` on one line, however long, for scripts that read lines."""
     if not text.plain.isprintable():
@@ -220,7 +215,7 @@ def put_line(console: Console, text: Text) -> None:
 def put(console: Console, *renderables: RenderableType) -> None:
     """Prints each of ``renderables``."""
     for renderable in renderables:
-        console.print(tidy(renderable), end="", crop=False)
+        console.print(Tidy(renderable), end="", crop=False)
 
 
 def spaced(*parts: RenderableType) -> Iterator[RenderableType]:

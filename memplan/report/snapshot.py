@@ -111,8 +111,10 @@ def _parting(parting: Parting) -> str:
         return f"nowhere: all {parting.same:,} requests of 1 MiB or more of forward and backward are the same."
     tensor = planned.tensor
     shape = f" {'×'.join(map(str, tensor.shape))} {tensor.dtype}".rstrip() if tensor.shape else ""
-    text = f"behind {parting.same:,} requests of 1 MiB or more that are the same, the plan has {tensor.name}{shape} in "
-    text += f"{tensor.module or tensor.phase}, {tensor.phase} ({size(planned.size)}), and the run "
+    text = (
+        f"behind {parting.same:,} requests of 1 MiB or more that are the same, the plan has {tensor.name}{shape} in "
+        f"{tensor.module or tensor.phase}, {tensor.phase} ({size(planned.size)}), and the run "
+    )
     if ran is None:
         return f"{text}no more."
     frame = parting.frame

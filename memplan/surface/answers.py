@@ -43,9 +43,9 @@ class Shown:
         return page(repr(self).strip("<>"), *converted(self._report(wide_console())), data={}).decode()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from ..report.printing import tidy
+        from ..report.printing import Tidy
 
-        yield from map(tidy, self._report(console))
+        yield from map(Tidy, self._report(console))
 
     def __str__(self) -> str:
         """The command's report, without colours."""

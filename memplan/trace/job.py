@@ -23,13 +23,13 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
     """Keys and values of a ``config.json``; ``PlanError`` where the family has none that says the same."""
     family = family_of(spec.family).config
     if family is None:
-        problem = f"has no Hugging Face configuration; these have: {', '.join(known_types())}"
-        raise PlanError("model.family", spec.family, problem)
+        raise spec.wrong("family", f"has no Hugging Face configuration; these have: {', '.join(known_types())}")
     config: dict[str, Any] = {"model_type": spec.family}
     for name, value in family.constants.items():
         if getattr(spec, name) != value and not _of_experts_alone(spec, name):
-            problem = f"must be {str(value).lower()}: a configuration of {spec.family} cannot say otherwise"
-            raise PlanError(f"model.{name}", getattr(spec, name), problem)
+            raise spec.wrong(
+                name, f"must be {str(value).lower()}: a configuration of {spec.family} cannot say otherwise"
+            )
     for name, key in family.keys.items():
         if _of_experts_alone(spec, name):
             continue
@@ -41,7 +41,7 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
         wanted = "gelu" if spec.activation == "geglu" else spec.activation
         known = [given for given in family.activations if ACTIVATIONS[given] == wanted]
         if not known:
-            raise PlanError("model.activation", spec.activation, f"must be one that {spec.family} has")
+            raise spec.wrong("activation", f"must be one that {spec.family} has")
         config[family.activation.names[0]] = known[0]
     return config
 

@@ -129,8 +129,7 @@ def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
     parallel = layout.tp > 1 or layout.pp > 1
     if layout.cp > 1 or layout.ep > 1:
         name = "cp" if layout.cp > 1 else "ep"
-        problem = "must be 1: torch-native code has data, tensor and pipeline parallelism"
-        raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+        raise plan.wrong(f"layout.{name}", "must be 1: torch-native code has data, tensor and pipeline parallelism")
     if parallel:
         _check_llama(plan)
         name, zero = "fsdp", 0

@@ -39,8 +39,7 @@ def read(reader: Reader) -> None:
         return
     name = names[0]
     if reader.context.family != "gpt":
-        problem = "must be left out: layers that differ are modelled of pretrain_gpt.py alone"
-        raise PlanError(name, ABSENT, problem, origin=settings.where(name))
+        raise settings.wrong(name, "must be left out: layers that differ are modelled of pretrain_gpt.py alone")
     config = _configuration(reader, name)
     _check(reader, config, name)
     if PATH not in names:
@@ -50,8 +49,7 @@ def read(reader: Reader) -> None:
         return
     for other in ("--num-experts", "--mtp-num-layers", "--multi-latent-attention"):
         if settings.has(other):
-            problem = f"must be left out with {PATH}, beside which it is refused or not modelled"
-            raise PlanError(other, ABSENT, problem, origin=settings.where(other))
+            raise settings.wrong(other, f"must be left out with {PATH}, beside which it is refused or not modelled")
     sizes = (building.size(f"model.{size}") for size in ("heads", "hidden", "kv_heads", "ffn"))
     blocks = blocks_of(config, *sizes)
     widest = max(block_of(str(block.value)).ffn for block in blocks)
@@ -107,8 +105,7 @@ def _wanted(reader: Reader, config: Node) -> Iterator[Wanted]:
     )  # fmt: skip
     yield "--rotary-base", _given(reader, "--rotary-base", 10000), theta.value
     yield "--rope-scaling-factor", _given(reader, "--rope-scaling-factor", 8.0), factor.value
-    assert isinstance(heads.value, int)
-    yield "--num-query-groups", items["model.kv_heads"].value, heads.value // _heads_in_group(config)
+    yield "--num-query-groups", items["model.kv_heads"].value, heads.whole // _heads_in_group(config)
 
 
 def _heads_in_group(config: Node) -> int:

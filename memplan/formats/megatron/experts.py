@@ -35,8 +35,9 @@ def without_experts(reader: Reader) -> str:
 def _stops_without_experts(name: str, reader: Reader) -> str:
     reason, settings = without_experts(reader), reader.settings
     if reason and settings.has(name):
-        problem = "must be left out without experts on several ranks (--expert-model-parallel-size), as Megatron has it"
-        raise PlanError(name, ABSENT, problem, origin=settings.where(name))
+        raise settings.wrong(
+            name, "must be left out without experts on several ranks (--expert-model-parallel-size), as Megatron has it"
+        )
     return reason
 
 
@@ -192,8 +193,7 @@ def _joint_down(reader: Reader) -> None:
     if not reader.settings.has(name):
         return
     if not reader.settings.has(LATENT):
-        problem = f"needs {LATENT}: Megatron stops without"
-        raise PlanError(name, ABSENT, problem, origin=reader.settings.where(name))
+        raise reader.settings.wrong(name, f"needs {LATENT}: Megatron stops without")
     reader.building.put("megatron.joint_latent_down", Node(True, reader.settings.where(name)), name)
 
 
@@ -237,8 +237,7 @@ def _alone(reader: Reader, name: str, others: Sequence[str]) -> bool:
         return False
     for other in others:
         if reader.settings.has(other):
-            problem = f"must be left out: it is not modelled yet with {name}"
-            raise PlanError(other, ABSENT, problem, origin=reader.settings.where(other))
+            raise reader.settings.wrong(other, f"must be left out: it is not modelled yet with {name}")
     return True
 
 
@@ -281,9 +280,11 @@ def _rank_capacity(reader: Reader) -> None:
     name = "--moe-expert-rank-capacity-factor"
     given, stash = reader.settings.number(name), "--moe-paged-stash"
     if given is not None and reader.settings.has(stash):
-        problem = "must be left out: pages for what experts save (paged_stash.py) are not modelled yet; without them"
-        problem += " all of it stays where it was made"
-        raise PlanError(stash, ABSENT, problem, origin=reader.settings.where(stash))
+        raise reader.settings.wrong(
+            stash,
+            "must be left out: pages for what experts save (paged_stash.py) are not modelled yet; without them"
+            " all of it stays where it was made",
+        )
     if given is not None:
         reader.building.put("experts.rank_capacity", given, name)
 

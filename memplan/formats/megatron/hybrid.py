@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.megatron_layout import layout_text, stages
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
@@ -42,7 +42,7 @@ def _pattern(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     names = [name for name in (PATTERN, OLDER, *RATIOS) if settings.has(name)]
     if len(names) > 1 and names[0] in (PATTERN, OLDER):
-        raise PlanError(names[1], ABSENT, f"must be left out with {names[0]}", origin=settings.where(names[1]))
+        raise settings.wrong(names[1], f"must be left out with {names[0]}")
     node = settings.word(names[0]) if names and names[0] in (PATTERN, OLDER) else _of_ratios(reader)
     name, text = (names or [PATTERN])[0], str(node.value)
     main, *further = text.split("/")
@@ -54,8 +54,10 @@ def _pattern(reader: Reader) -> None:
         if letter not in KINDS + "|":
             known = OTHERS.get(letter)
             why = f"{known} are not modelled yet" if known else "it is no kind of layer"
-            problem = f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP, E experts and G gated delta nets are, "
-            problem += "and | between stages"
+            problem = (
+                f"has {letter!r}: {why}; M Mamba-2, * attention, - MLP, E experts and G gated delta nets are, "
+                "and | between stages"
+            )
             raise PlanError(name, text[:100], problem, origin=node.origin)
     segments = main.split("|")
     pattern = "".join(segments)
@@ -93,7 +95,7 @@ def _of_ratios(reader: Reader) -> Node:
     settings = reader.settings
     layers = settings.integer("--num-layers")
     if layers is None:
-        raise PlanError(PATTERN, ABSENT, "is missing: the training cannot start without it", origin=settings.origin)
+        raise settings.wrong(PATTERN, "is missing: the training cannot start without it")
     total, where = int(str(layers.value)), settings.where(*RATIOS, "--num-layers")
     parts = [float(str(node.value)) if (node := settings.number(name)) is not None else 0.0 for name in RATIOS]
     if not 0 < total <= MOST_LAYERS or min(parts) < 0 or sum(parts) > 1:
@@ -127,8 +129,7 @@ def _layers(reader: Reader) -> None:
     if "model.layers" in building.items:
         building.because(name, f"not read: model.layers = {building.size('model.layers')} from the pattern")
     elif given is None:
-        problem = "is missing: the training cannot start without it"
-        raise PlanError(name, ABSENT, problem, origin=reader.settings.origin)
+        raise reader.settings.wrong(name, "is missing: the training cannot start without it")
     else:
         building.put("model.layers", given, name)
 
@@ -140,8 +141,7 @@ def chunks(reader: Reader, others: Sequence[str]) -> int | None:
     settings, building = reader.settings, reader.building
     for name in others:
         if settings.has(name):
-            problem = f"must be left out with {PATTERN}, whose | cut it into stages"
-            raise PlanError(name, ABSENT, problem, origin=settings.where(name))
+            raise settings.wrong(name, f"must be left out with {PATTERN}, whose | cut it into stages")
     layout, pp = building.items.get("pipeline.layout"), building.size("layout.pp")
     count = 1 if layout is None else str(layout.value).count("|") + 1
     if layout is not None and count % pp:

@@ -99,8 +99,7 @@ def _packing(reader: Reader) -> None:
         return
     without = "--no-create-attention-mask-in-dataloader"
     if settings.has(names[0]) and not any(map(settings.has, (without, names[1]))):
-        problem = f"needs {without}: Megatron stops with a mask of packed conversations"
-        raise PlanError(names[0], ABSENT, problem, origin=settings.where(names[0]))
+        raise settings.wrong(names[0], f"needs {without}: Megatron stops with a mask of packed conversations")
     given = next(filter(settings.has, names))
     reader.building.put("megatron.packed", Node(True, settings.where(given)), *filter(settings.has, names))
 

@@ -69,8 +69,9 @@ def _chunks(reader: Reader) -> None:
         return
     given = [name for name in (_VIRTUAL_LAYERS, _VIRTUAL, _LAYOUT) if settings.has(name)]
     if len(given) > 1:
-        problem = f"must be left out with {given[0]}: only one of them says how many virtual stages there are"
-        raise PlanError(given[1], ABSENT, problem, origin=settings.where(given[1]))
+        raise settings.wrong(
+            given[1], f"must be left out with {given[0]}: only one of them says how many virtual stages there are"
+        )
     if not given:
         put("layout.vpp", 1)
         return
@@ -142,7 +143,7 @@ def _decoder(reader: Reader) -> None:
         building.note("decoder-layers-unused", f"{said}, {encoder}")
     seq = settings.integer(name)
     if seq is None:
-        raise PlanError(name, ABSENT, "is missing: the training cannot start without it", origin=settings.origin)
+        raise settings.wrong(name, "is missing: the training cannot start without it")
     building.put("batch.decoder_seq", seq, name)
 
 

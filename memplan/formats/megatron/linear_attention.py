@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...plan.errors import Node, PlanError
+from ...plan.errors import Node
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import Reader, Row, elsewhere
@@ -46,11 +46,11 @@ def _variant(reader: Reader) -> None:
         raise node.lacks(FREQUENCY, f"is missing: {VARIANT} needs it")
     interval = _interval(str(given.value), reader.building.size("model.layers"))
     if interval is None:
-        problem = (
+        raise given.wrong(
+            FREQUENCY,
             "must be a whole number, 2 or more, or a list of as many ones and zeros as there are layers, with a 0 "
+            "at every n-th place: other patterns are not modelled yet",
         )
-        problem += "at every n-th place: other patterns are not modelled yet"
-        raise PlanError(FREQUENCY, given.value, problem, origin=given.origin)
     reader.building.put("model.linear_interval", Node(interval, given.origin), VARIANT, FREQUENCY)
 
 

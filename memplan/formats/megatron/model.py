@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.errors import Node, PlanError
 from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
@@ -71,7 +71,7 @@ def _squared_relu(reader: Reader) -> None:
     if not reader.settings.has(name):
         return
     if reader.settings.has("--swiglu"):
-        raise PlanError(name, ABSENT, "must be left out with --swiglu", origin=reader.settings.where(name))
+        raise reader.settings.wrong(name, "must be left out with --swiglu")
     reader.building.put("model.activation", Node("relu2", reader.settings.where(name)), name)
 
 

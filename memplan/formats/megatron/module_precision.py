@@ -108,14 +108,17 @@ def _of_recipe(node: Node, name: str, run: str | None) -> str:
         raise recipes[1][1].wrong(f"{name}.{FP4}", f"must be left out with {FP8}: Megatron refuses both")
     for field in ("fp8_param", "fp4_param"):
         if field in given and given[field].value:
-            problem = "must be false: parameters of single modules in 8 or 4 bits are not modelled yet"
-            raise PlanError(f"{name}.{field}", True, problem, origin=given[field].origin)
+            raise given[field].wrong(
+                f"{name}.{field}", "must be false: parameters of single modules in 8 or 4 bits are not modelled yet"
+            )
     for field, recipe in recipes:
         _check_recipe(recipe, f"{name}.{field}", RECIPES[field])
     overrides, enables = _is(given, OVERRIDES, True), _is(given, ENABLES, False)
     if enables and recipes:
-        problem = "must be false: single modules in 8 or 4 bits where others have 16 are not modelled yet"
-        raise PlanError(f"{name}.{ENABLES}", True, problem, origin=given[ENABLES].origin)
+        raise given[ENABLES].wrong(
+            f"{name}.{ENABLES}",
+            "must be false: single modules in 8 or 4 bits where others have 16 are not modelled yet",
+        )
     if run is None or not overrides:
         return LOW
     if not recipes:

@@ -22,7 +22,7 @@ def _precision(reader: Reader) -> None:
     has an argument of its own."""
     settings = reader.settings
     if settings.has("--fp16") and settings.has("--bf16"):
-        raise PlanError("--fp16", ABSENT, "must be left out with --bf16", origin=settings.where("--fp16"))
+        raise settings.wrong("--fp16", "must be left out with --bf16")
     dtype = put_dtype(reader)
     if sharding.runs_torch(reader):
         sharding.put_torch_dtype(reader, dtype)
@@ -177,7 +177,7 @@ def _offloading(reader: Reader) -> None:
     for part, plain in _OFFLOADING_PARTS.items():
         given = settings.number(part)
         if given is not None and given.value != plain:
-            raise PlanError(part, given.value, f"is not modelled yet; {plain} is", origin=given.origin)
+            raise given.wrong(part, f"is not modelled yet; {plain} is")
     once = {module.value: module for module in modules}
     building.put("megatron.offload_modules", Node(list(once.values()), settings.where(name)), OFFLOADING, name)
 

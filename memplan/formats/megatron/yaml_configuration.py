@@ -67,8 +67,7 @@ def _activation(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     if node is None:
         return
     if str(node.value) not in _ACTIVATIONS:
-        problem = f"must be one of {', '.join(_ACTIVATIONS)}"
-        raise PlanError("language_model.activation_func", str(node.value), problem, origin=node.origin)
+        raise node.wrong("language_model.activation_func", f"must be one of {', '.join(_ACTIVATIONS)}")
     function, gated = _ACTIVATIONS[str(node.value)]
     yield "activation_func", Node({"_target_": Node(function, node.origin)}, node.origin)
     yield "gated_linear_unit", Node(gated, node.origin)

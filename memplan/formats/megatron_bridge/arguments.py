@@ -172,8 +172,7 @@ def _precision(root: Node) -> Mapping[str, Node]:
         return {**_nodes(table.UNSAID, node.origin), **{k: v for k, v in node.mapping.items() if not k.startswith("_")}}
     fields = table.PRECISIONS.get(str(node.value).replace("-", "_"))
     if fields is None:
-        problem = f"must be one of {', '.join(table.PRECISIONS)}"
-        raise PlanError("mixed_precision", str(node.value), problem, origin=node.origin)
+        raise node.wrong("mixed_precision", f"must be one of {', '.join(table.PRECISIONS)}")
     return _nodes({**table.UNSAID, **fields}, node.origin)
 
 

@@ -190,6 +190,8 @@ def told(root: Node, asked: Asked, recipe: str) -> Note | None:
     if not left and not recipe:
         return None
     what = f"{recipe} is Python, which is not run; what it says beside the overrides is" if recipe else ""
-    problem = f"{what or 'not among the overrides, and'} taken as Megatron-Bridge's template of recipes has it"
-    problem += f"{': ' if left else ''}{', '.join(left)}; where the recipe says other, give the flags"
+    problem = (
+        f"{what or 'not among the overrides, and'} taken as Megatron-Bridge's template of recipes has it"
+        f"{': ' if left else ''}{', '.join(left)}; where the recipe says other, give the flags"
+    )
     return Note("recipe-not-read", problem)

@@ -258,8 +258,7 @@ class _Finish:
         self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
         put("batch.mbs", mbs)
-        size = mbs.value if "batch.mbs" not in read.origins else plan.batch.mbs
-        assert isinstance(size, int)
+        size = mbs.whole if "batch.mbs" not in read.origins else plan.batch.mbs
         put("batch.gbs", self._all(size * passes, dp, plan))
         if layout.tp > 1:
             whole = self._whole_loss()
@@ -323,31 +322,27 @@ class _Finish:
         if settings.has(TOKENS, ALL_TOKENS, LENGTH[0]):
             tokens = settings.integer(TOKENS, default=16_384)
             mbs = Node(self._sequences(tokens, TOKENS), tokens.origin)
-            passes = settings.integer("parallelism.num_pp_microbatches", default=1).value if pp > 1 else 1
-            assert isinstance(passes, int)
+            passes = settings.integer("parallelism.num_pp_microbatches", default=1).whole if pp > 1 else 1
             return mbs, passes
         local = settings.integer(*BATCH, default=8)
         if pp == 1:
             return local, 1
-        assert isinstance(local.value, int)
         old = ("parallelism.pipeline_parallel_microbatches", "experimental.pipeline_parallel_microbatches")
         if settings.era.day < "2025-04-07":
             name, count = settings.name(*old), settings.optional(*old)
             total = len(stages(settings, plan.model.layers, pp).first) - 1 if settings.era.day >= "2025-01-07" else pp
-            passes = count.value if count is not None else total
+            passes = count.whole if count is not None else total
             where = count.origin if count is not None else local.origin
         else:
             name = "parallelism.pipeline_parallel_microbatch_size"
             each = settings.integer(name, default=1)
-            assert isinstance(each.value, int)
-            passes, rest = divmod(local.value, each.value)
+            passes, rest = divmod(local.whole, each.whole)
             where = each.origin
             if rest:
                 raise PlanError(name, each.value, f"must divide the batch of {local.value}", origin=where)
-        assert isinstance(passes, int)
-        if local.value % passes:
+        if local.whole % passes:
             raise local.wrong(settings.name(*BATCH), f"must be a multiple of the {passes} micro-batches of a pipeline")
-        return Node(local.value // passes, where), passes
+        return Node(local.whole // passes, where), passes
 
     def _all(self, local: int, dp: int, plan: Plan) -> Node:
         """Sequences of a step on all ranks."""
@@ -359,7 +354,6 @@ class _Finish:
             count = Node(self._sequences(tokens, ALL_TOKENS), tokens.origin)
         if count is None:
             return Node(local * dp, self.settings.where(*BATCH, TOKENS))
-        assert isinstance(count.value, int)
         if plan.layout.pp > 1 and count.value != local * dp:
             raise count.wrong(
                 name, f"must be {local * dp} with pipeline stages: several pipelines in a step are not modelled yet"
@@ -367,14 +361,12 @@ class _Finish:
         return count
 
     def _sequences(self, tokens: Node, name: str) -> int:
-        length = self.settings.integer(*LENGTH, default=2048).value
-        assert isinstance(length, int)
-        assert isinstance(tokens.value, int)
-        if tokens.value % length:
+        length = self.settings.integer(*LENGTH, default=2048).whole
+        if tokens.whole % length:
             raise tokens.wrong(
                 name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
             )
-        return tokens.value // length
+        return tokens.whole // length
 
     def _whole_loss(self) -> Node:
         """Whether every tensor-parallel rank has whole logits."""

@@ -226,11 +226,10 @@ def _count(settings: Settings, layers: int, pp: int, *, several: bool) -> int:
     each = settings.optional(name)
     if each is None:
         return pp * (2 if several else 1)
-    assert isinstance(each.value, int)
     counted = layers + sum(_weights(settings))
-    if settings.era.day < ROUNDED and counted % (each.value * pp):
+    if settings.era.day < ROUNDED and counted % (each.whole * pp):
         raise each.wrong(name, f"must make equal stages of {layers} layers, embedding and head on {pp} ranks")
-    return -(-counted // each.value)
+    return -(-counted // each.whole)
 
 
 def _weights(settings: Settings) -> tuple[int, int]:
@@ -238,11 +237,9 @@ def _weights(settings: Settings) -> tuple[int, int]:
     if settings.era.day < WEIGHED:
         return 0, 0
     first, last = (
-        settings.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", default=1, least=0).value
+        settings.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", default=1, least=0).whole
         for end in ("first", "last")
     )
-    assert isinstance(first, int)
-    assert isinstance(last, int)
     return first, last
 
 

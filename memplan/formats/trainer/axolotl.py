@@ -192,8 +192,10 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             if of(name).value is not False:
                 yield name, True, of(name)
     elif is_whole and kernel in (None, "sdpa", "eager"):
-        problem = "must be flash_attention_2 or flash_attention_3 where all parameters are trained: without, Axolotl "
-        problem += "keeps norms, embeddings and head in fp32, which is not modelled"
+        problem = (
+            "must be flash_attention_2 or flash_attention_3 where all parameters are trained: without, Axolotl "
+            "keeps norms, embeddings and head in fp32, which is not modelled"
+        )
         raise PlanError("attn_implementation", kernel or ABSENT, problem, origin=(attention or written).origin)
     if on("load_in_8bit"):
         yield "load_in_8bit", True, of("load_in_8bit")

@@ -223,11 +223,11 @@ _MATCHED: Mapping[str, tuple[str, str]] = {
 def _check_match(given: Node | None, name: str, flag: str, trainers: Node | None) -> None:
     """transformers stops where the file and its own arguments say two things (``fill_match``)."""
     if trainers is not None and given is not None and given.value not in ("auto", trainers.value):
-        problem = (
+        raise given.wrong(
+            name,
             f"must be auto or {trainers.value}, which the Trainer's {flag} is, by default or as given: "
-            f"transformers stops where they differ; its script takes --{flag} {given.plain()}"
+            f"transformers stops where they differ; its script takes --{flag} {given.plain()}",
         )
-        raise PlanError(name, given.plain(), problem, origin=given.origin)
 
 
 def _offloads(config: Node) -> bool:
@@ -375,7 +375,7 @@ def _autocast(arguments: Arguments) -> Node | None:
     """The dtype of ``bf16`` or ``fp16``; nothing where neither is on."""
     bf16, fp16 = arguments.on("bf16"), arguments.on("fp16")
     if bf16 is not None and fp16 is not None:
-        raise PlanError("fp16", True, "must be false with bf16: there is one autocast", origin=fp16.origin)
+        raise fp16.wrong("fp16", "must be false with bf16: there is one autocast")
     on = bf16 or fp16
     return None if on is None else Node("bf16" if bf16 is not None else "fp16", on.origin)
 
@@ -474,8 +474,9 @@ def _liger(reader: Reader) -> None:
             put(LIGER_PIECES[key], Node("eager", chosen[key].origin), key)
     alone = chosen.get("cross_entropy", Node(False, config.origin))
     if alone.value and "fused_linear_cross_entropy" not in off:
-        problem = "must be false unless fused_linear_cross_entropy is: Liger takes one of them"
-        raise PlanError("cross_entropy", True, problem, origin=alone.origin)
+        raise alone.wrong(
+            "cross_entropy", "must be false unless fused_linear_cross_entropy is: Liger takes one of them"
+        )
     if "fused_linear_cross_entropy" in off:
         kind = "liger-cross-entropy" if alone.value else "plain"
         put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
@@ -541,8 +542,7 @@ def _adapters(reader: Reader) -> None:
         put("quantisation.kind", Node("int8", eight.origin), "load_in_8bit")
     quantised = arguments.on("load_in_4bit")
     if eight is not None and quantised is not None:
-        problem = "must be left out with load_in_4bit: weights are loaded in 4 bits or in 8"
-        raise PlanError("load_in_8bit", True, problem, origin=eight.origin)
+        raise eight.wrong("load_in_8bit", "must be left out with load_in_4bit: weights are loaded in 4 bits or in 8")
     if quantised is None:
         return
     put("quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit")

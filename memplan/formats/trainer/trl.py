@@ -83,8 +83,10 @@ def _reward_model(reader: Reader) -> None:
     """``GRPOTrainer`` loads it on every rank, where it stays (``prepare_model`` with ``evaluation_mode``)."""
     node = reader.settings.node("reward_model_name_or_path")
     if node is not None and "generation-memory" not in reader.context:
-        problem = "is a model beside the policy, whole on every GPU, which is not modelled: say what it takes, with "
-        problem += "what generation keeps, as --generation-memory 16GiB"
+        problem = (
+            "is a model beside the policy, whole on every GPU, which is not modelled: say what it takes, with "
+            "what generation keeps, as --generation-memory 16GiB"
+        )
         raise PlanError("reward_model_name_or_path", node.plain(), problem, origin=node.origin)
 
 
@@ -92,8 +94,10 @@ def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
     if (node := arguments.on("use_liger_kernel")) is not None:
-        problem = "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits"
-        raise PlanError("use_liger_kernel", True, problem, origin=node.origin)
+        raise node.wrong(
+            "use_liger_kernel",
+            "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits",
+        )
 
 
 def _liger_of_layers(reader: Reader) -> None:
