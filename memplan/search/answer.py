@@ -47,7 +47,7 @@ def suggest(
     capacity, limit, beyond = _limits(resolved, known)
     framework(resolved.framework).search.check_model(resolved, timed=objective == "time")
     if objective == "time":
-        check_timed(resolved.hardware.gpu)
+        check_timed(resolved)
     space = _space(base, resolved, fixed)
     error = published_error(resolved)
     within = min(EQUALLY_FAST, error)

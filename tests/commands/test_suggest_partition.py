@@ -153,6 +153,23 @@ def test_a_gpu_without_a_published_speed(objective: str, capsys: pytest.CaptureF
     assert "has no published speed, and so no time: --objective memory and gpus need none" in capsys.readouterr().err
 
 
+def test_nodes_whose_network_nobody_has_published(capsys: pytest.CaptureFixture[str]) -> None:
+    """The least memory needs no time; a plan that does not fit has ways out; the network can be said."""
+    job = ["--model=gpt2", "--layers=2", "--framework=fsdp", "--gpus=16", "--gpu=rtx-4090", "--gbs=256", "--seq=1024"]
+    found = answer(capsys, *job, "--objective=memory")
+    assert found["recommended"]["seconds"] is None
+    assert main(suggest(*job, "--objective=memory")) == 0
+    assert "published network adapters beside rtx-4090" in capsys.readouterr().out
+    assert main(suggest(*job)) == 2
+    assert "hardware.network: is missing: " in (told := capsys.readouterr().err)
+    assert "--network 50 says 50 GB/s for each GPU" in told
+    assert answer(capsys, *job, "--network=50")["recommended"]["seconds"] > 0
+    assert main(["estimate", *job[:-2], "--seq=1024", "--mbs=128", "--json"]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways_out"]
+    assert ways
+    assert {way["slower"] for way in ways} == {None}
+
+
 def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, *JOB, "--headroom=5%", "--price=3.6")
     assert found["limit_bytes"] == found["capacity_bytes"] - int(found["capacity_bytes"] * 0.05)
