@@ -19,9 +19,9 @@ def is_timed(gpu: str | None) -> bool:
     return gpu in SPEEDS and gpu in MULTIPROCESSORS
 
 
-def lacks_network(plan: Plan, gpus: int) -> bool:
-    """Whether ``gpus`` of the plan's GPU are several nodes, between which no bandwidth is known."""
-    gpu, hardware = plan.hardware.gpu or "", plan.hardware
+def lacks_network(plan: Plan, gpus: int, gpu: str | None = None) -> bool:
+    """Whether ``gpus`` of the plan's GPU, or of ``gpu``, are several nodes, between which no bandwidth is known."""
+    gpu, hardware = gpu or plan.hardware.gpu or "", plan.hardware
     return gpus > hardware.gpus_per_node and hardware.network is None and gpu in SPEEDS and SPEEDS[gpu].network is None
 
 
