@@ -96,11 +96,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     room = limit - least_context(estimate.plan, known)
     try:
         given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
+        every = list(proposals(given, room))
     except PlanError:
         return ()
     left = MOST_REPLAYED
     found: list[WayOut] = []
-    every = list(proposals(given, room))
     single = tried = [one for proposal in every for one in _folded(given, (proposal,))]
     folds = LAYERS // plan.model.layers - len(single)
     by_gain = [one.proposed[0] for one in sorted(single, key=_least)]

@@ -38,13 +38,13 @@ def check_timed(plan: ResolvedPlan) -> None:
         raise PlanError("hardware.gpu", gpu, problem + known)
 
 
-def on_timed_gpu(plan: ResolvedPlan) -> ResolvedPlan:
+def on_timed_gpu(plan: ResolvedPlan, gpus: int = 0) -> ResolvedPlan:
     """A resolved plan whose GPU has times: ``STAND_IN`` in place of one that has none, or is not named; its network
-    where that alone is not known."""
+    where that alone is not known, of the plan's GPUs or of all ``gpus`` of which it is a part."""
     network = SPEEDS[STAND_IN].network
     if not is_timed(plan.hardware.gpu):
         stand_in: dict[str, object] = {"gpu": STAND_IN}
-    elif network is not None and lacks_network(plan, plan.hardware.gpus):
+    elif network is not None and lacks_network(plan, max(gpus, plan.hardware.gpus)):
         stand_in = {"network": network.value / GIGA}
     else:
         return plan
