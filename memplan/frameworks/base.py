@@ -296,6 +296,10 @@ class Framework:
         """What an estimate takes for granted of the optimizer."""
         return plan.optimizer.algorithm.assumptions(plan.optimizer)
 
+    def optimizers_of(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        """Those that the plan could name instead of one that the framework lacks."""
+        return self.supports.optimizers or ()
+
     def attention_words(self, plan: Plan) -> str:
         """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``)."""
         if plan.compile:

@@ -34,12 +34,13 @@ def check_optimizer(plan: ResolvedPlan) -> None:
 
 def _check_name(plan: ResolvedPlan) -> None:
     """Refuses what does not run, or is not modelled, on pieces of parameters."""
-    name, supports = plan.optimizer.name, framework(plan.framework).supports
+    own = framework(plan.framework)
+    name, supports = plan.optimizer.name, own.supports
     if supports.optimizers is None or name in supports.optimizers:
         return
     others = [one.name for one in frameworks() if one.supports.optimizers is None]
     why = supports.optimizers_refused.get(name, f"{listed(others, 'and')} support other optimizers")
-    problem = f"must be one of {', '.join(supports.optimizers)} with framework {plan.framework}: {why}"
+    problem = f"must be one of {', '.join(own.optimizers_of(plan))} with framework {plan.framework}: {why}"
     raise PlanError("optimizer.name", plan.optimizer.called, problem)
 
 

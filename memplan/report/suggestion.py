@@ -17,7 +17,7 @@ from ..result import Estimate, Notice
 from ..search.changes import Method
 from ..search.result import Found, Offer, Suggestion
 from ..search.time import StepTime, best_published, cost_of_step, cost_of_tokens
-from ..search.time.stand_in import STAND_IN
+from ..search.time.stand_in import STAND_IN, lacks_network
 from ..values import dataclass
 from .estimate import first_notes, verdict
 from .names import size, stage_word
@@ -398,5 +398,6 @@ def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator
         times = "Times are computed from published figures, not measured"
         if stated is not None and not stated.timed:
             gpu = stated.plan.hardware.gpu
-            times = f"Nobody has published the speed of {gpu}: layouts are ranked as on {STAND_IN}, without times"
+            what = "network adapters beside" if lacks_network(stated.plan, stated.point.gpus) else "the speed of"
+            times = f"Nobody has published {what} {gpu}: layouts are ranked as on {STAND_IN}, without times"
         yield Text(f"{times}; {len(assumed)} assumptions with -v.", FAINT)

@@ -19,7 +19,7 @@ from ..plan.sizes import default_reserve, headroom_bytes
 from .candidates import Clock
 from .changes import changes_of, measured
 from .result import Found, Suggestion
-from .search import Report, Search
+from .search import Report, Search, alike
 from .space import Space, filled, nearest_counts, space_of
 from .time import check_timed, published_error
 
@@ -47,7 +47,7 @@ def suggest(
     capacity, limit, beyond = _limits(resolved, known)
     framework(resolved.framework).search.check_model(resolved, timed=objective == "time")
     if objective == "time":
-        check_timed(resolved.hardware.gpu)
+        check_timed(resolved)
     space = _space(base, resolved, fixed)
     error = published_error(resolved)
     within = min(EQUALLY_FAST, error)
@@ -134,10 +134,27 @@ def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> li
     fastest = best[0]
     for roomy in search.roomier(fastest, within)[:TRIED]:
         whole = search.estimated(roomy)
-        alike = whole.is_safe and whole.judged.retries <= fastest.judged.retries
-        if alike and whole.needs < fastest.needs:
+        is_sure = whole.is_safe and whole.judged.retries <= fastest.judged.retries
+        if is_sure and whole.needs < fastest.needs:
+            whole = _with_more_room(search, whole, best, fastest.seconds * (1 + within))
             return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
     return best
+
+
+def _with_more_room(search: Search, whole: Suggestion, best: Sequence[Suggestion], longest: float) -> Suggestion:
+    """``whole``, which requests least, or one of ``best`` that is as fast and takes less of the device: what the
+    allocator and NCCL add can be the other way round."""
+    others = [
+        one
+        for one in best
+        if one.seconds <= longest
+        and one.needs < whole.needs
+        and one.device is not None
+        and (one.is_safe, one.judged.retries) == (True, whole.judged.retries)
+        and alike(one.point, whole.point)
+    ]
+    roomy = search.estimated(min(others, key=lambda one: one.needs)) if others else whole
+    return roomy if roomy.is_safe and roomy.needs < whole.needs else whole
 
 
 def _front(search: Search, best: list[Suggestion]) -> list[Suggestion]:

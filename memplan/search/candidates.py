@@ -96,7 +96,7 @@ class Clock:
         if key not in self._shapes:
             zero = self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
-            self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan))
+            self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan, self.space.gpus))
         shapes, rates = self._shapes[key]
         return shapes.of(point.mbs), rates
 

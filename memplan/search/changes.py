@@ -30,7 +30,7 @@ from .point import UNCUT_FIELDS, Point, Recomputing, changed
 from .result import UNTIMED, Change, Suggestion
 from .search import Report
 from .space import space_of
-from .time import is_timed, ranking_seconds, ranking_time, work_of
+from .time import is_timed, lacks_network, ranking_seconds, ranking_time, work_of
 
 OTHER_NUMBERS = "other numbers in training"
 """What a change costs that keeps states in fewer bits, or approximates."""
@@ -176,7 +176,7 @@ def _larger_gpus(plan: ResolvedPlan, needs: int) -> Iterator[Proposal]:
     name = plan.hardware.gpu
     if name is None or plan.hardware.capacity != GPUS[name].process_bytes:
         return
-    runs_cuda = GPUS[name].compute_capability is not None
+    runs_cuda, gpus = GPUS[name].compute_capability is not None, plan.hardware.gpus
     larger = [
         gpu
         for gpu in GPUS.values()
@@ -184,6 +184,7 @@ def _larger_gpus(plan: ResolvedPlan, needs: int) -> Iterator[Proposal]:
         and not gpu.name.startswith("rtx")
         and (gpu.compute_capability is not None) == runs_cuda
         and is_timed(gpu.name) == is_timed(name)
+        and lacks_network(plan, gpus, gpu.name) == lacks_network(plan, gpus)
     ]
     if larger:
         gpu = min(larger, key=lambda gpu: gpu.process_bytes)

@@ -13,7 +13,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from .cuts import StageLayers
 from .point import Point
-from .time import StepTime, is_timed
+from .time import StepTime, is_timed, lacks_network
 
 UNTIMED = 0.0
 """Seconds of a layout whose work is not known."""
@@ -44,6 +44,7 @@ class Suggestion:
     def timed(self) -> bool:
         """Whether ``seconds`` are those of the plan's own model and GPU, and so worth telling."""
         known = self.seconds != UNTIMED and is_timed(self.plan.hardware.gpu)
+        known = known and not lacks_network(self.plan, self.point.gpus)
         return known and framework(self.plan.framework).search.searched(self.plan)
 
     @property

@@ -177,7 +177,7 @@ class Search:
         latest = fastest.seconds * (1 + within)
 
         def is_worth(candidate: Candidate) -> bool:
-            return candidate.floor < found[-1].requested and _alike(candidate.point, fastest.point)
+            return candidate.floor < found[-1].requested and alike(candidate.point, fastest.point)
 
         for candidate in self._by_time(is_worth):
             if candidate.seconds > latest:
@@ -355,7 +355,7 @@ def _is_steady(suggestion: Suggestion) -> bool:
     return suggestion.is_safe and not suggestion.judged.retries
 
 
-def _alike(point: Point, other: Point) -> bool:
+def alike(point: Point, other: Point) -> bool:
     """They train with the same numbers, and ``point`` keeps no more off the GPU."""
     moved = {extra.label for extra in point.extras if extra.moves_states}
     return point.keeps_numerics == other.keeps_numerics and moved <= {extra.label for extra in other.extras}

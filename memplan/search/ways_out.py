@@ -96,11 +96,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     room = limit - least_context(estimate.plan, known)
     try:
         given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
+        every = list(proposals(given, room))
     except PlanError:
         return ()
     left = MOST_REPLAYED
     found: list[WayOut] = []
-    every = list(proposals(given, room))
     single = tried = [one for proposal in every for one in _folded(given, (proposal,))]
     folds = LAYERS // plan.model.layers - len(single)
     by_gain = [one.proposed[0] for one in sorted(single, key=_least)]
@@ -117,8 +117,9 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     if found:
         return tuple(found)
     best = [one for one in sorted(single, key=_least)[:WAYS] if one.after.requested < given.requested]
-    for one in best:
-        _replay(one, known)
+    enough_of_best = sorted((one for one in best if _replay(one, known) <= limit), key=lambda one: one.price)
+    if enough_of_best:
+        return tuple(replace(one.way(given, fits=True), fits=fits) for one in enough_of_best)
     best.sort(key=lambda one: one.after.needs)
     return tuple(one.way(given, fits=False) for one in best if one.after.needs < given.needs)
 

@@ -153,6 +153,36 @@ def test_a_gpu_without_a_published_speed(objective: str, capsys: pytest.CaptureF
     assert "has no published speed, and so no time: --objective memory and gpus need none" in capsys.readouterr().err
 
 
+def test_nodes_whose_network_nobody_has_published(capsys: pytest.CaptureFixture[str]) -> None:
+    """The least memory needs no time; a plan that does not fit has ways out; the network can be said."""
+    job = ["--model=gpt2", "--layers=2", "--framework=fsdp", "--gpus=16", "--gpu=rtx-4090", "--gbs=256", "--seq=1024"]
+    found = answer(capsys, *job, "--objective=memory")
+    assert found["recommended"]["seconds"] is None
+    assert main(suggest(*job, "--objective=memory")) == 0
+    assert "published network adapters beside rtx-4090" in capsys.readouterr().out
+    assert main(suggest(*job)) == 2
+    assert "hardware.network: is missing: " in (told := capsys.readouterr().err)
+    assert "--network 50 says 50 GB/s for each GPU" in told
+    assert answer(capsys, *job, "--network=50")["recommended"]["seconds"] > 0
+    assert main(["estimate", *job[:-2], "--seq=1024", "--mbs=128", "--json"]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways_out"]
+    assert ways
+    assert {way["slower"] for way in ways} == {None}
+
+
+@pytest.mark.slow
+def test_no_alternative_is_as_fast_and_takes_less_than_the_recommended_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """TP 4, CP 2 requests 1 byte in 10^4 less than TP 4, DP 2 does, takes longer, and 0.6 GiB more of the device."""
+    job = ["--model=llama-3.2-1b", "--framework=megatron", "--gpus=8", "--gpu=a100-40gb", "--gbs=8", "--optimizer=sgd"]
+    found = answer(capsys, *job)
+    best = found["recommended"]
+    assert (best["layout"]["tp"], best["layout"]["cp"], best["layout"]["dp"]) == (4, 1, 2)
+    for other in found["alternatives"]:
+        assert other["seconds"] > best["seconds"] or other["device_bytes"] >= best["device_bytes"]
+
+
 def test_headroom_and_price(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, *JOB, "--headroom=5%", "--price=3.6")
     assert found["limit_bytes"] == found["capacity_bytes"] - int(found["capacity_bytes"] * 0.05)

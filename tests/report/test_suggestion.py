@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ from memplan.report.suggestion_words import (
     speed_words,
     time_unit,
 )
-from memplan.search.answer import suggest
+from memplan.result import Judged, Verdict
+from memplan.search.answer import _with_more_room, suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
 from memplan.search.point import Extra
@@ -263,3 +265,13 @@ def test_why_a_faster_layout_is_not_recommended() -> None:
     text = printed(lambda console: print_suggestion(beside, console), 120)
     assert "Layouts that change the numerics are recommended where no other fits.\n" in text
     assert "count as equally fast" not in text
+
+
+def test_most_room_is_that_of_the_device() -> None:
+    """Not what tensors request: of two that are as fast, the one that takes less of the device."""
+    best = replace(answer("megatron").found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS))
+    whole, other = replace(best, device=10, seconds=2.0), replace(best, device=9, seconds=1.9)
+    search: Any = SimpleNamespace(estimated=lambda one: one)
+    assert _with_more_room(search, whole, [whole, other], 2.0) is other
+    assert _with_more_room(search, whole, [whole, other], 1.8) is whole
+    assert _with_more_room(search, whole, [whole, replace(other, device=11)], 2.0) is whole

@@ -72,6 +72,28 @@ def test_what_is_not_enough_needs_what_its_estimate_says(flags: dict[str, str]) 
     assert [way.needs for way in ways] == sorted(way.needs for way in ways)
 
 
+def test_what_gains_most_is_replayed_after_cheaper_ones_that_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many that were: what fits is not called too large (Qwen3 8B on 512 H800, of whose ways five were not
+    enough and full recompute was)."""
+    monkeypatch.setattr("memplan.search.ways_out.MOST_REPLAYED", 0)
+    plan = read_plan(None, {"model": "gpt2", "gpu": "rtx-3060", "seq": "1024", "mbs": "64", "layers": "4"}).plan
+    ways = ways_out(plan, estimate(plan), NOTHING)
+    assert ways
+    for way in ways:
+        after = estimate(changed(plan, dict(way.fields)))
+        assert way.fits
+        assert after.judged.verdict is Verdict.FITS
+
+
+def test_a_pipeline_over_nodes_whose_network_nobody_has_published_has_ways_out() -> None:
+    """The changes of its cut are ranked, too, as on another network."""
+    flags = {"model": "gpt2", "framework": "megatron", "gpus": "16", "pp": "2", "gpu": "rtx-3090", "seq": "1024"}
+    plan = read_plan(None, {**flags, "mbs": "64", "gbs": "512", "layers": "4"}).plan
+    ways = ways_out(plan, estimate(plan), NOTHING)
+    assert ways
+    assert all(way.slower is None for way in ways)
+
+
 def test_beside_an_unknown_context_a_way_out_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """As its own estimate says, which has no verdict; and the message is that of PyTorch for such GPUs."""
     words = ["estimate", "--model", "pythia-12b", "--framework", "device-map", "--gpus", "2", "--gpu", "mi250x"]

@@ -28,6 +28,7 @@ SAVING = (
 OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
+OF_TORCH = ("sgd", "adam", "adamw")
 NO_KERNEL = (
     "must be sgd, adam or adamw of PyTorch under FSDP2: bitsandbytes' kernels take no DTensor (the first step ends in "
     "'got mixed torch.Tensor and DTensor'); FSDP1 runs them (--fsdp-version 1)"
@@ -54,7 +55,7 @@ class Fsdp(Framework):
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
         sections=("fsdp", "lora", "quantisation", "kernels", "trainer"),
         pipeline=("schedule", "partition"),
-        optimizers=("sgd", "adam", "adamw", "adam8bit", "lion", "lion8bit"),
+        optimizers=(*OF_TORCH, "adam8bit", "lion", "lion8bit"),
         optimizers_refused={
             "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards (FSDP2); on flat ones "
             "(FSDP1) it is not modelled",
@@ -167,6 +168,9 @@ class Fsdp(Framework):
     def logits_vocab(self, plan: ResolvedPlan) -> int:
         """Without ``loss_parallel`` DTensor gathers the logits."""
         return plan.model.vocab if plan.loss.kind == "plain" else super().logits_vocab(plan)
+
+    def optimizers_of(self, plan: ResolvedPlan) -> tuple[str, ...]:
+        return super().optimizers_of(plan) if plan.fsdp.version == "1" else OF_TORCH
 
     def attention_words(self, plan: Plan) -> str:
         """PyTorch's fused attention has another kernel for fp32."""
