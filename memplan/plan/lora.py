@@ -140,7 +140,11 @@ def of_experts(plan: Plan) -> frozenset[str]:
         return frozenset()
     spec, lora = plan.model, plan.lora
     if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
-        problem = f"is not modelled of {spec.name}: stacks of experts without biases are"
+        problem = (
+            "names stacks of experts, and" if spec.experts else "is for stacks of experts, which this model has not:"
+        )
+        how = "stacks without biases alone are modelled" if spec.experts else "name linear layers (--lora-targets)"
+        problem = f"{problem} {how}; the model is {spec.name}"
         raise PlanError("lora.target_parameters", list(given), problem)
     found = set()
     for one in given:
