@@ -130,7 +130,8 @@ def _model(plan: Plan) -> ModelSpec:
     spec, loop = plan.model, plan.loop
     if loop.loss_of not in ("scores", "labels"):
         if spec.labels:
-            problem = "needs trainer.loop none, transformers or reward: no other trains a classifier"
+            problem = "needs trainer.loop none, transformers or reward: no other trains a classifier; --labels 0 is "
+            problem += "the language model"
             raise PlanError("model.labels", spec.labels, problem)
         return spec
     own = framework(plan.framework)
