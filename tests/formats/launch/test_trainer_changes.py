@@ -232,6 +232,45 @@ def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) ->
     assert read_given(place, flags_of_launch(place, None), flags).plan.trainer.loop == "transformers"
 
 
+@pytest.mark.parametrize(
+    ("said", "dtype", "autocast"),
+    [("--mixed_precision bf16", "bf16", True), ("--mixed_precision no", "fp32", None), ("", "fp32", None)],
+)
+def test_the_precision_of_a_launcher(said: str, dtype: str, autocast: bool | None, tmp_path: Path) -> None:
+    """``TrainingArguments`` takes it from the environment where neither of its own is on."""
+    command = f"accelerate launch {said} --num_processes 1 run_clm.py --model_name_or_path gpt2 --do_train"
+    plan = plan_of(tmp_path, "run.sh", f"{command}\n")
+    assert (plan.precision.dtype, plan.precision.autocast or None) == (dtype, autocast)
+    assert plan.batch.seq == 1024  # run_clm.py's own
+    assert plan_of(tmp_path, "run.sh", f"{command} --fp16\n").precision.dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "labels"),
+    [
+        ("run_glue.py", "--task_name mnli", 3), ("run_glue.py", "--task_name stsb", 1), ("run_xnli.py", "", 3),
+        ("run_glue_no_trainer.py", "--task_name sst2", 2), ("run_classification.py", "--do_regression True", 1),
+    ],
+)  # fmt: skip
+def test_example_scripts_of_classifiers(script: str, flags: str, labels: int, tmp_path: Path) -> None:
+    """They train no language model; their rows are of 128 tokens."""
+    command = f"python {script} --model_name_or_path bert-base-cased --do_train {flags}\n"
+    plan = plan_of(tmp_path, "run.sh", command)
+    assert (plan.model.labels, plan.batch.seq) == (labels, 128)
+
+
+@pytest.mark.parametrize(
+    ("script", "part"),
+    [
+        ("run_ner.py", "trains a classifier of tokens"), ("run_swag_no_trainer.py", "trains a model of multiple"),
+        ("run_image_classification.py", "trains a model of images"), ("run_classification.py", "say --labels N"),
+    ],
+)  # fmt: skip
+def test_example_scripts_of_other_heads(script: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=part):
+        plan_of(tmp_path, "run.sh", f"python {script} --model_name_or_path bert-base-cased --do_train\n")
+
+
 def test_a_script_of_a_command_line_is_given_by_its_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
     assert "give a shell script with the command that starts it" in refusal(PARSED)
