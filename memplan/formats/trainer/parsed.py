@@ -64,6 +64,7 @@ class Parsed:
                 self.put(keys[keyword.arg] if keys is not None else keyword.arg, keyword.value)
             if keyword.arg == "model_init_kwargs":
                 self.take_mapping(keyword.value, LOADED)
+                self.found.pop("model_init_kwargs", None)
 
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
         pairs = self.pairs(given)

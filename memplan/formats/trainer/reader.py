@@ -71,6 +71,9 @@ def launched(found: Started, asked: Asked) -> Launch:
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
+    if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
+        kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
+        written = Node({**inner.mapping, **kept}, written.origin)
     if found.said is None:
         written = said_by(found.called, written, asked)
     if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:

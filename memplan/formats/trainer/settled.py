@@ -77,6 +77,9 @@ class Settled:
     def value(self, given: ast.expr, depth: int = 0) -> object:
         """What ``given`` is: a literal, or what the command line makes of it."""
         found = literal(given, self.names)
+        if isinstance(given, ast.Call) and name_of(given) == "len" and len(given.args) == 1:
+            many = literal(given.args[0], self.names)
+            return len(many) if isinstance(many, (list, dict, str)) else UNKNOWN
         if found is not UNKNOWN or not self.arguments or depth > _DEPTH:
             return found
         if isinstance(given, ast.Attribute) and given.attr in self.arguments:

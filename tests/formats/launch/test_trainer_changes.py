@@ -271,6 +271,33 @@ def test_example_scripts_of_other_heads(script: str, part: str, tmp_path: Path) 
         plan_of(tmp_path, "run.sh", f"python {script} --model_name_or_path bert-base-cased --do_train\n")
 
 
+def test_a_trainer_of_trls_without_arguments_has_its_defaults(tmp_path: Path) -> None:
+    """The first example of its documentation; the model's name may stand first."""
+    for given in ('model="Qwen/Qwen2.5-0.5B"', '"Qwen/Qwen2.5-0.5B"'):
+        plan = plan_of(tmp_path, "sft.py", f"from trl import SFTTrainer\nSFTTrainer({given}, train_dataset=rows)\n")
+        assert (plan.trainer.loop, plan.batch.mbs, plan.batch.seq) == ("sft", 8, 1024)
+    wrong = DPO.format(size="0.5B").replace('ref_model=ref, args=DPOConfig("out")', 'ref_model="gpt2"')
+    assert "ref_model: is another model than the policy" in refusal(wrong)
+
+
+def test_settings_of_a_model_that_trl_loads(tmp_path: Path) -> None:
+    script = 'SFTTrainer("Qwen/Qwen2.5-0.5B", args=SFTConfig(model_init_kwargs={"dtype": "bfloat16"}))\n'
+    same = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+    read = plan_of(tmp_path, "sft.json", json.dumps(same), trainer="sft")
+    assert read.precision.parameters == "bf16"
+    assert plan_of(tmp_path, "sft.py", script) == read
+
+
+def test_a_loss_of_few_scores_is_small_whatever_it_is(tmp_path: Path) -> None:
+    """Weights of classes are what people write one for; the list of labels may stand in the script."""
+    loaded = 'labels = ["a", "b", "c"]\nmodel = AutoModelForSequenceClassification.from_pretrained('
+    text = TRAIN.replace("model = AutoModelForCausalLM.from_pretrained(", loaded).replace('1B")', '1B", num_labels=N)')
+    own = text.replace("Trainer(model", OWN_LOSS.lstrip() + "model")
+    assert plan_of(tmp_path, "train.py", own.replace("=N", "=len(labels)")).model.labels == 3
+    assert "num_labels: is N, which only" in refusal(own)
+    script_in(own, "train.py", ["labels"])
+
+
 def test_a_script_of_a_command_line_is_given_by_its_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
     assert "give a shell script with the command that starts it" in refusal(PARSED)
