@@ -105,7 +105,7 @@ def holds_arguments(text: str) -> bool:
     return any(f"{name}(" in text for name in (*_CONFIGS, *_TRAINERS))
 
 
-_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args)\(")
+_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args|Fire)\(")
 
 
 def takes_arguments(text: str) -> bool:
@@ -150,7 +150,7 @@ class _Reading(Parsed):
                 raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
         configs = self.of(*_CONFIGS)
         parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
-        if parser and self.settled.arguments and not configs:
+        if parser and self.settled.is_started and not configs:
             self.undecided()
             configs = parser[:1]
         if not configs and not parser:  # trl's trainers make their own arguments where they are given none
@@ -216,7 +216,7 @@ class _Reading(Parsed):
             for key in () if config in parser else ("gradient_checkpointing", "bf16"):
                 self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
         wrong = together(self.wrong) if self.wrong else None
-        if wrong is not None and not self.settled.arguments:
+        if wrong is not None and not self.settled.is_started:
             raise wrong
         used = frozenset(self.settled.used - {*READ})
         said = Node(self.found, Origin(self.source, config.lineno))

@@ -67,7 +67,8 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise PlanError("", ABSENT, "must be a mapping of TrainingArguments", origin=written.origin)
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise PlanError("", ABSENT, "is a plan, not TrainingArguments; leave out --from", origin=written.origin)
-    dialect = next((one for one in (llama_factory, axolotl, swift) if one.is_it(written)), None)
+    dialects = (llama_factory, axolotl, swift) if found.said is None else ()
+    dialect = next((one for one in dialects if one.is_it(written)), None)
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
