@@ -311,3 +311,35 @@ def test_adapters_that_trl_casts_beside_another_dtype(tmp_path: Path) -> None:
     text = QLORA.replace("max_length=2048", "max_length=2048, bf16=False")
     with pytest.raises(PlanError, match=r"since 0.26, and is not modelled in fp32: train in bf16 .* --lora-dtype fp32"):
         resolve(plan_of(tmp_path, "sft.py", text))
+
+
+FIRE = """
+import fire, torch, transformers
+from peft import LoraConfig, get_peft_model
+def train(base_model="", batch_size: int = 128, micro_batch_size: int = 4, lora_r: int = 8):
+    steps = batch_size // micro_batch_size
+    model = transformers.LlamaForCausalLM.from_pretrained(base_model, load_in_8bit=True, torch_dtype=torch.float16)
+    model = get_peft_model(model, LoraConfig(r=lora_r, target_modules=["q_proj"]))
+    args = transformers.TrainingArguments("out", per_device_train_batch_size=micro_batch_size,
+                                          gradient_accumulation_steps=steps, fp16=True)
+    transformers.Trainer(model=model, args=args).train()
+fire.Fire(train)
+"""
+ARGPARSE = TRAIN.replace("model = ", """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--half", action="store_true")
+said = parser.parse_args()
+model = """).replace("=4", "=said.batch_size").replace("default=said.batch_size", "default=4")  # fmt: skip
+
+
+def test_arguments_of_fire_and_argparse(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FIRE, encoding="utf-8")
+    command = "python train.py --base_model huggyllama/llama-7b --micro_batch_size 8 --lora_r 16\n"
+    plan = plan_of(tmp_path, "run.sh", command)
+    assert (plan.model.name, plan.batch.mbs, plan.batch.accumulation) == ("llama-7b", 8, 16)
+    assert (plan.lora.rank, plan.quantisation.kind, plan.precision.dtype) == (16, "int8", "fp16")
+    (tmp_path / "train.py").write_text(ARGPARSE, encoding="utf-8")
+    assert plan_of(tmp_path, "run.sh", "python train.py --batch-size 8\n").batch.mbs == 8
+    assert plan_of(tmp_path, "run.sh", "python train.py\n").batch.mbs == 4
