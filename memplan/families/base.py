@@ -234,6 +234,10 @@ class Family:
     # -- names and orders
 
     modules: ModuleNames | None = None
+    score_layers: Mapping[str, str] = field(default_factory=dict)
+    """Linear layers of a classifier's own head, whose last one apart, in the place of ``word_layers``."""
+    word_layers: tuple[str, ...] = ()
+    """Which of ``linear_layers`` belong to the vocabulary's head."""
     linear_layers: Mapping[str, str] = field(default_factory=dict)
     """Linear layers as the recipe names them, and the ends of their names."""
     all_linear_of_attention: bool = False

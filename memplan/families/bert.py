@@ -155,6 +155,8 @@ BERT = Family(
         "down": "output.dense",
         "transform": "cls.predictions.transform.dense",
     },
+    score_layers={"pooler": "pooler.dense"},
+    word_layers=("transform",),
     lora_targets=("query", "value"),
     shards=False,
     submodules={

@@ -160,6 +160,7 @@ FALCON = Family(
     embedding=falcon_embedding,
     heads_fill_hidden=True,
     returns_weights=True,
+    no_package="its own class around the package's kernel is not modelled",
     no_flash="transformers hands a mask to sdpa, and PyTorch leaves its flash kernel",
     no_4bit="transformers replaces Linear itself only, and Falcon's layers are of a class of their own",
     no_zero3="its linear layers multiply by weight.T, a view that autograd keeps, and with it every gathered weight "

@@ -128,6 +128,7 @@ GPT_OSS = replace(
     tables="half",
     mixture=mixture,
     kernels=(),
+    no_package="its attention sinks are an argument of kernels of their own, which are not modelled",
     no_flash="its attention sinks are not in PyTorch's flash kernel, and transformers refuses sdpa for the family",
     linear_layers=MIXTRAL.linear_layers,
     all_linear_of_attention=True,

@@ -159,6 +159,7 @@ GPTJ = Family(
     heads_fill_hidden=True,
     tables_in_layers=True,
     returns_weights=True,
+    no_package="its own class around the package's kernel is not modelled",
     no_flash="transformers has no sdpa for the family",
     modules=ModuleNames(("transformer.wte",), "transformer.h", ("transformer.ln_f",), ("lm_head",)),
     linear_layers={

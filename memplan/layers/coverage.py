@@ -197,8 +197,10 @@ CORE_T5: Allowed = MappingProxyType(
 
 def check_kernel(spec: ModelSpec) -> None:
     """``PlanError`` where transformers does not reach the flash kernel through ``sdpa``."""
-    if why := family(spec.family).no_flash:
-        problem = f"must be eager for family {spec.family}: {why}"
+    known = family(spec.family)
+    if why := known.no_flash:
+        instead = "eager" if known.no_package else "flash_attention_2 or eager"
+        problem = f"must be {instead} for family {spec.family}: {why}"
         raise PlanError("attention", "flash", problem)
 
 

@@ -25,6 +25,7 @@ LARGEST = 2**31
 
 _HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""
+_CLASSIFIER = re.compile(r"ForSequenceClassification$")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -67,13 +68,33 @@ def spec_of_config(config: Node, path: Path) -> Node:
     elif "experts" in items:
         items |= _mixture(items)
         items["dense_layers"] = _dense_layers(config, items)
+    if (labels := _labels(config, family_name)) is not None:
+        items["labels"] = labels
     return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
+
+
+def _labels(config: Node, family: str) -> Node | None:
+    """How many labels a classifier of sequences has, where the configuration was saved from one: the pairs of
+    ``id2label``, 2 unless it says (``configuration_utils.py``); several of one sequence are refused."""
+    classifies = family_of(family).classifies and any(map(_CLASSIFIER.search, _architectures(config)[:1]))
+    if not classifies:
+        return None
+    kind = config.mapping.get("problem_type")
+    if kind is not None and kind.value == "multi_label_classification":
+        problem = "is not modelled: one label of a sequence is, or one score"
+        raise PlanError("problem_type", kind.plain(), problem, origin=kind.origin)
+    names, number = config.mapping.get("id2label"), config.mapping.get("num_labels")
+    if names is not None and isinstance(names.value, dict) and names.value:
+        return Node(len(names.value), names.origin)
+    return (
+        number if number is not None and number.value is not None else Node(2, config.mapping["architectures"].origin)
+    )
 
 
 def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     """What to tell about a configuration that was read but is more than its ``model_type``."""
     notes = []
-    _, family = _family(config)
+    name, family = _family(config)
     if family.text_part:
         notes.append(text_part(str(path)))
     if (method := _quantised(config)) is not None and method in family.published_in:
@@ -84,7 +105,7 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
         message = f"{path} names code of its own (auto_map), which was not run: it is {read}"
         notes.append(Note("custom-code", message))
     other = [name for name in _architectures(config) if not (family.text_part or _HEADS_ASSUMED.search(name))]
-    if other:
+    if other and _labels(config, name) is None:
         notes.append(head_assumed(str(path), other[0]))
     return tuple(notes)
 

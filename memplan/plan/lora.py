@@ -10,7 +10,7 @@ from .plan import Plan
 from .releases import STACKED_EXPERTS, release
 from .spec import ModelSpec
 
-SCORE = "score"
+SCORE, CLASSIFIER = "score", "classifier"
 """The head of a model for sequence classification (``GenericForSequenceClassification``)."""
 
 ALL_LINEAR = "all-linear"
@@ -50,8 +50,11 @@ def default_targets(spec: ModelSpec) -> tuple[str, ...] | None:
 
 def linear_layers(spec: ModelSpec) -> dict[str, str]:
     """Those of the family that the model has, and the ends of their names."""
-    sizes, known = linear_sizes(spec), family(spec.family).linear_layers
-    return {part: name for part, name in known.items() if part in sizes or part in OF_EXPERTS}
+    sizes, known = linear_sizes(spec), family(spec.family)
+    named = known.linear_layers
+    if spec.labels and known.scores is not None:
+        named = {**{part: name for part, name in named.items() if part not in known.word_layers}, **known.score_layers}
+    return {part: name for part, name in named.items() if part in sizes or part in OF_EXPERTS}
 
 
 def last_names(spec: ModelSpec) -> dict[str, None]:
@@ -142,9 +145,9 @@ def of_experts(plan: Plan) -> frozenset[str]:
         return frozenset()
     spec, lora = plan.model, plan.lora
     if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
-        raise plan.wrong(
-            "lora.target_parameters", f"is not modelled of {spec.name}: stacks of experts without biases are"
-        )
+        what = "names stacks of experts, and" if spec.experts else "is for stacks of experts, which this model has not:"
+        how = "stacks without biases alone are modelled" if spec.experts else "name linear layers (--lora-targets)"
+        raise plan.wrong("lora.target_parameters", f"{what} {how}; the model is {spec.name}")
     found = set()
     for one in given:
         matched = {
@@ -204,16 +207,18 @@ def saved(plan: Plan) -> frozenset[str]:
     """Tables of embedding and head that ``lora.modules_to_save`` names, as the recipes call them (peft
     ``utils/other.py``, ``ModulesToSaveWrapper``)."""
     names = family(plan.model.family).modules
-    head = SCORE if plan.model.labels else names.head[-1] if names is not None else ""
-    known = {names.embedding[0]: "word.weight", head: "head.weight"} if names is not None else {}
+    heads = (SCORE, CLASSIFIER) if plan.model.labels else names.head[-1:] if names is not None else ()
+    known = {names.embedding[0]: "word.weight", **dict.fromkeys(heads, "head.weight")} if names is not None else {}
     found = set()
     for module in plan.lora.modules_to_save or ():
         matched = {table for name, table in known.items() if f".{name}".endswith(f".{module}")}
-        if not matched or plan.model.mlm_head or (plan.model.head_bias and not plan.model.labels):
+        if not matched or (not plan.model.labels and (plan.model.mlm_head or plan.model.head_bias)):
             last = [name.rpartition(".")[2] for name in known]
             problem = f"is not modelled of {plan.model.name}; {' and '.join(last)} are, of heads without a bias"
             raise PlanError("lora.modules_to_save", module, problem)
         found |= matched
+    if "head.weight" in found and plan.model.labels and family(plan.model.family).scores is not None:
+        found.add("head.bias")
     if found and plan.model.tied_embeddings:
         raise plan.wrong(
             "lora.modules_to_save", f"is not modelled of {plan.model.name}, whose head and embedding share one table"
@@ -224,7 +229,8 @@ def saved(plan: Plan) -> frozenset[str]:
 def saved_parameters(plan: Plan) -> int:
     """Elements of the copies that are trained whole."""
     spec, rows = plan.model, {"head.weight": plan.model.labels or plan.model.vocab}
-    return sum(rows.get(table, spec.vocab) * spec.hidden for table in saved(plan))
+    sizes = {"head.bias": spec.labels}
+    return sum(sizes.get(table, rows.get(table, spec.vocab) * spec.hidden) for table in saved(plan))
 
 
 def _check_experts(targets: Sequence[str], spec: ModelSpec) -> None:
@@ -250,6 +256,7 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
         "gate_up": (h, 2 * f),
         "down": (f, h),
         "transform": (h, h),
+        "pooler": (h, h),
         WORD: (spec.vocab, h),
         HEAD: (h, spec.vocab),
     }

@@ -131,7 +131,9 @@ def _model(plan: Plan) -> ModelSpec:
     if loop.loss_of not in ("scores", "labels"):
         if spec.labels:
             raise plan.wrong(
-                "model.labels", "needs trainer.loop none, transformers or reward: no other trains a classifier"
+                "model.labels",
+                "needs trainer.loop none, transformers or reward: no other trains a classifier; --labels 0 is the "
+                "language model",
             )
         return spec
     own = framework(plan.framework)

@@ -31,6 +31,8 @@ _ATTENTION = {
     **dict.fromkeys(("fa2", "flash2", "flash-attn-2"), "flash_attention_2"),
     **dict.fromkeys(("fa3", "flash3", "flash-attn-3"), "flash_attention_3"),
     **dict.fromkeys(("fa4", "flash4", "flash-attn-4"), "flash_attention_4"),
+    **dict.fromkeys(("kernels-community/flash-attn", "kernels-community/flash-attn2"), "flash_attention_2"),
+    **dict.fromkeys(("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"), "flash_attention_3"),
     "flex": "flex_attention",
     "sdpa": None,
 }

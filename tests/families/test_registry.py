@@ -51,6 +51,7 @@ TOY = replace(
     registered=("query", "key", "value", "attention_output", "up", "down", "attention_norm"),
     submodules=None,
     no_flash="toys have no kernel",
+    no_package="toys have no kernel",
 )
 
 FAMILIES = {"toy": TOY}

@@ -159,6 +159,7 @@ MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "e
         ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "int8", "framework": "fsdp", "gpus": 2}, "single and"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "lm_head", "loss": "liger"}, "head's own weight"),
         ({"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "w1"}, "matches no weight of experts"),
+        ({**MIXTRAL, "model": "llama-3-8b"}, "which this model has not: name linear layers (--lora-targets)"),
         ({**MIXTRAL, "lora_dropout": 0.1}, "ParamWrapper refuses it"),
         ({**MIXTRAL, "framework": "deepspeed", "gpus": 2}, "modelled in single"),
         ({**MIXTRAL, "versions": "transformers=4.57.1"}, "experts are modules"),

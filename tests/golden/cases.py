@@ -196,6 +196,8 @@ def tuned() -> Iterator[str]:
     for sharded in ("deepspeed --zero 2", "deepspeed --zero 3", "fsdp", "fsdp --fsdp-version 1", "ddp"):
         yield f"{labels} --gpus 8 --framework {sharded} --recompute full"
     yield "--model bert-base --labels 1 --mbs 32 --seq 128 --trainer transformers --autocast"
+    yield "--model bert-base --labels 2 --mbs 32 --seq 128 --lora-rank 8 --modules-to-save classifier"
+    yield "--model gemma-2-9b --mbs 1 --seq 2048 --attention flash_attention_2 --recompute full"
     yield "--model bert-base --labels 3 --mbs 32 --seq 128 --gpus 2 --framework ddp --trainer transformers"
     job = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --lora-rank 8"
     yield f"{job} --lora-targets q_proj,v_proj --lora-dtype bf16"

@@ -276,7 +276,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     }
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
-    flash, recompute = case.attention == "flash", case.recompute == "full"
+    flash, recompute = case.attention != "eager", case.recompute == "full"
     step = traced_step(
         config,
         case.b,
@@ -377,6 +377,17 @@ def test_step_of_real_model(case: Compared) -> None:
     loss = rounded(4)
     assert folded.step_peak == peak(after, sizes(step.optimizer)) + case.ids - loss
     assert after + sum(sizes(step.optimizer)) == step.before
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_gemma_2_by_the_package(recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn takes the cap of the scores as a number (``flash_attn_func``'s ``softcap``), and what it is handed and
+    keeps is what PyTorch's kernel is and does, which stands here for it; transformers has no sdpa for the family."""
+    functions: Any = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    sdpa = functions["sdpa"]
+    monkeypatch.setitem(functions, "sdpa", lambda *given, softcap, **named: sdpa(*given, **named))
+    monkeypatch.setattr(transformers.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    test_step_of_real_model(compared(Case("gemma2", 2, 37, "bf16", "flash_attention_2", recompute), tmp_path))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -142,6 +142,42 @@ def test_step_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None
     compare(case, shape, flags, tune, tmp_path)
 
 
+CLASSIFIERS = (
+    Adapted("bert", "bf16", "flash", "none", "query,value", saved="classifier"),
+    Adapted("bert", "fp32", "eager", "full", "all-linear", 0.0, saved="classifier"),
+    Adapted("llama", "bf16", "flash", "none", "q_proj,v_proj", saved="score"),
+)
+
+
+@pytest.mark.parametrize(("case", "shape"), list(zip(CLASSIFIERS, cycle(SHAPES), strict=False)), ids=str)
+def test_step_of_a_classifier_with_adapters(case: Adapted, shape: Shape, tmp_path: Path) -> None:
+    """peft trains a copy of the head (``PeftModelForSequenceClassification``), BERT's with its bias; the pooler before
+    it is a linear layer like others."""
+    b, s = shape
+    flags = case.flags(
+        shape,
+        lora_rank=str(RANK),
+        lora_targets=case.targets,
+        lora_dropout=str(case.dropout),
+        modules_to_save=case.saved,
+        labels="3",
+    )
+    program = program_of(case.model, tmp_path, flags)
+    tune = lora(RANK, tuple(case.targets.split(",")), case.dropout, case.adapters, task_type="SEQ_CLS")
+    step = traced_tuned_step(
+        config_of(case.model),
+        b,
+        s,
+        case.dtype,
+        tune,
+        flash=case.attention == "flash",
+        recompute=case.recompute == "full",
+        labels=3,
+    )
+    pooled = case.model == "bert"
+    assert_equal(program, witness_of(step, program), (1 + pooled) * rounded(8 * b * s), pooled=pooled)
+
+
 @pytest.mark.parametrize(("case", "shape"), list(zip(PARTLY, cycle(SHAPES), strict=False)), ids=str)
 def test_step_with_frozen_parts(case: Partly, shape: Shape, tmp_path: Path) -> None:
     flags = case.flags(shape, freeze_embedding=str(case.embedding).lower(), freeze_layers=str(case.layers))

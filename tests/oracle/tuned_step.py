@@ -29,6 +29,7 @@ def traced_tuned_step(
     flash: bool,
     recompute: bool,
     accumulates: bool = False,
+    labels: int = 0,
 ) -> Step:
     """Traces the model of ``config`` on ids (b, s) once ``tune`` has been at it, with AdamW (foreach) on what is
     trained; the loss and its graph end before the step, as in the Trainer. With ``accumulates`` an earlier micro-batch
@@ -36,7 +37,7 @@ def traced_tuned_step(
     steps: list[Step] = []
 
     def body(trace: Trace, follow: Follow) -> None:
-        model = _model(config, dtype, "sdpa" if flash else "eager")
+        model = _model(config, dtype, "sdpa" if flash else "eager", labels)
         if recompute:
             model.activation_checkpointing_enable()
         model = tune(model).train()
@@ -46,6 +47,7 @@ def traced_tuned_step(
             follow.adopt(tensor, "state")
         optimizer = torch.optim.AdamW(trained, foreach=True)
         ids = torch.randint(0, config.vocab_size, (b, s))
+        of_ids = torch.randint(0, labels, (b,)) if labels else ids
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         update(optimizer, trace)
@@ -53,7 +55,7 @@ def traced_tuned_step(
             parameter.grad = torch.empty_like(parameter)
         gc.collect()
         before, start = trace.live, len(trace.changes)
-        out = model(input_ids=ids, labels=ids)
+        out = model(input_ids=ids, labels=of_ids)
         loss = out.loss
         del out
         middle = len(trace.changes)
@@ -100,7 +102,8 @@ def lora(rank: int, targets: tuple[str, ...], dropout: float, adapter_dtype: str
         made = peft.get_peft_model(model, settings, autocast_adapter_dtype=adapter_dtype == "fp32")
         for name, module in made.named_modules():
             if name.endswith("modules_to_save.default"):  # the storage of a copied fake tensor is not followed
-                module.weight = torch.nn.Parameter(torch.empty_like(module.weight))
+                for kind, parameter in list(module.named_parameters()):
+                    setattr(module, kind, torch.nn.Parameter(torch.empty_like(parameter)))
         return made
 
     return tune

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -435,7 +436,8 @@ def test_a_wrong_value_is_named(config: object, line: str, tmp_path: Path) -> No
         ({**LLAMA, "architectures": ["LlamaModel"]}, False),
         ({**LLAMA, "architectures": None}, False),
         ({**LLAMA, "architectures": [7]}, False),
-        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, True),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, False),
+        ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, True),
         ({**GPT2, "architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, False),
         ({**GPT2, "architectures": ["GPT2DoubleHeadsModel"]}, True),
         ({**LLAMA, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, False),
@@ -446,6 +448,25 @@ def test_a_head_that_is_not_the_one_estimated_is_told(config: dict[str, Any], to
     notes = read_spec(tmp_path).notes
     assert [note.code for note in notes] == (["head-assumed"] if told else [])
     assert all(config["architectures"][0] in note.message for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "labels"),
+    [
+        ({}, 2),
+        ({"id2label": {"0": "A", "1": "B", "2": "C"}, "label2id": {"A": 0, "B": 1, "C": 2}}, 3),
+        ({"num_labels": 1}, 1),
+        ({"id2label": {"0": "LABEL_0"}, "problem_type": "regression"}, 1),
+    ],
+)
+def test_labels_of_a_classifier(said: dict[str, Any], labels: int, tmp_path: Path) -> None:
+    """As transformers counts them; a language model that has the same keys has none."""
+    classifier = {**LLAMA, **said, "architectures": ["LlamaForSequenceClassification"]}
+    assert spec_of(classifier, tmp_path).labels == labels
+    assert transformers.AutoConfig.for_model(**classifier).num_labels == labels
+    assert spec_of({**classifier, "architectures": ["LlamaForCausalLM"]}, tmp_path).labels == 0
+    several = refusal({**classifier, "problem_type": "multi_label_classification"}, tmp_path)
+    assert "problem_type = multi_label_classification: is not modelled" in several
 
 
 @pytest.mark.parametrize(

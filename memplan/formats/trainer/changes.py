@@ -190,6 +190,9 @@ def liger(script: Parsed) -> None:
 # -- beside the model ------------------------------------------------------------------------------------
 
 
+_ALIKE = "a reference of the policy's size and dtype is modelled; --trainer dpo takes such a one in its place"
+
+
 def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | None) -> None:
     """A reference that is another model than the policy; DPO's is taken to be of its size and dtype."""
     for call in trainers:
@@ -197,11 +200,15 @@ def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | Non
         made = script.once.get(given.id, given) if isinstance(given, ast.Name) else given
         loaded = [one for one in ast.walk(made) if isinstance(one, ast.Call)] if made is not None else []
         loaded = [one for one in loaded if name_of(one) == "from_pretrained"]
-        if not loaded or model is None or "trainer" in script.asked:
+        named, policy = script.value(made) if made is not None else None, script.found.get("model_name_or_path")
+        if "trainer" in script.asked:
+            continue
+        if isinstance(named, str) and made is not None and (policy is None or named != policy.value):
+            script.ask("ref_model", f"is another model than the policy: {_ALIKE}", made.lineno)
+        if not loaded or model is None:
             continue
         if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", "dtype", "torch_dtype")):
-            problem = "is loaded otherwise than the model: a reference of the policy's size and dtype is modelled; "
-            script.ask("ref_model", f"{problem}--trainer dpo takes such a one in its place", loaded[0].lineno)
+            script.ask("ref_model", f"is loaded otherwise than the model: {_ALIKE}", loaded[0].lineno)
 
 
 def _said(script: Parsed, call: ast.Call, name: str) -> object:

@@ -17,6 +17,8 @@ READ = frozenset(
         RESIZED,
         "device_map",
         "reward_model_name_or_path",
+        "task_name",
+        "do_regression",
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
         "gradient_accumulation_steps",

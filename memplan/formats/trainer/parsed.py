@@ -40,7 +40,7 @@ class Parsed:
         self.source, self.asked = source, asked
         self.module = module
         self.once = bound_once(module)
-        said = {name: node.plain() for name, node in (flags or {}).items()}
+        said = None if flags is None else {name: node.plain() for name, node in flags.items()}
         self.settled = Settled(module, constants(self.once), self.once, said)
         self.tests = conditions(module)
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
@@ -64,10 +64,11 @@ class Parsed:
                 self.put(keys[keyword.arg] if keys is not None else keyword.arg, keyword.value)
             if keyword.arg == "model_init_kwargs":
                 self.take_mapping(keyword.value, LOADED)
+                self.found.pop("model_init_kwargs", None)
 
     def take_mapping(self, given: ast.expr, keys: Mapping[str, str] | None) -> None:
         pairs = self.pairs(given)
-        if pairs is None and self.settled.arguments and keys is not None:  # a command line says them
+        if pairs is None and self.settled.is_started and keys is not None:  # a command line says them
             return
         if pairs is None:
             problem = f"takes what the script computes (**{one_line(ast.unparse(given))[:60]}); {INSTEAD}"

@@ -29,7 +29,10 @@ _CONFIGS = {
 }
 """Classes whose keywords are the Trainer's arguments, and the script of trl's that has them."""
 _TRAINERS = {f"{name}Trainer": name.lower() for name in _OF_TRL}
-_MODELS = re.compile(r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM)|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM)")
+_MODELS = re.compile(
+    r"AutoModelFor(?:CausalLM|MaskedLM|Seq2SeqLM|SpeechSeq2Seq)"
+    r"|\w+(?:ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration)"
+)
 _SCORING = re.compile(r"(?:AutoModel|\w+)ForSequenceClassification")
 """What trl's RewardTrainer trains."""
 _OTHER_HEADS = re.compile(r"\w+For(?:Sequence|Token|Question|MultipleChoice|Image|Audio|Speech|Vision)\w*")
@@ -99,10 +102,10 @@ class Script:
 
 def holds_arguments(text: str) -> bool:
     """Whether ``text`` may be of a Python file in which the Trainer's arguments stand."""
-    return any(f"{name}(" in text for name in _CONFIGS)
+    return any(f"{name}(" in text for name in (*_CONFIGS, *_TRAINERS))
 
 
-_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args)\(")
+_PARSES = re.compile(r"\.(?:parse_args_into_dataclasses|parse_args_and_config|parse_args|parse_known_args|Fire)\(")
 
 
 def takes_arguments(text: str) -> bool:
@@ -147,9 +150,11 @@ class _Reading(Parsed):
                 raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
         configs = self.of(*_CONFIGS)
         parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
-        if parser and self.settled.arguments and not configs:
+        if parser and self.settled.is_started and not configs:
             self.undecided()
             configs = parser[:1]
+        if not configs and not parser:  # trl's trainers make their own arguments where they are given none
+            parser = configs = self.of(*_TRAINERS)[:1]
         if len(configs) != 1:
             if not configs:
                 none = f"is Python, in which no TrainingArguments stand; {INSTEAD}"
@@ -186,7 +191,7 @@ class _Reading(Parsed):
         else:
             self.take(config, None)
         changes.of_config(self, config)
-        changes.own_code(self, own, calls, scores="num_labels" in self.found)
+        changes.own_code(self, own, calls, scores=model is not None and bool(_SCORING.fullmatch(owner_of(model))))
         changes.of_reference(self, trainers, model)
         changes.of_rewards(self, trainers)
         for call in self.of(K_BIT):
@@ -211,7 +216,7 @@ class _Reading(Parsed):
             for key in () if config in parser else ("gradient_checkpointing", "bf16"):
                 self.found.setdefault(key, Node(False, Origin(self.source, config.lineno)))
         wrong = together(self.wrong) if self.wrong else None
-        if wrong is not None and config not in parser:
+        if wrong is not None and not self.settled.is_started:
             raise wrong
         used = frozenset(self.settled.used - {*READ})
         said = Node(self.found, Origin(self.source, config.lineno))
@@ -251,7 +256,7 @@ class _Reading(Parsed):
             self.check_made(self.keyword(call, "quantization_config"), "weights", "load_in_4bit", _WEIGHTS)
             changes.of_model(self, call)
         for call in self.of(*_TRAINERS) if not models else ():
-            given = self.keyword(call, "model")
+            given = call.args[0] if call.args else self.keyword(call, "model")
             if given is not None and isinstance(self.value(given), str):
                 self.put("model_name_or_path", given)
         scratch = [call for call in self.calls if name_of(call) == "from_config" or known.fullmatch(name_of(call))]

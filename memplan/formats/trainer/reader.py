@@ -24,7 +24,7 @@ from ...plan.read import Source
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from .. import OF_SCRIPTS
-from ..accelerate import ds_file, file_named, shard, sharding_keys, with_precision
+from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
 from ..in_flags import in_flags
@@ -35,6 +35,7 @@ from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
+from .examples import said_by
 from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
@@ -66,10 +67,18 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise wrong_at(written.origin, "must be a mapping of TrainingArguments")
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
-    dialect = next((one for one in (llama_factory, axolotl, swift) if one.is_it(written)), None)
+    dialects = (llama_factory, axolotl, swift) if found.said is None else ()
+    dialect = next((one for one in dialects if one.is_it(written)), None)
     if dialect is not None:
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
+    if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
+        kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
+        written = Node({**inner.mapping, **kept}, written.origin)
+    if found.said is None:
+        written = said_by(found.called, written, asked)
+    if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:
+        written = _in_precision(written, dtype)
     by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
     loop = loop_of(found.script or by_folder, written, asked)
     written = loop.with_defaults(written)
@@ -98,6 +107,14 @@ def launched(found: Started, asked: Asked) -> Launch:
             ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
         )
     return replace(launch, notes=(*unread, *(Note(*note) for note in told), *launch.notes))
+
+
+def _in_precision(written: Node, dtype: Node) -> Node:
+    """The launcher's ``mixed_precision`` counts unless the arguments ask for one (``TrainingArguments`` reads
+    ``ACCELERATE_MIXED_PRECISION``, and hands it to Accelerate)."""
+    if any(node is not None and node.value is True for node in map(written.mapping.get, ("bf16", "fp16"))):
+        return written
+    return written.with_items({str(dtype.value): Node(True, dtype.origin)})
 
 
 def _processes(found: Started, asked: Asked) -> int:
@@ -502,7 +519,7 @@ def _packed(reader: Reader) -> None:
     if flat is None:
         return
     kernel = arguments.node("attn_implementation")
-    if kernel is not None and kernel.value not in _VARLEN:
+    if kernel is not None and kernel.value not in _VARLEN and "flash-attn" not in str(kernel.value):
         raise kernel.wrong(
             "attn_implementation",
             f"must be {' or '.join(_VARLEN)} with padding_free or packing by bfd: others mask the whole row",

@@ -177,7 +177,7 @@ def _of_python(reading: Reading, folder: Path, asked: Asked) -> Script | None:
     if named is None:
         return None
     path = found_from(named, folder)
-    return script_in(read_text(path), str(path), asked.names)
+    return script_in(read_text(path), str(path), asked.names, {})
 
 
 def _beside(name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node]) -> Script | None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
-from .syntax import UNKNOWN, literal, name_of
+from .syntax import UNKNOWN, imports, literal, name_of
 
+_OFF = ("fp16", "bf16", "gradient_checkpointing")
+"""Of ``TrainingArguments``; trl's configurations turn the last two on."""
 _DEPTH = 8
 """Names for names that are followed."""
 
@@ -20,9 +22,18 @@ def declared(module: ast.Module) -> dict[str, object]:
         pairs = [(one.target.id, _default(one.value)) for one in fields if _is_field(one)]  # type: ignore[attr-defined]
         if isinstance(node, ast.Call) and name_of(node) == "add_argument":
             pairs = [*_of_parser(node)]
+        if isinstance(node, ast.FunctionDef) and node.name in _fired(module):
+            last = node.args.args[len(node.args.args) - len(node.args.defaults) :]
+            pairs = [(one.arg, literal(value, {})) for one, value in zip(last, node.args.defaults, strict=True)]
         for name, value in pairs:
             found[name] = value if found.get(name, value) == value else UNKNOWN
     return found
+
+
+def _fired(module: ast.Module) -> list[str]:
+    """Functions whose parameters are the command line's arguments: ``fire.Fire(train)``."""
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and name_of(node) == "Fire"]
+    return [one.id for call in calls for one in call.args if isinstance(one, ast.Name)]
 
 
 def _is_field(node: ast.stmt) -> bool:
@@ -66,22 +77,38 @@ class Settled:
     """Values of expressions, with ``flags`` of the command line."""
 
     def __init__(
-        self, module: ast.Module, names: Mapping[str, object], once: Mapping[str, ast.expr], flags: Mapping[str, object]
+        self,
+        module: ast.Module,
+        names: Mapping[str, object],
+        once: Mapping[str, ast.expr],
+        flags: Mapping[str, object] | None,
     ) -> None:
         self.names, self.once = names, once
-        self.declared = declared(module) if flags else {}
-        self.arguments = {**self.declared, **flags}
+        self.declared = declared(module) if flags is not None else {}
+        self.is_started, self.fired = flags is not None, bool(_fired(module))
+        """With a command line; its arguments are a function's parameters."""
+        off = ("fp16",) if "trl" in {name.partition(".")[0] for name in imports(module)} else _OFF
+        self.arguments = {} if flags is None else {**dict.fromkeys(off, False), **self.declared, **flags}
         self.used: set[str] = set()
         """Arguments that were looked at."""
 
     def value(self, given: ast.expr, depth: int = 0) -> object:
         """What ``given`` is: a literal, or what the command line makes of it."""
         found = literal(given, self.names)
+        if isinstance(given, ast.Call) and name_of(given) == "len" and len(given.args) == 1:
+            many = literal(given.args[0], self.names)
+            return len(many) if isinstance(many, (list, dict, str)) else UNKNOWN
         if found is not UNKNOWN or not self.arguments or depth > _DEPTH:
             return found
         if isinstance(given, ast.Attribute) and given.attr in self.arguments:
             self.used.add(given.attr)
             return self.arguments[given.attr]
+        if isinstance(given, ast.Name) and self.fired and given.id in self.arguments:
+            self.used.add(given.id)
+            return self.arguments[given.id]
+        if isinstance(given, ast.BinOp) and isinstance(given.op, ast.FloorDiv):
+            left, right = self.value(given.left, depth + 1), self.value(given.right, depth + 1)
+            return left // right if isinstance(left, int) and isinstance(right, int) and right > 0 else UNKNOWN
         if isinstance(given, ast.Name) and given.id in self.once:
             return self.value(self.once[given.id], depth + 1)
         if isinstance(given, ast.IfExp):

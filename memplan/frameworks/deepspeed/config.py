@@ -55,6 +55,11 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         check_flash(plan)
     check_tuned(plan)
     preferences.check(plan)
+    if plan.lora.rank is not None and plan.model.labels and family(plan.model.family).scores is not None:
+        problem = (
+            "must be left out with adapters under deepspeed: this family's classifier is modelled in single and ddp"
+        )
+        raise PlanError("model.labels", plan.model.labels, problem)
     if zero.stage == 3 and plan.model.labels and family(plan.model.family).scores is not None:
         problem = (
             f"must be left out under ZeRO-3: nobody has counted the submodules of {plan.model.family}'s classifier"

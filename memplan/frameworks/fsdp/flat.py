@@ -65,7 +65,8 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what is not modelled."""
     for name, value in given.changed():
         if name not in FIELDS:
-            raise PlanError(f"fsdp.{name}", value, "must be left out with fsdp.version 1")
+            problem = "must be left out with fsdp.version 1, with which it is not modelled; with FSDP2 it is "
+            raise PlanError(f"fsdp.{name}", value, f"{problem}(--fsdp-version 2)")
     if given.code != "transformers":
         raise PlanError("fsdp.code", given.code, "must be transformers with fsdp.version 1")
     for name, value, must in zip(("parameters", "reduce"), (given.parameters, given.reduce), dtypes(plan), strict=True):

@@ -78,10 +78,8 @@ def _check_experts(plan: ResolvedPlan) -> None:
 
 def _check_labels(plan: ResolvedPlan) -> None:
     """Refuses what is not modelled with a classifier, in the words of its field."""
-    own = family(plan.model.family).scores is not None
     wrong = {
         "with experts: their loss is not modelled": plan.model.experts,
-        "with adapters: this family's classifier with them is not modelled": own and plan.lora.rank is not None,
         "with DoRA: both together are not modelled": plan.lora.dora,
         f"with loss.kind {plan.loss.kind}, which is of words": plan.loss.kind != "plain",
         f"with code {plan.code}": plan.code != "current",

@@ -378,7 +378,8 @@ def check_flash(plan: ResolvedPlan) -> None:
     """Where PyTorch would not take its flash kernel (``sdp_utils.cpp``), another one has another footprint. The
     package's takes windows (``window_size``), and casts what it is given to 16 bits."""
     spec, seq, named = plan.model, plan.batch.seq, plan.attention
-    check_kernel(spec)
+    if named == "flash":
+        check_kernel(spec)
     if plan.precision.dtype == "fp32" and named != "flash":
         raise PlanError(
             "attention", named, "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only"
@@ -388,7 +389,8 @@ def check_flash(plan: ResolvedPlan) -> None:
         raise PlanError("attention", named, problem)
     if named != "flash":
         if why := family(spec.family).no_package:
-            raise PlanError("attention", named, f"must be flash (sdpa) or eager for family {spec.family}: {why}")
+            instead = "eager" if family(spec.family).no_flash else "flash (sdpa) or eager"
+            raise PlanError("attention", named, f"must be {instead} for family {spec.family}: {why}")
         if release(plan, "transformers") < (since := PACKAGES[named]):
             raise PlanError("attention", named, f"comes with transformers {shown(since)}: choose flash_attention_2")
         if named == "flash_attention_4":

@@ -67,7 +67,8 @@ def matmul(
     aligned = not (m % multiple or n % multiple or k % multiple)
     sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and element <= 2:
-        sustained = rates.matrix if element == 2 else dict(rates.low)[element]
+        # LLM.int8's products are of one byte where the plan computes in 16 bits, whose rate is what they at least have
+        sustained = dict(rates.low).get(element, rates.matrix)
     work = 2.0 * k / (sustained / rates.processors)
     operands = batch * (m * k + k * n) * element / rates.memory
     result = batch * m * n * (element if written is None else written) / rates.memory

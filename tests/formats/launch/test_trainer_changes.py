@@ -232,6 +232,72 @@ def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) ->
     assert read_given(place, flags_of_launch(place, None), flags).plan.trainer.loop == "transformers"
 
 
+@pytest.mark.parametrize(
+    ("said", "dtype", "autocast"),
+    [("--mixed_precision bf16", "bf16", True), ("--mixed_precision no", "fp32", None), ("", "fp32", None)],
+)
+def test_the_precision_of_a_launcher(said: str, dtype: str, autocast: bool | None, tmp_path: Path) -> None:
+    """``TrainingArguments`` takes it from the environment where neither of its own is on."""
+    command = f"accelerate launch {said} --num_processes 1 run_clm.py --model_name_or_path gpt2 --do_train"
+    plan = plan_of(tmp_path, "run.sh", f"{command}\n")
+    assert (plan.precision.dtype, plan.precision.autocast or None) == (dtype, autocast)
+    assert plan.batch.seq == 1024  # run_clm.py's own
+    assert plan_of(tmp_path, "run.sh", f"{command} --fp16\n").precision.dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "labels"),
+    [
+        ("run_glue.py", "--task_name mnli", 3), ("run_glue.py", "--task_name stsb", 1), ("run_xnli.py", "", 3),
+        ("run_glue_no_trainer.py", "--task_name sst2", 2), ("run_classification.py", "--do_regression True", 1),
+    ],
+)  # fmt: skip
+def test_example_scripts_of_classifiers(script: str, flags: str, labels: int, tmp_path: Path) -> None:
+    """They train no language model; their rows are of 128 tokens."""
+    command = f"python {script} --model_name_or_path bert-base-cased --do_train {flags}\n"
+    plan = plan_of(tmp_path, "run.sh", command)
+    assert (plan.model.labels, plan.batch.seq) == (labels, 128)
+
+
+@pytest.mark.parametrize(
+    ("script", "part"),
+    [
+        ("run_ner.py", "trains a classifier of tokens"), ("run_swag_no_trainer.py", "trains a model of multiple"),
+        ("run_image_classification.py", "trains a model of images"), ("run_classification.py", "say --labels N"),
+    ],
+)  # fmt: skip
+def test_example_scripts_of_other_heads(script: str, part: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=part):
+        plan_of(tmp_path, "run.sh", f"python {script} --model_name_or_path bert-base-cased --do_train\n")
+
+
+def test_a_trainer_of_trls_without_arguments_has_its_defaults(tmp_path: Path) -> None:
+    """The first example of its documentation; the model's name may stand first."""
+    for given in ('model="Qwen/Qwen2.5-0.5B"', '"Qwen/Qwen2.5-0.5B"'):
+        plan = plan_of(tmp_path, "sft.py", f"from trl import SFTTrainer\nSFTTrainer({given}, train_dataset=rows)\n")
+        assert (plan.trainer.loop, plan.batch.mbs, plan.batch.seq) == ("sft", 8, 1024)
+    wrong = DPO.format(size="0.5B").replace('ref_model=ref, args=DPOConfig("out")', 'ref_model="gpt2"')
+    assert "ref_model: is another model than the policy" in refusal(wrong)
+
+
+def test_settings_of_a_model_that_trl_loads(tmp_path: Path) -> None:
+    script = 'SFTTrainer("Qwen/Qwen2.5-0.5B", args=SFTConfig(model_init_kwargs={"dtype": "bfloat16"}))\n'
+    same = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "model_init_kwargs": {"dtype": "bfloat16"}, "bf16": True}
+    read = plan_of(tmp_path, "sft.json", json.dumps(same), trainer="sft")
+    assert read.precision.parameters == "bf16"
+    assert plan_of(tmp_path, "sft.py", script) == read
+
+
+def test_a_loss_of_few_scores_is_small_whatever_it_is(tmp_path: Path) -> None:
+    """Weights of classes are what people write one for; the list of labels may stand in the script."""
+    loaded = 'labels = ["a", "b", "c"]\nmodel = AutoModelForSequenceClassification.from_pretrained('
+    text = TRAIN.replace("model = AutoModelForCausalLM.from_pretrained(", loaded).replace('1B")', '1B", num_labels=N)')
+    own = text.replace("Trainer(model", OWN_LOSS.lstrip() + "model")
+    assert plan_of(tmp_path, "train.py", own.replace("=N", "=len(labels)")).model.labels == 3
+    assert "num_labels: is N, which only" in refusal(own)
+    script_in(own, "train.py", ["labels"])
+
+
 def test_a_script_of_a_command_line_is_given_by_its_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PARSED, encoding="utf-8")
     assert "give a shell script with the command that starts it" in refusal(PARSED)
@@ -245,3 +311,35 @@ def test_adapters_that_trl_casts_beside_another_dtype(tmp_path: Path) -> None:
     text = QLORA.replace("max_length=2048", "max_length=2048, bf16=False")
     with pytest.raises(PlanError, match=r"since 0.26, and is not modelled in fp32: train in bf16 .* --lora-dtype fp32"):
         resolve(plan_of(tmp_path, "sft.py", text))
+
+
+FIRE = """
+import fire, torch, transformers
+from peft import LoraConfig, get_peft_model
+def train(base_model="", batch_size: int = 128, micro_batch_size: int = 4, lora_r: int = 8):
+    steps = batch_size // micro_batch_size
+    model = transformers.LlamaForCausalLM.from_pretrained(base_model, load_in_8bit=True, torch_dtype=torch.float16)
+    model = get_peft_model(model, LoraConfig(r=lora_r, target_modules=["q_proj"]))
+    args = transformers.TrainingArguments("out", per_device_train_batch_size=micro_batch_size,
+                                          gradient_accumulation_steps=steps, fp16=True)
+    transformers.Trainer(model=model, args=args).train()
+fire.Fire(train)
+"""
+ARGPARSE = TRAIN.replace("model = ", """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--half", action="store_true")
+said = parser.parse_args()
+model = """).replace("=4", "=said.batch_size").replace("default=said.batch_size", "default=4")  # fmt: skip
+
+
+def test_arguments_of_fire_and_argparse(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FIRE, encoding="utf-8")
+    command = "python train.py --base_model huggyllama/llama-7b --micro_batch_size 8 --lora_r 16\n"
+    plan = plan_of(tmp_path, "run.sh", command)
+    assert (plan.model.name, plan.batch.mbs, plan.batch.accumulation) == ("llama-7b", 8, 16)
+    assert (plan.lora.rank, plan.quantisation.kind, plan.precision.dtype) == (16, "int8", "fp16")
+    (tmp_path / "train.py").write_text(ARGPARSE, encoding="utf-8")
+    assert plan_of(tmp_path, "run.sh", "python train.py --batch-size 8\n").batch.mbs == 8
+    assert plan_of(tmp_path, "run.sh", "python train.py\n").batch.mbs == 4

@@ -121,3 +121,11 @@ def test_a_product_whose_operand_goes_round() -> None:
     whole, half = (alone(product._replace(m=m), A100) for m in (8192, 4096))
     assert in_parts(0.5 * half, product, 2, A100) == pytest.approx(2 * half - whole)
     assert in_parts(3 * half, product, 2, A100) == pytest.approx(4 * half - whole)
+
+
+def test_products_of_one_byte_beside_a_computation_in_16_bits() -> None:
+    """LLM.int8's, of which a plan names no rate: at least that of 16 bits, and half the bytes move."""
+    rates = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"))
+    assert not rates.low
+    assert matmul(rates, 4096, 4096, 4096, element=1) <= matmul(rates, 4096, 4096, 4096)
+    assert matmul(rates, 64, 4096, 4096, element=1) < matmul(rates, 64, 4096, 4096)
