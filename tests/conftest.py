@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _EMPTY = tempfile.mkdtemp(prefix="memplan-no-records-")
 # When this is imported, before any test module: some keep the environment of the processes that they start.
@@ -25,6 +26,9 @@ os.environ["MEMPLAN_DATA"] = _EMPTY
 # Tensors of tests are small: on a second thread, operators and processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 atexit.register(shutil.rmtree, _EMPTY, ignore_errors=True)
+# A property does not fail because something else keeps the machine busy.
+settings.register_profile("memplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("memplan")
 
 LONGEST = (
     "search/test_search.py",
