@@ -138,8 +138,11 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     if joined is not None and joined.world > 1 and world == "emulated":
-        problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
-        raise wrong_at("--gpus", f"{where.gpus} {problem}; start one process")
+        raise wrong_at(
+            "--gpus",
+            f"{where.gpus} is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no "
+            f"{joined.launcher}; start one process",
+        )
     _check_stages(where, world, found.stages)
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
@@ -163,11 +166,14 @@ def _world(found: Native, where: Where) -> World:
     if where.emulates:
         return "emulated"
     if where.gpus > found.ranks:
-        problem = f"is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each"
-        raise wrong_at("--gpus", f"{where.gpus} {problem}")
+        raise wrong_at(
+            "--gpus",
+            f"{where.gpus} is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each",
+        )
     if where.gpus % where.nodes:
-        problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
-        raise wrong_at("--nnodes", f"{where.nodes} {problem}")
+        raise wrong_at(
+            "--nnodes", f"{where.nodes} must divide the {where.gpus} GPUs: every machine has the same number"
+        )
     return "real" if where.gpus == found.ranks else "emulated"
 
 
@@ -196,8 +202,10 @@ def _check_build() -> None:
     """A PyTorch that was built without CUDA runs on no GPU."""
     found = version("torch")
     if found.endswith("+cpu"):
-        problem = f"torch {found} is built without CUDA: install one with it (pytorch.org/get-started)"
-        raise LackingError(f"{problem}; --device fake and --device cpu need none")
+        raise LackingError(
+            f"torch {found} is built without CUDA: install one with it (pytorch.org/get-started); "
+            "--device fake and --device cpu need none"
+        )
 
 
 def _here(
@@ -221,8 +229,10 @@ def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) 
     hardware = estimated.plan.hardware.model_copy(update={"capacity": free})
     if estimate(estimated.plan.model_copy(update={"hardware": hardware})).fits is False:
         stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
-        problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
-        raise wrong_at("--gpus", f"{problem}; --force runs it anyway")
+        raise wrong_at(
+            "--gpus",
+            f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory; --force runs it anyway",
+        )
 
 
 def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None]) -> Run:
