@@ -239,15 +239,23 @@ def from_json(data: Any, source: str) -> Record:
         raise wrong_at(origin, "is not a record of memplan validate (memplan runs ID --export)")
     schema = data["schema"]
     if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
-        problem = f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it"
-        raise PlanError("schema", schema, problem, origin=origin)
+        raise PlanError(
+            "schema",
+            schema,
+            f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it",
+            origin=origin,
+        )
     if schema != SCHEMA or isinstance(schema, bool):
         raise PlanError("schema", schema, f"must be {SCHEMA}", origin=origin)
     content = {key: value for key, value in data.items() if key != CHECKSUM}
     record = _validated({key: value for key, value in content.items() if key != "schema"}, origin)
     if data.get(CHECKSUM) != _checksum(content):
-        problem = "does not fit the content: the file was damaged, or changed since it was written"
-        raise PlanError(CHECKSUM, data.get(CHECKSUM, ABSENT), problem, origin=origin)
+        raise PlanError(
+            CHECKSUM,
+            data.get(CHECKSUM, ABSENT),
+            "does not fit the content: the file was damaged, or changed since it was written",
+            origin=origin,
+        )
     return record
 
 
