@@ -10,7 +10,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..search.time import step_time
 from ..search.time.rates import as_validated
 from ..search.time.shape import model_flops
 from ..trace.job import MOST_MICROBATCHES
-from ..trace.run import traced
+from ..trace.run import installed, traced
 from ..values import dataclass, replace
 from .cluster import Elastic, InTurn, Joined, Membership, Way, membership
 from .devices import Device, check_free, check_host, gpu_of, gpus_for
@@ -45,23 +45,16 @@ NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 def versions_of(packages: Iterable[str], driver: str | None) -> Versions:
     """With those of ``packages`` that are installed; ``driver`` is the GPUs', ``None`` of a run without any."""
     on_gpu = driver is not None
-    found = {name: installed for name in packages if (installed := _installed(name)) is not None}
+    found = {name: one for name in packages if (one := installed(name)) is not None}
     return Versions(
         memplan=__version__,
         python=platform.python_version(),
         torch=version("torch"),
         cuda=_cuda() if on_gpu else None,
         driver=driver,
-        nccl=next((one for name in NCCL if (one := _installed(name))), None) if on_gpu else None,
+        nccl=next((one for name in NCCL if (one := installed(name))), None) if on_gpu else None,
         others=found,
     )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cuda() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ...layers.megatron_core.local import softmax_is_fused
@@ -12,7 +11,7 @@ from ...plan.resolve import resolve
 from ...plan.resolved import ResolvedPlan
 from ...records.readings import World
 from ...trace.framework import OtherRunning
-from ...trace.run import check_packages
+from ...trace.run import check_packages, installed
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from .. import framework
@@ -132,7 +131,7 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         raise given.wrong(
             "megatron.precision_of", "must be left out: precision that differs from module to module is not run yet"
         )
-    engine = _installed("transformer-engine")
+    engine = installed("transformer-engine")
     if engine is None:
         return MegatronCore(given, given if find_spec("apex") is not None else stepped_by_torch(given))
     release = ".".join(engine.split("+")[0].split(".")[:2])
@@ -212,13 +211,6 @@ def _kernels(plan: ResolvedPlan) -> Iterator[tuple[str, str, str]]:
         yield "megatron.rope_fusion", FROM_ENGINE, ENGINE
     if megatron.cross_entropy_fusion == "te":
         yield "megatron.cross_entropy_fusion: te", FROM_ENGINE, ENGINE
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class MegatronCode(OwnCode):
