@@ -16,7 +16,6 @@ from typing import Any
 
 from memplan.estimate import estimate
 from memplan.formats.megatron.context import Family
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron import programs
 from memplan.frameworks.megatron.entries import stage_entries
 from memplan.layers.module import Options
@@ -27,6 +26,7 @@ from memplan.result import Estimate, StageEstimate
 from memplan.tape.events import Category
 from memplan.tape.program import static
 
+from .arguments import plan_of_arguments
 from .comparison import MIB, Comparison, Table, near
 
 Row = Mapping[str, Any]

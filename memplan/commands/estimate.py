@@ -328,11 +328,6 @@ class _Files:
             if file is not None and not alone:
                 raise typer.BadParameter(f"{flag} shows one plan; leave out --compare, --vary and --detail")
         check_files({"--csv": self.csv, **pictures}, force=self.force)
-        if self.plot is not None:
-            from ..report.plot import check_matplotlib, format_of
-
-            format_of(Path(self.plot))
-            check_matplotlib()
 
     def write_rows(self, names: Sequence[str], estimates: Sequence[Estimate]) -> Iterator[str]:
         """The file of ``--csv``, if it was written."""

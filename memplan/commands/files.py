@@ -46,6 +46,11 @@ def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
         for other, same in given[:at]:
             if same == file:
                 raise wrong_at(flag, f"is the file of {other}, too")
+    if (picture := files.get("--plot")) is not None:
+        from ..report.plot import check_matplotlib, format_of
+
+        format_of(Path(picture))
+        check_matplotlib()
 
 
 def write_whole(name: str, content: bytes, *, force: bool) -> bool:

@@ -94,11 +94,6 @@ class _Files:
         """Refuses before the search what would be refused after it."""
         files = {"--write": self.plan, "--csv": self.csv, "--plot": self.plot, "--html": self.html}
         check_files(files, force=self.force)
-        if self.plot is not None:
-            from ..report.plot import check_matplotlib, format_of
-
-            format_of(Path(self.plot))
-            check_matplotlib()
 
 
 def suggest_partition(

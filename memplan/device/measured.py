@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from ..allocator.replay import Replayed
 from ..frameworks import ROOMS, framework
 from ..frameworks.base import Communicator
-from ..plan.errors import PlanError
 from ..plan.resolved import ResolvedPlan
 from ..result import BeyondAllocated, Notice, StageEstimate
 from ..tape.events import Category, Hold, rounded
@@ -62,7 +61,7 @@ def cublas_workspaces(plan: ResolvedPlan) -> tuple[Hold, ...]:
     try:
         found = facts.cublas_workspaces(capability, plan.environment, torch_version(plan))
     except ValueError as error:
-        raise PlanError("environment", dict(plan.environment), str(error)) from None
+        raise plan.wrong("environment", str(error)) from None
     times = THREADS, _threads_with_biases(plan)
     return tuple(
         Hold(0, rounded(fact.bytes), Category.WORKSPACES, fact.name)
@@ -313,7 +312,7 @@ def _nccl(plan: ResolvedPlan, stage: int, known: Measured) -> tuple[Cause, ...]:
     try:
         sizes = [(one, nccl.holds((one,))) for one in communicators]
     except ValueError as error:
-        raise PlanError("environment", dict(plan.environment), str(error)) from None
+        raise plan.wrong("environment", str(error)) from None
     found = tuple(Cause(NCCL, _said(one), *size, SOURCE) for one, size in sizes)
     return found if framework(plan.framework).own_streams else (*found, *_stream(plan, NCCL))
 

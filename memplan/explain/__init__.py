@@ -42,8 +42,11 @@ def explain(message: str | bytes | Iterable[bytes], plan: Plan | None = None, kn
 def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = NOTHING) -> Explanation:
     """What the messages of one log were about."""
     if not found:
-        problem = "has no out-of-memory message (CUDA out of memory, torch.OutOfMemoryError, NCCL's, HIP's, Killed)"
-        raise PlanError("", ABSENT, problem)
+        raise PlanError(
+            "",
+            ABSENT,
+            "has no out-of-memory message (CUDA out of memory, torch.OutOfMemoryError, NCCL's, HIP's, Killed)",
+        )
     first = max(found, key=lambda one: (one.message.tried is not None, bool(one.frames)))
     told = clues(first.frames)
     ranks = tuple(sorted({one.rank for one in found if one.rank is not None}))
@@ -123,8 +126,11 @@ def _far_apart(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
 def _other_moment(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
     """Where the plan has the size, but not at the moment that the frames prove."""
     if best and made.clues.phase and not is_then(best[0].phase, made.clues.phase):
-        where = f"in {made.clues.phase}, where the plan has nothing of this size; it has in {best[0].phase}"
-        yield Notice("another-moment", f"the traceback is {where}")
+        yield Notice(
+            "another-moment",
+            f"the traceback is in {made.clues.phase}, where the plan has nothing of this size; it has in "
+            f"{best[0].phase}",
+        )
 
 
 def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
@@ -146,8 +152,9 @@ def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:
     """Where the message's GPU has another memory than the plan's."""
     has, said = plan.hardware.capacity, message.capacity
     if has is not None and said is not None and abs(has - said) > has // 16:
-        text = f"the message's GPU has {printed(said)}, the plan's {printed(has)}: --gpu names the run's"
-        yield Notice("other-gpu", text)
+        yield Notice(
+            "other-gpu", f"the message's GPU has {printed(said)}, the plan's {printed(has)}: --gpu names the run's"
+        )
 
 
 def _on_host(message: OutOfMemory, estimated: Estimate) -> Iterator[Notice]:

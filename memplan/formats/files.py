@@ -163,13 +163,6 @@ def _list(
     return Words(taken, loose, ledger, origin, folder)
 
 
-def words_of_mapping(arguments: Mapping[str, object], framework: str, source: str = "arguments") -> Words:
-    """The arguments in a mapping of Python values: ``{"--num-layers": 12, "--bf16": True}``."""
-    origin = Origin(source)
-    node = Node({name: _node(value, origin) for name, value in arguments.items()}, origin)
-    return _mapping(node, arguments_of(framework), {}, Path())
-
-
 def words_of_node(root: Node, framework: str, more: Mapping[str, Argument] | None = None) -> Words:
     """The arguments in a mapping that a file holds: ``arguments``, and ``environment`` beside them. ``more`` are known
     beside those of the framework's parser."""
@@ -314,11 +307,3 @@ def _written(node: Node) -> str:
     if node.text is not None:
         return node.text
     return str(node.value)
-
-
-def _node(value: object, origin: Origin) -> Node:
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return Node(value, origin)
-    if isinstance(value, (list, tuple)):
-        return Node([_node(item, origin) for item in value], origin)
-    raise wrong_at(origin, f"cannot be an argument's value: {type(value).__name__}")

@@ -17,9 +17,9 @@ from ..plan.environment import is_irrelevant
 from ..plan.errors import ABSENT, Guesses, Node, Origin, PlanError, guessed, is_slip, one_line, together, wrong_at
 from ..plan.notes import Note
 from ..plan.plan import Plan
-from ..plan.read import Flags, ReadPlan, Source, build_plan
+from ..plan.read import Flags, ReadPlan, Source
 from ..plan.spoken import Spoken, Written
-from .files import Words, read_words, words_of, words_of_mapping
+from .files import Words, read_words, words_of
 from .forks import AS_HERE, FORKS
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
@@ -64,30 +64,6 @@ def read_back(text: str, framework: str, flags: Flags) -> Plan:
     """The plan in the exported script ``text``."""
     asked = Asked(framework, flags)
     return launched_plan(launched(words_of(text, "train.sh", framework, {}), asked), flags).plan
-
-
-def plan_of_arguments(
-    arguments: Mapping[str, object],
-    environment: Mapping[str, object] | None = None,
-    *,
-    gpus: int,
-    family: Family = "gpt",
-    vocabulary: int | None = None,
-    framework: str = "megatron",
-    flags: Mapping[str, str] | None = None,
-) -> ReadPlan:
-    """The plan of a run whose ``arguments`` are a mapping, ``{"--num-layers": 12, "--bf16": True}``.
-
-    ``vocabulary`` is the number of the tokenizer's tokens, before padding, where arguments do not say it.
-    Warnings whose code is ``argument-not-modelled`` or ``argument-unknown`` name what the estimate leaves out.
-    """
-    source = Origin("arguments")
-    words = words_of_mapping(arguments, framework)
-    variables = {name: Node(str(value), source) for name, value in (environment or {}).items()}
-    asked = Asked(framework, {**(flags or {}), "gpus": str(gpus)}, vocab_size=vocabulary)
-    launch = launched(words, asked, family, variables)
-    read = build_plan(launch.source, flags or {})
-    return ReadPlan(read.plan, read.origins, (*launch.notes, *read.warnings))
 
 
 def launched(

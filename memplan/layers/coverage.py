@@ -200,15 +200,17 @@ def check_kernel(spec: ModelSpec) -> None:
     known = family(spec.family)
     if why := known.no_flash:
         instead = "eager" if known.no_package else "flash_attention_2 or eager"
-        problem = f"must be {instead} for family {spec.family}: {why}"
-        raise PlanError("attention", "flash", problem)
+        raise PlanError("attention", "flash", f"must be {instead} for family {spec.family}: {why}")
 
 
 def check_recompute(spec: ModelSpec) -> None:
     """``PlanError`` where a recomputed layer is more than its input and its output."""
     if family(spec.family).returns_weights:
-        problem = f"must be none for family {spec.family}: its layers also return their attention weights"
-        raise PlanError("recompute.mode", "full", problem)
+        raise PlanError(
+            "recompute.mode",
+            "full",
+            f"must be none for family {spec.family}: its layers also return their attention weights",
+        )
 
 
 Recipes = Callable[[Family], Allowed | None]
@@ -235,37 +237,35 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     known = family(spec.family)
     allowed = recipes(known)
     if allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core:
-        raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_megatron_core}")
+        raise spec.wrong("family", f"cannot be trained in {framework}: {known.no_megatron_core}")
     if allowed is None and recipes is TRANSFORMERS and known.no_transformers:
-        raise PlanError("model.family", spec.family, f"cannot be trained in {framework}: {known.no_transformers}")
+        raise spec.wrong("family", f"cannot be trained in {framework}: {known.no_transformers}")
     if allowed is None:
         elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
         also = f"it has one in {', '.join(elsewhere)} (--framework)" if elsewhere else ""
         others_have = f"these have: {', '.join(covered(recipes))}"
-        problem = f"has no recipe in framework {framework} yet; {also or others_have}"
-        raise PlanError("model.family", spec.family, problem)
+        raise spec.wrong("family", f"has no recipe in framework {framework} yet; {also or others_have}")
     for field, values in allowed.items():
         value = getattr(spec, field)
         if value not in values:
             shown = " or ".join(_shown(known) for known in values)
-            problem = f"must be {shown} for family {spec.family} in framework {framework}"
-            raise PlanError(f"model.{field}", value, problem)
+            raise spec.wrong(field, f"must be {shown} for family {spec.family} in framework {framework}")
     for field in known.needs if recipes is TRANSFORMERS else ():
         if not getattr(spec, field):
-            raise PlanError(f"model.{field}", getattr(spec, field), f"must be set for family {spec.family}")
+            raise spec.wrong(field, f"must be set for family {spec.family}")
     if spec.family == "bert" and spec.token_types == 0:
-        raise PlanError("model.token_types", 0, "must be at least 1 for family bert")
+        raise spec.wrong("token_types", "must be at least 1 for family bert")
     if spec.positions == "rotary" and (spec.rotary_features % 2 or not spec.rotary_features):
-        problem = f"must make an even number of a head's {spec.head_dim} features turn, not {spec.rotary_features}"
-        raise PlanError("model.rotary_fraction", spec.rotary_fraction, problem)
+        raise spec.wrong(
+            "rotary_fraction",
+            f"must make an even number of a head's {spec.head_dim} features turn, not {spec.rotary_features}",
+        )
     if recipes is MEGATRON_CORE:
         return
     if known.multi_head and spec.kv_heads != spec.heads:
-        problem = f"must equal the {spec.heads} attention heads for family {spec.family}"
-        raise PlanError("model.kv_heads", spec.kv_heads, problem)
+        raise spec.wrong("kv_heads", f"must equal the {spec.heads} attention heads for family {spec.family}")
     if known.heads_fill_hidden and spec.heads * spec.head_dim != spec.hidden:
-        problem = f"must be hidden / heads = {spec.hidden} / {spec.heads} for family {spec.family}"
-        raise PlanError("model.head_dim", spec.head_dim, problem)
+        raise spec.wrong("head_dim", f"must be hidden / heads = {spec.hidden} / {spec.heads} for family {spec.family}")
 
 
 def _shown(value: object) -> str:

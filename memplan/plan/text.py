@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 from .errors import ABSENT, Origin, PlanError, wrong_at
@@ -234,3 +236,8 @@ def _unreadable(field: str, origin: Origin, error: OSError | ValueError) -> Plan
         return PlanError(field, ABSENT, "no such file", origin=origin)
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     return PlanError(field, ABSENT, f"cannot be read: {reason.lower()}", origin=origin)
+
+
+def checksum(content: object) -> str:
+    """A digest of what JSON holds, however it is written."""
+    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

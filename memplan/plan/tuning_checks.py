@@ -29,7 +29,7 @@ def check_tuning(plan: ResolvedPlan) -> None:
     if plan.loss.kind in ("cut", "chunked"):
         raise plan.wrong(
             "loss.kind",
-            f"must be plain or liger with {first_frozen(plan)[0]}: other losses are not modelled with frozen parts",
+            f"must be plain or liger with {first_frozen(plan)}: other losses are not modelled with frozen parts",
         )
     _check_lora(plan)
     _check_quantisation(plan)
@@ -47,17 +47,16 @@ def _check_without_recipe(plan: ResolvedPlan) -> None:
         raise plan.wrong("attention", f"must be eager with quantisation.prepared: {why}")
 
 
-def first_frozen(plan: Plan) -> tuple[str, object]:
-    """The first field that freezes something, with its value."""
+def first_frozen(plan: Plan) -> str:
+    """The first field that freezes something."""
     for name, section in (("lora", plan.lora), ("quantisation", plan.quantisation), ("frozen", plan.frozen)):
-        for field, value in section.changed():
-            return f"{name}.{field}", value
+        for field, _ in section.changed():
+            return f"{name}.{field}"
     raise AssertionError("nothing is frozen")
 
 
 def _refuse(plan: ResolvedPlan, problem: str) -> None:
-    field, value = first_frozen(plan)
-    raise PlanError(field, value, problem)
+    raise plan.wrong(first_frozen(plan), problem)
 
 
 def _check_lora(plan: ResolvedPlan) -> None:

@@ -192,8 +192,12 @@ class Database:
             if known is not None:
                 if known[0] == record.time:
                     return False
-                problem = f"is there already, as a run of {known[0]}; memplan runs {record.id} --delete removes that"
-                raise PlanError("id", record.id, problem, origin=Origin(str(self.path)))
+                raise PlanError(
+                    "id",
+                    record.id,
+                    f"is there already, as a run of {known[0]}; memplan runs {record.id} --delete removes that",
+                    origin=Origin(str(self.path)),
+                )
             gpu = record.run.gpu or record.hardware.gpu
             row = (record.id, record.time, record.ran.model.name, gpu, imported, to_text(record))
             self.connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -234,8 +238,12 @@ class Database:
             raise PlanError("record", ABSENT, "is not text: another program changed it", origin=Origin(source))
         record = from_text(found[0], source)
         if (record.id, record.time) != (row.id, row.time):
-            problem = f"is run {record.id} of {record.time}: another program changed the row"
-            raise PlanError("record", ABSENT, problem, origin=Origin(source))
+            raise PlanError(
+                "record",
+                ABSENT,
+                f"is run {record.id} of {record.time}: another program changed the row",
+                origin=Origin(source),
+            )
         return record
 
     def ids(self) -> list[str]:

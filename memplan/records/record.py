@@ -10,7 +10,6 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..device.measured import holds_workspaces
 from ..plan.errors import ABSENT, Origin, PlanError, wrong_at
-from ..plan.text import read_bytes
+from ..plan.text import checksum, read_bytes
 from ..values import dataclass
 from .readings import Count, Estimated, Plan, Positive, RankReading, Run, Stage
 
@@ -206,16 +205,11 @@ def to_json(record: Record) -> dict[str, Any]:
     """``record`` with a checksum, which tells a changed or damaged file from a whole one."""
     content = {"schema": SCHEMA, **record.model_dump(mode="json", by_alias=True, exclude={"estimate"})}
     content = _without_infinities({**content, "estimate": record.estimate.to_json()})
-    return {**content, CHECKSUM: _checksum(content)}
+    return {**content, CHECKSUM: checksum(content)}
 
 
 def to_text(record: Record) -> str:
     return json.dumps(to_json(record), indent=1, allow_nan=False) + "\n"
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    """A digest of the content, however it is written."""
-    return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _without_infinities(value: Any) -> Any:
@@ -239,15 +233,23 @@ def from_json(data: Any, source: str) -> Record:
         raise wrong_at(origin, "is not a record of memplan validate (memplan runs ID --export)")
     schema = data["schema"]
     if isinstance(schema, int) and not isinstance(schema, bool) and schema > SCHEMA:
-        problem = f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it"
-        raise PlanError("schema", schema, problem, origin=origin)
+        raise PlanError(
+            "schema",
+            schema,
+            f"was written by a newer memplan: this one reads records up to schema {SCHEMA}; upgrade it",
+            origin=origin,
+        )
     if schema != SCHEMA or isinstance(schema, bool):
         raise PlanError("schema", schema, f"must be {SCHEMA}", origin=origin)
     content = {key: value for key, value in data.items() if key != CHECKSUM}
     record = _validated({key: value for key, value in content.items() if key != "schema"}, origin)
-    if data.get(CHECKSUM) != _checksum(content):
-        problem = "does not fit the content: the file was damaged, or changed since it was written"
-        raise PlanError(CHECKSUM, data.get(CHECKSUM, ABSENT), problem, origin=origin)
+    if data.get(CHECKSUM) != checksum(content):
+        raise PlanError(
+            CHECKSUM,
+            data.get(CHECKSUM, ABSENT),
+            "does not fit the content: the file was damaged, or changed since it was written",
+            origin=origin,
+        )
     return record
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from ..caches import begin_search
 from ..device.measured import NOTHING, Measured, least_context
 from ..frameworks import framework
-from ..plan.errors import ABSENT, Origin, PlanError
+from ..plan.errors import ABSENT, PlanError, wrong_at
 from ..plan.fields import plan_fields
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
@@ -100,8 +100,10 @@ def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     if capacity is None or gpu is None:
         raise PlanError("hardware.gpu", ABSENT, "is missing: a search needs the GPU's memory and speed")
     if plan.compile:
-        problem = "must be false in a search: a compiled model is learnt at the sizes of one plan (memplan estimate)"
-        raise PlanError("compile", True, problem)
+        raise plan.wrong(
+            "compile",
+            "must be false in a search: a compiled model is learnt at the sizes of one plan (memplan estimate)",
+        )
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 
@@ -190,8 +192,9 @@ def _space(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, object]) -> S
         near = nearest_counts(base, resolved, fixed, gpus)
         if not near:
             raise
-        problem = f"leaves no layout of {gpus:,} GPUs{_work(near)}"
-        raise PlanError(error.field, error.value, problem, origin=error.origin) from None
+        raise PlanError(
+            error.field, error.value, f"leaves no layout of {gpus:,} GPUs{_work(near)}", origin=error.origin
+        ) from None
     if _has_points(space):
         return space
     for number in (1, 2, 3):
@@ -199,7 +202,7 @@ def _space(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, object]) -> S
             if not _has_points_with(base, resolved, {path: fixed[path] for path in paths}):
                 raise _contradiction(space, fixed, paths)
     near = nearest_counts(base, resolved, fixed, gpus)
-    raise PlanError("hardware.gpus", gpus, f"has no layout: {_why(space)}{_work(near)}")
+    raise resolved.wrong("hardware.gpus", f"has no layout: {_why(space)}{_work(near)}")
 
 
 def _work(near: Sequence[int]) -> str:
@@ -223,8 +226,7 @@ def _contradiction(space: Space, fixed: Mapping[str, object], paths: Sequence[st
     named = [f"{fields[path].flag[2:] if path in fields else path} = {fixed[path]}" for path in paths]
     if len(named) > 1:
         together = f"{', '.join(named[:-1])} and {named[-1]}"
-        problem = f"contradict each other on {space.gpus:,} GPUs: {_why(space)}"
-        return PlanError("", ABSENT, f"{together} {problem}", origin=Origin("--fix"))
+        return wrong_at("--fix", f"{together} contradict each other on {space.gpus:,} GPUs: {_why(space)}")
     return PlanError(paths[0], fixed[paths[0]], f"leaves no layout of {space.gpus:,} GPUs: {_why(space)}")
 
 

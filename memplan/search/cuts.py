@@ -140,8 +140,9 @@ def _fastest_behind(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool)
         if less < time:
             time, dense = less, ways
     if time == inf:
-        problem = f"leaves the {ratios.first} layers without experts no place on the first stages"
-        raise PlanError("layout.pp", pp, problem)
+        raise PlanError(
+            "layout.pp", pp, f"leaves the {ratios.first} layers without experts no place on the first stages"
+        )
     least, tops = held_with(dense, pp, vpp, alone, layers)
     offsets = _offsets(dense, pp, ratios)
     most = tuple([min(top, floor(time - offset + 1e-9)) for offset, top in zip(offsets, tops, strict=True)])

@@ -150,7 +150,7 @@ class FrameworkSearch:
         self, plan: ResolvedPlan, ratios: Ratios, limit: int | None, criteria: Criteria, holds: Holds | None
     ) -> StageLayers | None:
         """The best cut by ``criteria``; see ``cuts.fitting`` and ``cuts.smallest``."""
-        raise PlanError("framework", plan.framework, "has no stages whose cut can be chosen")
+        raise plan.wrong("framework", "has no stages whose cut can be chosen")
 
     def other_cuts(self) -> Iterator[Proposal]:
         """Cuts that the framework's own methods make, by their names."""

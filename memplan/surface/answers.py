@@ -249,8 +249,12 @@ def explain(message: str, plan: Given = None, /, *, records: bool = True, **fiel
 
     with as_arguments():
         if not isinstance(message, str):
-            problem = f"is the text of a message or a log, as Path(…).read_text(), not {message!r:.60}"
-            raise PlanError("message", ABSENT, problem, origin=Origin("argument"))
+            raise PlanError(
+                "message",
+                ABSENT,
+                f"is the text of a message or a log, as Path(…).read_text(), not {message!r:.60}",
+                origin=Origin("argument"),
+            )
         known, _ = measured_of(no_records=not records)
         flags = flags_of(fields)
         read = read_any(plan, flags) if plan is not None or flags else None

@@ -67,8 +67,12 @@ class Plan(_Plan):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name, problem = ".".join(map(str, first["loc"])), first["msg"]
-            better = f"{problem[:1].lower()}{problem[1:]}; read_plan(model=…, gpus=8) takes names and fills in the rest"
-            raise PlanError(name, ABSENT, better, origin=Origin("Plan")) from None
+            raise PlanError(
+                name,
+                ABSENT,
+                f"{problem[:1].lower()}{problem[1:]}; read_plan(model=…, gpus=8) takes names and fills in the rest",
+                origin=Origin("Plan"),
+            ) from None
 
     _asked: _Asked | None = PrivateAttr(None)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..plan.errors import wrong_at
 from ..plan.library import COMPILED, LEARNED
+from ..plan.text import checksum
 from ..user_folders import user_folder
 from .fit import Fit
 
@@ -197,12 +198,7 @@ def _read(path: Path, settings: Mapping[str, Any], known: Versions, kind: Any) -
 
 def _is_whole(data: Mapping[str, Any]) -> bool:
     """The fit is as it was stored: one that was changed since may be well formed, and wrong."""
-    return "fit" in data and data.get("sha256") == _checksum(data["fit"])
-
-
-def _checksum(fit: Any) -> str:
-    """A digest of a fit's JSON, however it is written."""
-    return sha256(json.dumps(fit, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return "fit" in data and data.get("sha256") == checksum(data["fit"])
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -220,7 +216,7 @@ def written(settings: Mapping[str, Any], fit: Learnt) -> bytes:
     """What a file holds of ``fit``; the same for the same fit."""
     fitted = fit.to_json()
     data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fitted}
-    data["sha256"] = _checksum(fitted)
+    data["sha256"] = checksum(fitted)
     return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
 
 

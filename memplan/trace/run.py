@@ -152,12 +152,18 @@ def check_packages(least: Mapping[str, tuple[int, int]], command: str = "memplan
         _check(package, oldest, command)
 
 
-def _check(package: str, least: tuple[int, int], command: str) -> None:
-    wanted = _how(package, least)
+def installed(package: str) -> str | None:
+    """The release of ``package`` that is here."""
     try:
-        found = version(package)
+        return version(package)
     except PackageNotFoundError:
-        raise LackingError(f"{command} needs {package}, which is not installed: {wanted}") from None
+        return None
+
+
+def _check(package: str, least: tuple[int, int], command: str) -> None:
+    wanted, found = _how(package, least), installed(package)
+    if found is None:
+        raise LackingError(f"{command} needs {package}, which is not installed: {wanted}")
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
     if numbers < least:
         raise LackingError(f"{command} needs {package} {'.'.join(map(str, least))} or later, not {found}: {wanted}")

@@ -100,8 +100,12 @@ def _check(found: Membership, gpus: int) -> None:
     rank, world = VARIABLES[found.launcher]
     origin = Origin("environment")
     if found.world != gpus:
-        problem = f"must be {gpus}, the GPUs of the run: {found.launcher} started {found.world} processes"
-        raise PlanError(world, found.world, problem, origin=origin)
+        raise PlanError(
+            world,
+            found.world,
+            f"must be {gpus}, the GPUs of the run: {found.launcher} started {found.world} processes",
+            origin=origin,
+        )
     if found.rank >= found.world:
         raise PlanError(rank, found.rank, f"must be below {world} = {found.world}", origin=origin)
 
@@ -114,8 +118,12 @@ def _count(environment: Mapping[str, str], *names: str) -> int:
             if text.isascii() and text.isdecimal():
                 return int(text)
             raise PlanError(name, text, "must be a whole number", origin=Origin("environment"))
-    problem = "must be set: other variables say that this process is a rank of a run"
-    raise PlanError(names[0], ABSENT, problem, origin=Origin("environment"))
+    raise PlanError(
+        names[0],
+        ABSENT,
+        "must be set: other variables say that this process is a rank of a run",
+        origin=Origin("environment"),
+    )
 
 
 def port_of(environment: Mapping[str, str]) -> int:
@@ -165,8 +173,12 @@ def _numbers(piece: str, nodes: str) -> list[str]:
 
 
 def _unreadable(nodes: str) -> PlanError:
-    problem = "must be host names with numbers in brackets, as gpu[03-07,12],x1"
-    return PlanError("SLURM_STEP_NODELIST", nodes, problem, origin=Origin("environment"))
+    return PlanError(
+        "SLURM_STEP_NODELIST",
+        nodes,
+        "must be host names with numbers in brackets, as gpu[03-07,12],x1",
+        origin=Origin("environment"),
+    )
 
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -211,9 +211,9 @@ def gpus_for(
     if len(shown) < count:
         names = ", ".join(map(str, shown)) or "none"
         of = ", of those that CUDA_VISIBLE_DEVICES shows" if "CUDA_VISIBLE_DEVICES" in environment else ""
-        advice = "--nnodes and srun run it on several machines, and --emulate one rank after the other"
         raise LackingError(
-            f"the run needs {count} GPUs on this machine{of}, and there are {len(shown)}: {names}; {advice}"
+            f"the run needs {count} GPUs on this machine{of}, and there are {len(shown)}: {names}; "
+            "--nnodes and srun run it on several machines, and --emulate one rank after the other"
         )
     check_free(shown[:count], needed, share=share)
     return shown[:count]

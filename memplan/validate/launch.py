@@ -92,8 +92,11 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 
 def _unusable(where: str, why: str) -> LackingError:
-    line = f"memplan validate cannot keep its run's files in {where}: {why}; set TMPDIR to a folder that has room"
-    return LackingError(one_line(line))
+    return LackingError(
+        one_line(
+            f"memplan validate cannot keep its run's files in {where}: {why}; set TMPDIR to a folder that has room"
+        )
+    )
 
 
 def _temporary() -> str:

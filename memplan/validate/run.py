@@ -10,7 +10,7 @@ import platform
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..search.time import step_time
 from ..search.time.rates import as_validated
 from ..search.time.shape import model_flops
 from ..trace.job import MOST_MICROBATCHES
-from ..trace.run import traced
+from ..trace.run import installed, traced
 from ..values import dataclass, replace
 from .cluster import Elastic, InTurn, Joined, Membership, Way, membership
 from .devices import Device, check_free, check_host, gpu_of, gpus_for
@@ -45,23 +45,16 @@ NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 def versions_of(packages: Iterable[str], driver: str | None) -> Versions:
     """With those of ``packages`` that are installed; ``driver`` is the GPUs', ``None`` of a run without any."""
     on_gpu = driver is not None
-    found = {name: installed for name in packages if (installed := _installed(name)) is not None}
+    found = {name: one for name in packages if (one := installed(name)) is not None}
     return Versions(
         memplan=__version__,
         python=platform.python_version(),
         torch=version("torch"),
         cuda=_cuda() if on_gpu else None,
         driver=driver,
-        nccl=next((one for name in NCCL if (one := _installed(name))), None) if on_gpu else None,
+        nccl=next((one for name in NCCL if (one := installed(name))), None) if on_gpu else None,
         others=found,
     )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cuda() -> str | None:
@@ -138,8 +131,11 @@ def prepared(plan: Plan, where: Where, environment: Mapping[str, str] = os.envir
     joined = membership(environment, where.gpus) if where.device != "fake" else None
     world = _world(found, where)
     if joined is not None and joined.world > 1 and world == "emulated":
-        problem = f"is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no {joined.launcher}"
-        raise wrong_at("--gpus", f"{where.gpus} {problem}; start one process")
+        raise wrong_at(
+            "--gpus",
+            f"{where.gpus} is fewer than the {found.ranks} ranks of the plan: ranks that take turns need no "
+            f"{joined.launcher}; start one process",
+        )
     _check_stages(where, world, found.stages)
     devices: tuple[Device, ...] = ()
     if where.device == "cuda":
@@ -163,11 +159,14 @@ def _world(found: Native, where: Where) -> World:
     if where.emulates:
         return "emulated"
     if where.gpus > found.ranks:
-        problem = f"is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each"
-        raise wrong_at("--gpus", f"{where.gpus} {problem}")
+        raise wrong_at(
+            "--gpus",
+            f"{where.gpus} is more than the {found.ranks} ranks of the plan (hardware.gpus); a run takes one for each",
+        )
     if where.gpus % where.nodes:
-        problem = f"must divide the {where.gpus} GPUs: every machine has the same number"
-        raise wrong_at("--nnodes", f"{where.nodes} {problem}")
+        raise wrong_at(
+            "--nnodes", f"{where.nodes} must divide the {where.gpus} GPUs: every machine has the same number"
+        )
     return "real" if where.gpus == found.ranks else "emulated"
 
 
@@ -196,8 +195,10 @@ def _check_build() -> None:
     """A PyTorch that was built without CUDA runs on no GPU."""
     found = version("torch")
     if found.endswith("+cpu"):
-        problem = f"torch {found} is built without CUDA: install one with it (pytorch.org/get-started)"
-        raise LackingError(f"{problem}; --device fake and --device cpu need none")
+        raise LackingError(
+            f"torch {found} is built without CUDA: install one with it (pytorch.org/get-started); "
+            "--device fake and --device cpu need none"
+        )
 
 
 def _here(
@@ -221,8 +222,10 @@ def _check_size(estimated: Estimate, devices: tuple[Device, ...], where: Where) 
     hardware = estimated.plan.hardware.model_copy(update={"capacity": free})
     if estimate(estimated.plan.model_copy(update={"hardware": hardware})).fits is False:
         stage = f"stage {estimated.peak_stage} is estimated to need {size(estimated.peak)}"
-        problem = f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory"
-        raise wrong_at("--gpus", f"{problem}; --force runs it anyway")
+        raise wrong_at(
+            "--gpus",
+            f"{stage}, and {devices[0]} has {size(free)} free: it would run out of memory; --force runs it anyway",
+        )
 
 
 def run(prepared: Prepared, watch: Watcher, says: Callable[[str, int, int], None]) -> Run:

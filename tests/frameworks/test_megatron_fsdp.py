@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.arguments import plan_of_arguments
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out, sites_of
 from memplan.frameworks.megatron.fsdp_buffers import persistent
 from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead

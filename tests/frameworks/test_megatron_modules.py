@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.arguments import plan_of_arguments
 from memplan.estimate import estimate
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layer_shape_of
 from memplan.layers.autograd import Recorder, Tensor

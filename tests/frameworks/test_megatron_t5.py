@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.arguments import plan_of_arguments
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import estimate
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError

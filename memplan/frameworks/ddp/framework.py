@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...plan.errors import PlanError
 from ..base import PYTORCH_SECTIONS, Framework, Supports
 
 if TYPE_CHECKING:
@@ -32,10 +31,11 @@ class Ddp(Framework):
 
     def check(self, plan: ResolvedPlan) -> None:
         if plan.quantisation.kind == "awq" and plan.ddp.broadcast_buffers:
-            problem = (
-                "must be false with quantisation.kind awq: its weights are buffers, and their broadcast is not modelled"
+            raise plan.wrong(
+                "ddp.broadcast_buffers",
+                "must be false with quantisation.kind awq: its weights are buffers, and their broadcast is not "
+                "modelled",
             )
-            raise PlanError("ddp.broadcast_buffers", True, problem)
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """One process group for all: buckets are all-reduced, parameters broadcast when the model is wrapped."""

@@ -12,7 +12,6 @@ from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
 from ...optimizers import algorithms
 from ...optimizers.base import State, full, optimizer_states
 from ...optimizers.steps import step_temporaries
-from ...plan.errors import PlanError
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
@@ -99,25 +98,30 @@ def _replicated(plan: ResolvedPlan, options: Options) -> Program:
 def _check(plan: ResolvedPlan) -> None:
     given = plan.ddp
     if given.parameters_as_bucket_view and not plan.layout.zero:
-        problem = "belongs to ZeroRedundancyOptimizer (layout.zero: 1)"
-        raise PlanError("ddp.parameters_as_bucket_view", True, problem)
+        raise plan.wrong("ddp.parameters_as_bucket_view", "belongs to ZeroRedundancyOptimizer (layout.zero: 1)")
     if is_tuned(plan) and plan.layout.zero:
-        problem = "must be 0 with adapters or frozen parameters: their distribution over ranks is not modelled"
-        raise PlanError("layout.zero", plan.layout.zero, problem)
+        raise plan.wrong(
+            "layout.zero", "must be 0 with adapters or frozen parameters: their distribution over ranks is not modelled"
+        )
     if is_tuned(plan) and given.gradient_as_bucket_view and not given.gradient_sync:
-        problem = "must be true with adapters or frozen parameters and ddp.gradient_as_bucket_view, or not modelled"
-        raise PlanError("ddp.gradient_sync", False, problem)
+        raise plan.wrong(
+            "ddp.gradient_sync",
+            "must be true with adapters or frozen parameters and ddp.gradient_as_bucket_view, or not modelled",
+        )
     optimizer = plan.optimizer
     if plan.layout.zero and optimizer.algorithm.torch and optimizer.implementation in NOT_TORCH:
-        problem = "must be PyTorch's (foreach, for-loop or fused) with ZeroRedundancyOptimizer (layout.zero: 1)"
-        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+        raise plan.wrong(
+            "optimizer.implementation",
+            "must be PyTorch's (foreach, for-loop or fused) with ZeroRedundancyOptimizer (layout.zero: 1)",
+        )
     if plan.layout.zero and not optimizer.algorithm.torch:
         known = ", ".join(one.name for one in algorithms() if one.torch)
-        problem = f"must be PyTorch's {known} with ZeroRedundancyOptimizer (layout.zero: 1)"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+        raise plan.wrong("optimizer.name", f"must be PyTorch's {known} with ZeroRedundancyOptimizer (layout.zero: 1)")
     if given.gradient_as_bucket_view and not given.gradient_sync and plan.loss.kind != "plain":
-        problem = "must be true for losses other than plain with ddp.gradient_as_bucket_view, or not modelled"
-        raise PlanError("ddp.gradient_sync", False, problem)
+        raise plan.wrong(
+            "ddp.gradient_sync",
+            "must be true for losses other than plain with ddp.gradient_as_bucket_view, or not modelled",
+        )
 
 
 NOT_TORCH = ("bitsandbytes", "transformers", "apex")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...layers.module import Module, Tapes
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Span, drop_all
@@ -20,8 +19,9 @@ class DdpRunning(PlainRunning):
     def replicated(self, plan: ResolvedPlan, *, has_recipe: bool) -> Replicated | None:
         """Which rank needs most is found with a model's recipe."""
         if plan.layout.zero and not has_recipe:
-            problem = "must be 0 for an architecture without a recipe: the most loaded rank is unknown"
-            raise PlanError("layout.zero", plan.layout.zero, problem)
+            raise plan.wrong(
+                "layout.zero", "must be 0 for an architecture without a recipe: the most loaded rank is unknown"
+            )
         given = plan.ddp
         assert plan.layout.dp is not None
         return Replicated(
@@ -44,8 +44,7 @@ class DdpRunning(PlainRunning):
         super().check_learnt(plan)
         for name in ("gradient_as_bucket_view", "find_unused_parameters", "parameters_as_bucket_view"):
             if getattr(plan.ddp, name):
-                problem = "must be false: not modelled for an architecture without a recipe"
-                raise PlanError(f"ddp.{name}", True, problem)
+                raise plan.wrong(f"ddp.{name}", "must be false: not modelled for an architecture without a recipe")
 
     def learnt_front(self, plan: ResolvedPlan, buffers: Sequence[Hold]) -> tuple[Span, ...]:
         """DDP broadcasts buffers before every forward pass, through a flat copy of those of a dtype that has

@@ -50,24 +50,27 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     known = family(plan.model.family)
     if known.submodules is None:
         others = ", ".join(one.name for one in families() if one.submodules is not None)
-        raise PlanError("model.family", plan.model.family, f"has no table of hooks; {others} have")
+        raise plan.wrong("model.family", f"has no table of hooks; {others} have")
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
     preferences.check(plan)
     if plan.lora.rank is not None and plan.model.labels and family(plan.model.family).scores is not None:
-        problem = (
-            "must be left out with adapters under deepspeed: this family's classifier is modelled in single and ddp"
+        raise plan.wrong(
+            "model.labels",
+            "must be left out with adapters under deepspeed: this family's classifier is modelled in single and ddp",
         )
-        raise PlanError("model.labels", plan.model.labels, problem)
     if zero.stage == 3 and plan.model.labels and family(plan.model.family).scores is not None:
-        problem = (
-            f"must be left out under ZeRO-3: nobody has counted the submodules of {plan.model.family}'s classifier"
+        raise plan.wrong(
+            "model.labels",
+            f"must be left out under ZeRO-3: nobody has counted the submodules of {plan.model.family}'s classifier",
         )
-        raise PlanError("model.labels", plan.model.labels, problem)
     if zero.stage == 3 and plan.loss.kind != "plain":
-        problem = "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
-        raise PlanError("loss.kind", plan.loss.kind, problem + "gathers such a parameter is not modelled")
+        raise plan.wrong(
+            "loss.kind",
+            "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
+            "gathers such a parameter is not modelled",
+        )
     refuse_apart(plan, "under deepspeed")
     check_adapters(plan, zero)
     if plan.recompute.mode == "full":
@@ -83,38 +86,52 @@ def _check_sinks(plan: ResolvedPlan, zero: Zero) -> None:
     """A parameter of attention itself, around its linear layers, whose gathers are not modelled: it has to persist."""
     least, heads = zero.stage3_param_persistence_threshold, plan.model.heads
     if heads > least:
-        problem = f"must be {heads} or more: attention's sinks are modelled as parameters that stay whole"
-        raise PlanError("deepspeed.stage3_param_persistence_threshold", least, problem)
+        raise PlanError(
+            "deepspeed.stage3_param_persistence_threshold",
+            least,
+            f"must be {heads} or more: attention's sinks are modelled as parameters that stay whole",
+        )
     if plan.trainer.runs_reference and plan.lora.rank is not None:
-        problem = "must be another at stage 3 with adapters: the reference's pass releases attention's sinks, too"
-        raise PlanError("trainer.loop", plan.trainer.loop, problem)
+        raise plan.wrong(
+            "trainer.loop",
+            "must be another at stage 3 with adapters: the reference's pass releases attention's sinks, too",
+        )
 
 
 def check_adapters(plan: ResolvedPlan, zero: Zero) -> None:
     """Of adapters and quantised weights what the engine runs."""
     if zero.stage == 3 and plan.lora.modules_to_save:
-        problem = "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled"
-        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)
+        raise plan.wrong(
+            "lora.modules_to_save",
+            "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled",
+        )
     if zero.stage == 3 and plan.lora.dora:
-        problem = "must be false at stage 3: peft reads weights behind their layer's forward, where they are released"
-        raise PlanError("lora.dora", True, problem)
+        raise plan.wrong(
+            "lora.dora",
+            "must be false at stage 3: peft reads weights behind their layer's forward, where they are released",
+        )
     if plan.quantisation.kind not in ("none", "nf4", "fp4"):
-        problem = "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1"
-        raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
+        raise plan.wrong(
+            "quantisation.kind",
+            "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1",
+        )
     if plan.quantisation.prepared:
-        problem = "must be false with framework deepspeed: its engine casts what peft has cast to fp32 back"
-        raise PlanError("quantisation.prepared", True, problem)
+        raise plan.wrong(
+            "quantisation.prepared",
+            "must be false with framework deepspeed: its engine casts what peft has cast to fp32 back",
+        )
     storage, compute = plan.quantisation.storage, plan.precision.dtype
     if zero.stage == 3 and storage not in (None, compute):
-        problem = f"must be {compute} at stage 3, which gathers parameters in the dtype of training"
-        raise PlanError("quantisation.storage", storage, problem)
+        raise plan.wrong(
+            "quantisation.storage", f"must be {compute} at stage 3, which gathers parameters in the dtype of training"
+        )
 
 
 def check_settings(plan: ResolvedPlan, zero: Zero) -> None:
     """What holds of any model."""
     check_zero(zero)
     if plan.recompute.mode == "selective":
-        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+        raise plan.wrong("recompute.mode", "must be none or full: transformers recomputes whole layers")
     check_client_optimizer(plan.optimizer, zero)
     dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
     if accumulates not in (None, dtype, "fp32"):
@@ -134,14 +151,18 @@ def check_settings(plan: ResolvedPlan, zero: Zero) -> None:
 def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
     """Optimizers of others than PyTorch and DeepSpeed: 8-bit states of flat parameters on the device."""
     if zero.stage == 0 and optimizer.algorithm.eight_bit:
-        problem = "is not supported at stage 0, where parameters are not flat; framework ddp supports it"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+        raise PlanError(
+            "optimizer.name",
+            optimizer.name,
+            "is not supported at stage 0, where parameters are not flat; framework ddp supports it",
+        )
     made = optimizer.algorithm.deepspeed
     if zero.offload_optimizer != "none" and (made is None or not made.offloads):
-        problem = (
-            "must be adam, adamw, lion or sgd with offload_optimizer: CPU steps of other optimizers are not modelled"
+        raise PlanError(
+            "optimizer.name",
+            optimizer.name,
+            "must be adam, adamw, lion or sgd with offload_optimizer: CPU steps of other optimizers are not modelled",
         )
-        raise PlanError("optimizer.name", optimizer.name, problem)
 
 
 def check_zero(zero: Zero) -> None:
@@ -154,13 +175,19 @@ def check_zero(zero: Zero) -> None:
     if zero.offload_optimizer == "nvme" and zero.stage < 3:
         raise PlanError(f"{section}.offload_optimizer", "nvme", f"needs stage 3, not {zero.stage}; cpu is possible")
     if zero.offload_optimizer_ratio != 1.0:
-        problem = "must be 1: partial offload of states is not modelled"
-        raise PlanError(f"{section}.offload_optimizer.ratio", zero.offload_optimizer_ratio, problem)
+        raise PlanError(
+            f"{section}.offload_optimizer.ratio",
+            zero.offload_optimizer_ratio,
+            "must be 1: partial offload of states is not modelled",
+        )
     if not zero.reduce_scatter and zero.stage == 3:
         raise PlanError(f"{section}.reduce_scatter", False, "is not modelled in stage 3; leave it true")
     if not zero.memory_efficient_linear and zero.stage == 3:
-        problem = "is not modelled: PyTorch's linear keeps every gathered weight until its backward; leave it true"
-        raise PlanError(f"{section}.memory_efficient_linear", False, problem)
+        raise PlanError(
+            f"{section}.memory_efficient_linear",
+            False,
+            "is not modelled: PyTorch's linear keeps every gathered weight until its backward; leave it true",
+        )
     if zero.reduce_bucket_size < 1:
         raise PlanError(f"{section}.reduce_bucket_size", zero.reduce_bucket_size, "must be at least 1")
     if zero.allgather_bucket_size % 2:
@@ -171,12 +198,11 @@ def check_model(plan: ResolvedPlan) -> None:
     """Refuses what the recipes do not cover, beside what ``check`` does."""
     recompute = plan.recompute
     if recompute.mode == "full" and recompute.method != "uniform":
-        problem = "must be uniform: transformers recomputes every layer by itself"
-        raise PlanError("recompute.method", recompute.method, problem)
+        raise plan.wrong("recompute.method", "must be uniform: transformers recomputes every layer by itself")
     if recompute.mode == "full" and recompute.layers != 1:
-        raise PlanError("recompute.layers", recompute.layers, "must be 1: transformers recomputes layers one by one")
+        raise plan.wrong("recompute.layers", "must be 1: transformers recomputes layers one by one")
     if plan.code != "current":
-        raise PlanError("code", plan.code, "must be current with framework deepspeed")
+        raise plan.wrong("code", "must be current with framework deepspeed")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ...plan.errors import PlanError
 from ..base import Framework, Supports
 
 if TYPE_CHECKING:
@@ -60,15 +59,19 @@ class Deepspeed(Framework):
         """``data_types.grad_accum_dtype``, else the parameters' dtype."""
         named, allowed = plan.deepspeed.gradient_accumulation_dtype, {plan.precision.stored, "fp32"}
         if named is not None and named not in allowed:
-            problem = f"must be {' or '.join(sorted(allowed))} with dtype {plan.precision.stored}"
-            raise PlanError("deepspeed.gradient_accumulation_dtype", named, problem)
+            raise plan.wrong(
+                "deepspeed.gradient_accumulation_dtype",
+                f"must be {' or '.join(sorted(allowed))} with dtype {plan.precision.stored}",
+            )
         return named or plan.precision.stored
 
     def check(self, plan: ResolvedPlan) -> None:
         sums = plan.deepspeed.gradient_accumulation_dtype
         if sums not in (None, plan.precision.gradients):
-            problem = f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype"
-            raise PlanError("deepspeed.gradient_accumulation_dtype", sums, problem)
+            raise plan.wrong(
+                "deepspeed.gradient_accumulation_dtype",
+                f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype",
+            )
 
     def fuses_biases(self, plan: ResolvedPlan) -> bool:
         """``LinearFunctionForZeroStage3`` adds a bias behind its product (``zero/linear.py``)."""

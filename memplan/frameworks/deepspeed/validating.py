@@ -16,7 +16,7 @@ from typing import Any, cast
 from ...formats.deepspeed.exporter import configuration
 from ...layers.module import Options
 from ...optimizers import algorithms
-from ...plan.errors import ABSENT, LackingError, Origin, PlanError
+from ...plan.errors import LackingError, PlanError, wrong_at
 from ...plan.plan import Optimizer, Precision
 from ...plan.resolve import resolve
 from ...plan.resolved import ResolvedPlan
@@ -89,19 +89,20 @@ class WithDeepspeed(Native):
     def check_device(self, device: str) -> None:
         plan = self.runs
         if device == "fake":
-            problem = "fake must be cuda or cpu with --with deepspeed: its engine reads values, which fake tensors lack"
-            raise PlanError("", ABSENT, problem, origin=Origin("--device"))
+            raise wrong_at(
+                "--device",
+                "fake must be cuda or cpu with --with deepspeed: its engine reads values, which fake tensors lack",
+            )
         check_compiles(plan.optimizer, device)
         if device != "cpu":
             return
         if plan.precision.dtype == "fp16":
-            raise PlanError("precision.dtype", "fp16", f"must be bf16 or fp32 with --device cpu: {FP16_ON_CPU}")
+            raise plan.wrong("precision.dtype", f"must be bf16 or fp32 with --device cpu: {FP16_ON_CPU}")
         if plan.optimizer.name == "lion":
-            raise PlanError("optimizer.name", "lion", "must be another with --device cpu: DeepSpeed's is CUDA's")
+            raise plan.wrong("optimizer.name", "must be another with --device cpu: DeepSpeed's is CUDA's")
         for name in ("offload_optimizer", "offload_param"):
-            value = getattr(plan.deepspeed, name)
-            if value != "none":
-                raise PlanError(f"deepspeed.{name}", value, f"must be none with --device cpu: {HOST_IS_DEVICE}")
+            if getattr(plan.deepspeed, name) != "none":
+                raise plan.wrong(f"deepspeed.{name}", f"must be none with --device cpu: {HOST_IS_DEVICE}")
 
     def notes(self, world: World, device: str) -> tuple[str, ...]:
         """In words, for the report."""
@@ -157,11 +158,12 @@ class WithDeepspeed(Native):
 def with_deepspeed(plan: ResolvedPlan) -> WithDeepspeed:
     """``PlanError`` of a plan of another framework, or of one that the engine is not run with here."""
     if plan.framework != FRAMEWORK:
-        raise PlanError("", ABSENT, OTHERS.get(plan.framework, OTHER.format(plan.framework)), origin=Origin("--with"))
+        raise wrong_at("--with", OTHERS.get(plan.framework, OTHER.format(plan.framework)))
     runs = resolve(plan)
     if is_tuned(runs):
-        field, value = first_frozen(runs)
-        raise PlanError(field, value, "must be left out with --with deepspeed: its engine is run without adapters here")
+        raise runs.wrong(
+            first_frozen(runs), "must be left out with --with deepspeed: its engine is run without adapters here"
+        )
     _check_optimizer(runs)
     found = WithDeepspeed(runs, runs)
     found.program(0)
@@ -173,15 +175,19 @@ def _check_optimizer(plan: ResolvedPlan) -> None:
     optimizer = plan.optimizer
     if optimizer.algorithm.deepspeed is None:
         named = ", ".join(one.name for one in algorithms() if one.deepspeed)
-        problem = f"must be one of {named} with --with deepspeed: others are made by the training script"
-        raise PlanError("optimizer.name", optimizer.name, problem)
+        raise plan.wrong(
+            "optimizer.name", f"must be one of {named} with --with deepspeed: others are made by the training script"
+        )
     if optimizer.implementation in ("transformers", "apex"):
-        problem = "must be one that DeepSpeed makes, with --with deepspeed; others are made by the training script"
-        raise PlanError("optimizer.implementation", optimizer.implementation, problem)
+        raise plan.wrong(
+            "optimizer.implementation",
+            "must be one that DeepSpeed makes, with --with deepspeed; others are made by the training script",
+        )
     for name in ("offload_optimizer", "offload_param"):
         if getattr(plan.deepspeed, name) == "nvme":
-            problem = "must be none or cpu with --with deepspeed: a run writes nothing to disks"
-            raise PlanError(f"deepspeed.{name}", "nvme", problem)
+            raise plan.wrong(
+                f"deepspeed.{name}", "must be none or cpu with --with deepspeed: a run writes nothing to disks"
+            )
 
 
 def check_compiles(optimizer: Optimizer, device: str) -> None:
@@ -200,8 +206,10 @@ def check_compiles(optimizer: Optimizer, device: str) -> None:
         missing.append("nvcc")
     if missing:
         others = "with --optimizer-implementation foreach PyTorch's runs, and is estimated as what it is"
-        problem = f"DeepSpeed compiles its optimizer for {optimizer.name} at its first use, which needs"
-        raise LackingError(f"{problem} {' and '.join(missing)} on the path (pip install ninja); {others}")
+        raise LackingError(
+            f"DeepSpeed compiles its optimizer for {optimizer.name} at its first use, which needs "
+            f"{' and '.join(missing)} on the path (pip install ninja); {others}"
+        )
 
 
 def _explicit(config: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
@@ -236,8 +244,7 @@ class DeepspeedRunning(OtherRunning):
         problem = "not modelled for an architecture without a recipe"
         trainer.check_learnt(plan)
         if is_tuned(plan) and plan.lora.rank is None:
-            field, value = first_frozen(plan)
-            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under deepspeed")
+            raise plan.wrong(first_frozen(plan), f"must be left out: frozen parts are {problem} under deepspeed")
         check_adapters(plan, zero_of(plan))
 
     def learnt_alone(self, plan: ResolvedPlan) -> ResolvedPlan:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ...layers.fused_losses import CHUNKS, HeadLoss
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Hold, Scope, Tape
 from ...values import replace
@@ -56,33 +55,36 @@ def check(plan: ResolvedPlan) -> None:
     if plan.loss.kind != "chunked":
         return
     if given.code != "torchtitan":
-        problem = "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself"
-        raise PlanError("loss.kind", "chunked", problem)
+        raise plan.wrong(
+            "loss.kind",
+            "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself",
+        )
     if layout.pp > 1:
-        problem = "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
-        raise PlanError("layout.pp", layout.pp, problem)
-    for name, value, kept in (
-        ("fsdp.ends_apart", given.ends_apart, True),
-        ("fsdp.offload", given.offload, False),
-        ("fsdp.gradient_sync", given.gradient_sync, True),
-        ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
+        raise plan.wrong(
+            "layout.pp", "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
+        )
+    for path, kept in (
+        ("fsdp.ends_apart", True),
+        ("fsdp.offload", False),
+        ("fsdp.gradient_sync", True),
+        ("fsdp.reshard_after_forward", True),
     ):
-        if value is not kept:
-            raise PlanError(name, value, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
+        if plan.at(path) is not kept:
+            raise plan.wrong(path, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
     if plan.loss.chunks == 1:
-        raise PlanError("loss.chunks", 1, "must be 2 or more under fsdp: one chunk holds what loss.kind plain does")
+        raise plan.wrong("loss.chunks", "must be 2 or more under fsdp: one chunk holds what loss.kind plain does")
     if given.compile_loss:
         _check_compiled(plan)
 
 
 def _check_compiled(plan: ResolvedPlan) -> None:
-    for path, value, wrong, must in (
-        ("layout.tp", plan.layout.tp, plan.layout.tp > 1, "1"),
-        ("precision.dtype", plan.precision.dtype, plan.precision.dtype != "bf16", "bf16"),
-    ):
-        if wrong:
-            problem = f"must be {must} with fsdp.compile_loss and chunks: no other was learnt; "
-            raise PlanError(path, value, problem + "--no-compile-loss takes the loss as it is")
+    for path, must in (("layout.tp", 1), ("precision.dtype", "bf16")):
+        if plan.at(path) != must:
+            raise plan.wrong(
+                path,
+                f"must be {must} with fsdp.compile_loss and chunks: no other was learnt; "
+                "--no-compile-loss takes the loss as it is",
+            )
 
 
 def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:

@@ -30,7 +30,6 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...optimizers.steps import step_temporaries
-from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import WEIGHTS_ON_META, release
 from ...plan.resolved import ResolvedPlan
@@ -63,31 +62,37 @@ def dtypes(plan: ResolvedPlan) -> tuple[Dtype, Dtype]:
 
 def check(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what is not modelled."""
-    for name, value in given.changed():
+    for name, _ in given.changed():
         if name not in FIELDS:
-            problem = "must be left out with fsdp.version 1, with which it is not modelled; with FSDP2 it is "
-            raise PlanError(f"fsdp.{name}", value, f"{problem}(--fsdp-version 2)")
+            raise plan.wrong(
+                f"fsdp.{name}",
+                "must be left out with fsdp.version 1, with which it is not modelled; with FSDP2 it is "
+                "(--fsdp-version 2)",
+            )
     if given.code != "transformers":
-        raise PlanError("fsdp.code", given.code, "must be transformers with fsdp.version 1")
-    for name, value, must in zip(("parameters", "reduce"), (given.parameters, given.reduce), dtypes(plan), strict=True):
-        if value != must:
-            problem = f"must be {must} with fsdp.version 1, as Accelerate has it"
-            raise PlanError(f"fsdp.{name}", value, problem)
+        raise plan.wrong("fsdp.code", "must be transformers with fsdp.version 1")
+    for name, must in zip(("parameters", "reduce"), dtypes(plan), strict=True):
+        if getattr(given, name) != must:
+            raise plan.wrong(f"fsdp.{name}", f"must be {must} with fsdp.version 1, as Accelerate has it")
     if plan.layout.tp * plan.layout.pp > 1:
-        raise PlanError("fsdp.version", "1", "must be 2 with tensor or pipeline parallelism")
+        raise plan.wrong("fsdp.version", "must be 2 with tensor or pipeline parallelism")
     if plan.quantisation.prepared:
-        problem = "must be false with fsdp.version 1: trl and peft leave 4-bit models that are sharded unprepared"
-        raise PlanError("quantisation.prepared", True, problem)
-    if plan.quantisation.storage not in (None, plan.precision.dtype):
-        problem = f"must be {plan.precision.dtype} with fsdp.version 1: flat parameters are of one dtype"
-        raise PlanError("quantisation.storage", plan.quantisation.storage, problem)
-    if plan.lora.modules_to_save:
-        problem = "must be left out with fsdp.version 1, where each is a unit of its own: not modelled"
-        raise PlanError("lora.modules_to_save", list(plan.lora.modules_to_save), problem)
-    if plan.frozen.embedding or plan.frozen.layers:
-        raise PlanError(
-            "fsdp.version", "1", "must be 2 or left out with frozen parts: these are modelled with adapters"
+        raise plan.wrong(
+            "quantisation.prepared",
+            "must be false with fsdp.version 1: trl and peft leave 4-bit models that are sharded unprepared",
         )
+    if plan.quantisation.storage not in (None, plan.precision.dtype):
+        raise plan.wrong(
+            "quantisation.storage",
+            f"must be {plan.precision.dtype} with fsdp.version 1: flat parameters are of one dtype",
+        )
+    if plan.lora.modules_to_save:
+        raise plan.wrong(
+            "lora.modules_to_save",
+            "must be left out with fsdp.version 1, where each is a unit of its own: not modelled",
+        )
+    if plan.frozen.embedding or plan.frozen.layers:
+        raise plan.wrong("fsdp.version", "must be 2 or left out with frozen parts: these are modelled with adapters")
 
 
 # -- units ------------------------------------------------------------------------------------------

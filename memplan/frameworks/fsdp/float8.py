@@ -9,7 +9,6 @@ from ...device.gpus import GPUS
 from ...layers import compiled
 from ...layers.float8 import MULTIPLE, Float8
 from ...layers.module import hold_bytes
-from ...plan.errors import PlanError
 from ...plan.framework_sections import SMALL
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
@@ -48,16 +47,16 @@ def check(plan: ResolvedPlan) -> None:
     given, recipe = plan.fsdp, plan.precision.fp8
     if recipe is None:
         for field in ("filter_fqns", "float8_all_gather", "float8_scales"):
-            if value := getattr(given, field):
-                raise PlanError(f"fsdp.{field}", value, "must be left out without precision.fp8")
+            if getattr(given, field):
+                raise plan.wrong(f"fsdp.{field}", "must be left out without precision.fp8")
         return
     if given.code != "torchtitan":
-        problem = "needs torchtitan's layers (--fsdp-code torchtitan): no other float8 is modelled"
-        raise PlanError("precision.fp8", recipe, problem)
+        raise plan.wrong(
+            "precision.fp8", "needs torchtitan's layers (--fsdp-code torchtitan): no other float8 is modelled"
+        )
     _check_recipe(plan, recipe)
     if given.float8_scales and not given.float8_all_gather:
-        problem = "must be false without fsdp.float8_all_gather, whose scales they are"
-        raise PlanError("fsdp.float8_scales", True, problem)
+        raise plan.wrong("fsdp.float8_scales", "must be false without fsdp.float8_all_gather, whose scales they are")
     if not given.float8_all_gather:
         return
     problems = {
@@ -66,21 +65,24 @@ def check(plan: ResolvedPlan) -> None:
         "left out with pipeline stages, with which it is not modelled": plan.layout.pp > 1,
     }
     if problem := next((one for one, wrong in problems.items() if wrong), ""):
-        raise PlanError("fsdp.float8_all_gather", True, f"must be {problem}")
+        raise plan.wrong("fsdp.float8_all_gather", f"must be {problem}")
 
 
 def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
     titan, precision, layout = titan_of(plan.model), plan.precision, plan.layout
     if not titan.linears:
-        problem = f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone"
-        raise PlanError("precision.fp8", recipe, problem)
+        raise plan.wrong(
+            "precision.fp8",
+            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone",
+        )
     for field in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
-        if value := getattr(precision, field):
-            raise PlanError(f"precision.{field}", value, "must be left out with framework fsdp, whose torchao has none")
+        if getattr(precision, field):
+            raise plan.wrong(f"precision.{field}", "must be left out with framework fsdp, whose torchao has none")
     gpu = GPUS.get(plan.hardware.gpu or "")
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < CAPABLE:
-        problem = f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
-        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
+        raise plan.wrong(
+            "hardware.gpu", f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
+        )
     tokens = plan.batch.mbs * plan.batch.seq
     if not any(one in HEAD for one in plan.fsdp.words):
         chunked = plan.loss.kind == "chunked"
@@ -88,8 +90,7 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
         gathered = chunked and plan.fsdp.float8_all_gather
         if plan.model.tied_embeddings or gathered:
             what = "a head that is gathered in 8 bits for chunks" if gathered else "an embedding that shares its weight"
-            problem = f"must have {HEAD} with {what}: the head is modelled in bf16 there"
-            raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)
+            raise plan.wrong("fsdp.filter_fqns", f"must have {HEAD} with {what}: the head is modelled in bf16 there")
     problems = {
         "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled (of a file of its own "
         "--set model.converters= estimates bf16)": layout.tp > 1,
@@ -101,7 +102,7 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
         f"tokens, not {tokens:,}": (tokens % MULTIPLE > 0 and recipe != "rowwise_with_gw_hp"),
     }
     if problem := next((one for one, wrong in problems.items() if wrong), ""):
-        raise PlanError("precision.fp8", recipe, f"must be {problem}")
+        raise plan.wrong("precision.fp8", f"must be {problem}")
 
 
 def in_compiled(low: Float8 | None, spec: ModelSpec) -> Float8 | None:
@@ -122,10 +123,12 @@ def check_compiled(plan: ResolvedPlan, every: Sequence[Float8 | None]) -> None:
             if compiled.name_of("none", sizes, low) in compiled.structures():
                 continue
             kind = " ".join(compiled.name_of("none", sizes, low).split()[2:])
-            problem = f"must be left out or another with fsdp.compile: layers of these sizes were not learnt ({kind})"
-            raise PlanError("precision.fp8", plan.precision.fp8, problem)
-        problem = (
+            raise plan.wrong(
+                "precision.fp8",
+                f"must be left out or another with fsdp.compile: layers of these sizes were not learnt ({kind})",
+            )
+        raise plan.wrong(
+            "fsdp.filter_fqns",
             "must leave out no linear layer of a layer, attention.wk and attention.wv together, or all with "
-            f"fsdp.compile, not {', '.join(sorted(low.skips))}: others were not learnt"
+            f"fsdp.compile, not {', '.join(sorted(low.skips))}: others were not learnt",
         )
-        raise PlanError("fsdp.filter_fqns", plan.fsdp.filter_fqns, problem)

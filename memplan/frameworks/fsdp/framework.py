@@ -76,13 +76,17 @@ class Fsdp(Framework):
         (``expert_tensor_parallel_degree``)."""
         layout = plan.layout
         if layout.tp > 1 and plan.fsdp.code != "torchtitan":
-            problem = "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; "
-            raise PlanError("layout.tp", layout.tp, problem + "torchtitan's is")
+            raise plan.wrong(
+                "layout.tp",
+                "must be 1 with framework fsdp and transformers' code, whose tp_plan is not modelled; torchtitan's is",
+            )
         if layout.tp == 1:
             return layout
         if "sequence_parallel" in layout.model_fields_set and not layout.sequence_parallel:
-            problem = "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence"
-            raise PlanError("layout.sequence_parallel", False, problem)
+            raise plan.wrong(
+                "layout.sequence_parallel",
+                "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence",
+            )
         shared = {"etp": layout.tp if layout.ep == 1 else layout.etp or 1} if plan.model.experts else {}
         return layout.model_copy(update={"sequence_parallel": True, **shared})
 
@@ -140,25 +144,22 @@ class Fsdp(Framework):
             )
             no_integers = plan.quantisation.kind == "int8" and plan.fsdp.version == "1"
             why = f"; FSDP1 refuses integers ({NO_INTEGERS})" if no_integers else ""
-            raise PlanError("quantisation.kind", plan.quantisation.kind, f"{problem}in single and ddp{why}")
+            raise plan.wrong("quantisation.kind", f"{problem}in single and ddp{why}")
         if plan.lora.dora and plan.quantisation.kind != "none":
-            problem = "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
-            raise PlanError("lora.dora", True, problem)
+            raise plan.wrong(
+                "lora.dora", "must be false with sharded 4-bit weights, which FSDP hands to peft as they are packed"
+            )
         if plan.trainer.kind.own_loss:
             _check_loss_of_trl(plan)
         elif plan.fsdp.version == "2":
-            for field, value in plan.trainer.changed_here():
-                problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
-                raise PlanError(f"trainer.{field}", value, problem)
+            for field, _ in plan.trainer.changed_here():
+                raise plan.wrong(f"trainer.{field}", "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
         if plan.fsdp.version == "2":
             _check_version_2(plan)
         elif plan.loss.kind == "chunked":
-            raise PlanError(
-                "loss.kind", "chunked", "must be another under FSDP1: torchtitan alone has chunks, and FSDP2"
-            )
+            raise plan.wrong("loss.kind", "must be another under FSDP1: torchtitan alone has chunks, and FSDP2")
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
-            problem = "must be plain with tp 1: the vocabulary is not sharded"
-            raise PlanError("loss.kind", plan.loss.kind, problem)
+            raise plan.wrong("loss.kind", "must be plain with tp 1: the vocabulary is not sharded")
 
     def stage_edges(self, plan: Plan) -> list[int]:
         from .stages import partition
@@ -256,13 +257,16 @@ def _check_loss_of_trl(plan: ResolvedPlan) -> None:
     """With trl's reference, which waits or runs (``reference``)."""
     trainer, loop = plan.trainer, plan.trainer.loop
     if plan.fsdp.code == "torchtitan":
-        raise PlanError("trainer.loop", loop, "must be none with fsdp.code torchtitan, which has a loop of its own")
+        raise plan.wrong("trainer.loop", "must be none with fsdp.code torchtitan, which has a loop of its own")
     for field in ("offload", "reshard_to") if trainer.has_reference else ():
-        if value := getattr(plan.fsdp, field):
-            raise PlanError(f"fsdp.{field}", value, f"must be left out with the reference of trainer.loop {loop}")
+        if getattr(plan.fsdp, field):
+            raise plan.wrong(f"fsdp.{field}", f"must be left out with the reference of trainer.loop {loop}")
     if trainer.keeps_reference and plan.lora.rank is None and plan.fsdp.version == "2":
-        problem = "must be false without adapters under FSDP2, which gathers a whole second model between steps: that "
-        raise PlanError("trainer.keeps_reference", True, f"{problem}is not modelled")
+        raise plan.wrong(
+            "trainer.keeps_reference",
+            "must be false without adapters under FSDP2, which gathers a whole second model between steps: that "
+            "is not modelled",
+        )
 
 
 def _check_version_2(plan: ResolvedPlan) -> None:
@@ -272,28 +276,30 @@ def _check_version_2(plan: ResolvedPlan) -> None:
     chunked.check(plan)
     graphs.check(plan)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
-        field, value = ("kernels.lora", "unsloth") if plan.kernels.lora == "unsloth" else ("quantisation.kind", "gptq")
-        problem = "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)"
-        raise PlanError(field, value, problem)
+        field = "kernels.lora" if plan.kernels.lora == "unsloth" else "quantisation.kind"
+        raise plan.wrong(field, "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
     if plan.fsdp.code == "torchtitan":
-        for field, value in plan.kernels.changed():
-            raise PlanError(f"kernels.{field}", value, "must be left out: torchtitan has its own layers")
+        for field, _ in plan.kernels.changed():
+            raise plan.wrong(f"kernels.{field}", "must be left out: torchtitan has its own layers")
         if plan.loss.kind in OF_TRANSFORMERS:
-            problem = "must be plain, vocab-parallel or chunked: of torchtitan's jobs no other loss is modelled"
-            raise PlanError("loss.kind", plan.loss.kind, problem)
+            raise plan.wrong(
+                "loss.kind", "must be plain, vocab-parallel or chunked: of torchtitan's jobs no other loss is modelled"
+            )
     if plan.optimizer.of_bitsandbytes:
         raise PlanError("optimizer.name", plan.optimizer.called, NO_KERNEL)
     problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
     if plan.precision.autocast:
-        raise PlanError("precision.autocast", True, problem)
+        raise plan.wrong("precision.autocast", problem)
     if plan.recompute.reentrant:
-        raise PlanError("recompute.reentrant", True, f"{problem}; --no-use-reentrant leaves it out")
+        raise plan.wrong("recompute.reentrant", f"{problem}; --no-use-reentrant leaves it out")
     if plan.fsdp.backward_prefetch != "pre":
         from .timing import is_flat
 
         if not is_flat(plan):
-            problem = "must be pre under FSDP2, which PyTorch has from 2.4 on; FSDP1 takes it (--fsdp-version 1)"
-            raise PlanError("fsdp.backward_prefetch", plan.fsdp.backward_prefetch, problem)
+            raise plan.wrong(
+                "fsdp.backward_prefetch",
+                "must be pre under FSDP2, which PyTorch has from 2.4 on; FSDP1 takes it (--fsdp-version 1)",
+            )
 
 
 FRAMEWORK = Fsdp()

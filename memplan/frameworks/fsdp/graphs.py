@@ -15,7 +15,6 @@ from functools import lru_cache
 
 from ...layers.autograd import GRAPHS
 from ...layers.module import Module, Tapes
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, Stretch, Tape
 from ...tape.program import Span
@@ -29,15 +28,18 @@ def check(plan: ResolvedPlan) -> None:
     if not given.cuda_graphs:
         return
     if given.code != "torchtitan":
-        raise PlanError("fsdp.cuda_graphs", True, "must be false with transformers' code; torchtitan has such a graph")
+        raise plan.wrong("fsdp.cuda_graphs", "must be false with transformers' code; torchtitan has such a graph")
     off = "--set training.disable_cuda_graphs=true (--no-fsdp-cuda-graphs) turns them off"
     for name, size_of, what in (("pp", layout.pp, "pipeline stages"), ("ep", layout.ep, "all-to-all of experts' rows")):
         if size_of > 1:
-            problem = f"must be 1 with CUDA graphs, as torchtitan itself demands: they take no {what}; {off}"
-            raise PlanError(f"layout.{name}", size_of, problem)
+            raise plan.wrong(
+                f"layout.{name}",
+                f"must be 1 with CUDA graphs, as torchtitan itself demands: they take no {what}; {off}",
+            )
     if given.offload:
-        problem = f"must be false with CUDA graphs: copies to the host within them are not modelled; {off}"
-        raise PlanError("fsdp.offload", True, problem)
+        raise plan.wrong(
+            "fsdp.offload", f"must be false with CUDA graphs: copies to the host within them are not modelled; {off}"
+        )
 
 
 def pooled(spans: Iterable[Span]) -> tuple[Span, ...]:

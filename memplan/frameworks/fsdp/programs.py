@@ -12,7 +12,6 @@ from ...families import family
 from ...layers.coverage import TRANSFORMERS, check_covered, covered
 from ...layers.module import Module, Options, Parameter
 from ...layers.tuning import ADAPTERS
-from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
@@ -41,8 +40,7 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
     check_covered(plan.model, TRANSFORMERS, plan.framework)
     if not family(plan.model.family).shards:
         known = [name for name in covered(TRANSFORMERS) if family(name).shards]
-        problem = f"has no recipe in framework fsdp yet; models with one: {', '.join(known)}"
-        raise PlanError("model.family", plan.model.family, problem)
+        raise plan.wrong("model.family", f"has no recipe in framework fsdp yet; models with one: {', '.join(known)}")
     check_settings(plan, given)
 
 
@@ -50,65 +48,71 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses settings, whatever the model is."""
     dp, layout = plan.layout.dp, plan.layout
     if layout.tp > 1 and not given.gradient_sync:
-        problem = "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch"
-        raise PlanError("fsdp.gradient_sync", False, problem)
+        raise plan.wrong(
+            "fsdp.gradient_sync",
+            "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch",
+        )
     if layout.cp != 1:
-        problem = "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only"
-        raise PlanError("layout.cp", layout.cp, problem)
+        raise plan.wrong("layout.cp", "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only")
     if dp % given.replicas:
-        raise PlanError("fsdp.replicas", given.replicas, f"must divide dp, which is {dp}")
+        raise plan.wrong("fsdp.replicas", f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
     if (layout.etp or 1) > 1 and not plan.model.experts:
-        raise PlanError("layout.etp", layout.etp, f"must be 1: {plan.model.name} has no experts")
+        raise plan.wrong("layout.etp", f"must be 1: {plan.model.name} has no experts")
     if layout.ep > 1:
         check_expert_ranks(plan, given, shards)
     if to is not None and not given.reshard_after_forward:
-        raise PlanError("fsdp.reshard_to", to, "must be left out where fsdp.reshard_after_forward is false")
+        raise plan.wrong("fsdp.reshard_to", "must be left out where fsdp.reshard_after_forward is false")
     if to is not None and shards % to:
-        raise PlanError("fsdp.reshard_to", to, f"must be a divisor of the {shards} shards")
+        raise plan.wrong("fsdp.reshard_to", f"must be a divisor of the {shards} shards")
     if given.code == "torchtitan" and to is not None:
-        raise PlanError("fsdp.reshard_to", to, "must be left out: torchtitan's reshard_after_forward is true or false")
+        raise plan.wrong("fsdp.reshard_to", "must be left out: torchtitan's reshard_after_forward is true or false")
     if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
-        raise PlanError("optimizer.implementation", "fused", "must be foreach or for-loop with CPU offload")
+        raise plan.wrong("optimizer.implementation", "must be foreach or for-loop with CPU offload")
     storage, compute = plan.quantisation.storage, plan.precision.dtype
     if storage not in (None, "uint8", compute):
-        problem = f"must be {compute}, or uint8 for weights that stay whole: fully_shard casts others to {compute}"
-        raise PlanError("quantisation.storage", storage, problem)
+        raise plan.wrong(
+            "quantisation.storage",
+            f"must be {compute}, or uint8 for weights that stay whole: fully_shard casts others to {compute}",
+        )
     if plan.quantisation.prepared:
-        problem = "must be false with framework fsdp: trl and peft leave 4-bit models that are sharded unprepared"
-        raise PlanError("quantisation.prepared", True, problem)
+        raise plan.wrong(
+            "quantisation.prepared",
+            "must be false with framework fsdp: trl and peft leave 4-bit models that are sharded unprepared",
+        )
     if plan.lora.rank is not None and given.code == "torchtitan":
-        raise PlanError("lora.rank", plan.lora.rank, "must be left out: torchtitan trains all parameters")
+        raise plan.wrong("lora.rank", "must be left out: torchtitan trains all parameters")
     if given.code == "torchtitan":
         _check_recompute(plan, given)
     compiled = "compile" if given.compile else "compile_loss" if given.compile_loss else ""
     if given.code != "torchtitan" and compiled:
         problem = "must be false: compiled code is modelled of torchtitan's Llama alone (--framework torchtitan); of "
         problem += "others the code is estimated as it stands without torch.compile"
-        raise PlanError(f"fsdp.{compiled}", True, problem)
+        raise plan.wrong(f"fsdp.{compiled}", problem)
     own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.newest
     if given.code != "torchtitan" and own:
-        problem = "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart and newest"
-        raise PlanError("fsdp.code", given.code, problem)
+        raise plan.wrong(
+            "fsdp.code", "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart and newest"
+        )
 
 
 def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
     """torchtitan's modes: none, full, and selective, which is per operator or every n-th layer."""
     mode, every = plan.recompute.mode, given.recompute_every
     if given.per_operator and mode == "full":
-        problem = "must be selective with fsdp.per_operator, which keeps attention and every second matrix product"
-        raise PlanError("recompute.mode", mode, problem)
+        raise plan.wrong(
+            "recompute.mode",
+            "must be selective with fsdp.per_operator, which keeps attention and every second matrix product",
+        )
     if given.per_operator and every != 1:
-        raise PlanError(
-            "fsdp.recompute_every", every, "must be 1 with fsdp.per_operator: torchtitan takes either of the two"
-        )
+        raise plan.wrong("fsdp.recompute_every", "must be 1 with fsdp.per_operator: torchtitan takes either of the two")
     if mode == "selective" and not given.per_operator and every == 1:
-        problem = (
-            "needs --recompute-per-operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)"
+        raise plan.wrong(
+            "recompute.mode",
+            "needs --recompute-per-operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)",
         )
-        raise PlanError("recompute.mode", mode, problem)
     if mode == "none" and every != 1:
-        raise PlanError("fsdp.recompute_every", every, "must be 1 where recompute.mode is none")
+        raise plan.wrong("fsdp.recompute_every", "must be 1 where recompute.mode is none")
 
 
 def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:

@@ -32,26 +32,25 @@ class FsdpRunning(FrameworkRunning):
 
     def check(self, plan: ResolvedPlan) -> None:
         if plan.fsdp.version == "1":
-            raise PlanError("fsdp.version", "1", "must be 2: FSDP1 is modelled in estimates alone")
+            raise plan.wrong("fsdp.version", "must be 2: FSDP1 is modelled in estimates alone")
         for name in ("tp", "pp", "cp"):
             size = getattr(plan.layout, name)
             if size != 1:
-                raise PlanError(f"layout.{name}", size, "must be 1: only data parallelism is traced")
+                raise plan.wrong(f"layout.{name}", "must be 1: only data parallelism is traced")
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         given, problem = plan.fsdp, "not modelled for an architecture without a recipe"
         if given.version == "1":
             flat.check(plan, given)
             if plan.precision.autocast:
-                raise PlanError("precision.autocast", True, f"must be false with fsdp.version 1: mixed is {problem}")
+                raise plan.wrong("precision.autocast", f"must be false with fsdp.version 1: mixed is {problem}")
         if given.code != "transformers":
-            raise PlanError("fsdp.code", given.code, "must be transformers: this architecture has no recipe")
+            raise plan.wrong("fsdp.code", "must be transformers: this architecture has no recipe")
         if not given.gradient_sync and plan.microbatches > 1:
-            raise PlanError("fsdp.gradient_sync", False, f"must be true: gradients reduced once are {problem}")
+            raise plan.wrong("fsdp.gradient_sync", f"must be true: gradients reduced once are {problem}")
         trainer.check_learnt(plan)
         if is_tuned(plan) and plan.lora.rank is None:
-            field, value = first_frozen(plan)
-            raise PlanError(field, value, f"must be left out: frozen parts are {problem} under fsdp")
+            raise plan.wrong(first_frozen(plan), f"must be left out: frozen parts are {problem} under fsdp")
         if given.version == "2":
             check_settings(plan, given)
         check_no_pipeline(plan, given)
@@ -165,32 +164,36 @@ def _stages(plan: ResolvedPlan, stage: int) -> Stages | None:
 
 def _check_torchtitan(plan: ResolvedPlan) -> None:
     if newest(plan):
-        problem = "must be false (--no-fsdp-newest): memplan's module of torchtitan's Llama that runs here is older"
-        raise PlanError("fsdp.newest", True, problem)
-    if not titan_of(plan.model).complete:
-        problem = "must be llama: memplan has no module of torchtitan's other models that runs here"
-        raise PlanError("model.family", plan.model.family, problem)
-    if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:
         raise PlanError(
+            "fsdp.newest",
+            True,
+            "must be false (--no-fsdp-newest): memplan's module of torchtitan's Llama that runs here is older",
+        )
+    if not titan_of(plan.model).complete:
+        raise plan.wrong(
+            "model.family", "must be llama: memplan has no module of torchtitan's other models that runs here"
+        )
+    if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:
+        raise plan.wrong(
             "loss.kind",
-            plan.loss.kind,
             "must be plain or vocab-parallel, without logits_to_keep: no other loss of torchtitan's runs here",
         )
     if plan.model.tied_embeddings:
-        problem = "must be false: the module of torchtitan's Llama that runs here has a head of its own"
-        raise PlanError("model.tied_embeddings", True, problem)
+        raise plan.wrong(
+            "model.tied_embeddings",
+            "must be false: the module of torchtitan's Llama that runs here has a head of its own",
+        )
     if plan.fsdp.offload:
-        raise PlanError("fsdp.offload", True, NO_OFFLOAD)
+        raise plan.wrong("fsdp.offload", NO_OFFLOAD)
     for field in ("compile", "compile_loss"):
         if getattr(plan.fsdp, field):
-            raise PlanError(f"fsdp.{field}", True, "must be false: a whole step runs here without torch.compile")
+            raise plan.wrong(f"fsdp.{field}", "must be false: a whole step runs here without torch.compile")
     if plan.precision.fp8:
-        raise PlanError("precision.fp8", plan.precision.fp8, "must be left out: no torchao runs here")
+        raise plan.wrong("precision.fp8", "must be left out: no torchao runs here")
     if plan.fsdp.cuda_graphs:
-        raise PlanError("fsdp.cuda_graphs", True, "must be false: torchtitan's code runs without CUDA graphs here")
+        raise plan.wrong("fsdp.cuda_graphs", "must be false: torchtitan's code runs without CUDA graphs here")
     if is_tuned(plan):
-        field, value = first_frozen(plan)
-        raise PlanError(field, value, "must be left out: torchtitan trains all parameters of its Llama")
+        raise plan.wrong(first_frozen(plan), "must be left out: torchtitan trains all parameters of its Llama")
     if plan.trainer.loop != "none":
-        raise PlanError("trainer.loop", plan.trainer.loop, "must be none: torchtitan has its own training loop")
+        raise plan.wrong("trainer.loop", "must be none: torchtitan has its own training loop")
     check_optimizer(plan)

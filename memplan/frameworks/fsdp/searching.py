@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...search.framework import FrameworkSearch, divisors
 from ...search.lower_bounds import LowerBounds
@@ -18,7 +17,7 @@ class FsdpSearch(FrameworkSearch):
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
         """Only torchtitan has more than data parallelism. Bounds are of ``fully_shard``."""
         if plan.fsdp.version == "1":
-            raise PlanError("fsdp.version", "1", "must be 2 in a search: FSDP1 is modelled in estimates alone")
+            raise plan.wrong("fsdp.version", "must be 2 in a search: FSDP1 is modelled in estimates alone")
         if plan.fsdp.code != "torchtitan":
             return frozenset()
         titan, tied = titan_of(plan.model), plan.model.tied_embeddings
@@ -63,5 +62,4 @@ def _replicas(plan: ResolvedPlan) -> tuple[int, ...]:
 
 
 def _hybrid(count: int) -> Extra:
-    label = f"HSDP ×{count}" if count > 1 else "one group of shards"
-    return Extra(label, (("fsdp.replicas", count),), groups=count)
+    return Extra(f"HSDP ×{count}" if count > 1 else "one group of shards", (("fsdp.replicas", count),), groups=count)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
-from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.plan import Pipeline, Plan
 from ...plan.resolved import ResolvedPlan
@@ -49,30 +48,40 @@ def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what a pipeline has no model for."""
     layout, pipeline, count = plan.layout, plan.pipeline, plan.microbatches
     if given.code != "torchtitan":
-        problem = "must be 1 with transformers' models; only torchtitan's (fsdp.code: torchtitan) are split into stages"
-        raise PlanError("layout.pp", layout.pp, problem)
+        raise plan.wrong(
+            "layout.pp",
+            "must be 1 with transformers' models; only torchtitan's (fsdp.code: torchtitan) are split into stages",
+        )
     if layout.vpp > 1 and pipeline.schedule != "1f1b":
-        problem = "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled"
-        raise PlanError("pipeline.schedule", pipeline.schedule, problem)
+        raise plan.wrong("pipeline.schedule", "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled")
     if given.reshard_after_forward:
-        problem = "must be false with pipeline parallelism: torchtitan's policy 'always' is not modelled there"
-        raise PlanError("fsdp.reshard_after_forward", True, problem)
+        raise plan.wrong(
+            "fsdp.reshard_after_forward",
+            "must be false with pipeline parallelism: torchtitan's policy 'always' is not modelled there",
+        )
     if not given.gradient_sync:
-        problem = "must be true with pipeline parallelism: the schedule itself reduces gradients once"
-        raise PlanError("fsdp.gradient_sync", False, problem)
+        raise plan.wrong(
+            "fsdp.gradient_sync", "must be true with pipeline parallelism: the schedule itself reduces gradients once"
+        )
     if given.offload:
-        raise PlanError(
-            "fsdp.offload", True, "must be false with pipeline parallelism: offload in a pipeline is not modelled"
+        raise plan.wrong(
+            "fsdp.offload", "must be false with pipeline parallelism: offload in a pipeline is not modelled"
         )
     if count > MOST_MICROBATCHES:
-        problem = f"gives {count:,} micro-batches of each rank; a pipeline, which has buffers for each, has at most "
-        raise PlanError("batch.gbs", plan.batch.gbs, f"{problem}{MOST_MICROBATCHES:,}")
+        raise plan.wrong(
+            "batch.gbs",
+            f"gives {count:,} micro-batches of each rank; a pipeline, which has buffers for each, has at most "
+            f"{MOST_MICROBATCHES:,}",
+        )
     if layout.vpp == 1 and pipeline.schedule == "1f1b" and count < layout.pp:
-        problem = f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages"
-        raise PlanError("batch.gbs", plan.batch.gbs, problem)
+        raise plan.wrong(
+            "batch.gbs", f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages"
+        )
     if layout.vpp > 1 and count % rounds(layout.pp, count):
-        problem = f"gives {count} micro-batches, which must be a multiple of the {rounds(layout.pp, count)} rounds"
-        raise PlanError("batch.gbs", plan.batch.gbs, problem)
+        raise plan.wrong(
+            "batch.gbs",
+            f"gives {count} micro-batches, which must be a multiple of the {rounds(layout.pp, count)} rounds",
+        )
 
 
 MOST_MICROBATCHES = 16_384
@@ -82,14 +91,14 @@ MOST_MICROBATCHES = 16_384
 def check_no_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what belongs to a pipeline where there is none."""
     if plan.layout.vpp > 1:
-        raise PlanError("layout.vpp", plan.layout.vpp, "must be 1 with pp 1: there is nothing to interleave")
+        raise plan.wrong("layout.vpp", "must be 1 with pp 1: there is nothing to interleave")
     problem = "needs pipeline parallelism (pp > 1)"
     if given.return_outputs:
-        raise PlanError("fsdp.return_outputs", True, problem)
+        raise plan.wrong("fsdp.return_outputs", problem)
     for name, default in Pipeline():
         value = getattr(plan.pipeline, name)
         if value != default:
-            raise PlanError(f"pipeline.{name}", value, problem)
+            raise plan.wrong(f"pipeline.{name}", problem)
 
 
 def partition(plan: Plan) -> list[int]:
@@ -101,13 +110,12 @@ def partition(plan: Plan) -> list[int]:
     if stages > most:
         name = "vpp" if plan.layout.vpp > 1 else "pp"
         counted = f"the {layers} layers" + (", embedding and head" if plan.fsdp.ends_apart else "")
-        problem = f"makes {stages} stages, which must be at most {most}: {counted}"
-        raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
+        raise plan.wrong(f"layout.{name}", f"makes {stages} stages, which must be at most {most}: {counted}")
     if chosen != Pipeline.model_fields["partition"].default:
-        problem = (
-            "must be left out (torchtitan's own split), or list each stage's first entry and the number of entries"
+        raise plan.wrong(
+            "pipeline.partition",
+            "must be left out (torchtitan's own split), or list each stage's first entry and the number of entries",
         )
-        raise PlanError("pipeline.partition", chosen, problem)
     return weighted(layers, stages) if plan.fsdp.ends_apart else split_points(layers, stages)
 
 

@@ -18,7 +18,6 @@ from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import LLAMA, Allowed, reads
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
-from ...plan.errors import PlanError
 from ...plan.plan import Plan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
@@ -363,13 +362,12 @@ def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
     """torchtitan's code of a model; ``PlanError`` where there is none, or none that has a recipe."""
     found = NEWEST[spec.family] if newest else MODELS.get(spec.family)
     if found is None:
-        problem = f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}"
-        raise PlanError("model.family", spec.family, problem)
+        raise spec.wrong("family", f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}")
     for field, values in found.covers.items():
         value = getattr(spec, field)
         if value not in values:
             shown = " or ".join("left out" if one is None else str(one).lower() for one in values)
-            raise PlanError(f"model.{field}", value, f"must be {shown} in torchtitan's {found.name}")
+            raise spec.wrong(field, f"must be {shown} in torchtitan's {found.name}")
     _check_sizes(spec, found)
     return found
 
@@ -377,12 +375,14 @@ def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
 def _check_sizes(spec: ModelSpec, titan: Titan) -> None:
     turned = spec.rope_head_dim or spec.rotary_features
     if turned % 2 or not turned:
-        problem = f"must make an even number of a head's {spec.head_dim} features turn, not {turned}"
-        raise PlanError("model.rotary_fraction", spec.rotary_fraction, problem)
+        raise spec.wrong(
+            "rotary_fraction", f"must make an even number of a head's {spec.head_dim} features turn, not {turned}"
+        )
     if spec.latent_kv_rank and spec.kv_heads != spec.heads:
-        problem = f"must equal the {spec.heads} attention heads in torchtitan's {titan.name}"
-        raise PlanError("model.kv_heads", spec.kv_heads, problem)
+        raise spec.wrong("kv_heads", f"must equal the {spec.heads} attention heads in torchtitan's {titan.name}")
     groups = spec.router_groups
     if groups and (spec.experts % groups or spec.experts // groups < 2):
-        problem = f"must divide the {spec.experts} experts into groups of 2 or more in torchtitan's {titan.name}"
-        raise PlanError("model.router_groups", groups, problem)
+        raise spec.wrong(
+            "router_groups",
+            f"must divide the {spec.experts} experts into groups of 2 or more in torchtitan's {titan.name}",
+        )

@@ -23,7 +23,6 @@ from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
 from ...layers.titan_models import TABLE
-from ...plan.errors import PlanError
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
@@ -299,36 +298,44 @@ def check(plan: ResolvedPlan) -> None:
     spec, layout = plan.model, plan.layout
     titan = titan_of_plan(plan)
     if plan.attention != "flash":
-        problem = f"must be flash: torchtitan's {titan.name} always runs a fused kernel"
-        raise PlanError("attention", plan.attention, problem)
+        raise plan.wrong("attention", f"must be flash: torchtitan's {titan.name} always runs a fused kernel")
     for name, has, what in (("tp", titan.norm_of_parts, "tensor"), ("pp", titan.pipelined, "pipeline")):
         if getattr(layout, name) > 1 and not has:
-            problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism"
-            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
+            raise plan.wrong(
+                f"layout.{name}",
+                f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism",
+            )
     for name, cuts in (("shared_expert_ffn", layout.tp), ("expert_ffn", parts_of_experts(plan))):
         if getattr(spec, name) % cuts:
-            problem = f"must be a multiple of {cuts}: tensor parallelism gives each rank a part"
-            raise PlanError(f"model.{name}", getattr(spec, name), problem)
+            raise plan.wrong(
+                f"model.{name}", f"must be a multiple of {cuts}: tensor parallelism gives each rank a part"
+            )
     if spec.tied_embeddings:
         _check_tied(plan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
-        problem = "must be false unless loss.kind is plain or chunked: no other was learnt (--no-compile-loss)"
-        raise PlanError("fsdp.compile_loss", True, problem)
+        raise plan.wrong(
+            "fsdp.compile_loss",
+            "must be false unless loss.kind is plain or chunked: no other was learnt (--no-compile-loss)",
+        )
     if plan.fsdp.compile_loss and titan.around_head is not None:
         problem = f"must be false with torchtitan's {titan.name}, whose logits are in fp32: no such loss was learnt "
         problem += "(--no-compile-loss)"
-        raise PlanError("fsdp.compile_loss", True, problem)
+        raise plan.wrong("fsdp.compile_loss", problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)
     if titan.complete:
         _check_kernel(plan)
         return
     if plan.precision.dtype != "bf16":
-        problem = f"must be bf16 with torchtitan's {titan.name}: other dtypes have no fused kernel, or experts are cast"
-        raise PlanError("precision.dtype", plan.precision.dtype, problem)
+        raise plan.wrong(
+            "precision.dtype",
+            f"must be bf16 with torchtitan's {titan.name}: other dtypes have no fused kernel, or experts are cast",
+        )
     if not plan.fsdp.ends_apart:
-        problem = f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own"
-        raise PlanError("fsdp.ends_apart", False, problem)
+        raise plan.wrong(
+            "fsdp.ends_apart",
+            f"must be true with torchtitan's {titan.name}, whose release shards the ends as units of their own",
+        )
     _check_gpu(plan, titan)
     if titan.groups_experts and plan.layout.ep == 1:
         _check_experts_here(plan)
@@ -336,15 +343,13 @@ def check(plan: ResolvedPlan) -> None:
 
 def _check_tied(plan: ResolvedPlan) -> None:
     """A weight that embedding and head share is one unit with the norm (``apply_fsdp_to_decoder`` since March 2026)."""
-    given = plan.fsdp
-    for name, value, kept, why in (
-        ("layout.pp", plan.layout.pp, 1, "torchtitan itself refuses pipeline stages"),
-        ("layout.tp", plan.layout.tp, 1, "its gradient's placements are not modelled"),
-        ("fsdp.ends_apart", given.ends_apart, True, "older releases do not share a weight"),
+    for path, kept, why in (
+        ("layout.pp", 1, "torchtitan itself refuses pipeline stages"),
+        ("layout.tp", 1, "its gradient's placements are not modelled"),
+        ("fsdp.ends_apart", True, "older releases do not share a weight"),
     ):
-        if value != kept:
-            problem = f"must be {str(kept).lower()} with tied embeddings: {why}"
-            raise PlanError(name, value, problem)
+        if plan.at(path) != kept:
+            raise plan.wrong(path, f"must be {str(kept).lower()} with tied embeddings: {why}")
 
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
@@ -352,8 +357,9 @@ def _check_experts_here(plan: ResolvedPlan) -> None:
     shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
     for name, size in (("expert_ffn", 2 * plan.model.expert_ffn), ("hidden", plan.model.hidden)):
         if shards > experts and size % shards:
-            problem = f"must be a multiple of {shards}: with more shards than experts they are cut along it"
-            raise PlanError(f"model.{name}", getattr(plan.model, name), problem)
+            raise plan.wrong(
+                f"model.{name}", f"must be a multiple of {shards}: with more shards than experts they are cut along it"
+            )
 
 
 def _check_kernel(plan: ResolvedPlan) -> None:
@@ -362,33 +368,40 @@ def _check_kernel(plan: ResolvedPlan) -> None:
     if plan.precision.dtype != "fp32":
         plain.check_flash(plan)
     elif spec.head_dim % FP32_HEAD_MULTIPLE:
-        problem = f"must be a multiple of {FP32_HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size"
-        raise PlanError("model.head_dim", spec.head_dim, problem)
+        raise plan.wrong(
+            "model.head_dim",
+            f"must be a multiple of {FP32_HEAD_MULTIPLE} in fp32: PyTorch's fused kernels run no other head size",
+        )
 
 
 def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
     """What was learnt of compiled layers."""
     spec, layout = plan.model, plan.layout
     if not titan.compiles:
-        problem = (
+        raise plan.wrong(
+            "fsdp.compile",
             f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled "
-            "(--no-compile)"
+            "(--no-compile)",
         )
-        raise PlanError("fsdp.compile", True, problem)
     if layout.tp > 1:
-        raise PlanError(
-            "fsdp.compile", True, "must be false with tensor parallelism: such layers were not learnt (--no-compile)"
+        raise plan.wrong(
+            "fsdp.compile", "must be false with tensor parallelism: such layers were not learnt (--no-compile)"
         )
     if plan.precision.dtype != "bf16":
-        raise PlanError("fsdp.compile", True, "must be false unless precision.dtype is bf16")
+        raise plan.wrong("fsdp.compile", "must be false unless precision.dtype is bf16")
     sizes = {"hidden": spec.hidden, "ffn": spec.ffn, "kv_heads": spec.kv_heads * spec.head_dim}
     wrong = next((name for name, size in sizes.items() if size % compiled.ALIGNED), None)
     if wrong is not None:
-        problem = f"must give a multiple of {compiled.ALIGNED} features with fsdp.compile: Inductor pads others"
-        raise PlanError(f"model.{wrong}", getattr(spec, wrong), problem)
+        raise plan.wrong(
+            f"model.{wrong}",
+            f"must give a multiple of {compiled.ALIGNED} features with fsdp.compile: Inductor pads others",
+        )
     if not 1 < spec.kv_heads < spec.heads or spec.heads * spec.head_dim != spec.hidden:
-        problem = f"must be from 2 to below the {spec.heads} heads, of hidden / heads features, with fsdp.compile"
-        raise PlanError("model.kv_heads", spec.kv_heads, f"{problem}: other layers were not learnt")
+        raise plan.wrong(
+            "model.kv_heads",
+            f"must be from 2 to below the {spec.heads} heads, of hidden / heads features, with "
+            "fsdp.compile: other layers were not learnt",
+        )
     made = recipes(plan)
     float8.check_compiled(plan, [float8.in_compiled(made.low_of(at), spec) for at in range(spec.layers)])
 
@@ -404,19 +417,20 @@ def _check_gpu(plan: ResolvedPlan, titan: Titan) -> None:
     if capability is None:
         return
     if spec.experts and capability < GROUPED_MM:
-        problem = (
-            "must be of Hopper or later: on others torchtitan runs one expert after the other, which is not modelled"
+        raise plan.wrong(
+            "hardware.gpu",
+            "must be of Hopper or later: on others torchtitan runs one expert after the other, which is not modelled",
         )
-        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
     if titan.kernel_of is not None and capability < titan.kernel_of:
-        problem = (
+        raise plan.wrong(
+            "hardware.gpu",
             f"must be of Hopper or later: on others attention of torchtitan's {titan.name} runs operator by operator, "
-            "which is not modelled"
+            "which is not modelled",
         )
-        raise PlanError("hardware.gpu", plan.hardware.gpu, problem)
     if spec.head_dim > FLASH_HEADS:
-        problem = f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads"
-        raise PlanError("model.head_dim", spec.head_dim, problem)
+        raise plan.wrong(
+            "model.head_dim", f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads"
+        )
 
 
 FLASH_HEADS = 256
@@ -451,35 +465,32 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
     """Refuses ranks that cannot share experts."""
     spec, ep = plan.model, plan.layout.ep
     if given.code != "torchtitan":
-        raise PlanError("layout.ep", ep, "must be 1 with transformers' code; torchtitan's has expert parallelism")
+        raise plan.wrong("layout.ep", "must be 1 with transformers' code; torchtitan's has expert parallelism")
     if not spec.experts:
-        raise PlanError("layout.ep", ep, f"must be 1: {spec.name} has no experts")
+        raise plan.wrong("layout.ep", f"must be 1: {spec.name} has no experts")
     if spec.experts % ep:
-        raise PlanError("layout.ep", ep, f"must divide the {spec.experts} experts")
+        raise plan.wrong("layout.ep", f"must divide the {spec.experts} experts")
     tp, etp = plan.layout.tp, parts_of_experts(plan)
     if etp not in (1, tp):
         problem = "must be 1" if tp == 1 else f"must be 1 or tp ({tp})"
-        raise PlanError("layout.etp", etp, f"{problem}: torchtitan has no other part of an expert on a rank")
+        raise plan.wrong("layout.etp", f"{problem}: torchtitan has no other part of an expert on a rank")
     if ranks_of_experts(plan) % ep:
         among = f", {tp // etp} ranks of tensor parallelism each" if etp < tp else ""
-        raise PlanError("layout.ep", ep, f"must divide the {shards} shards (dp / fsdp.replicas){among}")
-    for field, value, kept in (
-        ("fsdp.offload", given.offload, False),
-        ("fsdp.gradient_sync", given.gradient_sync, True),
-        ("fsdp.reshard_after_forward", given.reshard_after_forward, True),
-    ):
+        raise plan.wrong("layout.ep", f"must divide the {shards} shards (dp / fsdp.replicas){among}")
+    for field, kept in (("fsdp.offload", False), ("fsdp.gradient_sync", True), ("fsdp.reshard_after_forward", True)):
         staged = field == "fsdp.reshard_after_forward" and plan.layout.pp > 1  # where it is what torchtitan has
-        if value is not kept and not staged:
-            raise PlanError(field, value, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
+        if plan.at(field) is not kept and not staged:
+            raise plan.wrong(field, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
     pieces, dim = cut_of_experts(plan)
     for name, least in (("expert_ffn", pieces * etp), ("hidden", pieces)):
         size = getattr(spec, name)
         if dim and size % least:
-            problem = f"must be a multiple of {least}: with more shards than experts they are cut along it"
-            raise PlanError(f"model.{name}", size, problem)
+            raise plan.wrong(
+                f"model.{name}", f"must be a multiple of {least}: with more shards than experts they are cut along it"
+            )
     rows = plan.batch.mbs * plan.batch.seq // (tp // etp) * spec.expert_top_k
     if rows % ep:
-        raise PlanError("batch.mbs", plan.batch.mbs, f"must give rows of experts that ep {ep} divides, not {rows}")
+        raise plan.wrong("batch.mbs", f"must give rows of experts that ep {ep} divides, not {rows}")
 
 
 def with_experts(

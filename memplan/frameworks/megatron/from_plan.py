@@ -135,8 +135,10 @@ def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
     if megatron.transformer_impl == "local":
         return "local"
     if plan.precision.dtype == "fp32" and not spec.causal:
-        problem = "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe"
-        raise PlanError("precision.dtype", "fp32", problem)
+        raise plan.wrong(
+            "precision.dtype",
+            "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe",
+        )
     assert megatron.attention_backend != "local"
     return backend(
         megatron.attention_backend,

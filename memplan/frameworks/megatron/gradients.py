@@ -81,8 +81,11 @@ def _matches(parameter: Parameter, patterns: Sequence[str]) -> bool:
     for pattern in patterns:
         found = {pattern == "all" or fnmatch(name, pattern) for name in _names(parameter.name)}
         if len(found) > 1:
-            problem = "must not tell layers apart by their numbers: such patterns are not modelled"
-            raise PlanError("megatron.fp32_gradients_of", pattern, problem)
+            raise PlanError(
+                "megatron.fp32_gradients_of",
+                pattern,
+                "must not tell layers apart by their numbers: such patterns are not modelled",
+            )
         if found == {True}:
             return True
     return False

@@ -39,21 +39,22 @@ def check_kernels(plan: ResolvedPlan) -> None:
     """Implementations of the layers, and the attention and losses that each has."""
     megatron, field = plan.megatron, "megatron.attention_backend"
     if megatron.deterministic and megatron.cross_entropy_fusion != "none":
-        problem = "must be none with megatron.deterministic: fused cross entropy is not deterministic"
-        raise PlanError("megatron.cross_entropy_fusion", megatron.cross_entropy_fusion, problem)
+        raise plan.wrong(
+            "megatron.cross_entropy_fusion",
+            "must be none with megatron.deterministic: fused cross entropy is not deterministic",
+        )
     local, back_end = megatron.transformer_impl == "local", megatron.attention_backend
     if back_end == "local" and not local:
-        raise PlanError(
-            field, "local", "must be auto, flash, fused or unfused with transformer_impl transformer_engine"
-        )
+        raise plan.wrong(field, "must be auto, flash, fused or unfused with transformer_impl transformer_engine")
     if local and back_end in ("flash", "fused"):
-        problem = "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
-        raise PlanError(field, back_end, problem)
+        raise plan.wrong(
+            field, "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
+        )
     _check_package(plan)
     wanted = "eager" if keeps_scores(megatron) else "flash"
     if plan.attention != wanted:
         what = "transformer_impl local" if local else f"attention_backend {back_end}"
-        raise PlanError("attention", plan.attention, f"must be {wanted} with {what}")
+        raise plan.wrong("attention", f"must be {wanted} with {what}")
 
 
 def _check_package(plan: ResolvedPlan) -> None:
@@ -68,7 +69,7 @@ def _check_package(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies and megatron.flash_attention != "2":
-            raise PlanError("megatron.flash_attention", megatron.flash_attention, problem)
+            raise plan.wrong("megatron.flash_attention", problem)
 
 
 def check_modules(plan: ResolvedPlan) -> None:
@@ -100,7 +101,7 @@ def check_modules(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("megatron.precision_of", list(given), problem)
+            raise plan.wrong("megatron.precision_of", problem)
 
 
 def check_low_attention(plan: ResolvedPlan) -> None:
@@ -110,7 +111,7 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     if not megatron.fp8_attention:
         return
     if plan.precision.low is None:
-        raise PlanError("megatron.fp8_attention", True, "must be false without precision.fp8 or fp4: it scales so")
+        raise plan.wrong("megatron.fp8_attention", "must be false without precision.fp8 or fp4: it scales so")
     if low is None:
         return
     recipe = low.recipe
@@ -180,7 +181,7 @@ def check_low_attention(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("megatron.fp8_attention", True, problem)
+            raise plan.wrong("megatron.fp8_attention", problem)
 
 
 def check_low_output(plan: ResolvedPlan) -> None:
@@ -210,7 +211,7 @@ def check_low_output(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("megatron.fp8_output", True, problem)
+            raise plan.wrong("megatron.fp8_output", problem)
 
 
 OF_LOW_ATTENTION = ("NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_FP8_DPA_BWD")
@@ -224,51 +225,56 @@ def check_environment(plan: ResolvedPlan) -> None:
         if plan.environment.get(name, value) != value:
             problem = f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {back_end}"
             problem += f"; choose the back end there ({', '.join(BACK_ENDS)})"
-            raise PlanError(f"environment.{name}", plan.environment[name], problem)
+            raise plan.wrong(f"environment.{name}", problem)
 
 
 def check_user_buffers(plan: ResolvedPlan) -> None:
     """What ``validate_args`` asks of tensor-parallel exchanges beside products."""
     if plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel):
-        problem = "must be false without tensor and sequence parallelism (tp > 1, sequence_parallel)"
-        raise PlanError("megatron.tp_comm_overlap", True, problem)
+        raise plan.wrong(
+            "megatron.tp_comm_overlap",
+            "must be false without tensor and sequence parallelism (tp > 1, sequence_parallel)",
+        )
     if plan.megatron.tp_comm_overlap and plan.megatron.transformer_impl == "local":
-        raise PlanError("megatron.tp_comm_overlap", True, "must be false with local layers: Transformer Engine has it")
+        raise plan.wrong("megatron.tp_comm_overlap", "must be false with local layers: Transformer Engine has it")
 
 
 def check_buckets(plan: ResolvedPlan) -> None:
     """``DistributedDataParallelConfig.__post_init__``, ``validate_args``; Megatron-FSDP has buckets of its own."""
     megatron = plan.megatron
     if megatron.gather_in_step and not (plan.layout.vpp > 1 and plan.layout.zero and megatron.overlap_param_gather):
-        problem = "needs virtual stages, the distributed optimizer and overlap_param_gather"
-        raise PlanError("megatron.gather_in_step", True, problem)
+        raise plan.wrong(
+            "megatron.gather_in_step", "needs virtual stages, the distributed optimizer and overlap_param_gather"
+        )
     _check_fp32_sums(plan)
     _check_registration(plan)
     if megatron.buckets is None:
         return
     if megatron.bucket_size is not None:
-        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with megatron.bucket_size")
+        raise plan.wrong("megatron.buckets", "must be left out with megatron.bucket_size")
     if megatron.fsdp != "none":
-        raise PlanError("megatron.buckets", megatron.buckets, "must be left out with Megatron-FSDP (megatron.fsdp)")
+        raise plan.wrong("megatron.buckets", "must be left out with Megatron-FSDP (megatron.fsdp)")
 
 
 def _check_fp32_sums(plan: ResolvedPlan) -> None:
     """``_ParamAndGradBucketGroup.__init__``, ``DistributedDataParallelConfig.__post_init__``."""
     megatron = plan.megatron
     if megatron.fp32_gradients_of is not None and plan.precision.gradients == "fp32":
-        problem = "must be left out with gradients in fp32, as in Megatron-Core"
-        raise PlanError("megatron.fp32_gradients_of", list(megatron.fp32_gradients_of), problem)
+        raise plan.wrong("megatron.fp32_gradients_of", "must be left out with gradients in fp32, as in Megatron-Core")
     field = "megatron.fp32_gradients_of" if megatron.fp32_gradients_of is not None else "megatron.sums_in_fp32"
     if (megatron.sums_in_fp32 or megatron.fp32_gradients_of is not None) and megatron.fsdp != "none":
         raise PlanError(field, True, "must be left out with Megatron-FSDP, which sums gradients itself")
     if not megatron.sums_in_fp32:
         return
     if megatron.distributed_optimizer_instances > 1:
-        problem = "must be false with several distributed_optimizer_instances, as in Megatron-Core"
-        raise PlanError("megatron.sums_in_fp32", True, problem)
+        raise plan.wrong(
+            "megatron.sums_in_fp32", "must be false with several distributed_optimizer_instances, as in Megatron-Core"
+        )
     if megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32":
-        problem = "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet"
-        raise PlanError("megatron.sums_in_fp32", True, problem)
+        raise plan.wrong(
+            "megatron.sums_in_fp32",
+            "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet",
+        )
 
 
 def _check_registration(plan: ResolvedPlan) -> None:
@@ -278,7 +284,7 @@ def _check_registration(plan: ResolvedPlan) -> None:
         return
     segments = "expandable_segments:True" in plan.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if segments and tuple(int(part) for part in plan.torch.split(".")[:2]) < (2, 11):
-        raise PlanError(field, True, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
+        raise plan.wrong(field, "must be false with expandable segments before PyTorch 2.11, as in Megatron-Core")
 
 
 def _check_sharded_bytes(plan: ResolvedPlan, recipe: str) -> None:
@@ -302,7 +308,7 @@ def _check_sharded_bytes(plan: ResolvedPlan, recipe: str) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("precision.fp8_parameters", True, problem)
+            raise plan.wrong("precision.fp8_parameters", problem)
 
 
 MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}
@@ -315,43 +321,50 @@ def check_low_precision(plan: ResolvedPlan) -> None:
     given, megatron, recipe = plan.precision, plan.megatron, plan.precision.low
     if recipe is None:
         if plan.experts.router_padding:
-            raise PlanError("experts.router_padding", True, "needs precision.fp8 or precision.fp4")
+            raise plan.wrong("experts.router_padding", "needs precision.fp8 or precision.fp4")
         return
     field = "precision.fp4" if given.fp4 else "precision.fp8"
     if megatron.transformer_impl == "local":
-        raise PlanError(field, recipe, "must be left out with local layers: Transformer Engine has it")
+        raise plan.wrong(field, "must be left out with local layers: Transformer Engine has it")
     version = tuple(int(part) for part in megatron.transformer_engine.split(".")[:2])
     if version < OLDEST_LOW_PRECISION:
         oldest = ".".join(map(str, OLDEST_LOW_PRECISION))
-        problem = f"must be {oldest} or later with {field}: older ones have other copies, which have no recipe"
-        raise PlanError("megatron.transformer_engine", megatron.transformer_engine, problem)
+        raise plan.wrong(
+            "megatron.transformer_engine",
+            f"must be {oldest} or later with {field}: older ones have other copies, which have no recipe",
+        )
     gpu = GPUS[plan.hardware.gpu] if plan.hardware.gpu is not None else None
     least = LOW_PRECISION_SINCE[recipe]
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < least:
         runs = [one for one, since in LOW_PRECISION_SINCE.items() if gpu.compute_capability >= since]
         problem = f"must be left out on {plan.hardware.gpu}: it needs compute capability {least[0]}.{least[1]}"
         problem += f"; this GPU runs {listed([f'--fp8 {one}' for one in runs], 'and') if runs else 'none in 8 bits'}"
-        raise PlanError(field, recipe, problem)
+        raise plan.wrong(field, problem)
     if megatron.fsdp != "none" and given.fp8_parameters:
         _check_sharded_bytes(plan, recipe)
     if given.fp8_parameters and plan.layout.zero != 1:
-        raise PlanError("precision.fp8_parameters", True, "must be false without the distributed optimizer (zero: 1)")
+        raise plan.wrong("precision.fp8_parameters", "must be false without the distributed optimizer (zero: 1)")
     if given.fp8_parameters and plan.optimizer.name == "muon":
-        raise PlanError("precision.fp8_parameters", True, "must be false with muon: its step in 8 bits is not modelled")
+        raise plan.wrong("precision.fp8_parameters", "must be false with muon: its step in 8 bits is not modelled")
     for end in ("first", "last"):
         count = getattr(given, f"{end}_16bit_layers")
         if count and recipe == "delayed":
-            problem = "must be left out with delayed scaling: Megatron-Core refuses it"
-            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+            raise plan.wrong(
+                f"precision.{end}_16bit_layers", "must be left out with delayed scaling: Megatron-Core refuses it"
+            )
         if count > plan.model.layers // plan.layout.pp:
-            problem = f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage"
-            raise PlanError(f"precision.{end}_16bit_layers", count, problem)
+            raise plan.wrong(
+                f"precision.{end}_16bit_layers",
+                f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage",
+            )
     _check_multiples(plan, field, recipe)
     if plan.recompute.mode == "selective" and recipe == "delayed":
         for module in ("moe_act", "layernorm"):
             if module in (plan.recompute.modules or ()):
-                problem = f"must not have {module} with delayed scaling: Megatron-Core refuses it"
-                raise PlanError("recompute.modules", list(plan.recompute.modules or ()), problem)
+                raise plan.wrong(
+                    "recompute.modules",
+                    f"must not have {module} with delayed scaling: Megatron-Core refuses it",
+                )
 
 
 def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
@@ -366,8 +379,7 @@ def _check_multiples(plan: ResolvedPlan, field: str, recipe: str) -> None:
     if model.experts:
         sizes["model.expert_ffn"] = model.expert_ffn // (layout.etp or layout.tp)
     if tokens % rows:
-        problem = f"needs a multiple of {rows} tokens on a rank; mbs x seq makes {tokens}"
-        raise PlanError(field, recipe, problem)
+        raise plan.wrong(field, f"needs a multiple of {rows} tokens on a rank; mbs x seq makes {tokens}")
     for name, size in sizes.items():
         if size % columns:
-            raise PlanError(field, recipe, f"needs features in multiples of {columns}; {name} leaves {size} on a rank")
+            raise plan.wrong(field, f"needs features in multiples of {columns}; {name} leaves {size} on a rank")

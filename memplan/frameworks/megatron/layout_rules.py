@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...plan.errors import ABSENT, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
@@ -17,53 +17,63 @@ def check_distributed(plan: ResolvedPlan) -> None:
     megatron, ranks, sharded = plan.megatron, plan.layout.dp * plan.layout.cp, plan.layout.zero == 1
     field, instances = "megatron.distributed_optimizer_instances", megatron.distributed_optimizer_instances
     if instances > 1 and not sharded:
-        raise PlanError(field, instances, "must be 1 without the distributed optimizer (zero: 1)")
+        raise plan.wrong(field, "must be 1 without the distributed optimizer (zero: 1)")
     if ranks % instances:
-        raise PlanError(field, instances, f"must divide dp x cp = {ranks}")
+        raise plan.wrong(field, f"must divide dp x cp = {ranks}")
     if megatron.overlap_param_gather and not (sharded and (megatron.overlap_grad_reduce or megatron.fsdp != "none")):
-        problem = "must be false without " + (
-            "megatron.overlap_grad_reduce" if sharded else "the distributed optimizer (zero: 1)"
+        raise plan.wrong(
+            "megatron.overlap_param_gather",
+            "must be false without "
+            + ("megatron.overlap_grad_reduce" if sharded else "the distributed optimizer (zero: 1)"),
         )
-        raise PlanError("megatron.overlap_param_gather", True, problem)
 
 
 def check_sharding(plan: ResolvedPlan) -> None:
     """Megatron-FSDP, as far as it is modelled."""
     megatron, layout = plan.megatron, plan.layout
     if megatron.fsdp == "none":
-        for name, value in megatron.changed():
+        for name, _ in megatron.changed():
             if name.startswith("fsdp_"):
-                raise PlanError(f"megatron.{name}", value, "must be left out without Megatron-FSDP (megatron.fsdp)")
+                raise plan.wrong(f"megatron.{name}", "must be left out without Megatron-FSDP (megatron.fsdp)")
         return
     for name in ("pp", "vpp"):
         if getattr(layout, name) > 1:
-            problem = (
+            raise plan.wrong(
+                f"layout.{name}",
                 "must be 1 with Megatron-FSDP (--use-megatron-fsdp): its hooks return views of a stage's output, which "
-                "Megatron-Core's schedules refuse to let go (deallocate_output_tensor)"
+                "Megatron-Core's schedules refuse to let go (deallocate_output_tensor)",
             )
-            raise PlanError(f"layout.{name}", getattr(layout, name), problem)
     own = {
         "name": ("adam or sgd", plan.optimizer.name == "muon"),
         "main_parameters": ("fp32", plan.optimizer.main_parameters != "fp32"),
     }
     for name, (wanted, applies) in own.items():
         if applies:
-            problem = f"must be {wanted} with Megatron-FSDP, which has main parameters of its own"
-            raise PlanError(f"optimizer.{name}", getattr(plan.optimizer, name), problem)
+            raise plan.wrong(
+                f"optimizer.{name}", f"must be {wanted} with Megatron-FSDP, which has main parameters of its own"
+            )
     if plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1:
-        problem = "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet"
-        raise PlanError("recompute.layers", plan.recompute.layers, problem)
+        raise plan.wrong(
+            "recompute.layers",
+            "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet",
+        )
     if megatron.fsdp == "no_shard" and megatron.fsdp_meta_device:
-        problem = "must be false with megatron.fsdp no_shard, which shards no parameters"
-        raise PlanError("megatron.fsdp_meta_device", True, problem)
+        raise plan.wrong(
+            "megatron.fsdp_meta_device", "must be false with megatron.fsdp no_shard, which shards no parameters"
+        )
     instances = megatron.distributed_optimizer_instances
     if megatron.fsdp_outer == "optim" and (megatron.fsdp != "optim_grads_params" or instances == 1):
-        problem = "needs megatron.fsdp optim_grads_params and megatron.distributed_optimizer_instances above 1"
-        raise PlanError("megatron.fsdp_outer", "optim", problem)
+        raise plan.wrong(
+            "megatron.fsdp_outer",
+            "needs megatron.fsdp optim_grads_params and megatron.distributed_optimizer_instances above 1",
+        )
     reduced = megatron.fsdp_communication or plan.precision.gradients
     if reduced != plan.precision.gradients and (megatron.fsdp in ("no_shard", "optim") or instances > 1):
-        problem = f"must be {plan.precision.gradients}, as precision.gradients, unless gradients are sharded among all "
-        raise PlanError("megatron.fsdp_communication", reduced, f"{problem}ranks: a cast copy is not modelled yet")
+        raise plan.wrong(
+            "megatron.fsdp_communication",
+            f"must be {plan.precision.gradients}, as precision.gradients, unless gradients are sharded among all "
+            "ranks: a cast copy is not modelled yet",
+        )
 
 
 def check_torch_sharding(plan: ResolvedPlan) -> None:
@@ -71,8 +81,9 @@ def check_torch_sharding(plan: ResolvedPlan) -> None:
     megatron, model, beside = plan.megatron, plan.model, "with PyTorch's FSDP2 (megatron.torch_fsdp)"
     if megatron.torch_fsdp == "none":
         if megatron.torch_fsdp_host_init:
-            problem = "must be false without PyTorch's FSDP2 (megatron.torch_fsdp)"
-            raise PlanError("megatron.torch_fsdp_host_init", True, problem)
+            raise plan.wrong(
+                "megatron.torch_fsdp_host_init", "must be false without PyTorch's FSDP2 (megatron.torch_fsdp)"
+            )
         return
     refused: dict[str, tuple[object, bool]] = {
         "layout.pp": (1, plan.layout.pp > 1),
@@ -87,10 +98,12 @@ def check_torch_sharding(plan: ResolvedPlan) -> None:
     }
     for field, (wanted, applies) in refused.items():
         if applies:
-            raise PlanError(field, _value(plan, field), f"must be {wanted} {beside}, as in Megatron-Core")
+            raise plan.wrong(field, f"must be {wanted} {beside}, as in Megatron-Core")
     if plan.precision.gradients != plan.precision.stored:
-        problem = f"must be {plan.precision.stored} {beside}, which is told no dtype but the parameters'"
-        raise PlanError("precision.gradients", plan.precision.gradients, problem)
+        raise plan.wrong(
+            "precision.gradients",
+            f"must be {plan.precision.stored} {beside}, which is told no dtype but the parameters'",
+        )
     missing: dict[str, bool] = {
         "model.experts": model.experts > 0,
         "model.latent_kv_rank": model.latent_kv_rank is not None and model.latent_kv_rank > 0,
@@ -112,59 +125,61 @@ def check_torch_sharding(plan: ResolvedPlan) -> None:
     }
     for field, applies in missing.items():
         if applies:
-            problem = f"must be {'1' if field == 'recompute.layers' else 'left out'} {beside}: it is not modelled yet"
-            raise PlanError(field, _value(plan, field), problem)
+            raise plan.wrong(
+                field,
+                f"must be {'1' if field == 'recompute.layers' else 'left out'} {beside}: it is not modelled yet",
+            )
     buffers = {
         "buckets": None, "bucket_size": None, "pad_buckets": False, "sums_in_fp32": False, "fp32_gradients_of": None
     }  # fmt: skip
     for name, default in buffers.items():
-        if (value := getattr(megatron, name)) != default:
-            problem = f"must be left out {beside}: it belongs to Megatron's own buffers of gradients"
-            raise PlanError(f"megatron.{name}", list(value) if isinstance(value, tuple) else value, problem)
-
-
-def _value(plan: ResolvedPlan, field: str) -> Any:
-    section, _, name = field.partition(".")
-    value = getattr(getattr(plan, section), name)
-    return list(value) if isinstance(value, tuple) else value
+        if getattr(megatron, name) != default:
+            raise plan.wrong(
+                f"megatron.{name}",
+                f"must be left out {beside}: it belongs to Megatron's own buffers of gradients",
+            )
 
 
 def check_decoder(plan: ResolvedPlan) -> None:
     """An encoder-decoder, as far as it is modelled: ``pretrain_t5.py`` itself refuses a pipeline."""
     t5, seq = plan.model.family == "t5", plan.batch.decoder_seq
     if t5 is (seq is None):
-        problem = (
+        raise PlanError(
+            "batch.decoder_seq",
+            ABSENT if t5 else seq,
             "is needed with family t5 (--decoder-seq)"
             if t5
-            else f"must be left out: {plan.model.name} has no decoder of its own"
+            else f"must be left out: {plan.model.name} has no decoder of its own",
         )
-        raise PlanError("batch.decoder_seq", ABSENT if t5 else seq, problem)
     if not t5:
         return
     for name in ("pp", "vpp", "cp"):
         if getattr(plan.layout, name) > 1:
-            problem = "must be 1 with family t5" + (", which has no pipeline" if name != "cp" else "")
-            raise PlanError(f"layout.{name}", getattr(plan.layout, name), problem)
+            raise plan.wrong(
+                f"layout.{name}", "must be 1 with family t5" + (", which has no pipeline" if name != "cp" else "")
+            )
     if plan.recompute.mode == "full":
-        raise PlanError("recompute.mode", "full", "must be none or selective with family t5: no more is modelled yet")
+        raise plan.wrong("recompute.mode", "must be none or selective with family t5: no more is modelled yet")
     if plan.megatron.fsdp != "none":
-        raise PlanError("megatron.fsdp", plan.megatron.fsdp, "must be none with family t5: it is not modelled yet")
+        raise plan.wrong("megatron.fsdp", "must be none with family t5: it is not modelled yet")
 
 
 def check_hybrid(plan: ResolvedPlan) -> None:
     """A hybrid, as far as it is modelled; its stages follow from the pattern."""
     model, megatron = plan.model, plan.megatron
     if model.activation == "relu2" and model.mlp_bias and megatron.bias_gelu_fusion:
-        raise PlanError("megatron.bias_gelu_fusion", True, "must be false with relu2 and biases, which it does not add")
+        raise plan.wrong("megatron.bias_gelu_fusion", "must be false with relu2 and biases, which it does not add")
     if "M" not in model.layer_pattern + model.mtp_pattern:
         for name in ("mamba_apart", "mamba_states"):
-            if value := getattr(megatron, name):
-                raise PlanError(f"megatron.{name}", value, "must be left out: the model has no Mamba-2 layers")
+            if getattr(megatron, name):
+                raise plan.wrong(f"megatron.{name}", "must be left out: the model has no Mamba-2 layers")
     if not model.layer_pattern:
         return
     if megatron.offload_modules is not None:
-        problem = "must be left out with a hybrid: its activations on the host are not modelled yet"
-        raise PlanError("megatron.offload_modules", list(megatron.offload_modules), problem)
+        raise plan.wrong(
+            "megatron.offload_modules",
+            "must be left out with a hybrid: its activations on the host are not modelled yet",
+        )
     if "M" in model.layer_pattern + model.mtp_pattern:
         _check_mamba(plan)
 
@@ -173,63 +188,74 @@ def _check_mamba(plan: ResolvedPlan) -> None:
     """How ranks share heads and groups (``MambaMixer`` and ``MambaContextParallel``, ``__init__``)."""
     tp, cp, heads, groups = plan.layout.tp, plan.layout.cp, plan.model.mamba_heads, plan.model.mamba_groups
     if heads % tp or groups % tp:
-        raise PlanError("layout.tp", tp, f"must divide the {heads} Mamba heads and their groups ({groups})")
+        raise plan.wrong("layout.tp", f"must divide the {heads} Mamba heads and their groups ({groups})")
     if heads // tp % cp:
-        raise PlanError("layout.cp", cp, f"must divide the {heads // tp} Mamba heads of a rank")
+        raise plan.wrong("layout.cp", f"must divide the {heads // tp} Mamba heads of a rank")
     if groups // tp % cp and cp % (groups // tp):
-        problem = f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
-        raise PlanError("layout.cp", cp, problem)
+        raise plan.wrong(
+            "layout.cp", f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
+        )
 
 
 def check_blocks(plan: ResolvedPlan) -> None:
     """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
     model, layout, megatron = plan.model, plan.layout, plan.megatron
     if model.layer_blocks and megatron.fsdp != "none":
-        problem = "must be none with layers that differ (model.layer_blocks), whose units are not modelled yet"
-        raise PlanError("megatron.fsdp", megatron.fsdp, problem)
+        raise plan.wrong(
+            "megatron.fsdp",
+            "must be none with layers that differ (model.layer_blocks), whose units are not modelled yet",
+        )
     if model.layer_blocks and megatron.clips_queries:
-        problem = "must be false with layers that differ (model.layer_blocks), of which it is not modelled yet"
-        raise PlanError("megatron.clips_queries", True, problem)
+        raise plan.wrong(
+            "megatron.clips_queries",
+            "must be false with layers that differ (model.layer_blocks), of which it is not modelled yet",
+        )
     for text in kinds_of(model.layer_blocks):
         own = block_of(text)
         if own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads:
-            problem = f"must divide the {own.kv_heads} key/value heads of layers {text}, or be a multiple of them"
-            raise PlanError("layout.tp", layout.tp, problem)
+            raise plan.wrong(
+                "layout.tp",
+                f"must divide the {own.kv_heads} key/value heads of layers {text}, or be a multiple of them",
+            )
         if own.ffn % layout.tp:
-            raise PlanError("layout.tp", layout.tp, f"must divide the {own.ffn} features of the MLP of layers {text}")
+            raise plan.wrong("layout.tp", f"must divide the {own.ffn} features of the MLP of layers {text}")
         if LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel:
-            problem = f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
-            raise PlanError("layout.sequence_parallel", True, f"{problem}adds zeros to tokens instead of features")
+            raise plan.wrong(
+                "layout.sequence_parallel",
+                f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
+                "adds zeros to tokens instead of features",
+            )
         if LINEAR in own.replaced and plan.megatron.tp_comm_overlap:
-            problem = f"must be false with linear layers (model.layer_blocks {text}), which have no user buffers"
-            raise PlanError("megatron.tp_comm_overlap", True, problem)
+            raise plan.wrong(
+                "megatron.tp_comm_overlap",
+                f"must be false with linear layers (model.layer_blocks {text}), which have no user buffers",
+            )
 
 
 def check_groups(plan: ResolvedPlan) -> None:
     """Tensor-parallel ranks share key/value heads out, or several have one (``transformer_config.py``)."""
     groups, tp = plan.model.kv_heads, plan.layout.tp
     if groups % tp and tp % groups:
-        problem = f"must divide the {groups} key/value heads, or be a multiple of them"
-        raise PlanError("layout.tp", tp, problem)
+        raise plan.wrong("layout.tp", f"must divide the {groups} key/value heads, or be a multiple of them")
 
 
 def check_context_parallel(plan: ResolvedPlan) -> None:
     megatron, cp = plan.megatron, plan.layout.cp
     if megatron.transformer_impl == "local" and cp > 1:
-        raise PlanError("layout.cp", cp, "must be 1 with transformer_impl local")
+        raise plan.wrong("layout.cp", "must be 1 with transformer_impl local")
     if cp > 1:
         _check_context_way(plan)
         if megatron.cp_communication == "a2a+p2p" and megatron.cp_inner is None:
             problem = "needs megatron.cp_inner (--cp-inner), the first of Megatron-LM's "
             problem += "--hierarchical-context-parallel-sizes, without which it does not start"  # validate_args
-            raise PlanError("megatron.cp_communication", megatron.cp_communication, problem)
+            raise plan.wrong("megatron.cp_communication", problem)
     heads, inner = max(min(plan.model.heads, plan.model.kv_heads) // plan.layout.tp, 1), megatron.cp_inner or 1
     if megatron.cp_communication == "a2a" and heads % cp:
         problem = f"must divide the {heads} key/value heads of a rank, because a2a distributes heads"
         if not plan.model.attention_sinks:  # ``_check_context_way``
             other = "p2p" if plan.model.sliding_window is None else "all_gather"
             problem += f"; --cp-communication {other} has no such limit"
-        raise PlanError("layout.cp", cp, problem)
+        raise plan.wrong("layout.cp", problem)
     refused = {
         "must be 1 without megatron.cp_communication a2a+p2p": megatron.cp_communication != "a2a+p2p",
         f"must divide layout.cp {cp}: the ring has the rest": cp > 1 and cp % inner > 0,
@@ -240,7 +266,7 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies and inner > 1:
-            raise PlanError("megatron.cp_inner", inner, problem)
+            raise plan.wrong("megatron.cp_inner", problem)
 
 
 def _check_context_way(plan: ResolvedPlan) -> None:
@@ -255,13 +281,13 @@ def _check_context_way(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies:
-            raise PlanError("megatron.cp_communication", way, f"{problem} (--cp-communication a2a)")
+            raise plan.wrong("megatron.cp_communication", f"{problem} (--cp-communication a2a)")
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:
-    for name, value in plan.pipeline.changed():
+    for name, _ in plan.pipeline.changed():
         if plan.layout.vpp == 1 and name in ("group", "overlap_p2p", "overlap_p2p_warmup"):
-            raise PlanError(f"pipeline.{name}", value, "needs virtual stages (vpp > 1)")
+            raise plan.wrong(f"pipeline.{name}", "needs virtual stages (vpp > 1)")
 
 
 def check_further_layers(plan: ResolvedPlan) -> None:
@@ -269,8 +295,9 @@ def check_further_layers(plan: ResolvedPlan) -> None:
     layout, wanted = plan.pipeline.layout, plan.model.mtp_layers
     named = 0 if layout is None else written_out(layout).count("m")
     if layout is not None and named not in (0, wanted):
-        problem = f"has {named} layers m of multi-token prediction; the model has {wanted} (mtp_layers)"
-        raise PlanError("pipeline.layout", layout, problem)
+        raise plan.wrong(
+            "pipeline.layout", f"has {named} layers m of multi-token prediction; the model has {wanted} (mtp_layers)"
+        )
 
 
 def _possible(plan: ResolvedPlan, ranks: int, etp: int) -> str:
@@ -290,26 +317,32 @@ def check_experts(plan: ResolvedPlan) -> None:
     if not model.experts:
         for name, value in (("ep", layout.ep), ("etp", layout.etp or 1)):
             if value > 1:
-                raise PlanError(f"layout.{name}", value, f"must be 1: {model.name} has no experts")
-        for name, value in given.changed():
-            raise PlanError(f"experts.{name}", value, f"must be left out: {model.name} has no experts")
+                raise plan.wrong(f"layout.{name}", f"must be 1: {model.name} has no experts")
+        for name, _ in given.changed():
+            raise plan.wrong(f"experts.{name}", f"must be left out: {model.name} has no experts")
         return
     if model.experts % layout.ep:
-        raise PlanError("layout.ep", layout.ep, f"must divide the {model.experts} experts of {model.name}")
+        raise plan.wrong("layout.ep", f"must divide the {model.experts} experts of {model.name}")
     if ranks % (layout.ep * etp):
-        problem = f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
-        raise PlanError("layout.ep", layout.ep, f"{problem}{_possible(plan, ranks, etp)}")
+        raise plan.wrong(
+            "layout.ep",
+            f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
+            f"{_possible(plan, ranks, etp)}",
+        )
     if model.expert_ffn % etp:
         raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
     if model.shared_expert_ffn % layout.tp:
-        problem = f"must divide the {model.shared_expert_ffn} features of shared experts (shared_expert_ffn)"
-        raise PlanError("layout.tp", layout.tp, problem)
+        raise plan.wrong(
+            "layout.tp", f"must divide the {model.shared_expert_ffn} features of shared experts (shared_expert_ffn)"
+        )
     if given.pad_to_capacity and given.capacity_factor is None:
-        raise PlanError("experts.pad_to_capacity", True, "needs experts.capacity_factor")
+        raise plan.wrong("experts.pad_to_capacity", "needs experts.capacity_factor")
     instances = plan.megatron.distributed_optimizer_instances
     if ranks // (layout.ep * etp) % instances:
-        problem = f"must divide the {ranks // (layout.ep * etp)} replicas of each expert"
-        raise PlanError("megatron.distributed_optimizer_instances", instances, problem)
+        raise plan.wrong(
+            "megatron.distributed_optimizer_instances",
+            f"must divide the {ranks // (layout.ep * etp)} replicas of each expert",
+        )
     check_imbalance(plan)
 
 
@@ -325,7 +358,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
     if not given.overlap_exchange:
         for name in ("delay_wgrad", "early_attention_release"):
             if getattr(given, name):
-                raise PlanError(f"experts.{name}", True, "must be false without experts.overlap_exchange")
+                raise plan.wrong(f"experts.{name}", "must be false without experts.overlap_exchange")
         return
     field, whole = "experts.overlap_exchange", megatron.fsdp == "optim_grads_params"
     modules = recompute.modules or () if recompute.mode == "selective" else ()
@@ -358,7 +391,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError(field, True, problem)
+            raise plan.wrong(field, problem)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -369,20 +402,22 @@ def _check_delays(plan: ResolvedPlan, te: tuple[int, ...]) -> None:
     """Products for gradients of weights that run later, and the Transformer Engine that they need."""
     given, megatron = plan.experts, plan.megatron
     if given.delay_wgrad and given.wgrad_beside_dispatch:
-        problem = "must be false with experts.delay_wgrad: Megatron-Core has one or the other"
-        raise PlanError("experts.wgrad_beside_dispatch", True, problem)
+        raise plan.wrong(
+            "experts.wgrad_beside_dispatch",
+            "must be false with experts.delay_wgrad: Megatron-Core has one or the other",
+        )
     beside, fused = given.wgrad_beside_dispatch, megatron.gradient_accumulation_fusion or megatron.fsdp != "none"
     if beside and (given.overlap_exchange or given.dispatcher != "alltoall" or not given.grouped_gemm or not fused):
-        problem = (
+        raise plan.wrong(
+            "experts.wgrad_beside_dispatch",
             "must be false with experts.overlap_exchange, a dispatcher other than alltoall or without "
-            "experts.grouped_gemm, and, but for Megatron-FSDP, without gradient_accumulation_fusion"
+            "experts.grouped_gemm, and, but for Megatron-FSDP, without gradient_accumulation_fusion",
         )
-        raise PlanError("experts.wgrad_beside_dispatch", True, problem)
     for name in ("delay_wgrad", "wgrad_beside_dispatch"):
         if not getattr(given, name):
             continue
         if megatron.transformer_impl == "local":
-            raise PlanError(f"experts.{name}", True, "must be false with local layers: Transformer Engine's have it")
+            raise plan.wrong(f"experts.{name}", "must be false with local layers: Transformer Engine's have it")
         reasons = {
             (2, 8): "with overlap_grad_reduce" if megatron.overlap_grad_reduce and name == "delay_wgrad" else "",
             (2, 7): "" if megatron.gradient_accumulation_fusion else "without gradient_accumulation_fusion",
@@ -391,10 +426,10 @@ def _check_delays(plan: ResolvedPlan, te: tuple[int, ...]) -> None:
         for least, why in reasons.items():
             if why and te < least:
                 wanted = ".".join(map(str, least))
-                problem = (
-                    f"must be false before Transformer Engine {wanted} {why}: this plan has {'.'.join(map(str, te))}"
+                raise plan.wrong(
+                    f"experts.{name}",
+                    f"must be false before Transformer Engine {wanted} {why}: this plan has {'.'.join(map(str, te))}",
                 )
-                raise PlanError(f"experts.{name}", True, problem)
 
 
 def check_imbalance(plan: ResolvedPlan) -> None:
@@ -405,8 +440,12 @@ def check_imbalance(plan: ResolvedPlan) -> None:
     factors = given.imbalance.split(",")
     layers = sum(map(model.has_experts, range(model.layers)))
     if len(factors) > 1 and len(factors) != layers:
-        problem = f"has {len(factors)} factors; one for each of the {layers} layers with experts is wanted"
-        raise PlanError("experts.imbalance", given.imbalance, problem)
+        raise plan.wrong(
+            "experts.imbalance",
+            f"has {len(factors)} factors; one for each of the {layers} layers with experts is wanted",
+        )
     if len(factors) == 1 and float(given.imbalance) < 1.0:
-        problem = "must be balanced, worst, or a factor of at least 1: the most loaded rank has at least the mean"
-        raise PlanError("experts.imbalance", given.imbalance, problem)
+        raise plan.wrong(
+            "experts.imbalance",
+            "must be balanced, worst, or a factor of at least 1: the most loaded rank has at least the mean",
+        )

@@ -17,31 +17,41 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     optimizer = plan.optimizer
     if not optimizer.algorithm.precision_aware:
         if plan.layout.zero == 1 and optimizer.name != "muon":
-            problem = "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other"
-            raise PlanError("optimizer.name", optimizer.name, problem)
+            raise plan.wrong(
+                "optimizer.name",
+                "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other",
+            )
         if optimizer.precision_aware:
-            problem = f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
-            raise PlanError("optimizer.precision_aware", True, problem)
+            raise plan.wrong(
+                "optimizer.precision_aware", f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
+            )
     _check_offload(plan)
     if optimizer.implementation == "foreach" and (optimizer.precision_aware or plan.megatron.fsdp != "none"):
-        problem = "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither"
-        raise PlanError("optimizer.implementation", "foreach", problem)
+        raise plan.wrong(
+            "optimizer.implementation",
+            "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither",
+        )
     if optimizer.implementation == "foreach" and plan.megatron.transformer_impl != "local":
-        problem = "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its "
-        raise PlanError("optimizer.implementation", "foreach", f"{problem}FusedAdam steps, not torch.optim's")
+        raise plan.wrong(
+            "optimizer.implementation",
+            "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its "
+            "FusedAdam steps, not torch.optim's",
+        )
     if optimizer.precision_aware:
         check_state_dtypes(plan)
         if plan.layout.zero != 1:
-            problem = "must be false without the distributed optimizer (zero: 1)"
-            raise PlanError("optimizer.precision_aware", True, problem)
+            raise plan.wrong("optimizer.precision_aware", "must be false without the distributed optimizer (zero: 1)")
         return
     for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
         if getattr(optimizer, name) != "fp32":
-            problem = "must be fp32 without optimizer.precision_aware (--precision-aware-optimizer)"
-            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+            raise plan.wrong(
+                f"optimizer.{name}", "must be fp32 without optimizer.precision_aware (--precision-aware-optimizer)"
+            )
     if optimizer.fp8_recipe is not None:
-        problem = "needs optimizer.precision_aware (--precision-aware-optimizer), the one optimizer that asks for it"
-        raise PlanError("optimizer.fp8_recipe", optimizer.fp8_recipe, problem)
+        raise plan.wrong(
+            "optimizer.fp8_recipe",
+            "needs optimizer.precision_aware (--precision-aware-optimizer), the one optimizer that asks for it",
+        )
 
 
 def _check_offload(plan: ResolvedPlan) -> None:
@@ -50,15 +60,12 @@ def _check_offload(plan: ResolvedPlan) -> None:
     if not plan.megatron.optimizer_offload:
         return
     if not optimizer.precision_aware:
-        problem = "must be 0 without optimizer.precision_aware, whose code Megatron-Core's offload needs"
-        raise PlanError(field, plan.megatron.optimizer_offload, problem)
+        raise plan.wrong(field, "must be 0 without optimizer.precision_aware, whose code Megatron-Core's offload needs")
     for name in ("main_parameters", "exp_avg", "exp_avg_sq"):
         if getattr(optimizer, name) != "fp32":
-            problem = f"must be fp32 with {field}: offloaded states have no other dtype"
-            raise PlanError(f"optimizer.{name}", getattr(optimizer, name), problem)
+            raise plan.wrong(f"optimizer.{name}", f"must be fp32 with {field}: offloaded states have no other dtype")
     if plan.precision.fp8_parameters:
-        problem = "must be 0 with parameters in 8 bits: their offload is not modelled yet"
-        raise PlanError(field, plan.megatron.optimizer_offload, problem)
+        raise plan.wrong(field, "must be 0 with parameters in 8 bits: their offload is not modelled yet")
 
 
 OFFLOAD_V1, GRAPH_REGISTER = COMPARED = ("NVTE_CPU_OFFLOAD_V1", "NCCL_GRAPH_REGISTER")
@@ -71,8 +78,10 @@ def check_offloading(plan: ResolvedPlan) -> None:
     if modules is None:
         return
     if plan.environment.get(OFFLOAD_V1, "1") != "1":
-        problem = f"must be 1 with {field}: Megatron-LM stops otherwise from Transformer Engine 2.10 on"
-        raise PlanError(f"environment.{OFFLOAD_V1}", plan.environment[OFFLOAD_V1], problem)
+        raise plan.wrong(
+            f"environment.{OFFLOAD_V1}",
+            f"must be 1 with {field}: Megatron-LM stops otherwise from Transformer Engine 2.10 on",
+        )
     again = recompute.modules or () if recompute.mode == "selective" else ()
     reasons = {
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
@@ -86,7 +95,7 @@ def check_offloading(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError(field, list(modules), problem)
+            raise plan.wrong(field, problem)
 
 
 def check_layer_offload(plan: ResolvedPlan) -> None:
@@ -129,7 +138,7 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
     refused |= {f"must be 0 with {what}: it is not modelled yet": applies for what, applies in missing.items()}
     for problem, applies in refused.items():
         if applies:
-            raise PlanError(field, count, problem)
+            raise plan.wrong(field, problem)
 
 
 def check_graphs(plan: ResolvedPlan) -> None:
@@ -138,8 +147,9 @@ def check_graphs(plan: ResolvedPlan) -> None:
     kind, recompute, experts = megatron.cuda_graphs, plan.recompute, plan.model.experts > 0
     of_layers = kind in ("transformer_engine", "local")
     if modules is not None and not of_layers:
-        problem = "must be left out without megatron.cuda_graphs transformer_engine or local"
-        raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+        raise plan.wrong(
+            "megatron.cuda_graph_modules", "must be left out without megatron.cuda_graphs transformer_engine or local"
+        )
     if kind == "none":
         return
     _check_modules(plan, modules or ())
@@ -184,7 +194,7 @@ def check_graphs(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError(field, kind, problem)
+            raise plan.wrong(field, problem)
 
 
 def _dropout_again(plan: ResolvedPlan, modules: Sequence[str], again: Sequence[str]) -> dict[str, bool]:
@@ -227,8 +237,7 @@ def _check_modules(plan: ResolvedPlan, modules: Sequence[str]) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            problem = f"{problem}, as in Megatron-Core"
-            raise PlanError("megatron.cuda_graph_modules", list(modules), problem)
+            raise PlanError("megatron.cuda_graph_modules", list(modules), f"{problem}, as in Megatron-Core")
 
 
 def check_step_graph(plan: ResolvedPlan) -> None:
@@ -244,7 +253,7 @@ def check_step_graph(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if megatron.optimizer_graph and applies:
-            raise PlanError(field, True, problem)
+            raise plan.wrong(field, problem)
 
 
 def check_saved(plan: ResolvedPlan) -> None:
@@ -262,7 +271,7 @@ def check_saved(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("megatron.distribute_saved", True, problem)
+            raise plan.wrong("megatron.distribute_saved", problem)
 
 
 def check_deferral(plan: ResolvedPlan) -> None:
@@ -270,27 +279,28 @@ def check_deferral(plan: ResolvedPlan) -> None:
     megatron, field = plan.megatron, "megatron.defer_embedding_wgrad"
     if not megatron.defer_embedding_wgrad:
         if megatron.wgrad_deferral_limit:
-            raise PlanError(
-                "megatron.wgrad_deferral_limit", megatron.wgrad_deferral_limit, f"must be 0 without {field}"
-            )
+            raise plan.wrong("megatron.wgrad_deferral_limit", f"must be 0 without {field}")
         return
     if plan.layout.pp == 1:
-        raise PlanError(field, True, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core")
+        raise plan.wrong(field, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core")
     if not megatron.gradient_accumulation_fusion:
-        raise PlanError(field, True, "must be false without gradient_accumulation_fusion, as in Megatron-Core")
+        raise plan.wrong(field, "must be false without gradient_accumulation_fusion, as in Megatron-Core")
     if megatron.fsdp != "none" or plan.model.mtp_layers:
-        problem = "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled"
-        raise PlanError(field, True, problem)
+        raise plan.wrong(
+            field, "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled"
+        )
 
 
 def check_state_dtypes(plan: ResolvedPlan) -> None:
     """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
     optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
     if plan.precision.dtype == "fp32":
-        problem = "must be false with fp32 parameters: precision-aware states of fp32 parameters are not modelled"
-        raise PlanError("optimizer.precision_aware", True, problem)
+        raise plan.wrong(
+            "optimizer.precision_aware",
+            "must be false with fp32 parameters: precision-aware states of fp32 parameters are not modelled",
+        )
     if optimizer.main_parameters not in ("fp32", "fp16"):
-        raise PlanError("optimizer.main_parameters", optimizer.main_parameters, "must be fp32 or fp16")
+        raise plan.wrong("optimizer.main_parameters", "must be fp32 or fp16")
     for name in ("exp_avg", "exp_avg_sq"):
         if getattr(optimizer, name) == "bf16" and te < (2, 3):
-            raise PlanError(f"optimizer.{name}", "bf16", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")
+            raise plan.wrong(f"optimizer.{name}", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")

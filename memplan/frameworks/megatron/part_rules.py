@@ -24,19 +24,22 @@ def check_delta(plan: ResolvedPlan) -> None:
     ranks = layout.tp * layout.cp
     for heads, what in ((model.linear_key_heads, "keys"), (model.linear_value_heads, "values")):
         if heads % ranks:
-            size, value = ("tp", layout.tp) if heads % layout.tp else ("cp", layout.cp)
-            problem = f"must divide, tp and cp together, the {heads} heads of {what} of gated delta nets"
-            raise PlanError(f"layout.{size}", value, problem)
+            raise plan.wrong(
+                f"layout.{'tp' if heads % layout.tp else 'cp'}",
+                f"must divide, tp and cp together, the {heads} heads of {what} of gated delta nets",
+            )
     q = model.linear_key_heads * model.linear_key_head_dim
     features = 2 * (q + model.linear_value_heads * (model.linear_value_head_dim + 1))
     multiple = 32 if plan.precision.fp8 == "mxfp8" or plan.precision.fp4 else 16
     if (plan.precision.fp8 or plan.precision.fp4) and features // layout.tp % multiple:
-        problem = f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are "
-        raise PlanError("precision.fp8", plan.precision.fp8, f"{problem}no multiple of {multiple}")
+        raise plan.wrong(
+            "precision.fp8",
+            f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are "
+            f"no multiple of {multiple}",
+        )
     if plan.megatron.fsdp != "none" or plan.megatron.torch_fsdp != "none":
         name = "fsdp" if plan.megatron.fsdp != "none" else "torch_fsdp"
-        problem = "must be none with gated delta nets, whose units are not modelled yet"
-        raise PlanError(f"megatron.{name}", getattr(plan.megatron, name), problem)
+        raise plan.wrong(f"megatron.{name}", "must be none with gated delta nets, whose units are not modelled yet")
 
 
 CHAIN = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
@@ -61,7 +64,7 @@ def check_chain(plan: ResolvedPlan) -> None:
     if field == "experts.shared_chain" and not plan.experts.shared_chain:
         return
     if plan.experts.shared_chain and not plan.model.shared_expert_ffn:
-        raise PlanError("experts.shared_chain", True, "must be false: the model has no shared experts")
+        raise plan.wrong("experts.shared_chain", "must be false: the model has no shared experts")
     gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     reasons = {
         "with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
@@ -92,8 +95,7 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
         }
         for how, applies in beside.items():
             if applies:
-                problem = f"must be left out: it is modelled {how}"
-                raise PlanError("experts.rank_capacity", given.rank_capacity, problem)
+                raise plan.wrong("experts.rank_capacity", f"must be left out: it is modelled {how}")
     if not given.grouped_tensor:
         return
     reasons = {
@@ -117,4 +119,4 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
     }
     for problem, applies in reasons.items():
         if applies:
-            raise PlanError("experts.grouped_tensor", True, problem)
+            raise plan.wrong("experts.grouped_tensor", problem)

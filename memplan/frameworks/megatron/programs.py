@@ -145,8 +145,11 @@ def _check_work(shape: CoreShape, entries: Sequence[str]) -> None:
     """A chunk has more than empty layers, or none: its output would be its input itself."""
     layers = [layer_shape_of(shape, int(name[6:])) for name in entries if name.startswith("layer.")]
     if layers and len(layers) == len(entries) and all(map(replaced.is_empty, layers)):
-        problem = f"leaves a pipeline stage with {' and '.join(entries[:2])} alone, which are empty: not modelled yet"
-        raise PlanError("model.layer_blocks", ",".join(shape.spec.layer_blocks), problem)
+        raise PlanError(
+            "model.layer_blocks",
+            ",".join(shape.spec.layer_blocks),
+            f"leaves a pipeline stage with {' and '.join(entries[:2])} alone, which are empty: not modelled yet",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +280,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         *mtp.uncovered(shape, recomputes_layers=full),
         *overlapped.uncovered(shape),
     ):
-        raise PlanError("framework", plan.framework, f"has no recipe for {reason}")
+        raise plan.wrong("framework", f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
     torch_fsdp = torch_fsdp_of(plan)

@@ -10,7 +10,6 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options
 from ...plan.checks import listed
-from ...plan.errors import PlanError
 from ...plan.megatron_layout import layout_text
 from ...plan.plan import Plan
 from ...plan.resolved import ResolvedPlan
@@ -150,17 +149,18 @@ class MegatronSearch(FrameworkSearch):
         for name, allowed, what in NOT_SEARCHED:
             value = getattr(base.megatron, name)
             if value not in ("none", None, False):
-                problem = f"must be {allowed}: layouts {what} are not searched yet; estimate --vary compares some"
-                raise PlanError(f"megatron.{name}", list(value) if isinstance(value, tuple) else value, problem)
+                raise base.wrong(
+                    f"megatron.{name}",
+                    f"must be {allowed}: layouts {what} are not searched yet; estimate --vary compares some",
+                )
         if not self.searched(base):
             field = "nope_interval" if base.model.nope_interval else "dense_layers"
             wanted = "0" if base.model.nope_interval else "the first ones"
-            problem = f"must be {wanted}: other layouts are not searched yet; estimate --vary compares some"
-            raise PlanError(f"model.{field}", getattr(base.model, field), problem)
-        if base.optimizer.name == "muon":
-            raise PlanError(
-                "optimizer.name", "muon", "must be adam, adamw or sgd: layouts with Muon are not searched yet"
+            raise base.wrong(
+                f"model.{field}", f"must be {wanted}: other layouts are not searched yet; estimate --vary compares some"
             )
+        if base.optimizer.name == "muon":
+            raise base.wrong("optimizer.name", "must be adam, adamw or sgd: layouts with Muon are not searched yet")
         if base.layout.zero or not (base.optimizer.precision_aware or base.precision.fp8_parameters):
             return base
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})
@@ -200,8 +200,10 @@ class MegatronSearch(FrameworkSearch):
 
     def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:
         for modules in tuple(module_sets(plan.model)) or (None,):
-            what = "selective recompute" if modules is None else f"recompute of {listed(modules, 'and')}"
-            yield Proposal(what, {"recompute.mode": "selective", "recompute.modules": modules})
+            yield Proposal(
+                "selective recompute" if modules is None else f"recompute of {listed(modules, 'and')}",
+                {"recompute.mode": "selective", "recompute.modules": modules},
+            )
         most = max(chunk.layers for stage in work_of(plan) for chunk in stage)
         for layers in sorted({max(1, most // 4), max(1, most // 2)}):
             fields = {"recompute.mode": "full", "recompute.method": "block", "recompute.layers": layers}

@@ -10,7 +10,6 @@ from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
 from ...layers.shapes import size_of
 from ...layers.work import Exchange, Kernel, Together
-from ...plan.errors import PlanError
 from ...plan.layer_blocks import block_of
 from ...plan.module_precision import names_layers, wide_modules
 from ...plan.plan import Recompute
@@ -147,8 +146,10 @@ class MegatronTime(FrameworkTime):
         check_covered(plan.model, MEGATRON_CORE, plan.framework)
         patterns = plan.megatron.precision_of or ()
         if names_layers(patterns):
-            problem = "must not tell layers apart by their numbers where time is asked for, or layouts are searched"
-            raise PlanError("megatron.precision_of", list(patterns), problem)
+            raise plan.wrong(
+                "megatron.precision_of",
+                "must not tell layers apart by their numbers where time is asked for, or layouts are searched",
+            )
         apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
         shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))

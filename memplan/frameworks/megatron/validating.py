@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ...layers.megatron_core.local import softmax_is_fused
@@ -12,7 +11,7 @@ from ...plan.resolve import resolve
 from ...plan.resolved import ResolvedPlan
 from ...records.readings import World
 from ...trace.framework import OtherRunning
-from ...trace.run import check_packages
+from ...trace.run import check_packages, installed
 from ...validate.native import Native, OwnCode, Runner
 from ...values import dataclass
 from .. import framework
@@ -63,8 +62,9 @@ class MegatronCore(Native):
 
     def check_device(self, device: str) -> None:
         if device == "fake":
-            problem = "must be cuda or cpu with --with megatron: on fake tensors Megatron-Core does not run"
-            raise PlanError("", "fake", problem)
+            raise PlanError(
+                "", "fake", "must be cuda or cpu with --with megatron: on fake tensors Megatron-Core does not run"
+            )
         if device == "cpu":
             _check_cpu(self.runs)
         else:
@@ -102,35 +102,36 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     framework, or one that is not run."""
     given = resolve(plan)
     if framework(given.framework).measured_code != CODE:
-        problem = "must be megatron: Megatron-Core runs plans of its own (--with torch runs others)"
-        raise PlanError("framework", given.framework, problem)
+        raise given.wrong(
+            "framework", "must be megatron: Megatron-Core runs plans of its own (--with torch runs others)"
+        )
     if given.model.family == "bert":
-        raise PlanError("model.family", "bert", "must be a GPT: BERT's batches and losses are not run yet")
+        raise given.wrong("model.family", "must be a GPT: BERT's batches and losses are not run yet")
     if given.megatron.optimizer_offload:
-        problem = "must be 0: states on the host are not run yet"
-        raise PlanError("megatron.optimizer_offload", given.megatron.optimizer_offload, problem)
+        raise given.wrong("megatron.optimizer_offload", "must be 0: states on the host are not run yet")
     if given.megatron.offload_modules is not None:
-        problem = "must be left out: activations on the host are not run yet"
-        raise PlanError("megatron.offload_modules", list(given.megatron.offload_modules), problem)
+        raise given.wrong("megatron.offload_modules", "must be left out: activations on the host are not run yet")
     if given.megatron.offload_layers:
-        problem = "must be 0: layers on the host are not run yet"
-        raise PlanError("megatron.offload_layers", given.megatron.offload_layers, problem)
+        raise given.wrong("megatron.offload_layers", "must be 0: layers on the host are not run yet")
     if given.megatron.buckets is not None:
-        problem = "must be left out: say megatron.bucket_size, of which a run has as many as it needs"
-        raise PlanError("megatron.buckets", given.megatron.buckets, problem)
+        raise given.wrong(
+            "megatron.buckets", "must be left out: say megatron.bucket_size, of which a run has as many as it needs"
+        )
     if given.megatron.cuda_graphs != "none":
-        raise PlanError("megatron.cuda_graphs", given.megatron.cuda_graphs, "must be none: graphs are not run yet")
+        raise given.wrong("megatron.cuda_graphs", "must be none: graphs are not run yet")
     if given.megatron.fsdp != "none":
-        raise PlanError("megatron.fsdp", given.megatron.fsdp, "must be none: Megatron-FSDP is not run yet")
+        raise given.wrong("megatron.fsdp", "must be none: Megatron-FSDP is not run yet")
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:
-        problem = "has experts, latent attention or multi-token prediction, which are not run yet"
-        raise PlanError("model", given.model.name, problem)
+        raise PlanError(
+            "model", given.model.name, "has experts, latent attention or multi-token prediction, which are not run yet"
+        )
     if given.model.layer_blocks:
         raise PlanError("model", given.model.name, "has layers that differ in size, which are not run yet")
     if given.megatron.precision_of is not None:
-        problem = "must be left out: precision that differs from module to module is not run yet"
-        raise PlanError("megatron.precision_of", list(given.megatron.precision_of), problem)
-    engine = _installed("transformer-engine")
+        raise given.wrong(
+            "megatron.precision_of", "must be left out: precision that differs from module to module is not run yet"
+        )
+    engine = installed("transformer-engine")
     if engine is None:
         return MegatronCore(given, given if find_spec("apex") is not None else stepped_by_torch(given))
     release = ".".join(engine.split("+")[0].split(".")[:2])
@@ -150,8 +151,7 @@ def _check_cpu(plan: ResolvedPlan) -> None:
     """In one line everything that has kernels on CUDA alone."""
     wrong = [f"{name} {value} (must be {needed})" for name, value, needed in _only_on_cuda(plan)]
     if wrong:
-        problem = f"cannot run on a CPU, where Megatron-Core has no kernels for {', '.join(wrong)}"
-        raise PlanError("framework", plan.framework, problem)
+        raise plan.wrong("framework", f"cannot run on a CPU, where Megatron-Core has no kernels for {', '.join(wrong)}")
 
 
 def _only_on_cuda(plan: ResolvedPlan) -> Iterator[tuple[str, object, object]]:
@@ -185,11 +185,12 @@ def _fuses_softmax(plan: ResolvedPlan) -> bool:
 def _check_kernels(plan: ResolvedPlan) -> None:
     """What Megatron-Core itself would ask for in the middle of a run."""
     if plan.megatron.transformer_impl == "transformer_engine" and find_spec(ENGINE) is None:
-        local = "megatron.transformer_impl: local needs none"
-        raise LackingError(f"the plan's layers need {FROM_ENGINE}; {local}")
+        raise LackingError(f"the plan's layers need {FROM_ENGINE}; megatron.transformer_impl: local needs none")
     if plan.megatron.deterministic:
-        problem = "must be false: a validation does not switch PyTorch to deterministic algorithms, as the mode would"
-        raise PlanError("megatron.deterministic", True, problem)
+        raise plan.wrong(
+            "megatron.deterministic",
+            "must be false: a validation does not switch PyTorch to deterministic algorithms, as the mode would",
+        )
     for what, where, module in _kernels(plan):
         if find_spec(module) is None:
             raise LackingError(f"{what} needs {where}, or the plan without it")
@@ -210,13 +211,6 @@ def _kernels(plan: ResolvedPlan) -> Iterator[tuple[str, str, str]]:
         yield "megatron.rope_fusion", FROM_ENGINE, ENGINE
     if megatron.cross_entropy_fusion == "te":
         yield "megatron.cross_entropy_fusion: te", FROM_ENGINE, ENGINE
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class MegatronCode(OwnCode):

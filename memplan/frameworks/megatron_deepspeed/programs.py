@@ -17,7 +17,6 @@ from ...layers.edges import pipe_ends, pipe_receive, pipe_send, with_waiting_gra
 from ...layers.megatron import ParallelShape, layer, softmax_is_fused
 from ...layers.module import Interface, Module, Options, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
-from ...plan.errors import PlanError
 from ...plan.plan import Loss, Plan
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
@@ -166,16 +165,16 @@ def stage_bounds(plan: Plan, shape: ParallelShape) -> tuple[list[Entry], list[in
     bounds = partition(plan.pipeline.partition, entries, plan.layout.pp)
     head = len(entries) - 2
     if head + 1 in bounds[1:-1]:
-        raise PlanError(
-            "pipeline.partition",
-            plan.pipeline.partition,
-            f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled",
+        raise plan.wrong(
+            "pipeline.partition", f"cuts between entries {head} (head) and {head + 1} (float16_to_fp32): not modelled"
         )
     for stage, (low, high) in enumerate(pairwise(bounds)):
         if not any(has_module(entry.name) for entry in entries[low:high]):
             held = f"with {' and '.join(entry.name for entry in entries[low:high])} alone" if low < high else "empty"
-            problem = f"leaves stage {stage} {held}: {len(entries)} entries over {plan.layout.pp} stages"
-            raise PlanError("pipeline.partition", plan.pipeline.partition, problem)
+            raise plan.wrong(
+                "pipeline.partition",
+                f"leaves stage {stage} {held}: {len(entries)} entries over {plan.layout.pp} stages",
+            )
     return entries, bounds
 
 
@@ -188,12 +187,14 @@ def check(plan: ResolvedPlan) -> None:
     """Refuses what BigScience's fork of 2021 could not run, or these recipes do not cover."""
     check_covered(plan.model, MEGATRON, plan.framework)
     if plan.attention != "eager":
-        raise PlanError("attention", plan.attention, "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
+        raise plan.wrong("attention", "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
     if plan.loss.kind == "plain" and plan.layout.tp > 1:
-        raise PlanError("loss.kind", "plain", f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded")
+        raise plan.wrong("loss.kind", f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded")
     if plan.optimizer.algorithm.eight_bit and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit:
-        problem = "must be false with ZeRO-1: states are flat tensors, which cannot treat embeddings separately"
-        raise PlanError("optimizer.embeddings_32bit", True, problem)
+        raise plan.wrong(
+            "optimizer.embeddings_32bit",
+            "must be false with ZeRO-1: states are flat tensors, which cannot treat embeddings separately",
+        )
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:

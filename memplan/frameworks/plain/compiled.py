@@ -12,7 +12,6 @@ from typing import Any
 
 from ...layers.compiled_model import CompiledModel, model
 from ...layers.module import Interface, Module, Options, build
-from ...plan.errors import PlanError
 from ...plan.library import COMPILED
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import layers_name
@@ -32,49 +31,44 @@ KNOWN = "with torch.compile, which is modelled with nothing else"
 def check(plan: ResolvedPlan) -> None:
     """``PlanError`` unless one graph of Inductor's is the whole model's step, and is the one that would run."""
     spec, precision, trainer = plan.model, plan.precision, plan.trainer
-    rules: tuple[tuple[bool, str, object, str], ...] = (
-        (not spec.has_sizes, "compile", True, "must be false of an architecture without a recipe: not modelled"),
-        (is_tuned(plan), "compile", True, "must be false with adapters, quantised or frozen parameters: not modelled"),
+    rules: tuple[tuple[bool, str, str], ...] = (
+        (not spec.has_sizes, "compile", "must be false of an architecture without a recipe: not modelled"),
+        (is_tuned(plan), "compile", "must be false with adapters, quantised or frozen parameters: not modelled"),
         (
             any(True for _ in plan.kernels.changed()),
             "compile",
-            True,
             "must be false with kernels that are not PyTorch's: not modelled",
         ),
-        (bool(spec.experts), "compile", True, "must be false with experts: their routing cuts the graph, not modelled"),
-        (plan.attention != "flash", "attention", plan.attention, f"must be flash (sdpa) {KNOWN}"),
-        (precision.dtype != "bf16", "precision.dtype", precision.dtype, f"must be bf16 {KNOWN}"),
-        (plan.loss.kind != "plain", "loss.kind", plan.loss.kind, f"must be plain {KNOWN}"),
-        (trainer.kind.own_loss, "trainer.loop", trainer.loop, f"must be none or transformers {KNOWN}"),
-        (bool(spec.labels), "model.labels", spec.labels, "must be left out with torch.compile: not modelled"),
+        (bool(spec.experts), "compile", "must be false with experts: their routing cuts the graph, not modelled"),
+        (plan.attention != "flash", "attention", f"must be flash (sdpa) {KNOWN}"),
+        (precision.dtype != "bf16", "precision.dtype", f"must be bf16 {KNOWN}"),
+        (plan.loss.kind != "plain", "loss.kind", f"must be plain {KNOWN}"),
+        (trainer.kind.own_loss, "trainer.loop", f"must be none or transformers {KNOWN}"),
+        (bool(spec.labels), "model.labels", "must be left out with torch.compile: not modelled"),
         (
             bool(plan.recompute.reentrant),
             "recompute.reentrant",
-            True,
             "must be false with torch.compile, which reentrant checkpoints break into many graphs",
         ),
         (
             precision.autocast and spec.norm != "rmsnorm",
             "precision.autocast",
-            True,
             "must be false with torch.compile and layer norms, which autocast runs in fp32 on GPUs alone: not modelled",
         ),
         (
             trainer.evaluation_batches is not None or (trainer.evaluation_mbs or 0) > plan.batch.mbs,
             "trainer.evaluation_batches",
-            trainer.evaluation_batches,
             "must be left out with torch.compile, and evaluation's batches no larger than training's: not modelled",
         ),
         (
             bool(spec.embedding_dropout or spec.attention_dropout or spec.hidden_dropout),
             "compile",
-            True,
             "must be false with dropout: not modelled (--embedding-dropout, --attention-dropout, --hidden-dropout 0)",
         ),
     )
-    for wrong, field, value, problem in rules:
+    for wrong, field, problem in rules:
         if wrong:
-            raise PlanError(field, value, problem)
+            raise plan.wrong(field, problem)
 
 
 def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
@@ -111,15 +105,14 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     found: CompiledModel | None = cache.load(settings, CompiledModel)
     if found is None:
         ships = ", or with ".join(map(_words, _shipped(plan.model.name)))
-        problem = (
+        raise plan.wrong(
+            "compile",
             f"was not learnt of {plan.model.layers} layers with {_words(settings)}: `memplan trace --learn` with the "
             "same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
-            f"{f'; it ships learnt with {ships}' if ships else ''}"
+            f"{f'; it ships learnt with {ships}' if ships else ''}",
         )
-        raise PlanError("compile", True, problem)
     if plan.model.layers < found.layers:
-        problem = f"must be at least {found.layers} with torch.compile: fewer were not learnt"
-        raise PlanError("model.layers", plan.model.layers, problem)
+        raise plan.wrong("model.layers", f"must be at least {found.layers} with torch.compile: fewer were not learnt")
     return found
 
 

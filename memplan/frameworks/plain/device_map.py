@@ -33,8 +33,11 @@ class DeviceMap(Framework):
         if plan.hardware.gpus is not None:
             return plan.hardware.gpus
         if not plan.device_map:
-            problem = "is missing: device-map needs the number of devices (--gpus 4) or the map itself (device_map)"
-            raise PlanError("hardware.gpus", ABSENT, problem)
+            raise PlanError(
+                "hardware.gpus",
+                ABSENT,
+                "is missing: device-map needs the number of devices (--gpus 4) or the map itself (device_map)",
+            )
         return len(plan.device_map)
 
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
@@ -46,14 +49,16 @@ class DeviceMap(Framework):
         check_map(plan)
         if plan.quantisation.kind in ("int8", "awq"):
             weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
-            problem = (
-                f"must be none, nf4, fp4 or gptq on a device map: {weights} weights are modelled in single and ddp"
+            raise plan.wrong(
+                "quantisation.kind",
+                f"must be none, nf4, fp4 or gptq on a device map: {weights} weights are modelled in single and ddp",
             )
-            raise PlanError("quantisation.kind", plan.quantisation.kind, problem)
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        placed = "embedding and head are on the first device, final norm on the last"
-        return (f"{placed}; masks and rotary tables that later devices copy are not counted",)
+        return (
+            "embedding and head are on the first device, final norm on the last; "
+            "masks and rotary tables that later devices copy are not counted",
+        )
 
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         from . import programs
@@ -105,11 +110,11 @@ def check_map(plan: ResolvedPlan) -> None:
     """Refuses a map that forgets or repeats a layer, skips a device or names what is not there."""
     placed, gpus, node = plan.device_map or {}, plan.hardware.gpus, plan.hardware.gpus_per_node
     if gpus > node:
-        wanted = f"must be at most hardware.gpus_per_node ({node}): a device map is one process on one node"
-        raise PlanError("hardware.gpus", gpus, wanted)
+        raise plan.wrong(
+            "hardware.gpus", f"must be at most hardware.gpus_per_node ({node}): a device map is one process on one node"
+        )
     if sorted(placed) != list(range(len(placed))) or not placed:
-        wanted = "must name devices 0, 1, 2, … without a gap"
-        raise PlanError("device_map", list(placed), wanted)
+        raise PlanError("device_map", list(placed), "must name devices 0, 1, 2, … without a gap")
     if len(placed) > gpus:
         raise PlanError("device_map", ABSENT, f"names {len(placed)} devices, and hardware.gpus is {gpus}")
     _check_layers(placed, plan.model.layers)
@@ -121,8 +126,9 @@ def _check_layers(placed: dict[int, tuple[int, ...]], layers: int) -> None:
             raise PlanError(f"device_map.{device}", [], "must hold at least one layer")
         outside = [layer for layer in on_device if not 0 <= layer < layers]
         if outside:
-            problem = f"names {_layers(outside)}, and the model has layers 0 to {layers - 1}"
-            raise PlanError(f"device_map.{device}", ABSENT, problem)
+            raise PlanError(
+                f"device_map.{device}", ABSENT, f"names {_layers(outside)}, and the model has layers 0 to {layers - 1}"
+            )
     times = Counter(layer for on_device in placed.values() for layer in on_device)
     repeated = [layer for layer in range(layers) if times[layer] > 1]
     if repeated:

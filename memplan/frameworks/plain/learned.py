@@ -130,8 +130,11 @@ def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str) -> None:
     besides = {plan.lora.dtype, *(("fp32",) if prepared else ())}
     expected = {dtype} & found if prepared else {dtype}
     if found - besides != expected - besides:
-        problem = f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}"
-        raise PlanError("precision.dtype", dtype, problem)
+        raise PlanError(
+            "precision.dtype",
+            dtype,
+            f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}",
+        )
 
 
 @lru_cache(maxsize=1024)

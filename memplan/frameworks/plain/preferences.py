@@ -20,7 +20,6 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.module import Module, Parameter, Tapes, hold_bytes
-from ...plan.errors import PlanError
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
@@ -43,37 +42,40 @@ def check(plan: ResolvedPlan) -> None:
     if plan.loop.loss_of == "labels":
         _check_labels(plan)
     if not model.labels and (not model.causal or model.mlm_head or model.head_bias):
-        problem = f"must be none or transformers: {model.name} has no head for causal language modelling without a bias"
-        raise PlanError("trainer.loop", loop, problem)
+        raise plan.wrong(
+            "trainer.loop",
+            f"must be none or transformers: {model.name} has no head for causal language modelling without a bias",
+        )
     if model.experts:
         _check_experts(plan)
     if plan.lora.dora:
-        raise PlanError("lora.dora", True, f"must be false with trainer.loop {loop}: both together are not modelled")
+        raise plan.wrong("lora.dora", f"must be false with trainer.loop {loop}: both together are not modelled")
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own"
         if LOSSES.get(plan.kernels.set) == plan.loss.kind:
             problem += f"; kernels {plan.kernels.set} brings {plan.loss.kind}: add --loss plain"
-        raise PlanError("loss.kind", plan.loss.kind, problem)
+        raise plan.wrong("loss.kind", problem)
     if plan.loss.logits_to_keep is not None:
-        problem = f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
-        raise PlanError("loss.logits_to_keep", plan.loss.logits_to_keep, problem)
+        raise plan.wrong(
+            "loss.logits_to_keep", f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
+        )
     beside = () if plan.loop.loss_of == "labels" else ("evaluation_batches",)
     for field in (*beside, *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
-        if (value := getattr(plan.trainer, field)) is not None:
-            problem = f"must be left out with trainer.loop {loop}, which is modelled in training"
-            raise PlanError(f"trainer.{field}", value, problem)
+        if getattr(plan.trainer, field) is not None:
+            raise plan.wrong(
+                f"trainer.{field}", f"must be left out with trainer.loop {loop}, which is modelled in training"
+            )
 
 
 def _check_experts(plan: ResolvedPlan) -> None:
     """With a loss of all tokens experts run as in any other loop, unless trl adds the routers' auxiliary loss, which it
     does where the configuration has a coefficient (``SFTTrainer.__init__``, ``aux_loss_enabled``)."""
-    loop = plan.trainer.loop
     if plan.trainer.kind.reduced != "tokens":
-        raise PlanError("trainer.loop", loop, "must be none, transformers or sft with experts: others are not modelled")
+        raise plan.wrong("trainer.loop", "must be none, transformers or sft with experts: others are not modelled")
     if plan.model.router_aux_loss:
         problem = "must be none or transformers with experts, or run without the routers' auxiliary loss, which keeps "
         problem += "scores of all layers and is not modelled (router_aux_loss_coef 0: --router-aux-loss 0)"
-        raise PlanError("trainer.loop", loop, problem)
+        raise plan.wrong("trainer.loop", problem)
 
 
 def _check_labels(plan: ResolvedPlan) -> None:
@@ -87,7 +89,7 @@ def _check_labels(plan: ResolvedPlan) -> None:
     }
     for why, found in wrong.items():
         if found:
-            raise PlanError("model.labels", plan.model.labels, f"must be left out {why}")
+            raise plan.wrong("model.labels", f"must be left out {why}")
 
 
 def without_dropout(spec: ModelSpec) -> ModelSpec:

@@ -27,7 +27,6 @@ from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
-from ...plan.errors import PlanError
 from ...plan.loss_checks import FUSED, liger_version
 from ...plan.releases import (
     CLAMPED_SLICES,
@@ -337,13 +336,15 @@ def check(plan: ResolvedPlan) -> None:
     if recompute.mode == "full":
         check_recompute(plan.model)
     if recompute.mode == "selective":
-        raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
+        raise plan.wrong("recompute.mode", "must be none or full: transformers recomputes whole layers")
     if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
-        problem = "must be uniform with layers 1: transformers recomputes every layer by itself"
-        raise PlanError("recompute.method", recompute.method, problem)
+        raise plan.wrong(
+            "recompute.method", "must be uniform with layers 1: transformers recomputes every layer by itself"
+        )
     if precision.gradients != precision.stored:
-        problem = f"must be {precision.stored}: gradients have the parameters' dtype in this framework"
-        raise PlanError("precision.gradients", precision.gradients, problem)
+        raise plan.wrong(
+            "precision.gradients", f"must be {precision.stored}: gradients have the parameters' dtype in this framework"
+        )
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
@@ -356,22 +357,33 @@ def check_release(plan: ResolvedPlan) -> None:
     if named is None:
         return
     if parsed(named) < known.since:
-        problem = f"must be {shown(known.since)} or later for family {known.name}: earlier layers are not modelled"
-        raise PlanError("versions.transformers", named, problem)
-    if known.not_followed is not None and known.not_followed[0] <= parsed(named) < known.not_followed[1]:
-        problem = (
-            f"must be before {shown(known.not_followed[0])}, or {shown(known.not_followed[1])} or later for family "
+        raise plan.wrong(
+            "versions.transformers",
+            f"must be {shown(known.since)} or later for family {known.name}: earlier layers are not modelled",
         )
-        raise PlanError("versions.transformers", named, f"{problem}{known.name}: layers between are not modelled")
+    if known.not_followed is not None and known.not_followed[0] <= parsed(named) < known.not_followed[1]:
+        raise plan.wrong(
+            "versions.transformers",
+            f"must be before {shown(known.not_followed[0])}, or {shown(known.not_followed[1])} or later for family "
+            f"{known.name}: layers between are not modelled",
+        )
     if parsed(named) < known.alone_before and plan.attention != "flash_attention_2":
-        problem = f"must be flash_attention_2 with transformers {named}: the family's other attention is not modelled"
-        raise PlanError("attention", plan.attention, problem)
+        raise plan.wrong(
+            "attention",
+            f"must be flash_attention_2 with transformers {named}: the family's other attention is not modelled",
+        )
     if parsed(named) < SUMMED_POSITIONS and plan.model.attention_chunk and not plan.flash:
-        problem = f"must be flash with transformers {named}: masks of chunks of releases before "
-        raise PlanError("attention", "eager", f"{problem}{shown(SUMMED_POSITIONS)} are not modelled")
+        raise plan.wrong(
+            "attention",
+            f"must be flash with transformers {named}: masks of chunks of releases before "
+            f"{shown(SUMMED_POSITIONS)} are not modelled",
+        )
     if parsed(named) < MASKS and not plan.flash:
-        problem = f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
-        raise PlanError("attention", "eager", f"{problem}{shown(MASKS)} are not modelled")
+        raise plan.wrong(
+            "attention",
+            f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
+            f"{shown(MASKS)} are not modelled",
+        )
 
 
 def check_flash(plan: ResolvedPlan) -> None:
@@ -381,35 +393,35 @@ def check_flash(plan: ResolvedPlan) -> None:
     if named == "flash":
         check_kernel(spec)
     if plan.precision.dtype == "fp32" and named != "flash":
-        raise PlanError(
-            "attention", named, "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only"
-        )
+        raise plan.wrong("attention", "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only")
     if spec.head_dim > 256:
-        problem = f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}"
-        raise PlanError("attention", named, problem)
+        raise plan.wrong("attention", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}")
     if named != "flash":
         if why := family(spec.family).no_package:
             instead = "eager" if family(spec.family).no_flash else "flash (sdpa) or eager"
-            raise PlanError("attention", named, f"must be {instead} for family {spec.family}: {why}")
+            raise plan.wrong("attention", f"must be {instead} for family {spec.family}: {why}")
         if release(plan, "transformers") < (since := PACKAGES[named]):
-            raise PlanError("attention", named, f"comes with transformers {shown(since)}: choose flash_attention_2")
+            raise plan.wrong("attention", f"comes with transformers {shown(since)}: choose flash_attention_2")
         if named == "flash_attention_4":
             _check_fourth(plan)
         return
     if plan.quantisation.prepared and not plan.precision.autocast:
-        problem = "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
-        raise PlanError("attention", named, problem + "are fp32, and what sdpa runs of them is not modelled")
+        raise plan.wrong(
+            "attention",
+            "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
+            "are fp32, and what sdpa runs of them is not modelled",
+        )
     for what, size, instead in (
         ("sliding window", spec.sliding_window, "flash_attention_2 or eager"),
         ("chunk", spec.attention_chunk, "eager"),
     ):
         if size is not None and seq >= size:
-            problem = (
+            raise plan.wrong(
+                "attention",
                 f"must be {instead} for sequences of {seq}: from the {what} of "
                 f"{size} on transformers passes a mask, and PyTorch leaves its flash kernel; "
-                f"--seq {size - 1} needs none"
+                f"--seq {size - 1} needs none",
             )
-            raise PlanError("attention", "flash", problem)
 
 
 def _check_fourth(plan: ResolvedPlan) -> None:
@@ -424,7 +436,7 @@ def _check_fourth(plan: ResolvedPlan) -> None:
     }
     for problem, applies in refused.items():
         if applies:
-            raise PlanError("attention", plan.attention, problem)
+            raise plan.wrong("attention", problem)
 
 
 @lru_cache(maxsize=128)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...layers.module import Options
-from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Hold
 from ...tape.program import Program, Span
@@ -21,11 +20,10 @@ class PlainRunning(FrameworkRunning):
 
     def check_learnt(self, plan: ResolvedPlan) -> None:
         if plan.compile:
-            raise PlanError("compile", True, "must be false of an architecture without a recipe: not modelled")
+            raise plan.wrong("compile", "must be false of an architecture without a recipe: not modelled")
         trainer.check_learnt(plan)
         if plan.layout.zero:
-            problem = "must be 0: not modelled for an architecture without a recipe"
-            raise PlanError("layout.zero", plan.layout.zero, problem)
+            raise plan.wrong("layout.zero", "must be 0: not modelled for an architecture without a recipe")
 
     def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
         return (0,)

@@ -13,7 +13,6 @@ from ...layers.autograd import Recorder
 from ...layers.huggingface import LayerShape
 from ...layers.module import Parameter, hold_bytes
 from ...optimizers.steps import step_temporaries
-from ...plan.errors import PlanError
 from ...plan.plan import Optimizer
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Category, Hold, Tape, rounded
@@ -34,11 +33,10 @@ NOT_TRACED = "must be none or transformers: trl's loss is not modelled for an ar
 def check_learnt(plan: ResolvedPlan) -> None:
     """Refuses what was not traced of the loop: evaluation, and losses of trl's trainers."""
     if plan.trainer.kind.own_loss:
-        raise PlanError("trainer.loop", plan.trainer.loop, NOT_TRACED)
+        raise plan.wrong("trainer.loop", NOT_TRACED)
     for name, value in plan.trainer.changed_here():
         if value is not None and name != "loop":
-            problem = "must be left out: not modelled for an architecture without a recipe"
-            raise PlanError(f"trainer.{name}", value, problem)
+            raise plan.wrong(f"trainer.{name}", "must be left out: not modelled for an architecture without a recipe")
 
 
 def runs(plan: ResolvedPlan) -> bool:

@@ -99,7 +99,7 @@ def check_tuned(plan: ResolvedPlan) -> None:
         return
     why = f"with family {known.name}: its layers return attention weights, which must not end before they are"
     if frozen.embedding and frozen.layers:
-        raise PlanError("frozen.layers", frozen.layers, f"must be 0 where the embedding is frozen {why}")
+        raise plan.wrong("frozen.layers", f"must be 0 where the embedding is frozen {why}")
     if plan.lora.rank is not None and not adapted(plan) & {"qkv", "query", "key", "value"}:
         others = " or ".join(
             name.rpartition(".")[2]

@@ -39,8 +39,9 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     lengths = [] if shape.spec.causal else [sequence_lengths(r, shape.b, each) for each in tokens]
     if shape.attention == "unfused":
         if shape.cp > 1:
-            problem = "unfused attention has no context parallelism"
-            raise PlanError("megatron.attention_backend", shape.attention, problem)
+            raise PlanError(
+                "megatron.attention_backend", shape.attention, "unfused attention has no context parallelism"
+            )
         return unfused(r, q, k, v, shape)
     if shape.attention == "fused":
         if shape.low_attention is not None and shape.low is not None:
@@ -108,8 +109,11 @@ def backend(
     for one in (*in_order, "unfused"):
         if possible[one] and asked in ("auto", one):
             return one
-    problem = f"is not possible in Transformer Engine {te[0]}.{te[1]} on this GPU with these sizes and determinism"
-    raise PlanError("megatron.attention_backend", asked, problem)
+    raise PlanError(
+        "megatron.attention_backend",
+        asked,
+        f"is not possible in Transformer Engine {te[0]}.{te[1]} on this GPU with these sizes and determinism",
+    )
 
 
 # -- layouts ----------------------------------------------------------------------------------------
@@ -284,8 +288,9 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     (s, b, a, _), keys, d_v = q.shape, k.shape[0], v.shape[-1]
     wide = q.dtype == "fp32"
     if not wide and not softmax_is_fused(s, b * a, q.dtype, keys):
-        problem = "unfused attention of Transformer Engine outside its softmax kernel's sizes is not covered"
-        raise PlanError("batch.seq", s, problem)
+        raise PlanError(
+            "batch.seq", s, "unfused attention of Transformer Engine outside its softmax kernel's sizes is not covered"
+        )
     mask = causal_mask(r, s, shape.te) if shape.spec.causal else padding_mask(r, b, s, keys, shape.te)
     if k.shape[2] < a:
         k = ops.expanded(r, k, q.shape, "key_repeated", copies=True)

@@ -217,17 +217,26 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     """The context (s, b, a d) from q, k, v in the layout of the back end, contiguous."""
     ways = {"p2p": p2p, "a2a": a2a, "all_gather": all_gather}
     if not shape.spec.causal or shape.cp_communication not in ways:
-        problem = "context parallelism is covered for causal attention with p2p, a2a or all_gather"
-        raise PlanError("megatron.cp_communication", shape.cp_communication, problem)
+        raise PlanError(
+            "megatron.cp_communication",
+            shape.cp_communication,
+            "context parallelism is covered for causal attention with p2p, a2a or all_gather",
+        )
     if shape.te < te_facts.OLDEST_CONTEXT_PARALLEL:
-        problem = "context parallelism is covered from Transformer Engine 2.8"
-        raise PlanError("megatron.transformer_engine", f"{shape.te[0]}.{shape.te[1]}", problem)
+        raise PlanError(
+            "megatron.transformer_engine",
+            f"{shape.te[0]}.{shape.te[1]}",
+            "context parallelism is covered from Transformer Engine 2.8",
+        )
     if shape.cp_inner > 1 and shape.te < te_facts.OLDEST_TWO_LEVELS:
         raise PlanError("megatron.cp_inner", shape.cp_inner, "must be 1 before Transformer Engine 2.15, as in p2p")
     apart = q.shape[-1] != v.shape[-1]
     if apart and shape.cp_communication != "p2p" and not te_facts.context_parallel_takes_values(shape.te):
-        problem = "must be p2p with latent attention before Transformer Engine 2.15"
-        raise PlanError("megatron.cp_communication", shape.cp_communication, problem)
+        raise PlanError(
+            "megatron.cp_communication",
+            shape.cp_communication,
+            "must be p2p with latent attention before Transformer Engine 2.15",
+        )
     s, b, n = shape.s, shape.b, shape.spec.attention_features // shape.t
     context = ways[shape.cp_communication](r, q, k, v, shape)
     if shape.attention == "fused" or b == 1:

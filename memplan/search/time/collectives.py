@@ -131,8 +131,11 @@ def _bandwidth(rates: Rates, of: Group) -> tuple[float, bool]:
 def between_nodes(rates: Rates) -> float:
     """Bytes/s of one GPU's share of its node's network adapters."""
     if rates.network is None:
-        problem = "is missing: nobody has published a system with this GPU and its network adapters (GB/s of each GPU)"
-        raise PlanError("hardware.network", None, problem)
+        raise PlanError(
+            "hardware.network",
+            None,
+            "is missing: nobody has published a system with this GPU and its network adapters (GB/s of each GPU)",
+        )
     return rates.network
 
 

@@ -234,8 +234,11 @@ def _rates(
         peak = fp32
     else:
         if dtype == "bf16" and not speed.bf16:
-            problem = f"must be fp16 or fp32 on {gpu}: its tensor cores do not take bf16, and no rate is published"
-            raise PlanError("precision.dtype", dtype, problem)
+            raise PlanError(
+                "precision.dtype",
+                dtype,
+                f"must be fp16 or fp32 on {gpu}: its tensor cores do not take bf16, and no rate is published",
+            )
         peak = _published(gpu, speed.matrix, "tensor rate")
     if network is None and speed.network is not None:
         network = speed.network.value

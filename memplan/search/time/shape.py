@@ -10,7 +10,6 @@ from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.shapes import ITEMSIZE as ITEMSIZE
 from ...layers.work import Attention
-from ...plan.errors import PlanError
 from ...plan.layer_blocks import LINEAR, NONE, block_of
 from ...plan.layer_blocks import kinds_of as blocks_of
 from ...plan.lora import saved
@@ -141,11 +140,9 @@ class Shapes:
 
 def _check(plan: ResolvedPlan) -> None:
     if plan.frozen.embedding or plan.frozen.layers:
-        problem = "must be 0 where time is asked for: frozen layers are not timed"
-        raise PlanError("frozen.layers", plan.frozen.layers, problem)
+        raise plan.wrong("frozen.layers", "must be 0 where time is asked for: frozen layers are not timed")
     if plan.fsdp.recompute_every > 1:
-        problem = "must be 1 where time is asked for"
-        raise PlanError("fsdp.recompute_every", plan.fsdp.recompute_every, problem)
+        raise plan.wrong("fsdp.recompute_every", "must be 1 where time is asked for")
 
 
 class StageWork(NamedTuple):

@@ -34,8 +34,10 @@ def check_timed(plan: ResolvedPlan) -> None:
         raise PlanError("hardware.network", ABSENT, problem)
     if gpu is not None and not is_timed(gpu):
         known = ", ".join(sorted(set(SPEEDS) & set(MULTIPROCESSORS)))
-        problem = "has no published speed, and so no time: --objective memory and gpus need none; these have one: "
-        raise PlanError("hardware.gpu", gpu, problem + known)
+        raise plan.wrong(
+            "hardware.gpu",
+            "has no published speed, and so no time: --objective memory and gpus need none; these have one: " + known,
+        )
 
 
 def on_timed_gpu(plan: ResolvedPlan, gpus: int = 0) -> ResolvedPlan:

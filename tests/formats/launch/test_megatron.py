@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.arguments import plan_of_arguments
 from memplan.commands.launched import LaunchFlags, read_given
 from memplan.formats.launch import launched_plan
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.plan.errors import PlanError
 from memplan.plan.notes import notes_of
 from memplan.plan.read import build_plan

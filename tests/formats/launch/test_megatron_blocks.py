@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memplan.formats.training_scripts import plan_of_arguments
+from benchmarks.arguments import plan_of_arguments
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.count import parameters

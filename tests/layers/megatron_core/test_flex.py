@@ -8,8 +8,8 @@ from math import ceil
 
 import pytest
 
+from benchmarks.arguments import plan_of_arguments
 from memplan.estimate import estimate
-from memplan.formats.training_scripts import plan_of_arguments
 from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
 from memplan.layers.megatron_core import flex
