@@ -263,7 +263,11 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
         ({}, Fsdp(reshard_to=4, reshard_after_forward=False), "must be left out where"),
         ({}, Fsdp(per_operator=True), "fsdp.code"),
         ({}, Fsdp(compile=True), "fsdp.compile = true: must be false: compiled code is modelled of torchtitan's Llama"),
-        ({"recompute": "selective"}, Fsdp(code="torchtitan"), "needs fsdp.per_operator, or fsdp.recompute_every"),
+        (
+            {"recompute": "selective"},
+            Fsdp(code="torchtitan"),
+            "needs --recompute-per-operator, or fsdp.recompute_every",
+        ),
         ({"recompute": "full"}, Fsdp(code="torchtitan", per_operator=True), "must be selective with fsdp.per_operator"),
         ({}, Fsdp(code="torchtitan", per_operator=True, recompute_every=2), "must be 1 with fsdp.per_operator"),
         ({}, Fsdp(code="torchtitan", recompute_every=2), "must be 1 where recompute.mode is none"),

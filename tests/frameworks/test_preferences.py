@@ -181,7 +181,10 @@ def test_a_classifier_needs_what_a_reward_model_does(flags: dict[str, object]) -
         ({"trainer": "sft"}, "needs trainer.loop none, transformers or reward"),
         ({"framework": "megatron", "trainer": "none"}, "must be left out with framework megatron"),
         ({"model": "granite-3.1-2b"}, "no class for sequence classification of family granite"),
-        ({"model": "bert-large", "lora_rank": 8}, "must be left out with adapters"),
+        (
+            {"model": "bert-large", "lora_rank": 8, "framework": "deepspeed", "gpus": 2, "zero": 2, "trainer": "none"},
+            "must be left out with adapters under deepspeed",
+        ),
         ({"model": "bert-large", "framework": "deepspeed", "gpus": 2, "zero": 3, "trainer": "none"}, "under ZeRO-3"),
         ({"model": "bert-large", "trainer": "reward", "labels": 0}, "no class for sequence classification"),
         ({"torch_compile": "true"}, "must be left out with torch.compile"),
