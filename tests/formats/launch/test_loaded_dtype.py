@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from memplan.plan.read import ReadPlan, read_plan
 from memplan.plan.resolve import resolve
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
 SCRIPT = """
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -50,7 +57,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     places = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         places[name] = folder / name
-        LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).save_pretrained(places[name])
+        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), dtype=dtype).save_pretrained(places[name])
     return places
 
 
