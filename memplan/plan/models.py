@@ -107,7 +107,8 @@ def load_spec(name: str) -> ModelSpec:
     return validated_spec(found.spec)
 
 
-_SAVED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SAVED = {name: short for short, long in _DTYPES.items() for name in (short, long)}
 
 
 def saved_dtype(model: Node, folder: Path) -> tuple[str, str] | None:
@@ -123,10 +124,10 @@ def saved_dtype(model: Node, folder: Path) -> tuple[str, str] | None:
         said = published_dtype(same)
         return (said, f"model spec {same}") if said is not None else None
     path = path / "config.json" if is_folder(path) else path
-    if not is_there(path) or path.suffix != ".json":
+    if not is_there(path) or path.suffix not in (".json", ".yaml", ".yml"):
         return None
     config = parse_yaml(read_text(path, "model"), str(path))
-    for keys in ("dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype"):
+    for keys in (SAVED_DTYPE, "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype"):
         node = config.at(keys) if isinstance(config.value, dict) else None
         if node is not None and (saved := _SAVED.get(str(node.value).removeprefix("torch."))) is not None:
             return saved, one_line(str(path))
