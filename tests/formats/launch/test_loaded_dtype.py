@@ -148,6 +148,12 @@ def test_the_source_of_the_dtype_is_said(model: str, said: str, tmp_path: Path) 
     assert said in next(note.message for note in read.warnings if note.code == "loaded-dtype")
 
 
+def test_a_spec_of_ones_own_may_say_it(tmp_path: Path) -> None:
+    spec = tmp_path / "mine.yaml"
+    spec.write_text(model_specs()["llama-2-7b"].read_text("utf-8").replace("saved_dtype: fp16", "saved_dtype: bf16"))
+    assert stored(read_text(tmp_path, arguments_of(bf16=True), "arguments.json", model=str(spec))) == "bf16"
+
+
 def test_a_plan_says_which_dtype_it_means() -> None:
     """A published dtype is one that a checkpoint can have, and ``auto`` in a plan stays refused."""
     assert {published_dtype(name) for name in model_specs()} == {"bf16", "fp16", None}
