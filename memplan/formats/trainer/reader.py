@@ -82,8 +82,9 @@ def launched(found: Started, asked: Asked) -> Launch:
         written = _in_precision(written, dtype)
     by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
     loop = loop_of(found.script or by_folder, written, asked)
-    written = loop.with_defaults(as_loaded(written, loop, asked) if dialect is None else written)
+    written = loop.with_defaults(written)
     _refuse(written)
+    written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, found, dialect, strict=asked.strict))
