@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+SAVED_DTYPE = "saved_dtype"
+"""The line of a spec that says in which dtype the model's checkpoint was published."""
 SPEC_REPOSITORIES = ("hub", "text_part_of")
 """Lines of a spec that list repositories on the Hugging Face Hub: of the model, and of models that it is the text part
 of."""
@@ -100,6 +102,12 @@ def _of_specs() -> Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         hub, parts = (tuple(lines.get(key, "").split(", ")) if key in lines else () for key in SPEC_REPOSITORIES)
         found[name] = hub, parts
     return MappingProxyType(found)
+
+
+def published_dtype(name: str) -> str | None:
+    """The dtype of the checkpoint that the built-in model ``name`` was published as, where its spec says one."""
+    lines = model_specs()[name].read_text("utf-8").splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith(f"{SAVED_DTYPE}: ")), None)
 
 
 @cache

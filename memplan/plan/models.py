@@ -19,7 +19,15 @@ from .hub import (
     without_address,
     without_size,
 )
-from .library import SPEC_REPOSITORIES, hub_ids, learned_models, model_specs, text_parts
+from .library import (
+    SAVED_DTYPE,
+    SPEC_REPOSITORIES,
+    hub_ids,
+    learned_models,
+    model_specs,
+    published_dtype,
+    text_parts,
+)
 from .normalise import section_fields
 from .not_modelled import why_not
 from .notes import Note, text_part
@@ -84,7 +92,7 @@ def read_spec(path: Path, name: str | None = None) -> Found:
 
         return Found(spec_of_config(source, path), warnings_of_config(source, path))
     items = dict(source.mapping)
-    for key in SPEC_REPOSITORIES:
+    for key in (SAVED_DTYPE, *SPEC_REPOSITORIES):
         items.pop(key, None)
     items.setdefault("name", Node(one_line(path.stem), source.origin))
     spec = section_fields("model", Node(items, source.origin))
@@ -97,6 +105,33 @@ def load_spec(name: str) -> ModelSpec:
 
     found = _base(Node(name, MODEL), Path())
     return validated_spec(found.spec)
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SAVED = {name: short for short, long in _DTYPES.items() for name in (short, long)}
+
+
+def saved_dtype(model: Node, folder: Path) -> tuple[str, str] | None:
+    """The dtype in which the checkpoint of ``model`` was saved, and where that stands: in its ``config.json``, or in
+    the built-in spec; nothing where neither says it."""
+    base = model.mapping.get("base") if isinstance(model.value, dict) else model
+    if base is None or not isinstance(base.value, str) or not base.value:
+        return None
+    name = without_address(base.value)
+    path = model_path(name, folder, base.origin or MODEL)
+    same = name if name in model_specs() else None if is_there(path) else twin(name, base)
+    if same is not None and same in model_specs():
+        said = published_dtype(same)
+        return (said, f"model spec {same}") if said is not None else None
+    path = path / "config.json" if is_folder(path) else path
+    if not is_there(path) or path.suffix not in (".json", ".yaml", ".yml"):
+        return None
+    config = parse_yaml(read_text(path, "model"), str(path))
+    for keys in (SAVED_DTYPE, "dtype", "torch_dtype", "text_config.dtype", "text_config.torch_dtype"):
+        node = config.at(keys) if isinstance(config.value, dict) else None
+        if node is not None and (saved := _SAVED.get(str(node.value).removeprefix("torch."))) is not None:
+            return saved, one_line(str(path))
+    return None
 
 
 def _base(base: Node, folder: Path) -> Found:

@@ -21,6 +21,7 @@ from .normalise import field_value, normalised
 from .notes import Note, head_assumed, notes_of, says_choice, text_part
 from .plan import Plan
 from .routing import with_routing
+from .saved_dtype import with_saved_dtype
 from .spellings import with_optimizer
 from .spoken import Spoken
 from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
@@ -143,6 +144,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     node = _with_flags(source.plan, flags, "--", wrong)
     node = _with_flags(node, variant or {}, "--vary ", wrong)
     written, packed = with_packed_weights(with_optimizer(node))
+    written, loaded = with_saved_dtype(written, here)
     warnings: tuple[Note, ...] = ()
     model = written.mapping.get("model")
     named = model if model is not None and isinstance(model.value, dict) else None
@@ -156,7 +158,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
                 only_traced = traced_spec(named, here, error)
             except PlanError as refused:
                 raise together([refused, *wrong, *_wrong_in(written.without("model"))]) from None
-            return _without_recipe(written, only_traced)
+            return _without_recipe(written, only_traced, loaded)
         node = written.with_items({"model": spec})
     if wrong:
         raise together([*wrong, *_wrong_in(node)])
@@ -169,8 +171,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
             check_mixture(plan)
         except PlanError as error:
             with suppress(PlanError):
-                return _without_recipe(written, traced_spec(named, here, error.located(origins)))
-    return ReadPlan(plan, origins, (*source.notes, *packed, *chosen, *warnings, *notes_of(plan)))
+                return _without_recipe(written, traced_spec(named, here, error.located(origins)), loaded)
+    return ReadPlan(plan, origins, (*source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan)))
 
 
 def _wrong_in(plan: Node) -> Iterator[PlanError]:
@@ -181,8 +183,8 @@ def _wrong_in(plan: Node) -> Iterator[PlanError]:
         yield from (one for one in error.errors if one.value is not ABSENT)
 
 
-def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
-    """The plan of an architecture that only traces know."""
+def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -> ReadPlan:
+    """The plan of an architecture that only traces know; ``loaded`` says in which dtype."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
     node, chosen = with_implied(written.with_items({"model": stand_in}))
     plan = validated_plan(node)
@@ -201,7 +203,7 @@ def _without_recipe(written: Node, spec: TracedSpec) -> ReadPlan:
     base = written.mapping["model"].mapping.get("base")
     if base is not None and base.origin is not None:
         origins["model"] = base.origin
-    return ReadPlan(plan, origins, (*chosen, *told, *notes_of(plan)))
+    return ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan)))
 
 
 def _of_model(source: str) -> Source:

@@ -112,6 +112,10 @@ WEIGHTS_ON_META: Version = (5, 23)
 """Under FSDP all ranks but the first leave parameters on the meta device (``modeling_utils.py``,
 ``_move_missing_keys_from_meta_to_device``); 5.22 and before made zeros, or nothing, on the CPU."""
 
+CHECKPOINT_DTYPE: Version = (5, 0)
+"""``from_pretrained`` without a dtype loads parameters as the checkpoint has them (``modeling_utils.py``, ``dtype =
+"auto"``; ``_get_dtype``: what ``config.json`` says); before, in torch's default, fp32."""
+
 # -- torch
 
 CLAMPED_SLICES: Version = (2, 9)
@@ -133,6 +137,10 @@ TRL_16_BIT_ADAPTERS: Version = (0, 26)
 """4-bit models are not prepared (``prepare_model_for_kbit_training``), and adapters beside them are cast to bf16;
 before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
 ``peft_module_casting_to_bf16``)."""
+
+TRL_LOADS_FP32: Version = (0, 27)
+"""A model that a trainer is given by name, and that of trl's scripts, is loaded in fp32 (``trainer/utils.py``,
+``create_model_from_path``; ``trainer/model_config.py``, ``dtype``); before, as transformers does by itself."""
 
 TRL_TILES: Version = (1, 15)
 """SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""

@@ -845,6 +845,8 @@ def launched() -> Iterator[str]:
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --layers 6 --set CONFIG=in_parts"),
         ("torchtitan", "torchtitan_registry.py", "--gpus 8 --gpu h200 --layers 4 --set CONFIG=gpt_oss"),
         ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024"),
+        ("trainer", "trainer.json", "--model llama-3-8b --layers 4 --seq 1024 --versions transformers=4.57.1"),
+        ("trainer", "trainer.json", "--model llama-2-7b --layers 4 --seq 1024 --trainer sft"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --gpus 4"),
         ("trainer", "trainer_ddp.json", "--model gpt2 --seq 512 --framework device-map --gpus 2"),
         ("trainer", "swift.sh", "--layers 4"),

@@ -130,7 +130,7 @@ def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
         ({"model": "gpt2-xl", "seq": "1024", "dtype": "bf16"}, "dropout"),
         ({"model": "qwen3-30b-a3b"}, "experts"),
         ({"trainer": "transformers", "eval-batches": "2"}, "evaluation's batches"),
-        ({"autocast": "true"}, "was not learnt of 16 layers with mbs 2 and seq 4096 in bf16, autocast: `"),
+        ({"autocast": "true"}, "was not learnt of 16 layers with mbs 2 and seq 4096 in bf16, autocast over fp32: `"),
         ({"mbs": "3"}, r"no GPU\); it ships learnt with mbs 2 and seq 4096 in bf16$"),
     ],
 )

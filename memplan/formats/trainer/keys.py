@@ -11,10 +11,14 @@ K_BIT = "prepare_model_for_kbit_training"
 RESIZED = "resize_token_embeddings"
 """Another one: the rows that the embedding has then, or the expression that says them where it is computed."""
 
+LOADED_BY, FROM_PRETRAINED, FROM_SCRATCH = "model loaded by", "from_pretrained", "a configuration"
+"""And the call that makes the model, which is no argument either."""
+
 READ = frozenset(
     {
         K_BIT,
         RESIZED,
+        LOADED_BY,
         "device_map",
         "reward_model_name_or_path",
         "task_name",

@@ -18,7 +18,7 @@ from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..launchers import IsMark, found_from
 from . import changes
-from .keys import K_BIT, READ
+from .keys import FROM_PRETRAINED, FROM_SCRATCH, K_BIT, LOADED_BY, READ
 from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
 from .syntax import UNKNOWN, name_of, owner_of
 
@@ -264,7 +264,15 @@ class _Reading(Parsed):
             problem = "is made from a configuration, which only the running script knows: give the folder that "
             problem += "config.save_pretrained writes as --model, or the model's name"
             self.ask(ast.unparse(scratch[0].func)[:60], problem, scratch[0].lineno)
+        if made := (models or scratch)[:1]:
+            self.found[LOADED_BY] = Node(self.made_by(made[0], loaded), Origin(self.source, made[0].lineno))
         return models[0] if models else None
+
+    def made_by(self, model: ast.Call, loaded: Sequence[ast.Call]) -> str:
+        """Who decides the dtype of ``model`` that no argument names: a checkpoint, or its configuration that
+        ``from_config`` is given (``_from_config`` of ``modeling_utils.py``), or nobody, so that torch's default is."""
+        of_saved = name_of(model) == "from_config" and any(owner_of(call).endswith("Config") for call in loaded)
+        return FROM_PRETRAINED if of_saved or name_of(model) == "from_pretrained" else FROM_SCRATCH
 
     def labels(self, models: Sequence[ast.Call]) -> None:
         """How many labels a classifier has: transformers' default is 2 (``configuration_utils.py``)."""

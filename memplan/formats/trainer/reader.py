@@ -21,6 +21,7 @@ from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, s
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
+from ...plan.saved_dtype import SAVED, TAKEN
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
 from .. import OF_SCRIPTS
@@ -39,7 +40,7 @@ from .examples import said_by
 from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
-from .trl import loop_of, named_by_folder
+from .trl import as_loaded, loop_of, named_by_folder
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -83,6 +84,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     loop = loop_of(found.script or by_folder, written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
+    written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, found, dialect, strict=asked.strict))
@@ -174,7 +176,8 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     legacy = dict(_legacy(words, options)) if options is not None else {}
     dtype = _autocast(arguments) or (found.accelerate.precision if found.accelerate is not None else None)
     loaded = _loaded(arguments) or Node("fp32", arguments.origin)
-    adapted = ("lora.rank" in building.items or "lora-rank" in asked.names) and _loaded(arguments) is None
+    unsaid = loaded.value == SAVED or _loaded(arguments) is None
+    adapted = ("lora.rank" in building.items or "lora-rank" in asked.names) and unsaid
     keys = Keys({**legacy, **given.given}, given.origin)
     shard(building, keys, dtype, loaded, newest=newest, adapted=adapted)
     if "quantisation.kind" in building.items and "quantisation.storage" not in building.items:
@@ -400,9 +403,8 @@ def _autocast(arguments: Arguments) -> Node | None:
 def _loaded(arguments: Arguments) -> Node | None:
     """The dtype in which the model is loaded; nothing where nobody says."""
     found = arguments.first("dtype", "torch_dtype")
-    loaded = found[1] if found is not None and found[1].value != "auto" else None
-    if loaded is None:
-        return None
+    if found is None or (loaded := found[1]).value in (SAVED, "auto"):
+        return None if found is None else Node(SAVED, found[1].origin)
     name = str(loaded.value).removeprefix("torch.")
     if name not in _DTYPES:
         raise loaded.wrong("dtype", "must be float32, bfloat16, float16 or auto")
@@ -421,11 +423,7 @@ def _precision(reader: Reader) -> None:
     if loaded is not None:
         put("precision.parameters", loaded, "dtype")
         return
-    reader.building.note(
-        "loaded-dtype",
-        "parameters are taken to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in: if "
-        "the model was loaded so, give --autocast-parameters bf16",
-    )
+    reader.building.note("loaded-dtype", TAKEN)
 
 
 def _optimizer(reader: Reader) -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
-from ...plan.releases import TRL_TILES, parsed
+from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed
+from ...plan.saved_dtype import SAVED
 from ...values import dataclass
 from ..launch import Asked
 from ..rows import Reader, Row
 from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
+from .keys import FROM_SCRATCH, LOADED_BY
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +275,24 @@ OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode
 """Keys that several of trl's trainers have, and transformers' has not."""
 
 
-def _before_tiles(asked: Asked) -> bool:
-    """A release of trl is named whose SFTTrainer makes logits."""
+def _is_before(first: Version, library: str, asked: Asked) -> bool:
+    """A release of ``library`` is named before ``first``."""
     given: object = asked.flags.get("versions", "")
     words = [word for one in (given if isinstance(given, (list, tuple)) else [given]) for word in str(one).split(",")]
-    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "trl"]
-    return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < TRL_TILES for one in named)
+    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == library]
+    return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < first for one in named)
+
+
+def as_loaded(written: Node, loop: Loop, asked: Asked) -> Node:
+    """``written`` with the checkpoint's dtype where nobody names one and what loads the model takes that: transformers,
+    but not trl, whose trainers load what they are given by name in fp32."""
+    by, named = written.mapping.get(LOADED_BY), [written.mapping.get(key) for key in ("dtype", "torch_dtype")]
+    by_trl = loop is not TRAINER and by is None and not _is_before(TRL_LOADS_FP32, "trl", asked)
+    from_scratch = by is not None and by.value == FROM_SCRATCH
+    said = any(node is not None and node.value is not None for node in named)
+    if said or by_trl or from_scratch or _is_before(CHECKPOINT_DTYPE, "transformers", asked):
+        return written
+    return written.with_items({"dtype": Node(SAVED, written.origin)})
 
 
 def named_by_folder(folder: Path, written: Node) -> str:
@@ -295,7 +309,7 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
     if isinstance(named, str):
         return next((one for one in LOOPS if one.own_loss and one.name == named), TRAINER)
     found = next((one for one in LOOPS if script in one.scripts), None)
-    if found is _SFT and _before_tiles(asked):
+    if found is _SFT and _is_before(TRL_TILES, "trl", asked):
         return _BEFORE_TILES
     if found is not None or script.startswith("sft"):
         return found or TRAINER

@@ -93,8 +93,12 @@ def _shipped(name: str) -> list[dict[str, Any]]:
 
 
 def _words(settings: dict[str, Any]) -> str:
-    """``mbs 1 and seq 4096 in bf16, autocast, trainer transformers``."""
-    told = {"autocast": "autocast", "trainer": "trainer transformers", "recompute": "recompute full"}
+    """``mbs 1 and seq 4096 in bf16, autocast over fp32, trainer transformers``."""
+    told = {
+        "autocast": f"autocast over {settings['dtype']}",
+        "trainer": "trainer transformers",
+        "recompute": "recompute full",
+    }
     parts = [settings["autocast"] or settings["dtype"], *(word for key, word in told.items() if settings[key])]
     return f"mbs {settings['b']} and seq {settings['s']} in {', '.join(parts)}"
 

@@ -134,7 +134,6 @@ def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
     [
         ({"my_own_setting": 1e-5}, "argument-unknown"),
         ({"torch_empty_cache_steps": 4}, "argument-not-modelled"),
-        ({"bf16": True}, "loaded-dtype"),
         ({"eval_strategy": "epoch"}, "evaluation-logits"),
     ],
 )

@@ -93,7 +93,7 @@ RewardTrainer(model=model, args=RewardConfig(per_device_train_batch_size=4, max_
 
 def test_a_reward_model_is_one_that_scores_sequences(tmp_path: Path) -> None:
     same = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 4, "max_length": 2048}
-    same |= {"gradient_checkpointing": True, "bf16": True}  # trl's defaults
+    same |= {"gradient_checkpointing": True, "bf16": True, "dtype": "auto"}  # trl's defaults, and transformers'
     assert plan_of(tmp_path, "r.py", REWARD) == plan_of(tmp_path, "r.json", json.dumps(same), trainer="reward")
     assert "trains a AutoModelForSequenceClassification" in refusal(REWARD.replace("Reward", "SFT"))
 
