@@ -78,7 +78,9 @@ def test_it_is_what_the_flags_say(
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("stage: sft", "stage: dpo"), "sft.yaml:3: stage = dpo: must be sft or pt: others are not modelled"),
+        (("stage: sft", "stage: dpo"), "sft.yaml:3: stage = dpo: must be sft or pt: its loss is of all logits in fp32"),
+        (("stage: sft", "stage: rm"), "stage = rm: must be sft or pt: its value head stands beside a head of words"),
+        (("stage: sft", "stage: kto"), "stage = kto: must be sft or pt: KTO, which runs mismatched completions"),
         (("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type = oft: must be lora or full"),
         (("plot_loss: true", "use_unsloth: true"), "sft.yaml:13: use_unsloth: must be left out: Unsloth's own layers"),
         (("plot_loss: true", "use_galore: true"), "use_galore: must be left out: GaLore is not modelled"),

@@ -70,6 +70,17 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Switches that change the estimate, and why one that is on is refused."""
+_STAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "dpo": "its loss is of all logits in fp32, and not modelled; trl's, which makes tiles of them and takes less, "
+        "is --trainer dpo on a file of trl's arguments",
+        "rm": "its value head stands beside a head of words whose logits are made, too, and is not modelled; trl's "
+        "reward model, which takes less, is --trainer reward on a file of trl's arguments",
+        "kto": "KTO, which runs mismatched completions besides, is not modelled",
+        "ppo": "PPO, which trains a value head and keeps a reward model, is not modelled",
+    }
+)
+"""Why a stage is refused (``train/dpo/trainer.py``, ``train/rm/trainer.py``, ``train/kto``, ``train/ppo``)."""
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
@@ -111,7 +122,9 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             raise node.wrong(key, f"must be {' or '.join(map(str, allowed))}: others are not modelled")
         return node
 
-    of("stage", "sft", "sft", "pt")
+    stage = of("stage", "sft")
+    if stage.value not in ("sft", "pt"):
+        raise stage.wrong("stage", f"must be sft or pt: {_STAGES.get(str(stage.value), 'others are not modelled')}")
     of("quantization_method", "bnb", "bnb", "bitsandbytes")
     kind, bits = of("finetuning_type", "lora", "lora", "full"), of("quantization_bit", None, None, 4, 8)
     if kind.value == "lora":
