@@ -160,7 +160,7 @@ def release(plan: Plan, library: str) -> Version:
 def has_trl(plan: Plan) -> bool:
     """One of trl's trainers runs the model."""
     kind = plan.trainer.kind
-    return kind.of_trl if kind.own_loss else "trl" in plan.versions
+    return kind.run_by_trl if kind.own_loss else "trl" in plan.versions
 
 
 def adapters_in_16_bits(plan: Plan) -> bool:

@@ -55,6 +55,11 @@ class TrainingLoop:
         """The loss is not that of a language model's logits: one of trl's trainers runs it, or a classifier has it."""
         return self.loss_of != "model"
 
+    @property
+    def run_by_trl(self) -> bool:
+        """One of trl's trainers runs it."""
+        return self.own_loss and self.of_trl
+
     def of_labels(self) -> TrainingLoop:
         """This loop around a model for sequence classification, whose collator makes one label of a sequence."""
         return replace(self, loss_of="labels", inputs=("input_ids",), masks=("attention_mask",))
