@@ -171,6 +171,19 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     )
 
 
+def _of_pairs_of_llama_factory(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of LLaMA-Factory's DPO."""
+    reference = "the model itself, with its adapters off"
+    if plan.lora.rank is None:
+        reference = f"a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
+    return (
+        f"DPO of LLaMA-Factory (August 2026): mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
+        "tokens, run in one batch; dropout is off; the loss is of all logits in fp32, which stay while the reference "
+        "runs; any pref_loss with a reference takes as much, but for a few numbers of a token each",
+        f"the reference is {reference}; predicted times are without its pass",
+    )
+
+
 def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's SFTTrainer."""
     return (
@@ -233,6 +246,7 @@ def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
 _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
     "sft": _of_tokens,
     "dpo": _of_pairs,
+    "llama-factory-dpo": _of_pairs_of_llama_factory,
     "grpo": _of_groups,
     "reward": _of_scores,
 }

@@ -169,7 +169,28 @@ def head(
     BERT: the cross entropy is taken in the logits' own dtype.
     ``of_kernel``: in the place of PyTorch's cross entropy, of logits that are shifted in all releases if ``shifts``.
     """
-    spec, b, s, dtype = shape.spec, shape.b, shape.s, shape.dtype
+    spec, b, s = shape.spec, shape.b, shape.s
+    logits = logits_of(r, hidden, shape)
+    if not spec.causal:
+        return cross_entropy(r, logits, token_ids(r, shape)), logits
+    alone = shape.transformers < family(spec.family).alone_before
+    upcast = logits if alone else ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
+    if shape.transformers < LOSS_FUNCTION:
+        logits = upcast
+    entropy = of_kernel or cross_entropy
+    if shifts or shape.transformers < PADDED_LABELS:
+        return shifted_loss(r, upcast, shape, entropy), logits
+    labels = shifted = r.empty((b, s + 1), "int64", "labels_padded")
+    if b > 1:
+        shifted = r.empty((b, s), "int64", "labels_shifted")
+    loss = entropy(r, upcast, shifted)
+    del upcast, labels
+    return loss, logits
+
+
+def logits_of(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
+    """The head's logits (b, s, v), in the dtype of its product."""
+    spec, dtype = shape.spec, shape.dtype
     table = "word.weight" if spec.tied_embeddings else "head.weight"
     weight = r.parameter(table, (spec.vocab, spec.hidden), dtype)
     transformed = mlm_transform(r, hidden, shape) if spec.mlm_head else hidden
@@ -186,21 +207,7 @@ def head(
         logits = ops.elementwise(r, "logits_capped", (logits,), category=Category.LOGITS)
     if spec.logit_scale:
         logits = ops.elementwise(r, "logits_divided", (logits,), category=Category.LOGITS)
-    if not spec.causal:
-        return cross_entropy(r, logits, token_ids(r, shape)), logits
-    alone = shape.transformers < family(spec.family).alone_before
-    upcast = logits if alone else ops.cast(r, logits, "fp32", "logits_fp32", Category.LOGITS)
-    if shape.transformers < LOSS_FUNCTION:
-        logits = upcast
-    entropy = of_kernel or cross_entropy
-    if shifts or shape.transformers < PADDED_LABELS:
-        return shifted_loss(r, upcast, shape, entropy), logits
-    labels = shifted = r.empty((b, s + 1), "int64", "labels_padded")
-    if b > 1:
-        shifted = r.empty((b, s), "int64", "labels_shifted")
-    loss = entropy(r, upcast, shifted)
-    del upcast, labels
-    return loss, logits
+    return logits
 
 
 def shifted_loss(r: Recorder, logits: Tensor, shape: LayerShape, entropy: CrossEntropy) -> Tensor:

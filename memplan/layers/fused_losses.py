@@ -15,7 +15,7 @@ from typing import Literal
 from ..families import family
 from ..tape.events import Category, Hook
 from ..values import dataclass, replace
-from . import ends, ops, scores, titan_loss
+from . import all_logits, ends, ops, scores, titan_loss
 from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
@@ -95,7 +95,10 @@ SCORES = "scores"
 """of scores of whole sequences,"""
 
 LABELS = "labels"
-"""and the model's own loss of these."""
+"""the model's own loss of these,"""
+
+ALL_LOGITS = "all-logits"
+"""and LLaMA-Factory's of log-probabilities of all logits."""
 
 JOINED = ("input_ids", "attention_mask", "labels")
 """What GRPOTrainer makes of prompts and completions, until its loss is computed."""
@@ -120,6 +123,8 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     if loss.kind in (SCORES, LABELS):
         computed, given = scores.head(r, hidden, shape, of_pairs=loss.kind == SCORES)
         return computed, [given]
+    if loss.kind == ALL_LOGITS:
+        return all_logits.head(r, hidden, shape)
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

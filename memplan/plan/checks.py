@@ -268,11 +268,11 @@ def check_versions(plan: Plan) -> None:
             )
         library = LIBRARIES[name]
         oldest, newest = library.oldest, library.newest
-        if name == "trl" and plan.trainer.kind.own_loss:
+        if name == "trl" and plan.trainer.kind.run_by_trl:
             oldest = newest = TRL_SCORES
         if not oldest <= parsed(version)[:2] <= newest:
             span = shown(newest) if oldest == newest else f"{shown(oldest)} to {shown(newest)}"
-            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.own_loss else ""
+            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.run_by_trl else ""
             raise plan.wrong(f"versions.{name}", f"must be {span}: the releases that are followed{by}")
     if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
         raise plan.wrong("torch", f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled")

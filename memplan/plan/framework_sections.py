@@ -349,12 +349,11 @@ class Trainer(FrameworkSection, Terse):
     )
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
 
-    loop: Literal["none", "transformers", "sft", "dpo", "grpo", "reward"] = Field(
+    loop: Literal["none", "transformers", "sft", "dpo", "llama-factory-dpo", "grpo", "reward"] = Field(
         "none",
         description="training loop: a plain loop (none), transformers' Trainer, or trl's SFTTrainer (sft), DPOTrainer "
-        "(dpo), of whose "
-        "batches mbs and gbs count pairs, GRPOTrainer (grpo), of whose they count completions, or RewardTrainer "
-        "(reward), of whose they count pairs",
+        "(dpo) or RewardTrainer (reward), LLaMA-Factory's DPO (llama-factory-dpo), of whose batches mbs and gbs count "
+        "pairs, or GRPOTrainer (grpo), of whose they count completions",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(

@@ -167,7 +167,8 @@ def release(plan: Plan, library: str) -> Version:
 
 def has_trl(plan: Plan) -> bool:
     """One of trl's trainers runs the model."""
-    return "trl" in plan.versions or plan.trainer.kind.own_loss
+    kind = plan.trainer.kind
+    return kind.run_by_trl if kind.own_loss else "trl" in plan.versions
 
 
 def adapters_in_16_bits(plan: Plan) -> bool:

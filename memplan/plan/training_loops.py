@@ -1,8 +1,9 @@
-"""Training loops of transformers and trl, an object each: what a sample is, what the loss is of, when a reference runs,
-and which fields of a plan belong to it alone.
+"""Training loops of transformers, trl and LLaMA-Factory, an object each: what a sample is, what the loss is of, when a
+reference runs, and which fields of a plan belong to it alone.
 
 trl 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
-``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments.
+``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments. LLaMA-Factory of August 2026:
+``train/dpo/trainer.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ class TrainingLoop:
 
     name: str
     """``trainer.loop`` of a plan."""
-    loss_of: Literal["model", "log-probabilities", "scores", "labels"] = "model"
+    loss_of: Literal["model", "log-probabilities", "all-logits", "scores", "labels"] = "model"
     """The model's own loss of logits, of tokens or of sequences (labels), or one that the loop takes of labels'
-    log-probabilities or of scores."""
+    log-probabilities, made by tiles or of all logits, or of scores."""
+    of_trl: bool = True
+    """A loss of its own is computed by trl, which makes adapters and checkpoints its way."""
     beside: tuple[str, ...] = ()
     """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
     reduced: Literal["rows", "clipped", "tokens"] = "rows"
@@ -52,6 +55,11 @@ class TrainingLoop:
         """The loss is not that of a language model's logits: one of trl's trainers runs it, or a classifier has it."""
         return self.loss_of != "model"
 
+    @property
+    def run_by_trl(self) -> bool:
+        """One of trl's trainers runs it."""
+        return self.own_loss and self.of_trl
+
     def of_labels(self) -> TrainingLoop:
         """This loop around a model for sequence classification, whose collator makes one label of a sequence."""
         return replace(self, loss_of="labels", inputs=("input_ids",), masks=("attention_mask",))
@@ -78,6 +86,17 @@ DPO = TrainingLoop(
     fields=("precompute_ref_log_probs",),
     untimed="the reference's forward pass",
 )
+OF_LLAMA_FACTORY = TrainingLoop(
+    "llama-factory-dpo",
+    loss_of="all-logits",
+    of_trl=False,
+    sequences=2,
+    drops_out=False,
+    masks=("attention_mask", "input_ids_cloned", "attention_mask_cloned", "labels_cloned"),
+    reference="in-step",
+    untimed=DPO.untimed,
+)
+"""``concatenated_forward`` clones the batch (``nested_detach``)."""
 GRPO = TrainingLoop(
     "grpo",
     loss_of="log-probabilities",
@@ -98,6 +117,6 @@ REWARD = TrainingLoop(
 )
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
-    {one.name: one for one in (NONE, TRANSFORMERS, SFT, DPO, GRPO, REWARD)}
+    {one.name: one for one in (NONE, TRANSFORMERS, SFT, DPO, OF_LLAMA_FACTORY, GRPO, REWARD)}
 )
 """By ``trainer.loop``."""

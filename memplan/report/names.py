@@ -179,7 +179,7 @@ def plan_text(plan: Plan) -> str:
 def _who(plan: Plan) -> list[str]:
     """The framework, and what of it makes another plan."""
     parts = [plan.framework, *framework(plan.framework).described(plan), *(["compiled"] if plan.compile else [])]
-    names = {"none": [], "transformers": ["Trainer"]}
+    names = {"none": [], "transformers": ["Trainer"], "llama-factory-dpo": ["LLaMA-Factory DPO"]}
     return [*parts, *names.get(plan.trainer.loop, [f"trl {plan.trainer.loop}"])]
 
 

@@ -58,6 +58,22 @@ fsdp_config:
   auto_wrap_policy: TRANSFORMER_BASED_WRAP
 """
 
+REWARD = """
+base_model: Qwen/Qwen2.5-0.5B
+model_type: AutoModelForSequenceClassification
+num_labels: 1
+reward_model: true
+center_rewards_coefficient: 0.01
+datasets:
+  - path: argilla/distilabel-intel-orca-dpo-pairs
+    type: bradley_terry.chat_template
+sequence_len: 1024
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: true
+attn_implementation: flash_attention_2
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -111,9 +127,40 @@ def test_a_sharded_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "said", ["", "gradient_checkpointing: false\n", "gradient_checkpointing: true\n", "adapter: lora\n"]
+)
+def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None:
+    """``core/builders/causal.py``: trl's RewardTrainer, whose configuration recomputes unless told not to, reentrant
+    where Axolotl is told to; peft trains a copy of the head (``loaders/adapter.py``, ``_get_peft_task_type``)."""
+    Path("reward.yml").write_text(REWARD + said)
+    ours = memplan.estimate("reward.yml", gpu="h100")
+    off, on = ("gradient_checkpointing: false" in said), ("gradient_checkpointing: true" in said)
+    given = {
+        **{"model_name_or_path": "Qwen/Qwen2.5-0.5B", "dtype": "bfloat16", "bf16": True, "max_length": 1024},
+        **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "optim": "adamw_torch_fused"},
+        **{"attn_implementation": "flash_attention_2", "gradient_checkpointing": not off},
+        **({"gradient_checkpointing_kwargs": {"use_reentrant": True}} if on else {}),
+        **({"use_peft": True, "lora_dropout": 0.0, "lora_modules_to_save": "score"} if "lora" in said else {}),
+    }
+    Path("said.json").write_text(json.dumps(given))
+    theirs = memplan.estimate("said.json", trainer="reward", gpu="h100")
+    assert (ours.plan.trainer.loop, ours.plan.model.labels) == ("reward", 1)
+    assert ours.plan.recompute == theirs.plan.recompute
+    assert (ours.plan.recompute.mode, bool(ours.plan.recompute.reentrant)) == ("none" if off else "full", on)
+    assert ours.stages[0] == theirs.stages[0]
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
-        (QLORA + "rl: dpo\n", "rl: must be left out: preference"),
+        (
+            QLORA + "rl: dpo\n",
+            "rl = dpo: must be left out: the trl that Axolotl pins (1.9) makes all logits",
+        ),
+        (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO, which runs mismatched completions"),
+        (REWARD.replace("num_labels: 1", "num_labels: 2"), "num_labels = 2: must be 1 with reward_model"),
+        (REWARD + "sample_packing: true\n", "sample_packing = true: must be false with reward_model"),
+        (REWARD.replace("SequenceClass", "TokenClass"), "must be AutoModelForSequenceClassification, or left out"),
         (QLORA.replace("adapter: qlora", "adapter: llama-adapter"), "adapter = llama-adapter: must be lora or qlora"),
         (QLORA + "context_parallel_size: 2\n", "context_parallel_size = 2: must be 1"),
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
@@ -121,7 +168,7 @@ def test_a_sharded_model(folder: Path) -> None:
         (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
         (
             FULL.replace("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin") + "num_labels: 2\n",
-            "(2) config.yml:8: plugins = CutCrossEntropyPlugin: must be left out: Apple's cut cross entropy",
+            "(1) config.yml:8: plugins = CutCrossEntropyPlugin: must be left out: Apple's cut cross entropy",
         ),
         (QLORA + "process_reward_model: true\nlisa_n_layers: 4\n", "2 errors: (1) "),
         (QLORA + "model_type: AutoModelForTokenClassification\n", "must be AutoModelForCausalLM: heads other"),

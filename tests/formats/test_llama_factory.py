@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import memplan
 from memplan.cli import main
+from memplan.plan.errors import PlanError
 
 EXAMPLE = """\
 model_name_or_path: Qwen/Qwen3-4B-Instruct-2507
@@ -78,7 +80,12 @@ def test_it_is_what_the_flags_say(
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("stage: sft", "stage: dpo"), "sft.yaml:3: stage = dpo: must be sft or pt: others are not modelled"),
+        (("stage: sft", "stage: rm"), "sft.yaml:3: stage = rm: must be sft, pt or dpo: its value head stands beside"),
+        (("stage: sft", "stage: kto"), "stage = kto: must be sft, pt or dpo: KTO, which runs mismatched completions"),
+        (("stage: sft", "stage: dpo\npref_loss: simpo"), "pref_loss = simpo: must be sigmoid, hinge, ipo or kto_pair"),
+        (("stage: sft", "stage: dpo\nref_model: gpt2"), "ref_model: must be left out: a reference that is another"),
+        (("stage: sft", "stage: dpo\nneat_packing: true"), "neat_packing = true: must be left out with stage dpo"),
+        (("stage: sft", "stage: dpo\nenable_liger_kernel: true\ndeepspeed: zero3.json"), "zero3.json"),
         (("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type = oft: must be lora or full"),
         (("plot_loss: true", "use_unsloth: true"), "sft.yaml:13: use_unsloth: must be left out: Unsloth's own layers"),
         (("plot_loss: true", "use_galore: true"), "use_galore: must be left out: GaLore is not modelled"),
@@ -101,3 +108,31 @@ def test_what_is_refused(
     told = capsys.readouterr().err
     assert line in told
     assert told.count("\n") == 1
+
+
+def test_dpo_is_the_loop_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters in fp32, reentrant checkpoints, both of a pair in one batch, and a reference that is the model without
+    its adapters."""
+    monkeypatch.chdir(tmp_path)
+    text = EXAMPLE.replace("stage: sft", "stage: dpo\npref_beta: 0.1\npref_loss: sigmoid\nenable_liger_kernel: true")
+    Path("dpo.yaml").write_text(text)
+    plan = memplan.estimate("dpo.yaml", gpu="h100").plan
+    assert (plan.trainer.loop, plan.loss.kind, plan.kernels.set) == ("llama-factory-dpo", "plain", "liger")
+    assert plan.sequences == 2 * plan.batch.mbs
+    assert plan.recompute.reentrant
+    assert plan.trainer.runs_reference
+
+
+def test_dpo_of_all_parameters_needs_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is in the checkpoint's dtype (``create_ref_model``), where the policy is trained in fp32."""
+    monkeypatch.chdir(tmp_path)
+    text = EXAMPLE.replace("stage: sft", "stage: dpo").replace("finetuning_type: lora", "finetuning_type: full")
+    Path("dpo.yaml").write_text(text)
+    with pytest.raises(PlanError, match="must be lora with stage dpo, or have pure_bf16"):
+        memplan.estimate("dpo.yaml", gpu="h100")
+    Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true"))
+    assert memplan.estimate("dpo.yaml", gpu="h100").plan.precision.stored == "bf16"
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true\ndeepspeed: zero.json"))
+    with pytest.raises(PlanError, match="llama-factory-dpo"):
+        memplan.estimate("dpo.yaml", gpu="h100", gpus=2)

@@ -175,6 +175,9 @@ def tuned() -> Iterator[str]:
         yield f"--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --gpu a100-80gb --mbs 2 --trainer {loop}"
         yield f"--model llama-3-8b --layers 3 --seq 512 --framework deepspeed --zero 3 --gpus 8 --trainer {loop}"
     yield "--model llama-3-8b --layers 3 --framework deepspeed --zero 3 --gpus 8 --trainer dpo --lora-rank 8 --recompute full"
+    whole = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer llama-factory-dpo"
+    yield f"{whole} --gpu a100-80gb"
+    yield f"{whole} --autocast --autocast-parameters bf16 --framework ddp --gpus 4 --lora-rank 8 --recompute full"
     dpo = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer dpo --gpus 8 --framework fsdp"
     for version in (1, 2):
         yield f"{dpo} --fsdp-version {version}"

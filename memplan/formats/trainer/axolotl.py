@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from ...plan.errors import ABSENT, Node, PlanError, Value, guessed, together
-from .axolotl_keys import HARMLESS_PLUGINS, NOTED, PLUGINS, REFUSED, WITHOUT_EFFECT
+from .axolotl_keys import HARMLESS_PLUGINS, NOTED, OF_LOOPS, PLUGINS, REFUSED, WITHOUT_EFFECT
 from .keys import READ
 
 MARKS = ("base_model", "sequence_len", "sample_packing")
@@ -72,7 +72,7 @@ _OWN = frozenset(
     """
     plugins adapter lora_target_linear load_in_8bit fp16 float16 bf16 bfloat16 sample_packing multipack_real_batches
     gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size batch_size attn_implementation
-    model_type
+    model_type type_of_model rl reward_model num_labels
     """.split()  # noqa: SIM905
 )
 """Keys that are looked at below."""
@@ -96,6 +96,16 @@ _MEANT = MappingProxyType(
 def is_it(written: Node) -> bool:
     """Whether ``written`` is a file of Axolotl."""
     return not {*MARKS}.isdisjoint(written.mapping)
+
+
+def starts(written: Node) -> str:
+    """The script of trl's that does as much: its RewardTrainer (``core/builders/causal.py``), whose loss is that of
+    trl 1.16 in 1.9, which Axolotl pins."""
+    return "reward" if _scores(written.mapping) else ""
+
+
+def _scores(own: Mapping[str, Node]) -> bool:
+    return "reward_model" in own and own["reward_model"].value not in (None, False)
 
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
@@ -161,17 +171,36 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
         off = name == "CutCrossEntropyPlugin" and own.get("cut_cross_entropy", node).value is False
         if name in PLUGINS and not off:
             yield PlanError("plugins", name, f"must be left out: {PLUGINS[name]}", origin=node.origin)
-    kind = own.get("model_type")
-    if kind is not None and str(kind.value).endswith(("Classification", "ImageTextToText", "ConditionalGeneration")):
-        yield kind.wrong(
-            "model_type", "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
-        )
+    yield from _refused_heads(own)
+
+
+def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
+    """Losses and heads other than a language model's, and a reward model's with what it does not go with."""
+    rewards, loss = _scores(own), own.get("rl")
+    if loss is not None and loss.value:
+        yield loss.wrong("rl", f"must be left out: {OF_LOOPS.get(str(loss.value), 'its loss is not modelled')}")
+    kind = own.get("model_type", own.get("type_of_model"))
+    others = ("ImageTextToText", "ConditionalGeneration", *(() if rewards else ("Classification",)))
+    if kind is not None and str(kind.value).endswith(others):
+        problem = "must be AutoModelForCausalLM: heads other than a language model's are not modelled here"
+        yield kind.wrong("model_type", problem)
+    if kind is not None and rewards and str(kind.value).endswith(("CausalLM", "TokenClassification")):
+        problem = "must be AutoModelForSequenceClassification, or left out, with reward_model, which scores sequences"
+        yield kind.wrong("model_type", problem)
+    labels = own.get("num_labels")
+    if labels is not None and labels.value not in ((None, 1) if rewards else (None, False)):
+        problem = "must be 1 with reward_model" if rewards else "heads other than a language model's are not modelled"
+        yield labels.wrong("num_labels", problem if rewards else f"must be left out: {problem} here")
+    packs = own.get("sample_packing")
+    if rewards and packs is not None and packs.value:
+        yield packs.wrong("sample_packing", "must be false with reward_model, whose collator pads both of a pair")
 
 
 def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node]]:
     """What is trained, in which dtypes, by which kernels, and what is recomputed: keys, values, and what they follow
-    from."""
+    from. trl's configuration turns on what nothing turns off (``_BaseConfig``)."""
     own = written.mapping
+    rewards = _scores(own)
 
     def of(key: str) -> Node:
         return own.get(key, Node(None, written.origin))
@@ -186,6 +215,8 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     if adapter.value:
         yield "use_peft", True, adapter
         yield "lora_dropout", of("lora_dropout").value or 0.0, adapter
+        if rewards:  # _get_peft_task_type
+            yield "lora_task_type", "SEQ_CLS", adapter
         if on("lora_target_linear"):
             yield "lora_target_modules", "all-linear", of("lora_target_linear")
         for name in _KERNELS:
@@ -213,6 +244,8 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     yield "dtype", "bfloat16" if brain else "float16" if half else "float32", of_dtype
     if brain or half:
         yield "bf16" if brain else "fp16", True, of_dtype
+    elif rewards:
+        yield "bf16", False, of_dtype
     if attention is not None:
         yield "attn_implementation", kernel, attention
         packs = on("sample_packing") and str(kernel).startswith("flash_attention") and not on("multipack_real_batches")
@@ -233,6 +266,8 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         yield "gradient_checkpointing", True, checkpoints
         if is_whole and not on("gradient_checkpointing_kwargs"):
             yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, checkpoints.origin)}, checkpoints
+    elif rewards and checkpoints.value is False:
+        yield "gradient_checkpointing", False, checkpoints
     yield from _sharding(own)
 
 
@@ -259,4 +294,4 @@ def _attention(own: Mapping[str, Node]) -> Node | None:
     )
 
 
-__all__ = ["KEYS", "MARKS", "NOTED", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "NOTED", "is_it", "starts", "translated"]

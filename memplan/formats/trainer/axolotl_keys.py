@@ -9,10 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_PREFERENCES = "preference and reinforcement learning of Axolotl are not read: say the job in trl's arguments"
+_WHOLE_LOGITS = (
+    "the trl that Axolotl pins (1.9) makes all logits in this loss, which is not modelled; the training of trl 1.16, "
+    "which makes tiles of them and takes less memory, is --trainer "
+)
+OF_LOOPS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("dpo", "ipo"), f"{_WHOLE_LOGITS}dpo on a file of trl's arguments"),
+        **dict.fromkeys(("grpo", "gdpo"), f"{_WHOLE_LOGITS}grpo on a file of trl's arguments"),
+        "kto": "KTO, which runs mismatched completions besides, is not modelled",
+        "orpo": "ORPO, whose loss is of trl's experimental trainers, is not modelled",
+        "simpo": "SimPO, whose loss is of trl's experimental trainers, is not modelled",
+        "ebft": "EBFT, a loss of Axolotl's own, is not modelled",
+    }
+)
+"""Values of ``rl``, and why each is refused: trl 1.9 (``trainer/dpo_trainer.py``, ``_compute_loss``) calls
+``selective_log_softmax`` and ``entropy_from_logits`` on ``outputs.logits``, for which Axolotl has kernels of its own
+(``monkeypatch/trainer/utils.py``)."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "rl": _PREFERENCES,
         "cut_cross_entropy": "Apple's cut cross entropy is not modelled",
         "chunked_cross_entropy": "a loss in chunks of Axolotl's own is not modelled",
         "tiled_mlp": "an MLP that runs in tiles is not modelled",
@@ -28,9 +43,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "unsloth_lora_mlp": "Unsloth's own functions are not modelled",
         "unsloth_lora_qkv": "Unsloth's own functions are not modelled",
         "processor_type": "models of more than text are not modelled",
-        "reward_model": "reward models are not modelled",
         "process_reward_model": "heads that score steps are not modelled",
-        "num_labels": "heads other than a language model's are not modelled here",
         "lisa_n_layers": "LISA, which trains other layers by turns, is not modelled",
         "peft_layers_to_transform": "adapters of some layers alone are not modelled",
         "gptq": "weights that are quantised already are not read here; --quantisation gptq over a plan is",
@@ -58,7 +71,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "kd_trainer": "a teacher's logits are not modelled",
         "dense_mixer": "its own routing of experts is not modelled",
         "hatchery": "the training runs on another machine",
-        "nemo_gym_enabled": _PREFERENCES,
+        "nemo_gym_enabled": "reinforcement learning by NeMo Gym is not modelled",
         **dict.fromkeys(
             ("expert_backend", "use_dsv4_kernels", "use_glm_dsa_kernels"),
             "Axolotl's own kernels of a model are not modelled",
@@ -165,7 +178,7 @@ WITHOUT_EFFECT = frozenset(
     comet_mode comet_online comet_experiment_config use_trackio trackio_project_name trackio_run_name
     use_otel_metrics otel_metrics_host otel_metrics_port lisa_step_interval lisa_layers_attribute gradio_title
     gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature use_ray ray_run_name
-    ray_num_workers resources_per_worker image_size image_resize_algorithm role_boundaries type_of_model
+    ray_num_workers resources_per_worker image_size image_resize_algorithm role_boundaries
     revision_of_model max_packed_sequence_len noisy_embedding_alpha dpo_beta eval_table_size eval_max_new_tokens
     dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss rpo_alpha flash_attn_rms_norm lm_eval_tasks
     lm_eval_batch_size lm_eval_post_train lm_eval_model nemo_gym_dir nemo_gym_auto_clone nemo_gym_config_paths
@@ -179,7 +192,7 @@ WITHOUT_EFFECT = frozenset(
     recipe save_compressed grokfast_alpha grokfast_lamb use_swanlab swanlab_project swanlab_experiment_name
     swanlab_description swanlab_mode swanlab_workspace swanlab_api_key swanlab_log_model swanlab_web_host
     swanlab_api_host swanlab_lark_webhook_url swanlab_lark_secret swanlab_log_completions
-    swanlab_completion_log_interval swanlab_completion_max_buffer model_type revision pad_to_multiple_of diffusion
+    swanlab_completion_log_interval swanlab_completion_max_buffer revision pad_to_multiple_of diffusion
     mora llmcompressor debug eta_min adam_eps gptq_groupsize gptq_model_v1 gptq_disable_exllama
     sample_packing_seq_len_multiplier base_model_ignore_patterns precompute_ref_log_probs load_in_4bit
     """.split()  # noqa: SIM905 - as a list it would be a line a word

@@ -1,7 +1,8 @@
 """LLaMA-Factory's configuration as the Trainer's arguments and trl's, which it is a dialect of.
 
 Keys and defaults of ``src/llamafactory/hparams`` (``model_args.py``, ``finetuning_args.py``, ``data_args.py``) as of
-August 2026. Its ``SFTTrainer`` is the Trainer with the model's own loss (``train/sft/trainer.py``).
+August 2026. Its ``SFTTrainer`` is the Trainer with the model's own loss (``train/sft/trainer.py``); its DPO has a loss
+of its own (``train/dpo/trainer.py``), beside Liger's layers without their loss (``apply_liger_kernel``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OWN = frozenset(
     """
     stage finetuning_type lora_target lora_rank lora_alpha lora_dropout quantization_bit quantization_type
     quantization_method double_quantization flash_attn disable_gradient_checkpointing use_reentrant_gc pure_bf16
-    gradient_checkpointing packing
+    gradient_checkpointing packing pref_loss
     """.split()  # noqa: SIM905 - as a list it would be a line a word
 )
 """Keys that are looked at below; ``packing`` has no strategy here: samples are cut together, under one mask."""
@@ -41,6 +42,7 @@ _WITHOUT_EFFECT = frozenset(
     predict_with_generate ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker
     image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen freeze_vision_tower
     freeze_multi_modal_projector freeze_language_model pissa_init pissa_iter asft_alpha
+    pref_beta pref_ftx pref_bco_weight dpo_label_smoothing ld_alpha simpo_gamma kto_chosen_weight kto_rejected_weight
     """.split()  # noqa: SIM905
 )
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -56,6 +58,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "use_llama_pro": "further blocks are not modelled",
         "shift_attn": "shifted short attention is not modelled",
         "mixture_of_depths": "mixtures of depths are not modelled",
+        "ref_model": "a reference that is another model is not modelled",
+        "ref_model_adapters": "a reference that is another model is not modelled",
+        "ref_model_quantization_bit": "a reference that is another model is not modelled",
         "upcast_layernorm": "norms in fp32 are not modelled; without it they stay as they were loaded",
         "upcast_lmhead_output": "logits that a hook casts to fp32 are not modelled",
         "resize_vocab": "say the resized vocabulary as --vocab, and leave this out",
@@ -70,6 +75,17 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Switches that change the estimate, and why one that is on is refused."""
+_STAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "rm": "its value head stands beside a head of words whose logits are made, too, and is not modelled; trl's "
+        "reward model, which takes less, is --trainer reward on a file of trl's arguments",
+        "kto": "KTO, which runs mismatched completions besides, is not modelled",
+        "ppo": "PPO, which trains a value head and keeps a reward model, is not modelled",
+    }
+)
+"""Why a stage is refused (``train/rm/trainer.py``, ``train/kto``, ``train/ppo``)."""
+_WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "kto_pair")
+"""Values of ``pref_loss`` that have one (``use_ref_model`` in ``finetuning_args.py``)."""
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
@@ -80,6 +96,12 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 def is_it(written: Node) -> bool:
     """Whether ``written`` is a file of LLaMA-Factory."""
     return not {*MARKS}.isdisjoint(written.mapping)
+
+
+def starts(written: Node) -> str:
+    """The name of its loop, where that is not the Trainer's."""
+    stage = written.mapping.get("stage")
+    return "llama-factory-dpo" if stage is not None and stage.value == "dpo" else ""
 
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
@@ -111,7 +133,12 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             raise node.wrong(key, f"must be {' or '.join(map(str, allowed))}: others are not modelled")
         return node
 
-    of("stage", "sft", "sft", "pt")
+    stage = of("stage", "sft")
+    if stage.value not in ("sft", "pt", "dpo"):
+        problem = f"must be sft, pt or dpo: {_STAGES.get(str(stage.value), 'others are not modelled')}"
+        raise stage.wrong("stage", problem)
+    if stage.value == "dpo":
+        _check_pairs(own)
     of("quantization_method", "bnb", "bnb", "bitsandbytes")
     kind, bits = of("finetuning_type", "lora", "lora", "full"), of("quantization_bit", None, None, 4, 8)
     if kind.value == "lora":
@@ -143,6 +170,23 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         yield "gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, reentrant
 
 
+def _check_pairs(own: Mapping[str, Node]) -> None:
+    """Refuses what is not modelled with ``stage: dpo``."""
+    loss, packs = own.get("pref_loss"), own.get("neat_packing")
+    if loss is not None and loss.value not in (None, *_WITH_REFERENCE):
+        problem = f"must be {', '.join(_WITH_REFERENCE[:-1])} or {_WITH_REFERENCE[-1]}: losses without a reference"
+        raise loss.wrong("pref_loss", f"{problem} are not modelled")
+    if packs is not None and packs.value:
+        raise packs.wrong("neat_packing", "must be left out with stage dpo, whose collator pads both of a pair")
+    kind, pure = own.get("finetuning_type"), own.get("pure_bf16")
+    if kind is not None and kind.value == "full" and not (pure is not None and pure.value):
+        problem = (
+            "must be lora with stage dpo, or have pure_bf16: true beside it: the policy is trained in fp32 otherwise, "
+            "beside a reference in the dtype of its checkpoint, and both together are not modelled"
+        )
+        raise kind.wrong("finetuning_type", problem)
+
+
 def _targets(node: Node) -> Value:
     """peft's ``target_modules``."""
     if node.value == "all":
@@ -151,4 +195,4 @@ def _targets(node: Node) -> Value:
     return [one if isinstance(one, Node) else Node(one.strip(), node.origin) for one in names]
 
 
-__all__ = ["KEYS", "MARKS", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "is_it", "starts", "translated"]

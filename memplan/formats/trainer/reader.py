@@ -70,7 +70,9 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
     dialects = (llama_factory, axolotl, swift) if found.said is None else ()
     dialect = next((one for one in dialects if one.is_it(written)), None)
+    starts = found.script
     if dialect is not None:
+        starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
         written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
     if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
@@ -81,7 +83,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:
         written = _in_precision(written, dtype)
     by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
-    loop = loop_of(found.script or by_folder, written, asked)
+    loop = loop_of(starts or by_folder, written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
     written = as_loaded(written, loop, asked) if dialect is None else written

@@ -69,7 +69,11 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "freeze_parameters_ratio": ((None, 0, 0.0), "parameters chosen by a ratio are not modelled"),
         "deepspeed_autotp_size": ((None, 1), "AutoTP is not modelled"),
         "zero_hpz_partition_size": ((None, 1), "ZeRO++ is not modelled"),
-        "rlhf_type": ((None,), "swift rlhf is not read: say the job in trl's arguments (--trainer dpo or grpo)"),
+        "rlhf_type": (
+            (None,),
+            "losses of swift rlhf are of all logits, its reward model has a head of its own, and neither is modelled; "
+            "trl's, which take less, are --trainer dpo, grpo or reward on a file of trl's arguments",
+        ),
     }
 )
 """Keys that change the estimate: values that do nothing, and why another value is refused."""

@@ -262,13 +262,30 @@ _REWARD = Loop(
     ),
 )
 
+_OF_LLAMA_FACTORY = Loop(
+    "llama-factory-dpo",
+    scripts=("llama-factory-dpo",),
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("eval_strategy", "", read=no_evaluation),
+    ),
+)
+"""LLaMA-Factory's own, whose arguments are the Trainer's."""
+
 _NOT_MODELLED = {
     "dpo_online": "online-dpo",
     **{name: name for name in ("kto", "orpo", "cpo", "prm", "rloo", "ppo", "gkd")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 
-LOOPS = (_SFT, _DPO, _GRPO, _REWARD, *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()))
+LOOPS = (
+    _SFT,
+    _DPO,
+    _OF_LLAMA_FACTORY,
+    _GRPO,
+    _REWARD,
+    *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()),
+)
 
 OF_PAIRS = ("beta", "sync_ref_model")
 OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode", *OF_PAIRS)

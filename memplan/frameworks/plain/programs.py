@@ -513,7 +513,7 @@ def reference(
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
     options = replace(options, tuning=tuning, seams=seams)
-    loss = HeadLoss(kind=fused_losses.LOG_PROBABILITIES)
+    loss = HeadLoss(kind=plan.loop.loss_of)
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)
     middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, preferences.MOST))]
