@@ -41,9 +41,17 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
-Step = tuple[int, int, int, int, int]
+Step = tuple[int, int, int, int, Any]
 """For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
-happens; the least code of a block that fits; the most units held until the next step, and the place of that."""
+happens; the least code of a block that fits; the most units held until the next step, and the place of that. With 0
+units and a code: steps of small blocks that give back what they take, ``Brief`` being the place."""
+
+
+class Brief(NamedTuple):
+    """Few steps that free blocks serve if one has the step's code or more, or if they serve ``requests``."""
+
+    steps: tuple[Step, ...]
+    requests: Requests
 
 
 class Stretch(NamedTuple):
@@ -302,6 +310,8 @@ class SegmentPool:
                     code = end - address << SHIFT | address
                 edges[address] = edges[end] = code
                 insort(free, code, least)
+            elif least and (picky or not free or (free[-1] < least and not place.requests.served(free))):
+                beyond += self.run(place.steps, blocks, UNBOUNDED)[0]
             if top + beyond > limit:
                 limit, highest = top + beyond, place
         return beyond, limit, highest
