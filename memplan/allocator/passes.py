@@ -439,6 +439,9 @@ LONGEST = 256
 def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
     """``steps`` with those in a row together that give back all they take; ``small``: they are steps of small blocks,
     for whose peaks nobody looks, so that a few may become one."""
+    whole = _stretch(steps)  # as backward is, for the most part
+    if whole is not None:
+        return (whole,)
     parts: list[list[Sequence[Step]]] = []
     closed: list[bool] = []
     ends, stays = _ends(steps)
@@ -458,7 +461,7 @@ def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, .
         if together and small and len(own) < WORTHWHILE:
             brief = [*chain.from_iterable(map(_brief, own))]
         made = _stretch(part) if together and len(brief) >= WORTHWHILE else None
-        if made is not None and len(part) - len(made.parts[0][0]) >= WORTHWHILE:
+        if made is not None:
             joined.append(made)
         elif joined and isinstance(joined[-1], list):
             joined[-1] += brief
@@ -490,8 +493,8 @@ def _brief(steps: Sequence[Step]) -> Sequence[Step]:
     return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(tuple(order))))] if total else steps
 
 
-def _stretch(steps: Sequence[Step]) -> Stretch:
-    """Of steps that give back what they take."""
+def _stretch(steps: Sequence[Step]) -> Stretch | None:
+    """Of steps that give back what they take; ``None`` of others, and where it saves too little."""
     live: dict[int, int] = {}
     """Places where blocks were taken, by slot,"""
     held: list[int] = []
@@ -506,6 +509,10 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
             held.append(at)
             order.append(code)
             together = max(together, len(held))
+            if together > MOST_TOGETHER:
+                return None
+            continue
+        if not units:
             continue
         taken = live.pop(slot, -1)
         given.append((taken, at))
@@ -513,6 +520,8 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
             place = held.index(taken)
             order.append(place - len(held))
             del held[place]
+    if live or len(order) < WORTHWHILE:
+        return None
     places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
     while 2 * places[-1] + first < len(steps):
         places.append(2 * places[-1] + first)

@@ -40,7 +40,7 @@ def test_what_is_passed_over_changes_nothing(
         for block in [pool.take(size * unit) for size in before]:
             pool.give(block)
     live: dict[int, int] = {}
-    steps: list[Step] = []
+    steps: list[Step] = [(len(wanted), 0, 0, NEVER, -1)]  # nothing happens
     held = 0
     for at, one in enumerate(wanted):
         if isinstance(one, int):
@@ -53,7 +53,7 @@ def test_what_is_passed_over_changes_nothing(
             continue
         held += units
         steps.append((slot, units, units << SHIFT, *((NEVER, -1) if small else (held, at))))
-    one_by_one, together = [0] * len(wanted), [0] * len(wanted)
+    one_by_one, together = ([0] * (1 + len(wanted)) for _ in range(2))
     with patch.multiple(passes, FIRST_PART=part, WORTHWHILE=min(part, 8)), patch.object(repeats, "PROBE", part):
         parts = stretches(steps, small=small)
     run = [step[-1].steps if isinstance(step[-1], Brief) else (step,) for part in parts for step in part.steps]
@@ -74,6 +74,9 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     assert [step[0] for step in found[1].parts[0][0]] == [9]
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
     assert not together.together
+    (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(0, 0), *held]])
+    assert together.together
+    assert [step[0] for step in together.parts[0][0]] == [9]
 
 
 @pytest.mark.parametrize(
