@@ -237,7 +237,7 @@ class SegmentPool:
         free, edges = self.free, self.edges
         if not requests.served(free):
             return None
-        codes = [blocks[slot] for slot, *_ in steps]
+        codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
         changing = {code for edge, code in edges.items() if edge in starts or edge in ends} if codes else ()

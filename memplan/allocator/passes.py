@@ -49,7 +49,7 @@ class Row:
         before: list[int] = []
         taken: dict[int, int] = {}
         for stretch in self.stretches:
-            for slot, units, *_ in stretch.steps:
+            for slot, units, _, _, _ in stretch.steps:
                 if units > 0:
                     taken[slot] = units
                 elif units and not taken.pop(slot, 0):
@@ -542,7 +542,7 @@ def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:
     last = len(steps)
     stays = [last] * last
     for at in reversed(range(len(steps))):
-        slot, units, *_ = steps[at]
+        slot, units, _, _, _ = steps[at]
         if units < 0:
             given[slot] = at
         elif units > 0 and slot in given:
@@ -560,7 +560,7 @@ def _closed(steps: Sequence[Step], ends: Mapping[int, int], stays: int, start: i
     at = end = start
     live: set[int] = set()
     while at <= end < before:
-        slot, units, *_ = steps[at]
+        slot, units, _, _, _ = steps[at]
         if units > 0:
             live.add(slot)
             if len(live) > MOST_TOGETHER:
