@@ -41,9 +41,17 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
-Step = tuple[int, int, int, int, int]
+Step = tuple[int, int, int, int, Any]
 """For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
-happens; the least code of a block that fits; the most units held until the next step, and the place of that."""
+happens; the least code of a block that fits; the most units held until the next step, and the place of that. With 0
+units and a code: steps of small blocks that give back what they take, ``Brief`` being the place."""
+
+
+class Brief(NamedTuple):
+    """Few steps that free blocks serve if one has the step's code or more, or if they serve ``requests``."""
+
+    steps: tuple[Step, ...]
+    requests: Requests
 
 
 class Stretch(NamedTuple):
@@ -208,31 +216,44 @@ class SegmentPool:
         beyond, highest = 0, -1
         for parts, together, requests, top in stretches:
             for given, steps in parts:
-                served = (
-                    requests is not None
-                    and rest
-                    and top + together * rest + beyond <= limit
-                    and self._serves(requests, given, blocks)
-                )
-                more, limit, place = self.run(given if served else steps, blocks, limit - beyond)
+                if requests is not None and rest and top + together * rest + beyond <= limit:
+                    back = self._give_all(requests, given, blocks)
+                    if back is not None:
+                        beyond += back
+                        break
+                more, limit, place = self.run(steps, blocks, limit - beyond)
                 limit += beyond
                 beyond += more
                 if place >= 0:
                     highest = place
-                if served:
-                    break
         return beyond, limit, highest
 
-    def _serves(self, requests: Requests, given: Iterable[Step], blocks: list[int]) -> bool:
-        """Whether free blocks serve all ``requests``, wherever what is ``given`` back besides makes larger ones of
-        some."""
-        if not requests.served(self.free):
-            return False
-        edges = self.edges
-        codes = [blocks[slot] for slot, *_ in given]
-        around = {code & ADDRESS for code in codes} | {(code & ADDRESS) + (code >> SHIFT) for code in codes}
-        changing = {edges[edge] for edge in edges.keys() & around}
-        return not changing or requests.served(self.free, changing)
+    def _give_all(self, requests: Requests, steps: Sequence[Step], blocks: list[int]) -> int | None:
+        """Take back what ``steps`` give back, if free blocks serve all ``requests``, wherever that makes larger ones of
+        some; the units by which blocks exceed their requests more than before, or ``None`` where they may not serve.
+
+        What is free behind it begins and ends where no two free blocks meet.
+        """
+        free, edges = self.free, self.edges
+        if not requests.served(free):
+            return None
+        codes = [blocks[step[0]] for step in steps]
+        starts = {code & ADDRESS for code in codes}
+        ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
+        changing = {code for edge, code in edges.items() if edge in starts or edge in ends} if codes else ()
+        if changing and not requests.served(free, changing):
+            return None
+        if len(codes) <= len(free):
+            return self.run(steps, blocks, UNBOUNDED)[0]
+        beyond = -sum([code >> SHIFT for code in codes]) - sum([step[1] for step in steps])
+        starts.update([code & ADDRESS for code in free])
+        ends.update([(code & ADDRESS) + (code >> SHIFT) for code in free])
+        bounds = zip(sorted(starts - ends), sorted(ends - starts), strict=True)
+        free[:] = sorted([end - start << SHIFT | start for start, end in bounds])
+        edges.clear()
+        for code in free:
+            edges[code & ADDRESS] = edges[(code & ADDRESS) + (code >> SHIFT)] = code
+        return beyond
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
@@ -289,6 +310,8 @@ class SegmentPool:
                     code = end - address << SHIFT | address
                 edges[address] = edges[end] = code
                 insort(free, code, least)
+            elif least and (picky or not free or (free[-1] < least and not place.requests.served(free))):
+                beyond += self.run(place.steps, blocks, UNBOUNDED)[0]
             if top + beyond > limit:
                 limit, highest = top + beyond, place
         return beyond, limit, highest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +17,7 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, Requests, Step, Stretch
+from .blocks import LARGEST_SMALL, SHIFT, Brief, Requests, Step, Stretch
 from .caching import AllocatorSettings
 
 NEVER = -1 << SHIFT
@@ -39,9 +39,9 @@ class Operation(NamedTuple):
 class Row:
     """Steps in a row on one stream."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], *, small: bool = False) -> None:
         self.length = len(steps)
-        self.stretches = stretches(steps)
+        self.stretches = stretches(steps, small=small)
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -49,7 +49,7 @@ class Row:
         before: list[int] = []
         taken: dict[int, int] = {}
         for stretch in self.stretches:
-            for slot, units, *_ in stretch.steps:
+            for slot, units, _, _, _ in stretch.steps:
                 if units > 0:
                     taken[slot] = units
                 elif units and not taken.pop(slot, 0):
@@ -391,7 +391,7 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
         slot, units, stream, top, place = operation.slot, operation.units, operation.stream, total, at
     large.append((stream, (slot, units, units << SHIFT, top, place)))
     runs = [(stream, Row([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
-    return tuple((stream, Row(own)) for stream, own in small.items()), tuple(runs), total
+    return tuple((stream, Row(own, small=True)) for stream, own in small.items()), tuple(runs), total
 
 
 @lru_cache(maxsize=1 << 8)
@@ -436,9 +436,13 @@ LONGEST = 256
 """Steps from a request on among which the end of such a stretch is looked for."""
 
 
-def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
-    """``steps`` with those in a row together that give back all they take."""
-    parts: list[list[Step]] = []
+def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
+    """``steps`` with those in a row together that give back all they take; ``small``: they are steps of small blocks,
+    for whose peaks nobody looks, so that a few may become one."""
+    whole = _stretch(steps)  # as backward is, for the most part
+    if whole is not None:
+        return (whole,)
+    parts: list[list[Sequence[Step]]] = []
     closed: list[bool] = []
     ends, stays = _ends(steps)
     at = 0
@@ -449,22 +453,48 @@ def stretches(steps: Sequence[Step]) -> tuple[Stretch, ...]:
             parts.append([])
             closed.append(end is not None)
         after = (at if end is None else end) + 1
-        parts[-1] += steps[at:after]
+        parts[-1].append(steps[at:after])
         at = after
     joined: list[Stretch | list[Step]] = []
-    for part, own in zip(parts, closed, strict=True):
-        made = _stretch(part) if own and len(part) >= WORTHWHILE else None
-        if made is not None and len(part) - len(made.parts[0][0]) >= WORTHWHILE:
+    for own, together in zip(parts, closed, strict=True):
+        part = brief = [*chain.from_iterable(own)]
+        if together and small and len(own) < WORTHWHILE:
+            brief = [*chain.from_iterable(map(_brief, own))]
+        made = _stretch(part) if together and len(brief) >= WORTHWHILE else None
+        if made is not None:
             joined.append(made)
         elif joined and isinstance(joined[-1], list):
-            joined[-1] += part
+            joined[-1] += brief
         else:
-            joined.append(part)
+            joined.append(brief)
     return tuple([Stretch((((), tuple(one)),)) if isinstance(one, list) else one for one in joined])
 
 
-def _stretch(steps: Sequence[Step]) -> Stretch:
-    """Of steps that give back what they take."""
+def _brief(steps: Sequence[Step]) -> Sequence[Step]:
+    """Steps that give back what they take as one, unless they give back other blocks, too.
+
+    A free block that is as large as all their requests together serves each of them: what lies behind those that it
+    has served is as large as those to come.
+    """
+    held: list[int] = []
+    order: list[int] = []
+    total = 0
+    for slot, units, code, _, _ in steps:
+        if units > 0:
+            held.append(slot)
+            order.append(code)
+            total += code
+        elif slot in held:
+            place = held.index(slot)
+            order.append(place - len(held))
+            del held[place]
+        else:
+            return steps
+    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(tuple(order))))] if total else steps
+
+
+def _stretch(steps: Sequence[Step]) -> Stretch | None:
+    """Of steps that give back what they take; ``None`` of others, and where it saves too little."""
     live: dict[int, int] = {}
     """Places where blocks were taken, by slot,"""
     held: list[int] = []
@@ -479,6 +509,10 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
             held.append(at)
             order.append(code)
             together = max(together, len(held))
+            if together > MOST_TOGETHER:
+                return None
+            continue
+        if not units:
             continue
         taken = live.pop(slot, -1)
         given.append((taken, at))
@@ -486,6 +520,8 @@ def _stretch(steps: Sequence[Step]) -> Stretch:
             place = held.index(taken)
             order.append(place - len(held))
             del held[place]
+    if live or len(order) < WORTHWHILE:
+        return None
     places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
     while 2 * places[-1] + first < len(steps):
         places.append(2 * places[-1] + first)
@@ -506,7 +542,7 @@ def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:
     last = len(steps)
     stays = [last] * last
     for at in reversed(range(len(steps))):
-        slot, units, *_ = steps[at]
+        slot, units, _, _, _ = steps[at]
         if units < 0:
             given[slot] = at
         elif units > 0 and slot in given:
@@ -524,7 +560,7 @@ def _closed(steps: Sequence[Step], ends: Mapping[int, int], stays: int, start: i
     at = end = start
     live: set[int] = set()
     while at <= end < before:
-        slot, units, *_ = steps[at]
+        slot, units, _, _, _ = steps[at]
         if units > 0:
             live.add(slot)
             if len(live) > MOST_TOGETHER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.allocator.blocks import MIB, SHIFT, Step
+from memplan.allocator.blocks import MIB, SHIFT, UNBOUNDED, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
 
 SETTINGS = st.sampled_from(
@@ -51,3 +51,19 @@ def test_a_run_of_steps_is_taking_and_giving(
     blocks = [0] * len(expected)
     assert together.run(run, blocks, limit) == (held - requested, most, place)
     assert blocks == expected
+
+
+@given(st.booleans(), st.lists(st.tuples(st.integers(1, 12 * MIB), st.integers(0, 3)), min_size=8, max_size=60))
+def test_blocks_that_come_back_at_once(small: bool, blocks: list[tuple[int, int]]) -> None:
+    """They leave the same free blocks as one after the other: 0 comes back before them, 1 never."""
+    alone, together = (AllocatorSettings().pool(small) for _ in range(2))
+    for pool in (alone, together):
+        codes = [pool.take(units) for units, _ in blocks]
+        pool.give(pool.take(100 * MIB))  # serves the request whatever comes back
+        for code, (_, order) in zip(codes, blocks, strict=True):
+            if not order:
+                pool.give(code)
+    steps: list[Step] = [(slot, -units, 0, 0, -1) for slot, (units, order) in enumerate(blocks) if order > 1]
+    expected = alone.run(steps, codes, UNBOUNDED)[0]
+    assert together._give_all(Requests([1 << SHIFT, -1]), steps, codes) == expected
+    assert (together.free, together.edges) == (alone.free, alone.edges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from unittest.mock import patch
 
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.allocator import passes, repeats
-from memplan.allocator.blocks import MIB, SHIFT, Requests, Step
+from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.passes import Operation, Pass, parts_of, stretches
+from memplan.allocator.passes import NEVER, Operation, Pass, parts_of, stretches
 
 from .test_blocks import SETTINGS
 
@@ -26,23 +27,24 @@ SIZES = st.sampled_from([2, 3, 5, 12, 16, 40])
     st.integers(1, 6),
     st.integers(0, 100),
     st.sampled_from([2, 4, 64]),
+    st.booleans(),
 )
 def test_what_is_passed_over_changes_nothing(
-    rules: AllocatorSettings, before: list[int], once: list[int | float], times: int, limit: int, part: int
+    rules: AllocatorSettings, before: list[int], once: list[int | float], times: int, limit: int, part: int, small: bool
 ) -> None:
-    """``before``: blocks that have been taken and given back; requests in MiB, ``times`` in a row; what is looked at
-    again after ``part`` steps."""
-    wanted = once * times
-    whole, apart = rules.pool(small=False), rules.pool(small=False)
+    """``before``: blocks that have been taken and given back; requests in MiB, or 20 KiB if ``small``, ``times`` in a
+    row; what is looked at again after ``part`` steps."""
+    wanted, unit = once * times, 40 if small else MIB
+    whole, apart = rules.pool(small), rules.pool(small)
     for pool in (whole, apart):
-        for block in [pool.take(size * MIB) for size in before]:
+        for block in [pool.take(size * unit) for size in before]:
             pool.give(block)
     live: dict[int, int] = {}
-    steps: list[Step] = []
+    steps: list[Step] = [(len(wanted), 0, 0, NEVER, -1)]  # nothing happens
     held = 0
     for at, one in enumerate(wanted):
         if isinstance(one, int):
-            slot, units = at, one * MIB + at
+            slot, units = at, one * unit + at
             live[slot] = units
         elif live:
             slot = sorted(live)[-1 - int(one * one * len(live))]
@@ -50,11 +52,12 @@ def test_what_is_passed_over_changes_nothing(
         else:
             continue
         held += units
-        steps.append((slot, units, units << SHIFT, held, at))
-    one_by_one, together = [0] * len(wanted), [0] * len(wanted)
+        steps.append((slot, units, units << SHIFT, *((NEVER, -1) if small else (held, at))))
+    one_by_one, together = ([0] * (1 + len(wanted)) for _ in range(2))
     with patch.multiple(passes, FIRST_PART=part, WORTHWHILE=min(part, 8)), patch.object(repeats, "PROBE", part):
-        parts = stretches(steps)
-    assert [step for part in parts for step in part.steps] == steps
+        parts = stretches(steps, small=small)
+    run = [step[-1].steps if isinstance(step[-1], Brief) else (step,) for part in parts for step in part.steps]
+    assert [*chain.from_iterable(run)] == steps
     assert whole.run(steps, one_by_one, limit * MIB) == apart.run_all(parts, together, limit * MIB)
     assert whole.free == apart.free
     assert whole.edges == apart.edges
@@ -71,6 +74,27 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     assert [step[0] for step in found[1].parts[0][0]] == [9]
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
     assert not together.together
+    (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(0, 0), *held]])
+    assert together.together
+    assert [step[0] for step in together.parts[0][0]] == [9]
+
+
+@pytest.mark.parametrize(
+    ("requests", "segments"),
+    [((2048, 2047), 1), ((2048, 2048), 2), ((1300, 1300, 1300), 1), ((1300, 1300, 1300, 1300), 2)],
+)
+@pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
+def test_few_small_steps_are_one(settings: AllocatorSettings, requests: tuple[int, ...], segments: int) -> None:
+    """Requests for so many units, which end in the opposite order, behind one for a unit that takes a segment of
+    4096."""
+    begin = [*enumerate((1, *requests))]
+    sizes = [*begin, *[(slot, -units) for slot, units in begin[:0:-1]]]
+    (found,) = stretches([(slot, units, units << SHIFT, NEVER, -1) for slot, units in sizes], small=True)
+    assert len(found.steps) == 2
+    pool = settings.pool(small=True)
+    assert pool.run_all((found,), [0] * len(begin), 0) == (0, 0, -1)
+    assert pool.reserved == segments * 4096
+    assert sum(code >> SHIFT for code in pool.free) == segments * 4096 - 1
 
 
 @pytest.mark.parametrize(
