@@ -88,10 +88,25 @@ class Parsed:
             problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
             self.ask(key, problem, given.lineno)
 
-    def stands(self, call: ast.Call) -> bool | None:
-        """Whether the script comes to ``call``, by the conditions around it; nothing where only it knows."""
-        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(call), ())]
-        wanted = [needed for _, needed in self.tests.get(id(call), ())]
+    def put_later(self, key: str, given: ast.Assign) -> None:
+        """``key``, which ``given`` sets anew; asked for where a flag says it and only the running script knows whether
+        it comes to that."""
+        stands, flag, before = self.stands(given), FLAGS.get(key, ""), self.found.get(key)
+        same = before is not None and before.plain() == self.value(given.value)
+        if stands is None and flag and flag.partition(" ")[0] not in self.asked and not same:
+            test = one_line(ast.unparse(self.tests[id(given)][-1][0]))[:60]
+            self.ask(
+                key,
+                f"is set anew under {test}, which only the running script knows: say it with --{flag}",
+                given.lineno,
+            )
+        elif stands is not False:
+            self.put(key, given.value)
+
+    def stands(self, node: ast.Call | ast.Assign) -> bool | None:
+        """Whether the script comes to ``node``, by the conditions around it; nothing where only it knows."""
+        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(node), ())]
+        wanted = [needed for _, needed in self.tests.get(id(node), ())]
         if any(one is (not needed) for one, needed in zip(holds, wanted, strict=True)):
             return False
         return None if None in holds else True

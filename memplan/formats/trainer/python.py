@@ -220,7 +220,14 @@ class _Reading(Parsed):
             raise wrong
         used = frozenset(self.settled.used - {*READ})
         said = Node(self.found, Origin(self.source, config.lineno))
-        return Script(said, script, changes.environment(self), used, frozenset(self.settled.declared), wrong)
+        return Script(
+            said,
+            script,
+            changes.environment(self),
+            used,
+            frozenset({*self.settled.declared, *self.settled.options}),
+            wrong,
+        )
 
     def undecided(self) -> None:
         """Asks for adapters and weights that the script makes under a condition that the command does not decide."""

@@ -6,6 +6,7 @@ are taken apart as ``HfArgumentParser`` does (``hf_argparser.py`` of transformer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
@@ -62,8 +63,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     except ScriptError as error:
         raise refused(error) from None
     _check_spread(training, asked)
-    _check_spread(training, asked)
-    given, loose = taken_apart(training.words, {}, training.origin)
+    given, loose = taken_apart(_spelt_out(training, reading, folder), {}, training.origin)
     wrong: list[PlanError] = []
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
@@ -182,11 +182,32 @@ def _of_python(reading: Reading, folder: Path, asked: Asked) -> Script | None:
 
 def _beside(name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node]) -> Script | None:
     """What the Python file that is started with ``flags`` does by itself, where it is at hand."""
+    content, path = _content(name, reading, folder)
+    return script_in(content, path, asked.names, flags) if takes_arguments(content) else None
+
+
+def _content(name: str, reading: Reading, folder: Path) -> tuple[str, str]:
+    """The Python file ``name`` that is started, and its path; nothing where it is not at hand."""
     words = (text(word) for one in reading.started for word in one.words)
     places = (found_from(word, folder) for word in words if word.endswith(f"{name}.py"))
     path = next((place for place in places if is_there(place)), None)
-    content = read_text(path) if path is not None else ""
-    return script_in(content, str(path), asked.names, flags) if takes_arguments(content) else None
+    return (read_text(path), str(path)) if path is not None else ("", "")
+
+
+_OPTIONS = re.compile(r"""add_argument\(\s*((?:["']-[\w-]+["']\s*,?\s*)+)""")
+
+
+def _spelt_out(training: Training, reading: Reading, folder: Path) -> list[Value]:
+    """The words of ``training`` with short options (``-m``) by the long names that the Python file declares."""
+    long: dict[str, str] = {}
+    if any(text(word).startswith("-") and text(word)[1:2].isalpha() for word in training.words):
+        for declared in _OPTIONS.finditer(_content(training.script, reading, folder)[0]):
+            names = re.findall(r"-[\w-]+", declared[1])
+            full = next((name for name in names if name.startswith("--")), "")
+            long |= {name: full for name in names if full and name != full}
+    return [
+        (word[0]._replace(text=long[text(word)]),) if word and text(word) in long else word for word in training.words
+    ]
 
 
 def with_launcher(found: Started, launcher: Mapping[str, Node] | None = None, *, by_trl: bool = True) -> Started:
