@@ -257,5 +257,5 @@ def test_a_script_is_a_process_of_its_own(line: str, started: str | None) -> Non
 
 
 def test_a_script_that_cannot_be_read_is_told_where_nothing_else_starts() -> None:
-    with pytest.raises(ValueError, match="then"):
+    with pytest.raises(ValueError, match="`fi` is missing"):
         read_script("bash broken.sh\n", "run.sh", {}, lambda name: (CHILDREN[name], name))
