@@ -19,7 +19,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, tog
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
-from ..accelerate_flags import configured, split_off
+from ..accelerate_flags import changes_memory, configured, split_off
 from ..files import node_of_written
 from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
@@ -75,7 +75,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
     front = _of_launcher(training.launcher, training.origin)
-    launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
+    decisive = {name for name in map(_key, front or ()) if changes_memory(name)}
+    launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read | decisive))
     if wrong:
         raise with_unread(together(wrong), unread(reading))
     runners = {text(word).rpartition("/")[2] for word in training.launcher}
@@ -248,7 +249,7 @@ def _entries(
 ) -> Iterator[tuple[str, Node]]:
     """Keys and values; those of ``read`` that are not known are asked for in ``wrong``."""
     for one in given:
-        name = one.name.removeprefix("--").replace("-", "_")
+        name = _key(one)
         unknown = next((value for value in one.values if not is_known(value)), None)
         if unknown is not None:
             if name in read:
@@ -260,6 +261,10 @@ def _entries(
             yield name[3:], Node(False, one.origin)
             continue
         yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
+
+
+def _key(given: Given) -> str:
+    return given.name.removeprefix("--").replace("-", "_")
 
 
 _TRUE = frozenset({*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT})

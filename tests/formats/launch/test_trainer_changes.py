@@ -417,3 +417,16 @@ def test_a_script_of_many_functions_is_walked_once() -> None:
         patch.setattr(ast, "walk", counted)
         Settled(ast.parse(text), {}, {}, {})
     assert sum(steps) < 10
+
+
+@pytest.mark.parametrize("flag", ["--config_file", "--mixed_precision", "--use_fsdp", "--zero_stage"])
+def test_flags_of_a_launcher_that_are_not_known_are_asked_for(flag: str, tmp_path: Path) -> None:
+    """Without them the job was taken to be DDP in fp32; those without effect may be what they are."""
+    command = (
+        "P=$(cat file)\naccelerate launch {} $P --main_process_port $P --fsdp_state_dict_type $P --num_processes 1"
+    )
+    command += " run_clm.py --model_name_or_path gpt2 --do_train\n"
+    with pytest.raises(PlanError, match=f"{flag}: is needed, .*--set P=value") as raised:
+        plan_of(tmp_path, "run.sh", command.format(flag))
+    assert len(raised.value.errors) == 1
+    assert plan_of(tmp_path, "run.sh", command.format("--machine_rank")).precision.dtype == "fp32"
