@@ -135,12 +135,16 @@ def script_in(text: str, source: str, asked: Collection[str], flags: Mapping[str
         raise wrong_at(source, f"is nested too deeply to be read; {INSTEAD}") from None
 
 
+class UnreadError(PlanError):
+    """Python of a newer release than the one that runs, or none."""
+
+
 def _parsed(text: str, source: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
+        origin = Origin(source, getattr(error, "lineno", None))
+        raise UnreadError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=origin) from None
 
 
 class _Reading(Parsed):

@@ -16,6 +16,7 @@ from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
 from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together, wrong_at
+from ...plan.notes import Note
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
@@ -28,7 +29,7 @@ from ..settings import Given, needed, taken_apart
 from ..training_scripts import matters, with_unread
 from . import swift
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
-from .python import Script, python_in, script_in, takes_arguments
+from .python import Script, UnreadError, python_in, script_in, takes_arguments
 from .trl import LOOPS, TRAINER, Loop
 
 
@@ -49,6 +50,7 @@ class Started:
     """The launcher starts a process on every GPU that it finds, and nothing says how many."""
     environment: Mapping[str, Node] = field(default_factory=dict)
     """Variables that the scripts set and that may change memory."""
+    notes: tuple[Note, ...] = ()
     said: Script | None = None
     """The Python file that is started, where it was read."""
     called: str = ""
@@ -68,9 +70,14 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
+    notes: tuple[Note, ...] = ()
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     if said is None:
-        said = _beside(training.script, reading, folder, asked, {**base, **flags})
+        try:
+            said = _beside(training.script, reading, folder, asked, {**base, **flags})
+        except UnreadError as error:  # the command alone says the job then
+            problem = f"{training.script}.py is no Python that can be read ({error.origin}): what it does beside its "
+            notes = (Note("not-followed", f"{problem}arguments is left out"),)
         flags = {name: node for name, node in flags.items() if said is None or name not in said.used}
         base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
@@ -98,7 +105,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if said is not None:
         variables |= said.environment
     found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
-    found = replace(found, said=said, called=training.script)
+    found = replace(found, said=said, called=training.script, notes=notes)
     return with_launcher(found, launcher, by_trl=by_trl)
 
 

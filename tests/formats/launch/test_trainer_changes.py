@@ -430,3 +430,14 @@ def test_flags_of_a_launcher_that_are_not_known_are_asked_for(flag: str, tmp_pat
         plan_of(tmp_path, "run.sh", command.format(flag))
     assert len(raised.value.errors) == 1
     assert plan_of(tmp_path, "run.sh", command.format("--machine_rank")).precision.dtype == "fp32"
+
+
+def test_a_script_of_a_newer_python_leaves_the_command(tmp_path: Path) -> None:
+    """Its arguments say the job; a note says that what the script does besides is left out."""
+    (tmp_path / "train.py").write_text(PARSED + "\nexcept A, B:\n", encoding="utf-8")
+    command = "python train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --max_length 512 --bf16\n"
+    (tmp_path / "run.sh").write_text(command, encoding="utf-8")
+    place = str(tmp_path / "run.sh")
+    read = read_given(place, flags_of_launch(place, None), {"gpus": "1"})
+    assert read.plan.batch.mbs == 2
+    assert any("train.py is no Python that can be read" in note.message for note in read.warnings)
