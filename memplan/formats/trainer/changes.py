@@ -186,10 +186,17 @@ def liger(script: Parsed) -> None:
 _ALIKE = "a reference of the policy's size and dtype is modelled; --trainer dpo takes such a one in its place"
 
 
+_REFERENCE_SECOND = ("DPOTrainer", "KTOTrainer")
+"""Trainers of trl whose second parameter is ``ref_model`` (``trainer/dpo_trainer.py``)."""
+_WEIGHTS = ("quantization_config",)
+
+
 def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | None) -> None:
     """A reference that is another model than the policy; DPO's is taken to be of its size and dtype."""
     for call in trainers:
         given = _given(script, call, "ref_model")
+        if given is None and name_of(call) in _REFERENCE_SECOND and len(call.args) > 1:
+            given = call.args[1]
         made = script.once.get(given.id, given) if isinstance(given, ast.Name) else given
         loaded = [one for one in ast.walk(made) if isinstance(one, ast.Call)] if made is not None else []
         loaded = [one for one in loaded if name_of(one) == "from_pretrained"]
@@ -200,7 +207,7 @@ def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | Non
             script.ask("ref_model", f"is another model than the policy: {_ALIKE}", made.lineno)
         if not loaded or model is None:
             continue
-        if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", "dtype", "torch_dtype")):
+        if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", *LOADED, *_WEIGHTS)):
             script.ask("ref_model", f"is loaded otherwise than the model: {_ALIKE}", loaded[0].lineno)
 
 

@@ -115,6 +115,7 @@ model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B-Instruct")
 ref = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-{size}-Instruct")
 DPOTrainer(model=model, ref_model=ref, args=DPOConfig("out"))
 """
+INT8_REFERENCE = DPO.format(size="0.5B").replace('")\nDPO', '", load_in_8bit=True)\nDPO')
 GRPO = """
 args = GRPOConfig("out", per_device_train_batch_size=8)
 GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/ArmoRM-Llama3-8B-v0.1"], args=args)
@@ -128,6 +129,8 @@ GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/Armo
         (TRAIN.replace("args=args", "args=args, compute_loss_func=mine"), "compute_loss_func: is a loss", "loss"),
         (TRAIN.replace("Trainer(model", OPTIMIZER + "model"), "Logging.create_optimizer: is an optimizer", "optimizer"),
         (DPO.format(size="1.5B"), "ref_model: is loaded otherwise", "trainer"),
+        (DPO.format(size="1.5B").replace("model=model, ref_model=ref", "model, ref"), "is loaded otherwise", "trainer"),
+        (INT8_REFERENCE, "ref_model: is loaded otherwise", "trainer"),
         (with_line("model.to(torch_dtype)"), "to: is torch_dtype", "autocast-parameters"),
         (TRAIN.replace(".from_pretrained", ".from_config"), "from_config: is made from a configuration", "model"),
     ],
