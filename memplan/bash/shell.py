@@ -50,6 +50,7 @@ from .values import (
     Variables,
     cleaned,
     is_known,
+    is_position,
     slurm_variables,
     text,
 )
@@ -434,7 +435,10 @@ class Shell:
         if not name or name in self._running or RUNS_PYTHON.search(name):
             return False
         variables, functions = self.variables, dict(self._functions)
-        before, given = (variables.values, variables.positional, variables.exported), variables.exported
+        before, given = (
+            (variables.values, variables.positional, variables.exported, variables.given),
+            variables.exported,
+        )
         passed = {name: value for name, value in variables.values.items() if name in given or name in self.reading.job}
         passed |= {one.name: self.expansion.one(one.value) for one in command.assignments}
         started_by, job = self._launcher, self.reading.job
@@ -444,6 +448,7 @@ class Shell:
             if found is None:
                 return False
             variables.values, variables.positional = dict(passed), words[at + 1 :]
+            variables.given = {name: value for name, value in variables.given.items() if not is_position(name)}
             variables.exported = {*given, *(one.name for one in command.assignments)}
             self._functions.clear()
             self._launcher = (*started_by, *launcher)
@@ -456,7 +461,7 @@ class Shell:
         except ValueError as error:
             self.failed = self.failed or error
         finally:
-            variables.values, variables.positional, variables.exported = before
+            variables.values, variables.positional, variables.exported, variables.given = before
             self._functions.clear()
             self._functions.update(functions)
             self._launcher = started_by

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, wrong_at
 from .keys import READ
@@ -35,12 +35,19 @@ STARTED = f"takes its arguments from a command line: give a shell script with th
 
 class Parsed:
     def __init__(
-        self, module: ast.Module, source: str, asked: frozenset[str], flags: Mapping[str, Node] | None = None
+        self,
+        module: ast.Module,
+        source: str,
+        asked: frozenset[str],
+        flags: Mapping[str, Node] | None = None,
+        unknown: Collection[str] = (),
     ) -> None:
         self.source, self.asked = source, asked
         self.module = module
         self.once = bound_once(module)
-        said = None if flags is None else {name: node.plain() for name, node in flags.items()}
+        said: dict[str, object] | None = None
+        if flags is not None:
+            said = {**dict.fromkeys(unknown, UNKNOWN), **{name: node.plain() for name, node in flags.items()}}
         self.settled = Settled(module, constants(self.once), self.once, said)
         self.tests = conditions(module)
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
@@ -50,9 +57,12 @@ class Parsed:
         """Names that calls are given to, by the call's identity."""
         for node in ast.walk(module):
             if isinstance(node, ast.Assign):
-                names = [ast.unparse(target) for target in node.targets]
+                targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+                names = [ast.unparse(target) for target in targets]
                 self.assigned |= {id(one): names for one in ast.walk(node.value) if isinstance(one, ast.Call)}
         self.found: dict[str, Node] = {}
+        self.later: set[str] = set()
+        """Arguments that are set anew behind the call which makes them."""
         self.wrong: list[PlanError] = []
 
     def take(self, call: ast.Call, keys: Mapping[str, str] | None) -> None:
@@ -102,6 +112,7 @@ class Parsed:
             )
         elif stands is not False:
             self.put(key, given.value)
+            self.later.add(key)
 
     def stands(self, node: ast.Call | ast.Assign) -> bool | None:
         """Whether the script comes to ``node``, by the conditions around it; nothing where only it knows."""

@@ -126,11 +126,17 @@ def python_in(folder: Path) -> IsMark:
     return holds
 
 
-def script_in(text: str, source: str, asked: Collection[str], flags: Mapping[str, Node] | None = None) -> Script:
+def script_in(
+    text: str,
+    source: str,
+    asked: Collection[str],
+    flags: Mapping[str, Node] | None = None,
+    unknown: Collection[str] = (),
+) -> Script:
     """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name, ``flags`` the
-    arguments that a command starts it with."""
+    arguments that a command starts it with, and ``unknown`` those of which only the running script knows the value."""
     try:
-        return _Reading(_parsed(text, source), source, frozenset(asked), flags).script()
+        return _Reading(_parsed(text, source), source, frozenset(asked), flags, unknown).script()
     except RecursionError:
         raise wrong_at(source, f"is nested too deeply to be read; {INSTEAD}") from None
 
@@ -222,7 +228,7 @@ class _Reading(Parsed):
         wrong = together(self.wrong) if self.wrong else None
         if wrong is not None and not self.settled.is_started:
             raise wrong
-        used = frozenset(self.settled.used - {*READ})
+        used = frozenset(self.settled.used - {*READ} | self.later)
         said = Node(self.found, Origin(self.source, config.lineno))
         return Script(
             said,

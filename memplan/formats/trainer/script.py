@@ -74,7 +74,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     if said is None:
         try:
-            said = _beside(training.script, reading, folder, asked, {**base, **flags})
+            unknown = [_key(one) for one in given if not all(map(is_known, one.values))]
+            said = _beside(training.script, reading, folder, asked, {**base, **flags}, unknown)
         except UnreadError as error:  # the command alone says the job then
             problem = f"{training.script}.py is no Python that can be read ({error.origin}): what it does beside its "
             notes = (Note("not-followed", f"{problem}arguments is left out"),)
@@ -188,10 +189,13 @@ def _of_python(reading: Reading, folder: Path, asked: Asked) -> Script | None:
     return script_in(read_text(path), str(path), asked.names, {})
 
 
-def _beside(name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node]) -> Script | None:
-    """What the Python file that is started with ``flags`` does by itself, where it is at hand."""
+def _beside(
+    name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node], unknown: Collection[str]
+) -> Script | None:
+    """What the Python file that is started with ``flags``, and with ``unknown`` ones, does by itself, where it is at
+    hand."""
     content, path = _content(name, reading, folder)
-    return script_in(content, path, asked.names, flags) if takes_arguments(content) else None
+    return script_in(content, path, asked.names, flags, unknown) if takes_arguments(content) else None
 
 
 def _content(name: str, reading: Reading, folder: Path) -> tuple[str, str]:

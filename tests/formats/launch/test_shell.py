@@ -256,6 +256,12 @@ def test_a_script_is_a_process_of_its_own(line: str, started: str | None) -> Non
     assert (" ".join(map(text, first.words)) if first is not None else None) == started
 
 
+def test_a_position_that_is_given_is_the_first_scripts() -> None:
+    given = {"1": "4"}
+    reading = read_script('bash train.sh "$1$1"', "run.sh", given, lambda name: (CHILDREN[name], name))
+    assert " ".join(map(text, reading.started[0].words)).strip() == "python train.py 44"
+
+
 def test_a_script_that_cannot_be_read_is_told_where_nothing_else_starts() -> None:
     with pytest.raises(ValueError, match="`fi` is missing"):
         read_script("bash broken.sh\n", "run.sh", {}, lambda name: (CHILDREN[name], name))

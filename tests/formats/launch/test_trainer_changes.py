@@ -444,3 +444,21 @@ def test_a_script_of_a_newer_python_leaves_the_command(tmp_path: Path) -> None:
     read = read_given(place, flags_of_launch(place, None), {"gpus": "1"})
     assert read.plan.batch.mbs == 2
     assert any("train.py is no Python that can be read" in note.message for note in read.warnings)
+
+
+LATER = """
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+ours, args = HfArgumentParser((Ours, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(ours.name, attn_implementation=ours.attn)
+args.gradient_checkpointing = True
+Trainer(model=model, args=args).train()
+"""
+
+
+def test_what_is_set_behind_the_parser_stands_over_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LATER, encoding="utf-8")
+    command = "python train.py --output_dir o --bf16 --gradient_checkpointing False --name gpt2 --attn {}\n"
+    plan = plan_of(tmp_path, "run.sh", command.format("eager"))
+    assert (plan.recompute.mode, plan.attention) == ("full", "eager")
+    with pytest.raises(PlanError, match="attn_implementation: is ours"):
+        plan_of(tmp_path, "run.sh", command.format("$UNSET"))
