@@ -50,6 +50,7 @@ from .values import (
     Variables,
     cleaned,
     is_known,
+    is_position,
     slurm_variables,
     text,
 )
@@ -71,6 +72,8 @@ _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|ksh)")
 _READS = re.compile(rf"{_SHELL.pattern}|sbatch")
 """Commands that run the script on their standard input."""
 _SCRIPT = re.compile(r"\.(?:sh|bash|slurm|sbatch)$")
+_LAUNCHERS = ("srun", "nohup")
+"""Commands that run the one behind them."""
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
 
 
@@ -96,6 +99,8 @@ def read_script(script: str, source: str, given: Mapping[str, str] | None = None
         pass
     except RecursionError:
         raise ScriptError("is nested too deeply to be a launch script", Origin(source)) from None
+    if shell.failed is not None and not shell.reading.started:
+        raise shell.failed
     return shell.reading
 
 
@@ -128,6 +133,8 @@ class Shell:
         self._budget = variables.ledger.budget
         self._calls = 0
         self._running: set[str] = set()
+        self.failed: ValueError | None = None
+        """Why the first of the scripts that this one runs could not be read."""
         self._launcher: tuple[Value, ...] = ()
         self._follow: dict[type, Callable[[Any], Decision]] = {
             Simple: self._simple,
@@ -305,7 +312,7 @@ class Shell:
         if builtin is not None:
             return builtin(self, words, command)
         if name in self._functions:
-            return self._call(name, words[1:])
+            return self._call_with(command, name, words[1:])
         self.written.write(words, command.redirects)
         self.start(words, command)
         return True
@@ -350,6 +357,23 @@ class Shell:
                 size += key not in old and key not in items
                 items[key] = value
         return items
+
+    def _call_with(self, command: Simple, name: str, arguments: list[Value]) -> Decision:
+        """Calls a function with the variables in front of it, which are exported and last as long as the call."""
+        variables = self.variables
+        set_for_it = [one for one in command.assignments if one.name not in variables.given]
+        before = {one.name: variables.values.get(one.name) for one in set_for_it}
+        exported = {*variables.exported}
+        for assignment in set_for_it:
+            self._assign(assignment, exported=True)
+        try:
+            return self._call(name, arguments)
+        finally:
+            for one, value in before.items():
+                variables.values.pop(one, None)
+                if value is not None:
+                    variables.values[one] = value
+                variables.exported -= {one} - exported
 
     def _call(self, name: str, arguments: list[Value]) -> Decision:
         self._calls += 1
@@ -398,33 +422,61 @@ class Shell:
         self.reading.started.append(Started((*self._launcher, *words), environment, command.origin))
 
     def _runs_a_script(self, words: list[Value], command: Simple) -> bool:
-        """Follows ``bash train.sh 8 4096`` and ``./train.sh`` as a process of its own: what is exported, and no more,
-        goes to it, and nothing comes back. A job's own flags (``sbatch --nodes=4 …``) would stand over its lines."""
+        """Follows ``bash train.sh 8 4096``, ``./train.sh`` and ``srun bash train.sh`` as a process of its own: what is
+        exported, and no more, goes to it, and nothing comes back. A job's own flags (``sbatch --nodes=4 …``) would
+        stand over its lines. A script that cannot be read matters only where no other one starts anything."""
         at = next((n for n, word in enumerate(words) if _SCRIPT.search(text(word))), None)
-        if at is None or at > 1 or (at == 1 and not _READS.fullmatch(text(words[0]))) or not is_known(words[at]):
+        launcher = self._in_front(words[:at]) if at is not None else None
+        if at is None or launcher is None:
             return False
-        name = text(words[at]).removeprefix("./")
-        found = self._beside(name) if name not in self._running and not RUNS_PYTHON.search(name) else None
-        if found is None:
+        word = words[at]
+        name = text(word) if is_known(word) else _beside_the_script(self.reading.ledger.shown(word))
+        name = name.removeprefix("./")
+        if not name or name in self._running or RUNS_PYTHON.search(name):
             return False
-        variables = self.variables
-        before, given = (variables.values, variables.positional, variables.exported), variables.exported
+        variables, functions = self.variables, dict(self._functions)
+        before, given = (
+            (variables.values, variables.positional, variables.exported, variables.given),
+            variables.exported,
+        )
         passed = {name: value for name, value in variables.values.items() if name in given or name in self.reading.job}
         passed |= {one.name: self.expansion.one(one.value) for one in command.assignments}
-        variables.values, variables.positional = dict(passed), words[at + 1 :]
-        variables.exported = {*given, *(one.name for one in command.assignments)}
-        if not self.reading.job:
-            self.reading.job = slurm_variables(cleaned(found[0]), found[1])
-            variables.values |= self.reading.job
+        started_by, job = self._launcher, self.reading.job
         self._running.add(name)
         try:
+            found = self._beside(name)
+            if found is None:
+                return False
+            variables.values, variables.positional = dict(passed), words[at + 1 :]
+            variables.given = {name: value for name, value in variables.given.items() if not is_position(name)}
+            variables.exported = {*given, *(one.name for one in command.assignments)}
+            self._functions.clear()
+            self._launcher = (*started_by, *launcher)
+            if not job:
+                self.reading.job = slurm_variables(cleaned(found[0]), found[1])
+                variables.values |= self.reading.job
             self.follow_file(cleaned(found[0]), found[1])
         except (ExitError, LeaveError):
             pass
+        except ValueError as error:
+            self.failed = self.failed or error
         finally:
-            variables.values, variables.positional, variables.exported = before
+            variables.values, variables.positional, variables.exported, variables.given = before
+            self._functions.clear()
+            self._functions.update(functions)
+            self._launcher = started_by
             self._running.discard(name)
         return True
+
+    @staticmethod
+    def _in_front(words: list[Value]) -> list[Value] | None:
+        """What launches the shell whose command ``words`` begin; nothing where they are another command's."""
+        names = [text(word) for word in words]
+        shell = next((n for n, name in enumerate(names) if _READS.fullmatch(name)), None)
+        if shell is not None and any(not name.startswith("-") or "sbatch" in names for name in names[shell + 1 :]):
+            return None
+        launcher = words[:shell]
+        return launcher if not launcher or names[0] in _LAUNCHERS else None
 
     def _launch(self, launcher: list[Value], script: Value, origin: Origin) -> None:
         before, self._launcher = self._launcher, (*self._launcher, *launcher)

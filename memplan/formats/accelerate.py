@@ -58,7 +58,7 @@ READ = (
 
 _DISTRIBUTED = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 
-_WITHOUT_EFFECT_ON_FSDP = frozenset(
+WITHOUT_EFFECT_ON_FSDP = frozenset(
     """
     transformer_layer_cls_to_wrap backward_prefetch forward_prefetch use_orig_params state_dict_type sync_module_states
     cpu_ram_efficient_loading limit_all_gathers xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings min_num_params
@@ -256,7 +256,7 @@ def shard(
     version = settings.node("version") or Node(newest, settings.origin)
     if str(version.value) not in ("1", "2"):
         raise version.wrong("fsdp_version", "must be 1 or 2")
-    known = {name for row in FSDP_ROWS for name in row.names} | _WITHOUT_EFFECT_ON_FSDP
+    known = {name for row in FSDP_ROWS for name in row.names} | WITHOUT_EFFECT_ON_FSDP
     for key, node in settings.given.items():
         if key not in known:
             guess = nearest(key, known)

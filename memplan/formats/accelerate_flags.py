@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..plan.errors import Node, PlanError
 from ..plan.yaml_events import parse_yaml
-from .accelerate import READ, WITHOUT_EFFECT, Accelerated, accelerated, file_named
+from .accelerate import READ, WITHOUT_EFFECT, WITHOUT_EFFECT_ON_FSDP, Accelerated, accelerated, file_named
 from .launchers import found_from
 
 _PARTS = {
@@ -63,6 +63,14 @@ def _is_launchers(key: str) -> bool:
     known = key in READ or key in WITHOUT_EFFECT or key in _FILES or key in _PARTS
     parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
     return (known or key.startswith(parts)) and key != "fsdp_config" and key not in _OF_TRAINER
+
+
+def changes_memory(flag: str) -> bool:
+    """Whether what ``flag`` of the launcher says is in what ``configured`` makes of it."""
+    parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
+    known = flag in (*_FILES, *_PARTS, "mixed_precision") or flag.startswith(parts)
+    without = flag in WITHOUT_EFFECT or flag.removeprefix("fsdp_") in WITHOUT_EFFECT_ON_FSDP
+    return known and not without and flag != "gradient_clipping"
 
 
 def configured(flags: Mapping[str, Node], origin: Node, folder: Path) -> Accelerated:

@@ -81,7 +81,8 @@ def test_with_products_of_cublas_12_1_large_and_long_steps_on_h100_are_right() -
 @needs_measured
 def test_nvidias_published_throughput() -> None:
     """All rows that are modelled; those with experts in 16 bits, of which three are within a fifth, and hybrids
-    (docs/timing.md)."""
+    (docs/timing.md). A fourth was while each row was timed with Transformer Engine 2.18's loss, which has a gradient in
+    fp32 that their releases have not."""
     rows = read_rows(MEASURED / nvidia.NAME)
     tables = timing.throughput(rows)
     timed = {row.id: row for table in tables for row in table.rows}

@@ -117,6 +117,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{said.replace('_', '')}_config"
         if said in _PRECISIONS and "mixed_precision" not in root.mapping:
             root = laid_over(root, [f"mixed_precision={_PRECISIONS[said]}"], training.origin)
+        if not gpus.isdecimal():
+            raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
         if gpus != "0" and not asked.names & {"gpus", "dp"}:
             flags["gpus"] = gpus
     _check(recipe, root, asked, training.origin)

@@ -14,7 +14,7 @@ from ...plan.errors import Node, Origin, one_line
 from ..training_scripts import matters
 from .keys import RESIZED
 from .parsed import FLAGS, LOADED, Parsed
-from .syntax import UNKNOWN, name_of, owner_of
+from .syntax import UNKNOWN, bound_once, name_of, owner_of
 
 ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
 """Models beside the one that is trained, by the names that scripts give them."""
@@ -72,15 +72,8 @@ def _given(script: Parsed, call: ast.Call, name: str) -> ast.expr | None:
 def _returns_super(method: ast.FunctionDef) -> bool:
     """It does what its base does and hands that on, as one that logs does."""
     returned = [node.value for node in ast.walk(method) if isinstance(node, ast.Return) and node.value is not None]
-    once = {
-        target.id: node.value
-        for node in ast.walk(method)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    added = {ast.unparse(node.target) for node in ast.walk(method) if isinstance(node, ast.AugAssign)}
-    values = [once.get(one.id, one) if isinstance(one, ast.Name) and one.id not in added else one for one in returned]
+    once = bound_once(method)
+    values = [once.get(one.id, one) if isinstance(one, ast.Name) else one for one in returned]
     return bool(values) and all(ast.unparse(one).startswith(f"super().{method.name}(") for one in values)
 
 
@@ -165,7 +158,7 @@ def of_config(script: Parsed, config: ast.Call) -> None:
     for node in ast.walk(script.module):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(node, ast.Assign) and isinstance(target, ast.Attribute) and ast.unparse(target.value) in names:
-            script.put(target.attr, node.value)
+            script.put_later(target.attr, node)
     for call in script.calls:
         method = call.func if isinstance(call.func, ast.Attribute) else None
         if method is not None and method.attr.startswith("set_") and ast.unparse(method.value) in names:
@@ -193,10 +186,17 @@ def liger(script: Parsed) -> None:
 _ALIKE = "a reference of the policy's size and dtype is modelled; --trainer dpo takes such a one in its place"
 
 
+_REFERENCE_SECOND = ("DPOTrainer", "KTOTrainer")
+"""Trainers of trl whose second parameter is ``ref_model`` (``trainer/dpo_trainer.py``)."""
+_WEIGHTS = ("quantization_config",)
+
+
 def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | None) -> None:
     """A reference that is another model than the policy; DPO's is taken to be of its size and dtype."""
     for call in trainers:
         given = _given(script, call, "ref_model")
+        if given is None and name_of(call) in _REFERENCE_SECOND and len(call.args) > 1:
+            given = call.args[1]
         made = script.once.get(given.id, given) if isinstance(given, ast.Name) else given
         loaded = [one for one in ast.walk(made) if isinstance(one, ast.Call)] if made is not None else []
         loaded = [one for one in loaded if name_of(one) == "from_pretrained"]
@@ -207,7 +207,7 @@ def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | Non
             script.ask("ref_model", f"is another model than the policy: {_ALIKE}", made.lineno)
         if not loaded or model is None:
             continue
-        if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", "dtype", "torch_dtype")):
+        if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", *LOADED, *_WEIGHTS)):
             script.ask("ref_model", f"is loaded otherwise than the model: {_ALIKE}", loaded[0].lineno)
 
 
@@ -245,6 +245,10 @@ def _set(script: Parsed) -> Iterator[tuple[str, ast.expr]]:
             name, value, of = script.value(target.slice), node.value, ast.unparse(target.value)
         elif isinstance(node, ast.Call) and name_of(node) == "setdefault" and len(node.args) == 2:
             name, value, of = script.value(node.args[0]), node.args[1], owner_of(node)
+        elif isinstance(node, ast.Call) and name_of(node) == "update" and owner_of(node) == "environ":
+            yield from (pair for given in node.args for pair in script.pairs(given) or ())
+            yield from ((one.arg, one.value) for one in node.keywords if one.arg is not None)
+            continue
         else:
             continue
         if isinstance(name, str) and of.endswith("environ"):

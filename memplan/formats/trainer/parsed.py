@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, wrong_at
 from .keys import READ
@@ -35,12 +35,19 @@ STARTED = f"takes its arguments from a command line: give a shell script with th
 
 class Parsed:
     def __init__(
-        self, module: ast.Module, source: str, asked: frozenset[str], flags: Mapping[str, Node] | None = None
+        self,
+        module: ast.Module,
+        source: str,
+        asked: frozenset[str],
+        flags: Mapping[str, Node] | None = None,
+        unknown: Collection[str] = (),
     ) -> None:
         self.source, self.asked = source, asked
         self.module = module
         self.once = bound_once(module)
-        said = None if flags is None else {name: node.plain() for name, node in flags.items()}
+        said: dict[str, object] | None = None
+        if flags is not None:
+            said = {**dict.fromkeys(unknown, UNKNOWN), **{name: node.plain() for name, node in flags.items()}}
         self.settled = Settled(module, constants(self.once), self.once, said)
         self.tests = conditions(module)
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
@@ -50,9 +57,12 @@ class Parsed:
         """Names that calls are given to, by the call's identity."""
         for node in ast.walk(module):
             if isinstance(node, ast.Assign):
-                names = [ast.unparse(target) for target in node.targets]
+                targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+                names = [ast.unparse(target) for target in targets]
                 self.assigned |= {id(one): names for one in ast.walk(node.value) if isinstance(one, ast.Call)}
         self.found: dict[str, Node] = {}
+        self.later: set[str] = set()
+        """Arguments that are set anew behind the call which makes them."""
         self.wrong: list[PlanError] = []
 
     def take(self, call: ast.Call, keys: Mapping[str, str] | None) -> None:
@@ -88,10 +98,26 @@ class Parsed:
             problem = f"is {one_line(ast.unparse(given))[:60]}, which only the running script knows: {flag}"
             self.ask(key, problem, given.lineno)
 
-    def stands(self, call: ast.Call) -> bool | None:
-        """Whether the script comes to ``call``, by the conditions around it; nothing where only it knows."""
-        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(call), ())]
-        wanted = [needed for _, needed in self.tests.get(id(call), ())]
+    def put_later(self, key: str, given: ast.Assign) -> None:
+        """``key``, which ``given`` sets anew; asked for where a flag says it and only the running script knows whether
+        it comes to that."""
+        stands, flag, before = self.stands(given), FLAGS.get(key, ""), self.found.get(key)
+        same = before is not None and before.plain() == self.value(given.value)
+        if stands is None and flag and flag.partition(" ")[0] not in self.asked and not same:
+            test = one_line(ast.unparse(self.tests[id(given)][-1][0]))[:60]
+            self.ask(
+                key,
+                f"is set anew under {test}, which only the running script knows: say it with --{flag}",
+                given.lineno,
+            )
+        elif stands is not False:
+            self.put(key, given.value)
+            self.later.add(key)
+
+    def stands(self, node: ast.Call | ast.Assign) -> bool | None:
+        """Whether the script comes to ``node``, by the conditions around it; nothing where only it knows."""
+        holds = [self.settled.holds(test) for test, _ in self.tests.get(id(node), ())]
+        wanted = [needed for _, needed in self.tests.get(id(node), ())]
         if any(one is (not needed) for one, needed in zip(holds, wanted, strict=True)):
             return False
         return None if None in holds else True

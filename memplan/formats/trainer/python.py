@@ -126,21 +126,31 @@ def python_in(folder: Path) -> IsMark:
     return holds
 
 
-def script_in(text: str, source: str, asked: Collection[str], flags: Mapping[str, Node] | None = None) -> Script:
+def script_in(
+    text: str,
+    source: str,
+    asked: Collection[str],
+    flags: Mapping[str, Node] | None = None,
+    unknown: Collection[str] = (),
+) -> Script:
     """What the Python file ``text`` says; ``asked`` are the flags that are given besides, by name, ``flags`` the
-    arguments that a command starts it with."""
+    arguments that a command starts it with, and ``unknown`` those of which only the running script knows the value."""
     try:
-        return _Reading(_parsed(text, source), source, frozenset(asked), flags).script()
+        return _Reading(_parsed(text, source), source, frozenset(asked), flags, unknown).script()
     except RecursionError:
         raise wrong_at(source, f"is nested too deeply to be read; {INSTEAD}") from None
+
+
+class UnreadError(PlanError):
+    """Python of a newer release than the one that runs, or none."""
 
 
 def _parsed(text: str, source: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
+        origin = Origin(source, getattr(error, "lineno", None))
+        raise UnreadError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=origin) from None
 
 
 class _Reading(Parsed):
@@ -218,9 +228,16 @@ class _Reading(Parsed):
         wrong = together(self.wrong) if self.wrong else None
         if wrong is not None and not self.settled.is_started:
             raise wrong
-        used = frozenset(self.settled.used - {*READ})
+        used = frozenset(self.settled.used - {*READ} | self.later)
         said = Node(self.found, Origin(self.source, config.lineno))
-        return Script(said, script, changes.environment(self), used, frozenset(self.settled.declared), wrong)
+        return Script(
+            said,
+            script,
+            changes.environment(self),
+            used,
+            frozenset({*self.settled.declared, *self.settled.options}),
+            wrong,
+        )
 
     def undecided(self) -> None:
         """Asks for adapters and weights that the script makes under a condition that the command does not decide."""

@@ -110,7 +110,7 @@ def launched(found: Started, asked: Asked) -> Launch:
         told.append(
             ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
         )
-    return replace(launch, notes=(*unread, *(Note(*note) for note in told), *launch.notes))
+    return replace(launch, notes=(*found.notes, *unread, *(Note(*note) for note in told), *launch.notes))
 
 
 def _in_precision(written: Node, dtype: Node) -> Node:

@@ -6,6 +6,7 @@ are taken apart as ``HfArgumentParser`` does (``hf_argparser.py`` of transformer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
@@ -15,10 +16,11 @@ from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
 from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together, wrong_at
+from ...plan.notes import Note
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..accelerate import Accelerated, file_named
-from ..accelerate_flags import configured, split_off
+from ..accelerate_flags import changes_memory, configured, split_off
 from ..files import node_of_written
 from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread
@@ -27,7 +29,7 @@ from ..settings import Given, needed, taken_apart
 from ..training_scripts import matters, with_unread
 from . import swift
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
-from .python import Script, python_in, script_in, takes_arguments
+from .python import Script, UnreadError, python_in, script_in, takes_arguments
 from .trl import LOOPS, TRAINER, Loop
 
 
@@ -48,6 +50,7 @@ class Started:
     """The launcher starts a process on every GPU that it finds, and nothing says how many."""
     environment: Mapping[str, Node] = field(default_factory=dict)
     """Variables that the scripts set and that may change memory."""
+    notes: tuple[Note, ...] = ()
     said: Script | None = None
     """The Python file that is started, where it was read."""
     called: str = ""
@@ -62,20 +65,26 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     except ScriptError as error:
         raise refused(error) from None
     _check_spread(training, asked)
-    _check_spread(training, asked)
-    given, loose = taken_apart(training.words, {}, training.origin)
+    given, loose = taken_apart(_spelt_out(training, reading, folder), {}, training.origin)
     wrong: list[PlanError] = []
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
+    notes: tuple[Note, ...] = ()
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     if said is None:
-        said = _beside(training.script, reading, folder, asked, {**base, **flags})
+        try:
+            unknown = [_key(one) for one in given if not all(map(is_known, one.values))]
+            said = _beside(training.script, reading, folder, asked, {**base, **flags}, unknown)
+        except UnreadError as error:  # the command alone says the job then
+            problem = f"{training.script}.py is no Python that can be read ({error.origin}): what it does beside its "
+            notes = (Note("not-followed", f"{problem}arguments is left out"),)
         flags = {name: node for name, node in flags.items() if said is None or name not in said.used}
         base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
     front = _of_launcher(training.launcher, training.origin)
-    launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read))
+    decisive = {name for name in map(_key, front or ()) if changes_memory(name)}
+    launcher = None if front is None else dict(_entries(front, reading.ledger, wrong, read | decisive))
     if wrong:
         raise with_unread(together(wrong), unread(reading))
     runners = {text(word).rpartition("/")[2] for word in training.launcher}
@@ -97,7 +106,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if said is not None:
         variables |= said.environment
     found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
-    found = replace(found, said=said, called=training.script)
+    found = replace(found, said=said, called=training.script, notes=notes)
     return with_launcher(found, launcher, by_trl=by_trl)
 
 
@@ -180,13 +189,37 @@ def _of_python(reading: Reading, folder: Path, asked: Asked) -> Script | None:
     return script_in(read_text(path), str(path), asked.names, {})
 
 
-def _beside(name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node]) -> Script | None:
-    """What the Python file that is started with ``flags`` does by itself, where it is at hand."""
+def _beside(
+    name: str, reading: Reading, folder: Path, asked: Asked, flags: Mapping[str, Node], unknown: Collection[str]
+) -> Script | None:
+    """What the Python file that is started with ``flags``, and with ``unknown`` ones, does by itself, where it is at
+    hand."""
+    content, path = _content(name, reading, folder)
+    return script_in(content, path, asked.names, flags, unknown) if takes_arguments(content) else None
+
+
+def _content(name: str, reading: Reading, folder: Path) -> tuple[str, str]:
+    """The Python file ``name`` that is started, and its path; nothing where it is not at hand."""
     words = (text(word) for one in reading.started for word in one.words)
     places = (found_from(word, folder) for word in words if word.endswith(f"{name}.py"))
     path = next((place for place in places if is_there(place)), None)
-    content = read_text(path) if path is not None else ""
-    return script_in(content, str(path), asked.names, flags) if takes_arguments(content) else None
+    return (read_text(path), str(path)) if path is not None else ("", "")
+
+
+_OPTIONS = re.compile(r"""add_argument\(\s*((?:["']-[\w-]+["']\s*,?\s*)+)""")
+
+
+def _spelt_out(training: Training, reading: Reading, folder: Path) -> list[Value]:
+    """The words of ``training`` with short options (``-m``) by the long names that the Python file declares."""
+    long: dict[str, str] = {}
+    if any(text(word).startswith("-") and text(word)[1:2].isalpha() for word in training.words):
+        for declared in _OPTIONS.finditer(_content(training.script, reading, folder)[0]):
+            names = re.findall(r"-[\w-]+", declared[1])
+            full = next((name for name in names if name.startswith("--")), "")
+            long |= {name: full for name in names if full and name != full}
+    return [
+        (word[0]._replace(text=long[text(word)]),) if word and text(word) in long else word for word in training.words
+    ]
 
 
 def with_launcher(found: Started, launcher: Mapping[str, Node] | None = None, *, by_trl: bool = True) -> Started:
@@ -227,7 +260,7 @@ def _entries(
 ) -> Iterator[tuple[str, Node]]:
     """Keys and values; those of ``read`` that are not known are asked for in ``wrong``."""
     for one in given:
-        name = one.name.removeprefix("--").replace("-", "_")
+        name = _key(one)
         unknown = next((value for value in one.values if not is_known(value)), None)
         if unknown is not None:
             if name in read:
@@ -239,6 +272,10 @@ def _entries(
             yield name[3:], Node(False, one.origin)
             continue
         yield name, values[0] if len(values) == 1 else Node(values or True, one.origin)
+
+
+def _key(given: Given) -> str:
+    return given.name.removeprefix("--").replace("-", "_")
 
 
 _TRUE = frozenset({*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT})

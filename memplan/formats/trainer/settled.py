@@ -4,7 +4,7 @@ defaults, and the conditions under which its calls stand."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from .syntax import UNKNOWN, imports, literal, name_of
 
@@ -14,20 +14,33 @@ _DEPTH = 8
 """Names for names that are followed."""
 
 
-def declared(module: ast.Module) -> dict[str, object]:
-    """Arguments that the script declares, as fields of a dataclass or by ``add_argument``, and their defaults."""
+_GIVEN = UNKNOWN
+"""What an option means that takes the value behind it."""
+
+
+def declared(module: ast.Module) -> tuple[dict[str, object], dict[str, tuple[str, object]]]:
+    """Arguments that the script declares, as fields of a dataclass, by ``add_argument`` or as parameters of a function
+    that fire calls, and their defaults; and options by other names than the argument's, or that mean one value: the
+    argument, and the value."""
     found: dict[str, object] = {}
+    options: dict[str, tuple[str, object]] = {}
+    fired = _fired(module)
     for node in ast.walk(module):
         fields = node.body if isinstance(node, ast.ClassDef) and node.decorator_list else []
         pairs = [(one.target.id, _default(one.value)) for one in fields if _is_field(one)]  # type: ignore[attr-defined]
+        options |= {f"no_{name}": (name, False) for name, value in pairs if value is True}  # HfArgumentParser's
         if isinstance(node, ast.Call) and name_of(node) == "add_argument":
-            pairs = [*_of_parser(node)]
-        if isinstance(node, ast.FunctionDef) and node.name in _fired(module):
-            last = node.args.args[len(node.args.args) - len(node.args.defaults) :]
-            pairs = [(one.arg, literal(value, {})) for one, value in zip(last, node.args.defaults, strict=True)]
+            name, value, others = _of_parser(node)
+            pairs, options = [(name, value)] if name else [], options | others
+        if isinstance(node, ast.FunctionDef) and node.name in fired:
+            of = node.args
+            last = of.args[len(of.args) - len(of.defaults) :]
+            given = [*zip(last, of.defaults, strict=True), *zip(of.kwonlyargs, of.kw_defaults, strict=True)]
+            pairs = [(one.arg, literal(value, {})) for one, value in given if value is not None]
+            options |= {f"no{name}": (name, False) for name, value in pairs if isinstance(value, bool)}
         for name, value in pairs:
             found[name] = value if found.get(name, value) == value else UNKNOWN
-    return found
+    return found, options
 
 
 def _fired(module: ast.Module) -> list[str]:
@@ -47,22 +60,30 @@ def _default(given: ast.expr | None) -> object:
     return UNKNOWN if given is None else literal(given, {})
 
 
-def _of_parser(call: ast.Call) -> Iterator[tuple[str, object]]:
+def _of_parser(call: ast.Call) -> tuple[str, object, dict[str, tuple[str, object]]]:
+    """An argument's name, by ``dest`` or its first long option (``argparse``'s ``_get_optional_kwargs``), its default,
+    and its options."""
     said = {one.arg: literal(one.value, {}) for one in call.keywords}
-    switch = {"store_true": False, "store_false": True}.get(str(said.get("action")))
-    for one in call.args:
-        name = literal(one, {})
-        if isinstance(name, str) and name.startswith("--"):
-            yield name[2:].replace("-", "_"), said.get("default", switch)
+    alone = {"store_true": True, "store_false": False}.get(str(said.get("action")), _GIVEN)
+    words = [word for one in call.args if isinstance(word := literal(one, {}), str) and word.startswith("-")]
+    first = next((word for word in words if word.startswith("--")), words[0] if words else "")
+    name = str(said.get("dest") or first.lstrip("-").replace("-", "_"))
+    options: dict[str, tuple[str, object]] = {
+        word.removeprefix("--").replace("-", "_"): (name, alone) for word in words
+    }
+    if any(one.arg == "action" and "BooleanOptionalAction" in ast.unparse(one.value) for one in call.keywords):
+        options |= {f"no_{option}": (name, False) for option in options}
+    switch = None if alone is _GIVEN else not alone
+    return name if words else "", said.get("default", switch), options
 
 
 def conditions(module: ast.Module) -> dict[int, tuple[tuple[ast.expr, bool], ...]]:
-    """The tests under which each call stands, by its identity, and what each must be."""
+    """The tests under which each call and assignment stands, by its identity, and what each must be."""
     found: dict[int, tuple[tuple[ast.expr, bool], ...]] = {}
     todo: list[tuple[ast.AST, tuple[tuple[ast.expr, bool], ...]]] = [(module, ())]
     while todo:
         node, tests = todo.pop()
-        if isinstance(node, ast.Call):
+        if isinstance(node, (ast.Call, ast.Assign)):
             found[id(node)] = tests
         if isinstance(node, (ast.If, ast.IfExp)):
             body, other = (part if isinstance(part, list) else [part] for part in (node.body, node.orelse))
@@ -83,14 +104,23 @@ class Settled:
         once: Mapping[str, ast.expr],
         flags: Mapping[str, object] | None,
     ) -> None:
-        self.names, self.once = names, once
-        self.declared = declared(module) if flags is not None else {}
+        self.names, self.once = {"__name__": "__main__", **names}, once
+        self.declared, self.options = declared(module) if flags is not None else ({}, {})
         self.is_started, self.fired = flags is not None, bool(_fired(module))
         """With a command line; its arguments are a function's parameters."""
         off = ("fp16",) if "trl" in {name.partition(".")[0] for name in imports(module)} else _OFF
-        self.arguments = {} if flags is None else {**dict.fromkeys(off, False), **self.declared, **flags}
-        self.used: set[str] = set()
-        """Arguments that were looked at."""
+        self.arguments = {} if flags is None else {**dict.fromkeys(off, False), **self.declared, **self._said(flags)}
+        self._used: set[str] = set()
+
+    def _said(self, flags: Mapping[str, object]) -> dict[str, object]:
+        """``flags`` by the names of their arguments."""
+        meant = [(*self.options.get(flag, (flag, _GIVEN)), value) for flag, value in flags.items()]
+        return {name: value if alone is _GIVEN else alone for name, alone, value in meant}
+
+    @property
+    def used(self) -> set[str]:
+        """Arguments that were looked at, and all of their options."""
+        return self._used | {option for option, (name, _) in self.options.items() if name in self._used}
 
     def value(self, given: ast.expr, depth: int = 0) -> object:
         """What ``given`` is: a literal, or what the command line makes of it."""
@@ -101,11 +131,14 @@ class Settled:
         if found is not UNKNOWN or not self.arguments or depth > _DEPTH:
             return found
         if isinstance(given, ast.Attribute) and given.attr in self.arguments:
-            self.used.add(given.attr)
+            self._used.add(given.attr)
             return self.arguments[given.attr]
         if isinstance(given, ast.Name) and self.fired and given.id in self.arguments:
-            self.used.add(given.id)
+            self._used.add(given.id)
             return self.arguments[given.id]
+        if isinstance(given, ast.Compare) or (isinstance(given, ast.UnaryOp) and isinstance(given.op, ast.Not)):
+            holds = self.holds(given, depth + 1)
+            return UNKNOWN if holds is None else holds
         if isinstance(given, ast.BinOp) and isinstance(given.op, ast.FloorDiv):
             left, right = self.value(given.left, depth + 1), self.value(given.right, depth + 1)
             return left // right if isinstance(left, int) and isinstance(right, int) and right > 0 else UNKNOWN

@@ -53,8 +53,8 @@ def pairs_of(given: ast.expr) -> list[tuple[str, ast.expr]] | None:
     return None if None in keys else [(str(key), value) for key, value in zip(keys, given.values, strict=True)]
 
 
-def bound_once(module: ast.Module) -> dict[str, ast.expr]:
-    """Names to which the file gives one value, and nothing else anywhere."""
+def bound_once(module: ast.AST) -> dict[str, ast.expr]:
+    """Names to which ``module``, or a function, gives one value, and nothing else anywhere."""
     given: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(module):
         targets = node.targets if isinstance(node, ast.Assign) else []

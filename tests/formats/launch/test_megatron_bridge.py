@@ -592,6 +592,9 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
     plan = commanded(tmp_path).plan
     assert (plan.model.name, plan.hardware.gpus, plan.layout.tp, plan.batch.gbs) == ("llama-3-8b", 16, 2, 32)
     assert (plan.precision.fp8, plan.batch.seq) == ("tensorwise", 8192)
+    (tmp_path / "run.sh").write_text(text.replace("-ng 16", "-ng many"))
+    with pytest.raises(PlanError, match="num_gpus = many: must be a whole number"):
+        commanded(tmp_path)
 
 
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])

@@ -37,6 +37,7 @@ def by_bash(script: str) -> list[str]:
 
 
 SCRIPTS = {
+    "a function's own variable": 'X=1\nf() { python a.py "$X"; }\nX=2 f',
     "quotes": """python a.py 'single $X "inner"' "double 'inner' \\" \\$" \\ escaped\\ blank $'tab\\tquote\\''""",
     "empty words": """E=; python a.py "" "$E" $E '' x"$E"y""",
     "splitting": """X="a  b\tc"; python a.py $X "$X" pre$X-post""",
@@ -222,3 +223,45 @@ def test_a_script_that_another_runs_has_what_is_exported_to_it(call: str, argume
     *inner, last = [[text(word) for word in one.words] for one in reading.started]
     assert last == ["python", "b.py", "a"]
     assert inner == ([] if arguments is None else [["python", "a.py", *arguments.split(), "2"]])
+
+
+CHILDREN = {
+    "train.sh": 'python train.py "$1" "${MBS-}"',
+    "setup.sh": "f() { MBS=9; }\nMBS=8\nexport MBS",
+    "broken.sh": "if true; then",
+    "again.sh": "bash again.sh\nbash round.sh\npython again.py",
+    "round.sh": "bash again.sh",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "started"),
+    [
+        ("bash -x train.sh 8", "python train.py 8 2"), ("nohup bash train.sh 8 > log &", "nohup python train.py 8 2"),
+        ("srun -N 2 bash train.sh 8", "srun -N 2 python train.py 8 2"),
+        ("bash $(dirname $0)/train.sh 8", "python train.py 8 2"), ("sbatch --nodes=4 train.sh 8", None),
+        ("bash setup.sh\nf\nexport MBS\nbash train.sh 8", "python train.py 8 4"),
+        ("bash broken.sh\npython train.py 1 1", "python train.py 1 1"), ("bash again.sh", "python again.py"),
+        ("f() { bash train.sh 8; }\nMBS=3 f", "python train.py 8 3"), ("docker run -v a.sh bash train.sh", None),
+    ],
+)  # fmt: skip
+def test_a_script_is_a_process_of_its_own(line: str, started: str | None) -> None:
+    """Its functions and variables end with it; what cannot be read of it hides nothing that another one starts."""
+
+    def beside(name: str) -> tuple[str, str] | None:
+        return (CHILDREN[name], name) if name in CHILDREN else None
+
+    reading = read_script(f"export MBS=2\nf() {{ MBS=4; }}\n{line}\n", "run.sh", {}, beside)
+    first = next(iter(reading.started), None)
+    assert (" ".join(map(text, first.words)) if first is not None else None) == started
+
+
+def test_a_position_that_is_given_is_the_first_scripts() -> None:
+    given = {"1": "4"}
+    reading = read_script('bash train.sh "$1$1"', "run.sh", given, lambda name: (CHILDREN[name], name))
+    assert " ".join(map(text, reading.started[0].words)).strip() == "python train.py 44"
+
+
+def test_a_script_that_cannot_be_read_is_told_where_nothing_else_starts() -> None:
+    with pytest.raises(ValueError, match="`fi` is missing"):
+        read_script("bash broken.sh\n", "run.sh", {}, lambda name: (CHILDREN[name], name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-0.5B-Instruct")
 ref = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-{size}-Instruct")
 DPOTrainer(model=model, ref_model=ref, args=DPOConfig("out"))
 """
+INT8_REFERENCE = DPO.format(size="0.5B").replace('")\nDPO', '", load_in_8bit=True)\nDPO')
 GRPO = """
 args = GRPOConfig("out", per_device_train_batch_size=8)
 GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/ArmoRM-Llama3-8B-v0.1"], args=args)
@@ -127,6 +129,8 @@ GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[score, "RLHFlow/Armo
         (TRAIN.replace("args=args", "args=args, compute_loss_func=mine"), "compute_loss_func: is a loss", "loss"),
         (TRAIN.replace("Trainer(model", OPTIMIZER + "model"), "Logging.create_optimizer: is an optimizer", "optimizer"),
         (DPO.format(size="1.5B"), "ref_model: is loaded otherwise", "trainer"),
+        (DPO.format(size="1.5B").replace("model=model, ref_model=ref", "model, ref"), "is loaded otherwise", "trainer"),
+        (INT8_REFERENCE, "ref_model: is loaded otherwise", "trainer"),
         (with_line("model.to(torch_dtype)"), "to: is torch_dtype", "autocast-parameters"),
         (TRAIN.replace(".from_pretrained", ".from_config"), "from_config: is made from a configuration", "model"),
     ],
@@ -343,3 +347,118 @@ def test_arguments_of_fire_and_argparse(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ARGPARSE, encoding="utf-8")
     assert plan_of(tmp_path, "run.sh", "python train.py --batch-size 8\n").batch.mbs == 8
     assert plan_of(tmp_path, "run.sh", "python train.py\n").batch.mbs == 4
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "mbs"),
+    [
+        ('"-b", "--batch-size"', "-b 8", 8), ('"--batch-size", "-b"', "-b 8", 8),
+        ('"--size", dest="batch_size"', "--size 8", 8),
+        ('"--small", dest="batch_size"', "", 4),
+    ],
+)  # fmt: skip
+def test_options_by_other_names(declared: str, given: str, mbs: int, tmp_path: Path) -> None:
+    """``argparse`` names the argument by ``dest``, or by its first long option."""
+    (tmp_path / "train.py").write_text(ARGPARSE.replace('"--batch-size"', declared), encoding="utf-8")
+    assert plan_of(tmp_path, "run.sh", f"python train.py {given}\n").batch.mbs == mbs
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "on"),
+    [
+        ('"--no-bf", dest="bf", action="store_false"', "", True), ('"--bf", action="store_false"', "--bf", False),
+        ('"--bf", action=argparse.BooleanOptionalAction, default=True', "--no-bf", False),
+        ('"--no-bf", dest="bf", action="store_false"', "--no-bf", False), ('"--bf", action="store_true"', "--bf", True),
+    ],
+)  # fmt: skip
+def test_switches_that_turn_off(declared: str, given: str, on: bool, tmp_path: Path) -> None:
+    for said, wanted in (("said.bf", on), ("not said.bf", not on)):
+        text = ARGPARSE.replace('"--half", action="store_true"', declared).replace("bf16=True", f"bf16={said}")
+        (tmp_path / "train.py").write_text(text, encoding="utf-8")
+        assert bool(plan_of(tmp_path, "run.sh", f"python train.py {given}\n").precision.autocast) is wanted
+
+
+def test_what_a_condition_leaves_out_is_not_set(tmp_path: Path) -> None:
+    later = "if {}:\n    args.per_device_train_batch_size = 2\nTrainer("
+    texts = [
+        TRAIN.replace("Trainer(model", later.format(test) + "model") for test in ("False", '__name__ == "__main__"')
+    ]
+    assert [plan_of(tmp_path, "train.py", text).batch.mbs for text in texts] == [4, 2]
+    asked = refusal(TRAIN.replace("Trainer(model", later.format("many()") + "model"))
+    assert "per_device_train_batch_size: is set anew under many(), which only the running script knows" in asked
+
+
+def test_a_loss_that_adds_to_its_bases_is_the_scripts_own(tmp_path: Path) -> None:
+    """The name holds the base's loss first, deeper in the method than what is added to it."""
+    own = (
+        OWN_LOSS.split("def ")[0]
+        + "def compute_loss(self, model, inputs, **more):\n        with torch.autocast('cuda'):\n"
+    )
+    own += "            loss = super().compute_loss(model, inputs)\n        {}return loss\nOwn("
+    assert "is a loss of the script's own" in refusal(
+        TRAIN.replace("Trainer(model", own.format("loss = loss + 1\n        ") + "model")
+    )
+    assert plan_of(tmp_path, "train.py", TRAIN.replace("Trainer(model", own.format("") + "model")).batch.mbs == 4
+
+
+def test_the_environment_by_update(tmp_path: Path) -> None:
+    text = f"import os\nos.environ.update({{'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True'}})\n{TRAIN}"
+    assert plan_of(tmp_path, "train.py", text).environment
+
+
+def test_a_script_of_many_functions_is_walked_once() -> None:
+    """3,000 functions took 85 s while each looked for fire's calls anew."""
+    text = ARGPARSE + "".join(f"def f{n}(a):\n    return g(a)\n" for n in range(1000))
+    steps: list[bool] = []
+    walk = ast.walk
+
+    def counted(node: ast.AST) -> Iterator[ast.AST]:
+        steps.append(isinstance(node, ast.Module))
+        return walk(node)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "walk", counted)
+        Settled(ast.parse(text), {}, {}, {})
+    assert sum(steps) < 10
+
+
+@pytest.mark.parametrize("flag", ["--config_file", "--mixed_precision", "--use_fsdp", "--zero_stage"])
+def test_flags_of_a_launcher_that_are_not_known_are_asked_for(flag: str, tmp_path: Path) -> None:
+    """Without them the job was taken to be DDP in fp32; those without effect may be what they are."""
+    command = (
+        "P=$(cat file)\naccelerate launch {} $P --main_process_port $P --fsdp_state_dict_type $P --num_processes 1"
+    )
+    command += " run_clm.py --model_name_or_path gpt2 --do_train\n"
+    with pytest.raises(PlanError, match=f"{flag}: is needed, .*--set P=value") as raised:
+        plan_of(tmp_path, "run.sh", command.format(flag))
+    assert len(raised.value.errors) == 1
+    assert plan_of(tmp_path, "run.sh", command.format("--machine_rank")).precision.dtype == "fp32"
+
+
+def test_a_script_of_a_newer_python_leaves_the_command(tmp_path: Path) -> None:
+    """Its arguments say the job; a note says that what the script does besides is left out."""
+    (tmp_path / "train.py").write_text(PARSED + "\nexcept A, B:\n", encoding="utf-8")
+    command = "python train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --max_length 512 --bf16\n"
+    (tmp_path / "run.sh").write_text(command, encoding="utf-8")
+    place = str(tmp_path / "run.sh")
+    read = read_given(place, flags_of_launch(place, None), {"gpus": "1"})
+    assert read.plan.batch.mbs == 2
+    assert any("train.py is no Python that can be read" in note.message for note in read.warnings)
+
+
+LATER = """
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+ours, args = HfArgumentParser((Ours, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(ours.name, attn_implementation=ours.attn)
+args.gradient_checkpointing = True
+Trainer(model=model, args=args).train()
+"""
+
+
+def test_what_is_set_behind_the_parser_stands_over_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LATER, encoding="utf-8")
+    command = "python train.py --output_dir o --bf16 --gradient_checkpointing False --name gpt2 --attn {}\n"
+    plan = plan_of(tmp_path, "run.sh", command.format("eager"))
+    assert (plan.recompute.mode, plan.attention) == ("full", "eager")
+    with pytest.raises(PlanError, match="attn_implementation: is ours"):
+        plan_of(tmp_path, "run.sh", command.format("$UNSET"))
