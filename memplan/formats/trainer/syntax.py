@@ -73,9 +73,18 @@ def constants(once: Mapping[str, ast.expr]) -> dict[str, object]:
     found: dict[str, object] = {}
     for _ in range(2):  # a name for a name
         for name, only in once.items():
-            if (value := literal(only, found)) is not UNKNOWN:
+            if (value := literal(only, found)) is not UNKNOWN and _size(value) <= _LARGEST:
                 found[name] = value
     return found
+
+
+_LARGEST = 10_000
+"""Values of a name, at most: lists of names of lists double with each name."""
+
+
+def _size(value: object) -> int:
+    items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return 1 + sum(map(_size, items))
 
 
 def _bound_otherwise(node: ast.AST, simple: Collection[str]) -> Iterator[str]:

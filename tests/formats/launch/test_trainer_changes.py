@@ -462,3 +462,11 @@ def test_what_is_set_behind_the_parser_stands_over_the_command(tmp_path: Path) -
     assert (plan.recompute.mode, plan.attention) == ("full", "eager")
     with pytest.raises(PlanError, match="attn_implementation: is ours"):
         plan_of(tmp_path, "run.sh", command.format("$UNSET"))
+
+
+def test_lists_that_double_with_each_name_end() -> None:
+    """2^40 items, were they written out."""
+    names = ["v0 = [1, 2]", *(f"v{at} = [v{at - 1}, v{at - 1}]" for at in range(1, 41))]
+    script = "\n".join([*names, 'Trainer(model=m, args=TrainingArguments("x", fsdp_config=v40))'])
+    head = 'from transformers import *\nm = AutoModelForCausalLM.from_pretrained("gpt2")\n'
+    assert "fsdp_config: is v40, which only the running script knows" in refusal(head + script)
