@@ -61,6 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--json=x"], "option '--json' does not take a value"),
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
         (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by side"),
+        (["estimate", "a.json", "b.yaml", "--gpu", "h100"], "a.json: no such file"),
         (["estimat"], "memplan: no such command 'estimat'"),
         (["estimate", "llama-3-8b", "--vary", "optimser=adam"], "--vary: 'optimser' is not a field that can vary"),
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -139,6 +140,8 @@ def flags_of_launch(
         fields = [said for one in given if (said := _flag_of(one)) is not None]
         if fields:
             raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
+        if missing := [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]:
+            raise wrong_at(missing[0], "no such file")
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
