@@ -140,11 +140,12 @@ def flags_of_launch(
         fields = [said for one in given if (said := _flag_of(one)) is not None]
         if fields:
             raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
-        if missing := [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]:
-            raise wrong_at(missing[0], "no such file")
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
+        missing = [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]
+        if missing and not gpus and not locks:
+            raise wrong_at(missing[0], "no such file")
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise wrong_at("command line", f"{' and '.join(given)} {problem}")
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
