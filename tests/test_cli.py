@@ -61,10 +61,10 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--json=x"], "option '--json' does not take a value"),
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
         (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by side"),
+        (["estimate", "a.json", "b.yaml", "--gpu", "h100"], "a.json: no such file"),
         (["estimat"], "memplan: no such command 'estimat'"),
         (["estimate", "llama-3-8b", "--vary", "optimser=adam"], "--vary: 'optimser' is not a field that can vary"),
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),
-        (["estimate", "llama-3-8b", "--vary", "tp=1,x"], "--vary tp: layout.tp = x: must be a whole number"),
         (["estimate", "llama-3-8b", "--compare", "llama-3-8b"], "command line: plan = llama-3-8b: is there twice"),
         (["estimate", "llama-3-8b", "--compare", "nothere.yaml"], "nothere.yaml: no such file"),
         (["estimate", "llama-3-8b", "--vary", "mbs=" + ",".join(map(str, range(1, 99)))], "--vary: makes 98 variants; at most 64"),
@@ -80,6 +80,13 @@ def test_wrong_input_gives_one_line_and_2(run: Run, arguments: list[str], line: 
     code, out, err = run(*arguments)
     assert line in err
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--csv"]])
+def test_a_variant_that_is_refused_is_told_in_a_line_and_the_others_are_answered(run: Run, form: list[str]) -> None:
+    code, out, err = run("estimate", "gpt2-xl-8gpu", "--vary", "mbs=1,x", *form)
+    assert (code, err) == (2, "--vary mbs: batch.mbs = x: must be a whole number\n")
+    assert "mbs=1" in out
 
 
 BAD_PLANS = {

@@ -305,7 +305,11 @@ class Passes:
                 inherited.append(slot)
                 held = self._left.get(slot)
             if held is not None and (held.category, held.stream) != (category, 0):
-                category = held.category  # a neighbour may take the tensor for one of another kind
+                if (held.category, category) == (Category.GRADIENTS, Category.WORKSPACES):
+                    total = operations[at - 1]  # a sum begun as a workspace takes the place of what ends here
+                    live[total.slot] = total._replace(category=held.category)
+                else:
+                    category = held.category  # a neighbour may take the tensor for one of another kind
                 operations[at] = Operation(slot, units, size, category, held.stream)
             by[category] -= size
         small, large, net = _steps(operations)

@@ -234,7 +234,14 @@ def _summary(events: Pass, names: Sequence[Tensor]) -> _Summary:
         elif slot in under_way:
             begun[at] = under_way.pop(slot)
     passing = {*begun, *begun.values()}
-    lasting = tuple([(at, one) for at, one in enumerate(events.operations) if at not in passing])
+    left = {one.slot: one for one in events.left}
+    lasting = tuple(
+        [
+            (at, left.get(one.slot, one) if one.units > 0 else one)
+            for at, one in enumerate(events.operations)
+            if at not in passing
+        ]
+    )
     totals = frozenset([total for total, one in zip(held, events.operations, strict=True) if one.units > 0])
     return _Summary(names, lasting, totals, held, begun, {})
 

@@ -427,8 +427,7 @@ def _several(
             print_comparison(list(found), list(found.values()), console(no_color), written)
     if not refused:
         return _code(answered)
-    if form != "text":
-        tell(str(together(refused)))
+    tell(str(together(refused)))
     return REFUSED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -142,6 +143,9 @@ def flags_of_launch(
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
+        missing = [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]
+        if missing and not gpus and not locks:
+            raise wrong_at(missing[0], "no such file")
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise wrong_at("command line", f"{' and '.join(given)} {problem}")
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}

@@ -369,6 +369,12 @@ compute units, from the data sheet."""
 _RESIDENT = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 
 
+def runtime_of(name: str | None) -> tuple[str, str]:
+    """What runs kernels on the GPU called ``name``, and the library of its collective operations."""
+    found = GPUS.get(name or "")
+    return ("HIP", "RCCL") if found is not None and found.compute_capability is None else ("CUDA", "NCCL")
+
+
 def resident_threads(capability: tuple[int, int]) -> int:
     """Of a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities)."""
     return _RESIDENT.get(capability, 2048)

@@ -177,11 +177,12 @@ def with_waiting_gradient(embedding: Module, head: Module, *, apart: bool = Fals
 
 def _summed_apart(backward: Tape, word: Shape, *, stays: bool = False) -> Tape:
     """The embedding's, with the sum of its gradient and the head's from when both are there. The sum ``stays`` and the
-    head's ends, or, which comes to as many bytes, the other way round."""
+    head's ends, or, which comes to as many bytes, the other way round. Of the three, one is more than a fake trace
+    has: until one ends, the sum counts as a workspace."""
     gradient = next(one for one in reversed(backward) if isinstance(one, Hold) and one.shape == word)
     at = next(at for at, one in enumerate(backward) if isinstance(one, Drop) and one.tensor == gradient.tensor)
     id = 1 + max(one.tensor for one in backward if not isinstance(one, Seam))
-    kind = Category.GRADIENTS if stays else Category.WORKSPACES
+    kind = Category.WORKSPACES
     total = gradient._replace(tensor=id, category=kind, name="grad_tied_sum")
     ends = Drop(TIED_GRADIENT if stays else id, total.bytes, kind)
     after = (ends, backward[at]) if stays else (backward[at], ends)

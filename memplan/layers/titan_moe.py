@@ -394,7 +394,7 @@ def weighed_sum(r: Recorder, top: Tensor, rows: Tensor, k: int) -> Tensor:
     made = ops.matmul(
         r, top.view(n, 1, k), ops.cast(r, rows.view(n, k, h), "fp32", "rows_fp32"), (n, 1, h), "experts_sum"
     )
-    return ops.cast(r, made, rows.dtype, "experts_sum_cast").view(n, h)
+    return ops.cast(r, made, rows.dtype, "experts_output").view(n, h)
 
 
 def shared_experts(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:

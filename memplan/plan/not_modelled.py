@@ -20,7 +20,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"^(vit|deit|swin|clip|siglip|dino|sam|convnext|resnet)|stable-?diffusion|sdxl|^sd-?[0-9]|flux", _NO_LANGUAGE),
     (r"granite-?4", "its layers of Mamba-2 beside attention"),
     (r"jamba|zamba|bamba|falcon-h1|plamo|samba|hymba", "its layers of Mamba beside attention"),
-    (r"falcon-?mamba|^mamba-[0-9]", "its layers of the first Mamba (those of Mamba-2 are)"),
+    (r"falcon-?mamba|^mamba-[0-9]", "its layers of the first Mamba (it has one for those of Mamba-2)"),
     (r"lfm-?2", "its short convolutions beside attention"),
     (r"recurrentgemma|rwkv|xlstm|retnet", "its recurrent layers"),
     (r"kimi-linear|minimax-?(m1|text)|^ling-.*(flash|linear)-?2\.5|ring-.*linear", _LINEAR),
@@ -60,6 +60,7 @@ def why_not(name: str) -> str:
         return ""
     fetch = name if "/" in name else "OWNER/NAME"
     return (
-        f"is known, and not modelled: {what}; with its configuration (hf download {fetch} config.json) memplan trace, "
-        "or memplan trace --learn, runs transformers' code of it on fake tensors (needs torch and transformers)"
+        f"is known, and not modelled: memplan has no recipe for {what}; with its configuration (hf download "
+        f"{fetch} config.json) memplan trace, or memplan trace --learn, runs transformers' code of it on "
+        "fake tensors (needs torch and transformers)"
     )

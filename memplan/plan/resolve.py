@@ -12,6 +12,7 @@ from ..families import family
 from ..frameworks import Framework, framework
 from ..frameworks.base import OLD_BLOCK_SIZE
 from .checks import (
+    SIZES,
     check_attention,
     check_batch,
     check_code,
@@ -24,6 +25,7 @@ from .checks import (
     check_sizes,
     check_trainer,
     check_versions,
+    require,
 )
 from .errors import PlanError
 from .kernels import LOSSES, check_kernels, of_set
@@ -91,6 +93,8 @@ def resolve(plan: Plan) -> ResolvedPlan:
     layout = own.default_layout(plan)
     gpus, dp = _ranks(plan.hardware, layout, own.default_gpus(plan))
     hardware = plan.hardware.model_copy(update={"gpus": gpus, "capacity": _capacity(plan.hardware)})
+    if layout.dp is None and 1 < dp == gpus:  # nobody named its size
+        require(plan, "hardware.gpus", gpus, "1", "sizes", "dp", SIZES["dp"])
     layout = layout.model_copy(update={"dp": dp})
     resolved = _with(
         plan,

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
 from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
 from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
@@ -67,11 +68,12 @@ def verdict(estimate: Estimate) -> Text:
             needs = f"would take {need.removeprefix('at least ')} of {_limit(estimate)}"
             retries = f"; {_retries(judged)}" if judged.retries else ""
             return Text.assemble(
-                ("May fit, with retries", f"bold {CAUTION}"), f": {told_of} {needs}{retries}; {_unknown(told)}"
+                ("May fit, with retries", f"bold {CAUTION}"),
+                f": {told_of} {needs}{retries}; {_unknown(estimate, told)}",
             )
         return Text.assemble(
-            (f"Fits if CUDA and NCCL take at most {size(free)}", f"bold {CAUTION}"),
-            f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(told)}",
+            (f"Fits if {_outside(estimate)} take at most {size(free)}", f"bold {CAUTION}"),
+            f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(estimate, told)}",
         )
     if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
@@ -80,7 +82,7 @@ def verdict(estimate: Estimate) -> Text:
         )
     if judged.verdict is Verdict.TIGHT and told.device_range is not None:
         least, utmost = (size(one + more) for one in told.device_range)
-        what = "what CUDA and NCCL take decides, and it fits only at the lower end"
+        what = f"what {_outside(estimate)} take decides, and it fits only at the lower end"
         if judged.retries:
             needs = f"would take {most}{need} of {_limit(estimate)}; {_retries(judged)}: {what}"
         else:
@@ -90,9 +92,15 @@ def verdict(estimate: Estimate) -> Text:
     return Text.assemble(("Fits", f"bold {GOOD}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
 
 
-def _unknown(stage: StageEstimate) -> str:
+def _outside(estimate: Estimate) -> str:
+    """What takes memory beside PyTorch: ``CUDA and NCCL``."""
+    return " and ".join(runtime_of(estimate.plan.hardware.gpu))
+
+
+def _unknown(estimate: Estimate, stage: StageEstimate) -> str:
     """What of a device nobody has published."""
-    parts = {"CUDA context": stage.beyond.cuda_context, "NCCL": stage.beyond.nccl}
+    platform, library = runtime_of(estimate.plan.hardware.gpu)
+    parts = {f"{platform} context": stage.beyond.cuda_context, library: stage.beyond.nccl}
     names = [name for name, known in parts.items() if known is None]
     return f"{' and '.join(names)} on this GPU {'are' if names[1:] else 'is'} not known"
 

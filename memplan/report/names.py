@@ -185,7 +185,7 @@ def _who(plan: Plan) -> list[str]:
 
 def _tuning(plan: Plan) -> list[str]:
     """What is trained, where that is not everything, and what the rest is stored as."""
-    parts = [f"LoRA {plan.lora.rank}"] if plan.lora.rank is not None else []
+    parts = [f"{'DoRA' if plan.lora.dora else 'LoRA'} {plan.lora.rank}"] if plan.lora.rank is not None else []
     parts += [str(plan.quantisation.kind)] if plan.quantisation.kind != "none" else []
     frozen = ["embedding"] if plan.frozen.embedding else []
     frozen += [f"{plan.frozen.layers} layers"] if plan.frozen.layers else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..allocator.memory import printed
-from ..device.gpus import GPUS
+from ..device.gpus import runtime_of
 from ..result import Estimate, Failure, StageEstimate
 
 
@@ -18,8 +18,7 @@ def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) ->
     outside = 0 if stage.device_range is None or stage.reserved is None else stage.device_range[0] - stage.reserved
     free = max(capacity - estimate.headroom - outside - failure.reserved, 0)
     gpu = stage.ranks[0] % estimate.plan.hardware.gpus_per_node if stage.ranks else 0
-    on = GPUS.get(estimate.plan.hardware.gpu or "")
-    platform = "HIP" if on is not None and on.compute_capability is None else "CUDA"
+    platform, _ = runtime_of(estimate.plan.hardware.gpu)
     return (
         f"{platform} out of memory. Tried to allocate {printed(failure.tried)}. GPU {gpu} has a total capacity of "
         f"{printed(capacity)} of which {printed(free)} is free. Including non-PyTorch memory, this process has "

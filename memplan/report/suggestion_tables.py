@@ -32,6 +32,7 @@ from .printing import (
 from .stages import free_on, in_colour, limit_of, measured, peak_reading, rows_of, unit_of
 from .suggestion_words import (
     TimeUnit,
+    beside_training,
     change_percent,
     difference_pieces,
     layout_pieces,
@@ -126,7 +127,7 @@ def _named(other: Suggestion, best: Suggestion, prefix: str = "", beside: Sequen
     """What the layout does differently, marked where it trains with other numbers, or what its verdict is."""
     first, *pieces = difference_pieces(other, best)
     marks = [] if other.point.keeps_numerics else [Text("changes the numerics", CAUTION)]
-    marks += [Text("does not fit", BAD)] if not other.fits else retry_marks(other)
+    marks += [Text(f"does not fit{beside_training(other.judged)}", BAD)] if not other.fits else retry_marks(other)
     return Pieces([prefix + first, *pieces, *marks, *beside])
 
 
@@ -156,18 +157,27 @@ def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
     table = plain_table(
         folded("change"), left(), *map(right, (f"peak {unit.name}", "gained", f"step {time.name}", "slower"))
     )
-    table.add_row("none", "", unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
+    table.add_row("none", _verdict_words(stuck), unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
     for change in changes:
         after = change.suggestion
         table.add_row(
             Text(change.what),
-            Text("fits", GOOD) if change.fits else Text("too large", BAD),
+            _verdict_words(after),
             unit.figure(after.needs),
             unit.figure(change.gained),
             time.figure(after.seconds),
             time.change(after.seconds, stuck.seconds),
         )
     return table
+
+
+def _verdict_words(one: Suggestion) -> Text:
+    """The verdict, which counts every moment; the peak beside it is an iteration's, before any cache is given back."""
+    judged = one.judged
+    if not one.fits:
+        return Text(f"too large{beside_training(judged)}", BAD)
+    words = {Verdict.TIGHT: "tight", Verdict.RETRIES: "fits with retries", Verdict.UNKNOWN: "may fit"}
+    return Text(words[judged.verdict], CAUTION) if judged.verdict in words else Text("fits", GOOD)
 
 
 def cuts_table(methods: Sequence[Method], best: Suggestion) -> Iterator[RenderableType]:

@@ -8,6 +8,7 @@ from itertools import groupby
 from ..frameworks import framework
 from ..plan.checks import listed
 from ..plan.plan import Plan
+from ..result import Judged
 from ..search.cuts import StageLayers
 from ..search.point import Recomputing
 from ..search.result import Suggestion
@@ -112,6 +113,12 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
 
 def _has(plan: Plan, fields: tuple[tuple[str, object], ...]) -> bool:
     return all(plan.at(path) == value for path, value in fields)
+
+
+def beside_training(judged: Judged) -> str:
+    """Where no iteration fails and something else does, what that is: `` in evaluation``."""
+    moments = dict.fromkeys(failure.moment for failure in judged.failures)
+    return f" in {' and '.join(moments)}" if moments and "steady" not in moments else ""
 
 
 def comparison_words(other: Suggestion, than: Suggestion) -> str:

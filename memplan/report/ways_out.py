@@ -20,7 +20,7 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     if not ways:
         return
     told = "cheapest first" if ways[0].fits is not False else "none is enough; what gains most"
-    yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}", FAINT)))
+    yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}; peaks of the worst moment", FAINT)))
     table = plain_table(folded("change"), left(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
         words = {True: Text("fits", GOOD), False: Text("too large", BAD), None: Text("may fit", CAUTION)}

@@ -401,7 +401,7 @@ def _check_code(plan: ResolvedPlan) -> None:
     for name, version in plan.versions.items():
         raise PlanError(f"versions.{name}", version, "must be left out: a trace runs the releases that are installed")
     if plan.attention not in ("eager", "flash"):
-        problem = "must be eager or flash: the package's kernel needs a GPU"
+        problem = "must be eager or flash, PyTorch's own: memplan runs this code without a GPU, where no other does"
         if plan.model.sliding_window is not None:
             problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
         raise plan.wrong("attention", problem)

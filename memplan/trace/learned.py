@@ -182,6 +182,7 @@ def _told(plan: ResolvedPlan) -> str:
     """The settings that a fit is looked for under: dtype and attention, and whatever is not the default."""
     others = [word.removeprefix("--") for word in _differing(plan) if word.partition("=")[0] not in ALWAYS_TOLD]
     told = [plan.precision.dtype, f"{plan.attention} attention", *(one.replace("=", " ") for one in others)]
+    told += [f"{plan.model.layers} layers"] if isinstance(plan.model, TracedSpec) and plan.model.changed else []
     gathers = framework(plan.framework).running.learnt_gathers(plan)
     return ", ".join([*told, f"zero {plan.layout.zero}"] if gathers else told)
 

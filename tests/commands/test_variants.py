@@ -107,7 +107,8 @@ def test_a_refused_value_stands_in_its_row(capsys: pytest.CaptureFixture[str]) -
     shown, told = run("tp=3,1,2")
     words = " ".join(shown.split())
     assert all(part in words for part in ("tp=3 refused tp=1 fits", f"tp=3 refused --gpus: {refusal}", "tp=2: saves "))
-    assert not told
+    assert told.startswith(f"--gpus: {refusal}")
+    assert told.count("\n") == 1
     shown, told = run("tp=3,1,2", "--json")
     first, *others = json.loads(shown)["variants"]
     assert first == {"name": "tp=3", "refused": told.removesuffix("\n"), "fits": None, "verdict": None}

@@ -46,6 +46,13 @@ class StreamedRank:
         self.allocator.free(key)
         self.by[category] -= size
 
+    def rename(self, key: Key, category: Category) -> None:
+        """A sum takes the place of the gradient that has ended."""
+        size, before = self.live[key]
+        self.live[key] = size, category
+        self.by[before] -= size
+        self.by[category] += size
+
     def keep(self, hold: Hold) -> Key:
         """Something that no micro-batch holds. Returns its key."""
         self.statics += 1
@@ -61,7 +68,11 @@ class StreamedRank:
                 hold(_key(microbatch, place, event.tensor), event)
             elif isinstance(event, Drop):
                 id = event.tensor
-                drop((microbatch, place, id) if id > 0 else neighbours.get(id) or (microbatch, -1, id))
+                key = (microbatch, place, id) if id > 0 else neighbours.get(id) or (microbatch, -1, id)
+                kind = self.live[key][1] if key in self.live else event.category
+                drop(key)
+                if (kind, event.category) == (Category.GRADIENTS, Category.WORKSPACES):
+                    self.rename(next(reversed(self.live)), kind)
 
     def microbatch(self, number: int, spans: Sequence[Span], first: bool) -> None:
         """Forward and backward; the gradients that stay are carried on."""

@@ -120,6 +120,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({"model": "gpt2", "framework": "ddp", "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework ddp; deepspeed has ZeRO-"),
         ({"model": "gpt2", "framework": "single", "static-graph": "true"}, "--static-graph: ddp.static_graph = true: must be left out with framework single"),
         ({"model": "gpt2", "framework": "single", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework single"),
+        ({"model": "gpt2", "framework": "single", "gpus": "2"}, "--gpus: hardware.gpus = 2: must be 1 with framework"),
         ({"model": "gpt2", "framework": "device-map", "gpus": "2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework device-map"),
         ({"model": "gpt2", "gpu": "h1000"}, "--gpu: hardware.gpu = h1000: is not a known GPU (`memplan gpus` lists 40); of another one give the memory instead: --capacity 24GiB; did you mean h100-80gb?"),
         ({"model": "gpt2", "gpu": "p4d.24xlarge"}, "hardware.gpu = p4d.24xlarge: is no GPU, but means 8 x a100-40gb: --gpu a100-40gb --gpus 8"),

@@ -46,6 +46,7 @@ def test_the_plan_in_a_line_leaves_out_degrees_of_one() -> None:
 def test_what_makes_another_plan_is_in_the_line() -> None:
     flags = {"model": "llama-3-8b", "framework": "ddp", "gpus": "8", "lora-rank": "8", "quantisation": "nf4"}
     assert plan_text(resolve(read_plan(None, flags).plan)).endswith("flash attention · LoRA 8 · nf4")
+    assert plan_text(resolve(read_plan(None, {**flags, "use-dora": "true"}).plan)).endswith("DoRA 8 · nf4")
     flags = {"model": "gpt2", "framework": "deepspeed", "gpus": "8", "zero": "3", "offload-param": "cpu"}
     assert plan_text(resolve(read_plan(None, flags).plan)).startswith("gpt2 · deepspeed · parameters on cpu · dp 8")
     flags = {"model": "gpt2", "freeze-layers": "3", "freeze-embedding": "true", "trainer": "transformers"}

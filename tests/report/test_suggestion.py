@@ -19,6 +19,7 @@ from memplan.report.json import to_json
 from memplan.report.printing import Pieces
 from memplan.report.suggestion import Answer, print_suggestion
 from memplan.report.suggestion_json import COLUMNS, suggestion_to_csv, suggestion_to_json
+from memplan.report.suggestion_tables import changes_table
 from memplan.report.suggestion_words import (
     change_percent,
     cut_words,
@@ -28,7 +29,7 @@ from memplan.report.suggestion_words import (
     speed_words,
     time_unit,
 )
-from memplan.result import Judged, Verdict
+from memplan.result import Failure, Judged, Verdict
 from memplan.search.answer import _with_more_room, suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
@@ -111,6 +112,28 @@ def test_a_plan_that_does_not_fit_gets_changes() -> None:
     for change in found.changes[:8]:
         assert change.what in text
         assert change.gained == given.needs - change.suggestion.needs
+
+
+def test_what_alone_fails_beside_training_is_named_with_the_verdict() -> None:
+    """An iteration's peak beside it looks as if it fitted."""
+    change = answer("does not fit").found.changes[0]
+    after = change.suggestion
+    places = [Failure(moment, "", "", "", None, 0, 0, 0, 0) for moment in ("evaluation", "checkpoint", "steady")]
+    expected = {
+        Judged(Verdict.DOES_NOT_FIT, failures=(places[0],)): "too large in evaluation",
+        Judged(Verdict.DOES_NOT_FIT, failures=tuple(places[:2])): "too large in evaluation and checkpoint",
+        Judged(Verdict.DOES_NOT_FIT, failures=tuple(places)): "too large",
+        Judged(Verdict.RETRIES, 1): "fits with retries",
+        Judged(Verdict.TIGHT): "tight",
+        Judged(Verdict.UNKNOWN): "may fit",
+        Judged(Verdict.FITS): "fits",
+    }
+    for judged, words in expected.items():
+        one = replace(change, suggestion=replace(after, estimate=None, fullest_judged=judged))
+        console = Console(width=160, color_system=None)
+        with console.capture() as caught:
+            console.print(changes_table(after, [one]))
+        assert f" {words}  " in caught.get().splitlines()[-1]
 
 
 def test_quiet_is_one_line() -> None:

@@ -405,6 +405,8 @@ def test_other_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = error_of(capsys, "estimate", "--model", "olmo-2-7b", "--dtype", "fp32")
     assert line.startswith("olmo-2-7b: ships learned in bf16 with flash attention, with --recompute full or without;")
     assert "; it is not known in fp32, flash attention: `memplan trace --learn --model olmo-2-7b --dtype" in line
+    line = error_of(capsys, "estimate", "--model", "smollm3-3b", "--layers", "2")
+    assert "; it is not known in bf16, flash attention, 2 layers: `memplan" in line
     line = error_of(capsys, "validate", "--model", "olmo-2-7b")
     assert "known from traces, which memplan estimate and suggest-partition take with framework single, most" in line
 

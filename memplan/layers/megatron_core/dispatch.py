@@ -274,9 +274,9 @@ def _sorted_back(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """The same of the experts' output."""
     assert shape.experts is not None
     if not shape.experts.permute_fusion or shape.experts.padded:
-        return _copied(r, x, "restored_tokens", shape)
+        return _copied(r, x, "tokens_in_order", shape)
     rows, like, dtype = r.empty((x.shape[0],), "int32", "chunk_row_id_map_back"), x.shape, x.dtype
-    out = r.empty(like, dtype, "restored_tokens")
+    out = r.empty(like, dtype, "tokens_in_order")
     return out.by(r.node((x,), (rows,), lambda r, gradients: [r.empty(like, dtype, "grad_restored")]))
 
 

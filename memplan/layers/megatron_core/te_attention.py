@@ -50,8 +50,8 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
             return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
         return fused(r, q, k, v, lengths, shape)
     if lengths:
-        problem = "must not be flash with a padding mask (BERT, T5): flash attention packs sequences, which is not "
-        problem += "covered; cuDNN's attention is (--attention-backend fused)"
+        problem = "must be fused (cuDNN's attention) with a padding mask (BERT, T5): flash attention, which runs "
+        problem += "otherwise, packs sequences, which is not covered"
         raise PlanError("megatron.attention_backend", shape.attention, problem)
     return flash(r, q, k, v, shape)
 
