@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 
 import typer
 
@@ -13,7 +14,7 @@ from ..plan.errors import ABSENT, PlanError, check_choice, one_line, together, w
 from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
-from ..report.progress import progress
+from ..report.progress import Report, progress
 from ..values import dataclass, replace
 from .files import check_files, write_whole
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from ..device.measured import Measured
     from ..plan.plan import Plan
     from ..report.suggestion import Answer
-    from ..search.answer import Objective
+    from ..search.answer import Objective, Sought
     from ..search.result import Found, Offer
 
 _SEARCH = "Search"
@@ -211,10 +212,12 @@ def answered(
 
     read = _with_own_gpus(_with_own_batch(read))
     offers: tuple[Offer, ...] = ()
-    if read.chosen_framework is not None:
-        read, found, offers = _of_all(read, fixes, objective, top, quiet, known)
-    else:
-        found = _found(read, fixes, objective, top, quiet, known)
+    with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
+        asked = _Asked(fixes, objective, top, known, report)
+        if read.chosen_framework is not None:
+            read, found, offers = _of_all(read, asked)
+        else:
+            found = _found(read, asked, _sought(read, asked))
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
     return Answer(found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes))
@@ -248,41 +251,51 @@ def _with_own_gpus(read: ReadPlan) -> ReadPlan:
     return replace(read, warnings=(*read.warnings, told))
 
 
-def _found(
-    read: ReadPlan,
-    fixes: Mapping[str, str | None],
-    objective: Objective,
-    top: int,
-    quiet: bool,
-    known: Measured,
-    where: str = "",
-) -> Found:
-    """``where``: what is told of it while it is searched."""
-    from ..search.answer import suggest
+class _Asked(NamedTuple):
+    """What is asked of every search."""
+
+    fixes: Mapping[str, str | None]
+    objective: Objective
+    top: int
+    known: Measured
+    report: Report
+
+
+def _sought(read: ReadPlan, asked: _Asked, where: str = "") -> Sought:
+    """A search that has not begun; ``where``: what is told of it while it goes on."""
+    from ..search.answer import Sought
 
     _check_needed(read.plan)
-    fixed = fixed_values(read.plan, fixes)
+    fixed = fixed_values(read.plan, asked.fixes)
+    said = f" ({where})" if where else ""
+    with _located(read, asked):
+        return Sought(
+            read.plan,
+            fixed,
+            asked.objective,
+            asked.top,
+            lambda what, done, of: asked.report(what + said, done, of),
+            asked.known,
+        )
+
+
+@contextmanager
+def _located(read: ReadPlan, asked: _Asked) -> Iterator[None]:
     try:
-        with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
-            said = f" ({where})" if where else ""
-            found = suggest(
-                read.plan, fixed, objective, top, lambda what, done, of: report(what + said, done, of), known
-            )
+        yield
+    except PlanError as error:
+        raise located(error if error.value is ABSENT else read.located(error), asked.fixes) from None
+
+
+def _found(read: ReadPlan, asked: _Asked, sought: Sought) -> Found:
+    with _located(read, asked):
+        found = sought.found()
         if not found.best and found.closest is None:
             raise _no_layout(found)
         return found
-    except PlanError as error:
-        raise located(error if error.value is ABSENT else read.located(error), fixes) from None
 
 
-def _of_all(
-    read: ReadPlan,
-    fixes: Mapping[str, str | None],
-    objective: Objective,
-    top: int,
-    quiet: bool,
-    known: Measured,
-) -> tuple[ReadPlan, Found, tuple[Offer, ...]]:
+def _of_all(read: ReadPlan, asked: _Asked) -> tuple[ReadPlan, Found, tuple[Offer, ...]]:
     """The answer in the best of all frameworks for a plan that names none, and what each of them offers.
 
     One process with layers on several GPUs, of which one works at a time, is the best only where nothing else fits.
@@ -293,29 +306,35 @@ def _of_all(
 
     _check_needed(read.plan)
     named = replace(read, warnings=tuple(note for note in read.warnings if not says_choice(note.code)))
+    begun: dict[str, tuple[ReadPlan, Sought]] = {}
 
     def offered(name: str, at: int) -> Offer:
-        plan = read.plan.model_copy(update={"framework": name})
-        where = f"{name}, framework {at} of {len(ROOMS)}"
+        own = replace(named, plan=read.plan.model_copy(update={"framework": name}))
         try:
-            return Offer(name, _found(replace(named, plan=plan), fixes, objective, top, quiet, known, where))
+            sought = _sought(own, asked, f"{name}, framework {at} of {len(ROOMS)}")
+            with _located(own, asked):
+                offer = sought.offer()
+            if offer.best is None and offer.closest is None:
+                _found(own, asked, sought)  # says why there is none
+            begun[name] = own, sought
+            return offer
         except PlanError as error:
-            return Offer(name, None, error)
+            return Offer(name, asked.objective, refused=error)
 
     offers = tuple(offered(name, at) for at, name in enumerate(ROOMS, 1))
-    searched = [offer for offer in offers if offer.found is not None]
+    searched = [offer for offer in offers if offer.refused is None]
     parallel = [one for one in searched if not framework(one.framework).supports.several_gpus_of_a_process]
     refused = next((one.refused for one in offers if one.framework == read.plan.framework), None)
     if not parallel and refused is not None:
         raise read.located(refused)
-    fitting = [one for one in parallel if one.found is not None and one.found.best]
+    fitting = [one for one in parallel if one.best is not None]
     best = min(fitting or searched, key=lambda offer: offer.rank)
-    assert best.found is not None
+    own, sought = begun[best.framework]
     others = " and ".join(filter(None, [", ".join(one.framework for one in searched[:-1]), searched[-1].framework]))
     said = f"no framework was named: {others} were searched, and {best.framework} is the best"
     if refused is not None:
         said += f"; {read.plan.framework} {refused.problem}"
-    return read.choosing(best.framework, said), best.found, offers
+    return read.choosing(best.framework, said), _found(own, asked, sought), offers
 
 
 def _no_layout(found: Found) -> PlanError:

@@ -8,7 +8,20 @@ from dataclasses import field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ..tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Excursion, Hold, Hook, Scope, Tape, fold, renamed, rounded
+from ..tape.events import (
+    GRAD_OUTPUT,
+    INPUT,
+    Category,
+    Drop,
+    Excursion,
+    Hold,
+    Hook,
+    Scope,
+    Tape,
+    fold_once,
+    renamed,
+    rounded,
+)
 from ..values import dataclass, replace
 from .autograd import ITEMSIZE, Leaf, Recorder, Shape, Tensor, size_of
 from .kernels import Kernels
@@ -88,15 +101,15 @@ class Tapes:
 
     @cached_property
     def forward_fold(self) -> Excursion:
-        return fold(self.forward)
+        return fold_once(self.forward)
 
     @cached_property
     def end_fold(self) -> Excursion:
-        return fold(self.end)
+        return fold_once(self.end)
 
     @cached_property
     def backward_fold(self) -> Excursion:
-        return fold(self.backward)
+        return fold_once(self.backward)
 
 
 Counted = tuple[tuple[Kernel, int], ...]
@@ -243,7 +256,7 @@ class Module:
 
     @cached_property
     def evaluation_fold(self) -> Excursion:
-        return fold(self.evaluation)
+        return fold_once(self.evaluation)
 
     @cached_property
     def largest_id(self) -> int:

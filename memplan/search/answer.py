@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from math import inf
 from time import perf_counter
 from typing import Literal
 
@@ -18,7 +19,7 @@ from ..plan.resolved import ResolvedPlan
 from ..plan.sizes import default_reserve, headroom_bytes
 from .candidates import Clock
 from .changes import changes_of, measured
-from .result import Found, Suggestion
+from .result import Found, Offer, Suggestion
 from .search import Report, Search, alike
 from .space import Space, filled, nearest_counts, space_of
 from .time import check_timed, published_error
@@ -39,51 +40,121 @@ def suggest(
 ) -> Found:
     """The best layouts for ``base``, with measurements of the user's own GPUs (``known``). ``PlanError`` where the
     ``fixed`` fields leave no layout, or time is not modelled."""
-    started = perf_counter()
-    begin_search()
-    stated = base
-    base = _with_reserve(base)
-    resolved = filled(base)
-    capacity, limit, beyond = _limits(resolved, known)
-    framework(resolved.framework).search.check_model(resolved, timed=objective == "time")
-    if objective == "time":
-        check_timed(resolved)
-    space = _space(base, resolved, fixed)
-    error = published_error(resolved)
-    within = min(EQUALLY_FAST, error)
-    if objective == "gpus":
-        search, best = _fewest_gpus(space, fixed, limit, beyond, top, report, known)
-    else:
-        search = Search(space, Clock(space), limit, beyond, report, known)
-        best = search.fastest(top) if objective == "time" else _smallest(search, top)
-    if objective != "memory":
-        best = _roomiest_first(search, best, within)[:top]
-    smallest = search.smallest() if not best else None
-    closest = search.estimated(smallest) if smallest is not None else None
-    front = _front(search, best) if best else []
-    given, refused = _given(stated, known)
-    faster = base is not stated and best and given is not None and given.fits and given.seconds < best[0].seconds
-    stuck = closest if closest is not None else given if given is not None and not given.fits else None
-    changes = changes_of(stuck, limit, fixed, search.report, known) if stuck is not None else ()
-    return Found(
-        base=resolved,
-        fixed=dict(fixed),
-        objective=objective,
-        capacity=capacity,
-        limit=limit,
-        best=tuple(best),
-        front=tuple(front),
-        closest=closest,
-        changes=tuple(changes),
-        given=given,
-        given_refused=refused,
-        given_keeps_too_little=bool(faster) and not measured(base, known).is_safe,
-        counts=search.counts(),
-        seconds=perf_counter() - started,
-        keeps_free="" if base is stated else base.headroom,
-        error=error,
-        within=within,
-    )
+    return Sought(base, fixed, objective, top, report, known).found()
+
+
+class Sought:
+    """A search: what is best in it (``offer``), and the whole answer (``found``), which takes several times as long."""
+
+    def __init__(
+        self,
+        base: Plan,
+        fixed: Mapping[str, object],
+        objective: Objective,
+        top: int,
+        report: Report,
+        known: Measured,
+    ) -> None:
+        started = perf_counter()
+        begin_search()
+        self.stated, self.base, self.fixed = base, _with_reserve(base), fixed
+        self.objective, self.top, self.report, self.known = objective, top, report, known
+        self.resolved = resolved = filled(self.base)
+        self.capacity, self.limit, self._beyond = _limits(resolved, known)
+        framework(resolved.framework).search.check_model(resolved, timed=objective == "time")
+        if objective == "time":
+            check_timed(resolved)
+        self._space = _space(self.base, resolved, fixed)
+        self.error = published_error(resolved)
+        self.within = min(EQUALLY_FAST, self.error)
+        self._search: Search | None = None
+        self.seconds = perf_counter() - started
+
+    def offer(self) -> Offer:
+        """The first of ``found().best``, or its ``closest``: no other layout is looked for than those that it could
+        be."""
+        started = perf_counter()
+        search, best = self._best(1 if self.objective == "memory" else self.top, self.within)
+        closest = None if best else self._closest(search)
+        self.seconds += perf_counter() - started
+        name = self.base.framework
+        return Offer(name, self.objective, next(iter(best), None), closest)
+
+    def found(self) -> Found:
+        """The whole answer, from what an ``offer`` has computed."""
+        started = perf_counter()
+        search, best = self._best(self.top)
+        closest = None if best else self._closest(search)
+        front = _front(search, best) if best else []
+        stated, limit, known = self.stated, self.limit, self.known
+        given, refused = _given(stated, known)
+        faster = self.base is not stated and best and given is not None and given.fits
+        stuck = closest if closest is not None else given if given is not None and not given.fits else None
+        changes = changes_of(stuck, limit, self.fixed, search.report, known) if stuck is not None else ()
+        too_little = faster and given is not None and given.seconds < best[0].seconds
+        return Found(
+            base=self.resolved,
+            fixed=dict(self.fixed),
+            objective=self.objective,
+            capacity=self.capacity,
+            limit=limit,
+            best=tuple(best),
+            front=tuple(front),
+            closest=closest,
+            changes=tuple(changes),
+            given=given,
+            given_refused=refused,
+            given_keeps_too_little=bool(too_little) and not measured(self.base, known).is_safe,
+            counts=search.counts(),
+            seconds=self.seconds + perf_counter() - started,
+            keeps_free="" if self.base is stated else self.base.headroom,
+            error=self.error,
+            within=self.within,
+        )
+
+    def _best(self, top: int, within: float = inf) -> tuple[Search, list[Suggestion]]:
+        """What is recommended, and the alternatives: those that take longer by no more than the part ``within``."""
+        search = self._search
+        if search is None and self.objective == "gpus":
+            search, best = self._fewest_gpus(top, within)
+        else:
+            search = self._search_of(self._space) if search is None else search
+            search.begin()
+            best = _smallest(search, top) if self.objective == "memory" else search.fastest(top, within)
+        self._search = search
+        if self.objective != "memory":
+            best = _roomiest_first(search, best, self.within)[:top]
+        return search, best
+
+    def _search_of(self, space: Space) -> Search:
+        return Search(space, Clock(space), self.limit, self._beyond, self.report, self.known)
+
+    def _closest(self, search: Search) -> Suggestion | None:
+        smallest = search.smallest()
+        return search.estimated(smallest) if smallest is not None else None
+
+    def _fewest_gpus(self, top: int, within: float) -> tuple[Search, list[Suggestion]]:
+        """The smallest number of GPUs, whole nodes above one, on which a layout fits; the fastest there."""
+        space = self._space
+        node, most = space.base.hardware.gpus_per_node, space.gpus
+        counts = [*(count for count in range(1, min(node, most) + 1)), *range(2 * node, most + 1, node)]
+        if counts[-1] != most:
+            counts.append(most)
+        search: Search | None = None
+        for at, count in enumerate(counts):
+            self.report("numbers of GPUs", at, len(counts))
+            base = space.base.model_copy(update={"hardware": space.base.hardware.model_copy(update={"gpus": count})})
+            try:
+                smaller = space_of(base, space.resolved, self.fixed, count)
+            except PlanError:
+                continue
+            if not _has_points(smaller):
+                continue
+            search = self._search_of(smaller)
+            best = search.fastest(top, within)
+            if best:
+                return search, best
+        return search or self._search_of(space), []
 
 
 def _with_reserve(base: Plan) -> Plan:
@@ -245,32 +316,4 @@ def _depth(rule: str) -> int:
     return next((at for at, start in enumerate(starts) if rule.startswith(start)), len(starts))
 
 
-# -- fewest GPUs -------------------------------------------------------------------------------------------
-
-
-def _fewest_gpus(
-    space: Space, fixed: Mapping[str, object], limit: int, beyond: int, top: int, report: Report, known: Measured
-) -> tuple[Search, list[Suggestion]]:
-    """The smallest number of GPUs, whole nodes above one, on which a layout fits; the fastest there."""
-    node, most = space.base.hardware.gpus_per_node, space.gpus
-    counts = [*(count for count in range(1, min(node, most) + 1)), *range(2 * node, most + 1, node)]
-    if counts[-1] != most:
-        counts.append(most)
-    search: Search | None = None
-    for at, count in enumerate(counts):
-        report("numbers of GPUs", at, len(counts))
-        base = space.base.model_copy(update={"hardware": space.base.hardware.model_copy(update={"gpus": count})})
-        try:
-            smaller = space_of(base, space.resolved, fixed, count)
-        except PlanError:
-            continue
-        if not _has_points(smaller):
-            continue
-        search = Search(smaller, Clock(smaller), limit, beyond, report, known)
-        best = search.fastest(top)
-        if best:
-            return search, best
-    return search or Search(space, Clock(space), limit, beyond, report, known), []
-
-
-__all__ = ["Objective", "suggest"]
+__all__ = ["Objective", "Sought", "suggest"]

@@ -148,18 +148,17 @@ class Offer:
     """What a search in one of several frameworks found."""
 
     framework: str
-    found: Found | None
+    objective: str
+    best: Suggestion | None = None
+    closest: Suggestion | None = None
+    """Where nothing fits: the layout that needs least."""
     refused: PlanError | None = None
     """Why it has no layout."""
 
     @property
-    def best(self) -> Suggestion | None:
-        return self.found.best[0] if self.found is not None and self.found.best else None
-
-    @property
     def keeps_fp32(self) -> bool:
         """The best layout, or the closest, has parameters in fp32 somewhere: the optimizer's copy, or themselves."""
-        one = self.best or (self.found.closest if self.found is not None else None)
+        one = self.best or self.closest
         if one is None or one.estimate is None:
             return False
         stage = one.estimate.stages[one.fullest]
@@ -171,8 +170,7 @@ class Offer:
     def rank(self) -> tuple[bool, bool, float]:
         """Of several the smallest is the best: one that fits, keeps parameters in fp32, and is what was asked for."""
         one = self.best
-        if one is None or self.found is None:
-            closest = self.found.closest if self.found is not None else None
-            return True, not self.keeps_fp32, closest.needs if closest is not None else inf
-        measure = {"time": one.seconds, "memory": one.needs, "gpus": one.point.gpus}[self.found.objective]
+        if one is None:
+            return True, not self.keeps_fp32, self.closest.needs if self.closest is not None else inf
+        measure = {"time": one.seconds, "memory": one.needs, "gpus": one.point.gpus}[self.objective]
         return False, not self.keeps_fp32, measure

@@ -50,6 +50,9 @@ class Search:
         self.asked = space.search
         self.needs = Needs(space, self.requestable)
         self.replayed = 0
+        self._wholes: dict[tuple[Point, StageLayers], Suggestion] = {}
+        self._fullest: dict[tuple[Point, StageLayers], Suggestion] = {}
+        """What went through the allocator: of every stage, and of the fullest alone."""
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
@@ -118,29 +121,45 @@ class Search:
     def estimated(self, suggestion: Suggestion) -> Suggestion:
         """With the allocator's replay of every stage, and the parts of its time."""
         self.replayed += 1
-        whole = estimate(suggestion.plan, self.known)
-        step = ranking_time(resolve(suggestion.plan))
-        return replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
+        key = (suggestion.point, suggestion.cut)
+        if key not in self._wholes:
+            whole = estimate(suggestion.plan, self.known)
+            step = ranking_time(resolve(suggestion.plan))
+            suggestion = replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
+            self._wholes[key] = suggestion
+        return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
         """With the replay of the fullest stage alone."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self.replayed += 1
-        plan = resolve(suggestion.plan)
-        step = ranking_time(plan)
-        device, judged = judged_stage(plan, suggestion.fullest, self.known)
-        return replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
+        key = (suggestion.point, suggestion.cut)
+        if key not in self._fullest:
+            plan = resolve(suggestion.plan)
+            step = ranking_time(plan)
+            device, judged = judged_stage(plan, suggestion.fullest, self.known)
+            suggestion = replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
+            self._fullest[key] = suggestion
+        return self._fullest[key]
 
     # -- fastest first -------------------------------------------------------------------------------------
 
-    def fastest(self, wanted: int) -> list[Suggestion]:
-        """The ``wanted`` fastest layouts that fit, one of each kind. Of the first, every stage is replayed, of the
-        others the fullest. The fastest of all comes last where the allocator has to give memory back for it, and first
-        where nothing else fits."""
+    def begin(self) -> None:
+        """Counts anew; what was computed stays."""
+        self.replayed = 0
+        self._too_large_from.clear()
+
+    def fastest(self, wanted: int, within: float = inf) -> list[Suggestion]:
+        """The ``wanted`` fastest layouts that fit, one of each kind, which take longer than the first of them by no
+        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest. The fastest of
+        all comes last where the allocator has to give memory back for it, and first where nothing else fits."""
         found: dict[object, Suggestion] = {}
         retrying: Suggestion | None = None
+        latest = inf
         for candidate in self._by_time(lambda one: _kind(one.point) not in found):
+            if candidate.seconds > latest:
+                break
             suggestion = self._requestable(candidate)
             overhead = 0
             outside = 0 if suggestion is None else self._most_outside(suggestion)
@@ -151,6 +170,7 @@ class Search:
                 if not found and replayed.fits and replayed.estimate is None:
                     replayed = self.estimated(suggestion)
                 if replayed.fits and _is_steady(replayed):
+                    latest = min(latest, replayed.seconds * (1 + within))
                     found[_kind(candidate.point)] = replayed
                     if len(found) == wanted:
                         break

@@ -271,8 +271,11 @@ def insert(tape: Tape, at: Callable[[Seam], Iterable[Event]], taken: Container[i
 
     A framework that ends a tensor itself adds it to ``taken``, then or before: the tape's own end of it is left out.
     """
+    (first, only), *others = runs = cut(tape)
+    if not (others or only or taken):
+        return first
     events: list[Event] = []
-    for run, seam in cut(tape):
+    for run, seam in runs:
         events += [one for one in run if not (isinstance(one, Drop) and one.tensor in taken)] if taken else run
         if seam is not None:
             events += at(seam)

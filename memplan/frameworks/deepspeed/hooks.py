@@ -196,8 +196,8 @@ class _Hooks:
         begun: Sequence[Event] = ()
         if self.coordinator is not None and self.model.outside and not (at or backward):
             begun = self._events(self.coordinator.fetch())
-        made = (*begun, *insert(_tape(self.model, at, self.role, backward=backward), events, taken))
-        return self._without_whole(at, made)
+        made = insert(_tape(self.model, at, self.role, backward=backward), events, taken)
+        return self._without_whole(at, (*begun, *made) if begun else made)
 
     def _without_whole(self, at: int, tape: Tape) -> Tape:
         gone: set[int] = set()
@@ -218,10 +218,12 @@ class _Hooks:
         if not gradients:
             return tape
         return tuple(
-            event._replace(tensor=names.get(event.tensor, event.tensor), category=Category.GRADIENTS)
-            if not isinstance(event, Seam) and event.tensor in gradients
-            else event
-            for event in tape
+            [
+                event._replace(tensor=names.get(event.tensor, event.tensor), category=Category.GRADIENTS)
+                if event.tensor in gradients and not isinstance(event, Seam)
+                else event
+                for event in tape
+            ]
         )
 
     def _hook(self, at: int, seam: Seam, coordinator: Coordinator, backward: bool) -> Sequence[Event]:

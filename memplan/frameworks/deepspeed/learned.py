@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter, Tapes
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Category, Drop, Event, Hold, Hook, Seam, Tape
+from ...tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape
 from ...tape.program import Chunk, Program, Span, fold_program
 from ...trace.fit import Born, Fit, Piece, Places
 from ...trace.framework import in_compute
@@ -71,8 +72,8 @@ def _unrolled(rank: Rank, setting: Setting) -> tuple[Rank, OneChunk]:
     own = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
 
     def joined(tapes: list[Tapes]) -> Tapes:
-        forward = tuple(event for one in tapes for event in one.forward)
-        return Tapes(forward, tuple(event for one in reversed(tapes) for event in one.backward), 0, 0)
+        forward = tuple(chain.from_iterable(one.forward for one in tapes))
+        return Tapes(forward, tuple(chain.from_iterable(one.backward for one in reversed(tapes))), 0, 0)
 
     first, steady = (joined([getattr(one, role) for one in rank.modules]) for role in ("first", "steady"))
     whole = Span(Module("model", first, steady, (), ()), ("model",))
@@ -101,8 +102,8 @@ def _model(piece: Piece, row: tuple[Places, ...], b: int, s: int, workspaces: bo
         kind, marked = made.kinds[at], _Marked(owners, name)
         hooks = [(made.kinds[home].parameters[one], _label(labels, at, home, one)) for home, one in ready[at]]
         forward, backward = marked.seams(made.of(at, FORWARD)), marked.seams(_with_seams(made, at, dtype, hooks))
-        tapes = Tapes(tuple(forward), tuple(backward), 0, 0)
-        evaluation = tuple(marked.seams(module.evaluation))
+        tapes = Tapes(Stretch(forward), Stretch(backward), 0, 0)  # cut once for all ranks and stages
+        evaluation = Stretch(marked.seams(module.evaluation))
         hooked = Module(module.name, tapes, tapes, evaluation, kind.parameters)
         read = tuple(packed(one, dtype) for one in kind.parameters)
         instances.append(Instance(name, HookedModule(hooked, marked.reads, marked.unhooked, read)))

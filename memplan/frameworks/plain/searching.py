@@ -7,7 +7,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ...estimate import fold
+from ...estimate import programs_of
+from ...layers.module import Options
 from ...plan.resolve import resolve
 from ...plan.resolved import ResolvedPlan
 from ...search.cuts import (
@@ -28,6 +29,7 @@ from ...search.framework import FrameworkSearch, Proposal
 from ...search.lower_bounds import LowerBounds
 from ...search.point import Point
 from ...search.space import Space
+from ...tape.program import Program, fold_program
 
 
 class DeviceMapSearch(FrameworkSearch):
@@ -50,21 +52,20 @@ class DeviceMapSearch(FrameworkSearch):
         """What a device needs depends on its own layers alone."""
         layers, devices = plan.model.layers, plan.hardware.gpus or 1
 
-        @cache
-        def peaks(shares: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(one.peak for one in fold(plan.model_copy(update={"device_map": mapped(shares)})))
+        def programs(shares: Sequence[int]) -> tuple[Program, ...]:
+            return programs_of(plan.model_copy(update={"device_map": mapped(shares)}), Options())
 
         @cache
         def peak(device: int, count: int) -> int:
             """With ``count`` layers on ``device``, as many as there are for the others."""
             others = devices - 1
             rest = [(layers - count + others - 1 - at) // others for at in range(others)]
-            return peaks((*rest[:device], count, *rest[device:]))[device]
+            return fold_program(programs((*rest[:device], count, *rest[device:]))[device]).peak
 
         if devices == 1:
             return ((ChunkLayers(layers, True, True),),)
         even = tuple((layers + devices - 1 - at) // devices for at in range(devices))
-        threshold = max(peaks(even)) if limit is None else limit
+        threshold = max(fold_program(one).peak for one in programs(even)) if limit is None else limit
 
         def most_of(device: int) -> int:
             return most_that(lambda count: peak(device, count) <= threshold, 1, layers - devices + 1, even[device])
