@@ -205,9 +205,9 @@ class _Reader:
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 RUNS_PYTHON = re.compile(
     r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|"
-    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$"
+    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|sft|dpo|grpo)\w*$"
 )
-"""In a word of a command that may run a Python file."""
+"""In a word of a command that may run a Python file, or a module: ``python -m recipes.train``."""
 
 
 @dataclass(slots=True)

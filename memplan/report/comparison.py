@@ -99,7 +99,9 @@ def print_comparison(
     unit = unit_for(max(estimate.peak for estimate in estimates))
     put(console, _summary(names, variants, base, unit), Text())
     if len({estimate.plan.framework for estimate in estimates}) > 1:
-        kept = [(name, Text(_kept(one))) for name, one in zip(names, variants, strict=True) if one in estimates]
+        kept = [
+            (name, Text(_kept(one))) for name, one in zip(names, variants, strict=True) if isinstance(one, Estimate)
+        ]
         put(console, entries(kept, FAINT), Text())
     put(console, Text(f"{plan_text(base.plan)}; sizes in {unit.name}", FAINT))
     told: set[Notice] = set()

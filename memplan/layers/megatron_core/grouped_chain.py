@@ -93,11 +93,12 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         return
     low = shape.low
     others = {
-        "without parameters in MXFP8 (fp8 mxfp8, fp8_parameters)": low is None
+        "without parameters in MXFP8 (--fp8 mxfp8 --fp8-parameters; Megatron's --fp8-param-gather)": low is None
         or not (low.two_buffers and low.parameters),
         "with layers or modules in 16 bits": any(shape.sixteen_bit) or bool(shape.precision_of),
-        "before Transformer Engine 2.17": shape.te < OLDEST,
-        "of shared experts before Transformer Engine 2.19": experts.shared_chain and shape.te < OLDEST_SHARED,
+        "before Transformer Engine 2.17 (--te-version says which)": shape.te < OLDEST,
+        "of shared experts before Transformer Engine 2.19 (--te-version says which)": experts.shared_chain
+        and shape.te < OLDEST_SHARED,
         f"with {spec.activation}": spec.activation
         not in (("swiglu",) if experts.shared_chain else ("swiglu", "relu2")),
         "with a clamped activation": spec.activation_clamp is not None,

@@ -470,3 +470,11 @@ def test_lists_that_double_with_each_name_end() -> None:
     script = "\n".join([*names, 'Trainer(model=m, args=TrainingArguments("x", fsdp_config=v40))'])
     head = 'from transformers import *\nm = AutoModelForCausalLM.from_pretrained("gpt2")\n'
     assert "fsdp_config: is v40, which only the running script knows" in refusal(head + script)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 1", "accelerate launch --num_processes 1"])
+def test_a_module_is_started_as_a_file_is(launcher: str, tmp_path: Path) -> None:
+    flags = "--model_name_or_path gpt2 --per_device_train_batch_size 2 --max_seq_length 512 --bf16\n"
+    started = [plan_of(tmp_path, "run.sh", f"{launcher} {what} {flags}") for what in ("-m recipes.train", "train.py")]
+    assert started[0] == started[1]
+    assert started[0].batch.mbs == 2
