@@ -446,6 +446,7 @@ class Shell:
         try:
             found = self._beside(name)
             if found is None:
+                self.reading.missing.append((name, command.origin))
                 return False
             variables.values, variables.positional = dict(passed), words[at + 1 :]
             variables.given = {name: value for name, value in variables.given.items() if not is_position(name)}

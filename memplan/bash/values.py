@@ -233,6 +233,8 @@ class Reading:
     files: dict[str, Value] = field(default_factory=dict)
     undecided: list[Unknown] = field(default_factory=list)
     sourced: list[tuple[str, Origin]] = field(default_factory=list)
+    missing: list[tuple[str, Origin]] = field(default_factory=list)
+    """Scripts that the script runs as processes of their own, and that are not there."""
     ledger: Ledger = field(default_factory=Ledger)
     job: Mapping[str, Value] = field(default_factory=dict)
     """Variables of the job that the script's ``#SBATCH`` lines ask for."""

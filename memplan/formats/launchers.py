@@ -349,7 +349,11 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
         return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
-    what = "; ".join([what, *unread(reading)[:1], *_files_given(reading)[:1]])
+    missing = [
+        f"{name}, which line {where.line} runs, is not found below the script's folder"
+        for name, where in reading.missing
+    ]
+    what = "; ".join([what, *unread(reading)[:1], *missing[:1], *_files_given(reading)[:1]])
     return wrong_at(origin, what)
 
 

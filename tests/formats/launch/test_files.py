@@ -110,6 +110,7 @@ def test_taking_apart_as_argparse_does() -> None:
         ("{", "x.json", "x.json:1: is not valid YAML"),
         ("--num-layers 'x", "args", "args:1: ends inside a quotation"),
         ("#!/bin/bash\n. ./env.sh\n$CMD", "s.sh", "s.sh: starts no training that can be read: no command runs a Python file with arguments such as --num-layers; ./env.sh (line 2) is sourced, and not found below the script's folder"),
+        ("#!/bin/bash\nbash scripts/train.sh 8", "s.sh", "s.sh: starts no training that can be read: no command runs a Python file with arguments such as --num-layers; scripts/train.sh, which line 2 runs, is not found below the script's folder"),
         ('if [ "$1" = big ]; then\npython pretrain_gpt.py --num-layers 2\nfi', "s.sh", "s.sh:1: whether training starts depends on [ $1 = big ], which cannot be decided; give --set 1=value"),
         ("python pretrain_gpt.py $ALL", "s.sh", "s.sh:1: starts no training that can be read: $ALL is not set in the script; give it as --set ALL=value"),
     ],
