@@ -68,7 +68,7 @@ def check_chain(plan: ResolvedPlan) -> None:
     gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     reasons = {
         "with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
-        f"without {CHAIN}=1: operations that run one after the other are not modelled yet": (
+        f"with experts unless {CHAIN}=1: operations that run one after the other are not modelled yet": (
             plan.environment.get(CHAIN, "0") == "0"
         ),
         "off Blackwell (compute capability 10), whose kernels it is modelled with": gpu is not None and gpu[0] != 10,

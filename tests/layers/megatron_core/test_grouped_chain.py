@@ -132,7 +132,7 @@ def test_shared_experts_are_one_whose_rows_have_no_probabilities(tp: int) -> Non
 @pytest.mark.parametrize(
     ("flags", "environment", "problem"),
     [
-        (ROUTED, "0", "fuses_operations = true: must be false without NVTE_CUTEDSL_FUSED_GROUPED_MLP=1"),
+        (ROUTED, "0", "fuses_operations = true: must be false with experts unless NVTE_CUTEDSL_FUSED_GROUPED_MLP=1"),
         ({**ROUTED, "gpu": "rtx-5090"}, ON, "must be false off Blackwell"),
         ({**ROUTED, "megatron-fsdp": "optim"}, ON, "must be false with sharded parameters"),
         ({"moe-shared-chain": "true"}, ON, "must be false: the model has no shared experts"),
