@@ -36,14 +36,12 @@ _PAI = {
     "--disable-bias-attn-fc": "--disable-bias-linear",
 }
 """Arguments of Pai-Megatron-Patch, and what says the same in Megatron-LM."""
-FORKS: Mapping[str, Mapping[str, str]] = {
-    "megatron": {
-        "--attention-head-type": _MULTIQUERY,
-        **{name: f"is of Pai-Megatron-Patch; Megatron-LM's is {same}, which is read" for name, same in _PAI.items()},
-    },
-    "megatron-deepspeed": {f"--{name}": _MICROSOFT for name in _OTHER_LAYERS.split()},
+OF_MEGATRON_LM: Mapping[str, str] = {
+    "--attention-head-type": _MULTIQUERY,
+    **{name: f"is of Pai-Megatron-Patch; Megatron-LM's is {same}, which is read" for name, same in _PAI.items()},
 }
-"""By the framework, and by the argument: what it is."""
+OF_MEGATRON_DEEPSPEED: Mapping[str, str] = {f"--{name}": _MICROSOFT for name in _OTHER_LAYERS.split()}
+"""Both by the argument: what it is."""
 AS_HERE: Mapping[str, str] = {
     "--attention-head-type": "multihead",
     "--normalization": "layernorm",

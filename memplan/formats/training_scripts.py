@@ -20,7 +20,7 @@ from ..plan.plan import Plan
 from ..plan.read import Flags, ReadPlan, Source
 from ..plan.spoken import Spoken, Written
 from .files import Words, read_words, words_of
-from .forks import AS_HERE, FORKS
+from .forks import AS_HERE
 from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_plan, left_out, with_sizes
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
@@ -81,11 +81,12 @@ def launched(
 
         words, told = in_place_of(words, asked.strict)
     settings = Settings(words.given, words.ledger, words.origin)
+    table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     refused = (
         _of_no_training(words)
         or _refusal(words)
         or _misspelt(words, asked.format)
-        or _refused_argument(words, asked.format)
+        or _refused_argument(words, table.FORKS)
     )
     if refused is not None:
         raise refused
@@ -104,7 +105,6 @@ def launched(
         words.files,
         {**_environment(words), **(environment or {})},
     )
-    table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     building: Building = table.plan_of(settings, context)
     variables = {name: node for name, node in (context.environment or {}).items() if matters(name)}
     if variables:
@@ -198,9 +198,8 @@ def _refusal(words: Words) -> PlanError | None:
     return None
 
 
-def _refused_argument(words: Words, framework: str) -> PlanError | None:
-    """An error for the first argument under which nothing would be estimated as it is."""
-    forks = FORKS.get(framework, {})
+def _refused_argument(words: Words, forks: Mapping[str, str]) -> PlanError | None:
+    """An error for the first argument under which nothing would be estimated as it is, one of ``forks`` too."""
     for given in {given.canonical: given for given in words.given}.values():
         argument = given.argument
         if argument is None and given.name in forks and [*map(text, given.values)] != [AS_HERE.get(given.name)]:

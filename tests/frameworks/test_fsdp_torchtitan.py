@@ -14,12 +14,10 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import ROUND
-from memplan.tape.program import fold_program
 
-from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
 from ..oracle.torchtitan import Sizes, builder
+from .every_event import check_every_event
 
 SIZES = Sizes(hidden=192, heads=6, kv_heads=2, ffn=448, vocab=1003, layers=4, b=2, s=64)
 
@@ -88,19 +86,7 @@ def test_every_event(case: Case) -> None:
     modes = [case.recompute.of(layer) for layer in range(case.sizes.layers)]
     sharding = oracle.Sharding(case.shards)
     steps = oracle.traced(builder(case.sizes, sharding, modes, ends_apart=case.ends_apart), sharding)
-
-    modules = [span.module for span in program.spans]
-    forward = [event for module in modules for event in named(module, module.steady.forward)]
-    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
-    traced_forward, traced_backward, _ = steps.stretches
-    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(traced_forward))
-    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(traced_backward)))
-
-    folded = fold_program(program)
-    assert folded.static == steps.before
-    assert folded.after_forward == steps.levels()[0]
-    assert 0 <= max(steps.peaks()[:2]) - folded.backward_peak <= 2 * ROUND
-    assert folded.step_peak == steps.peaks()[2]
+    check_every_event(program, steps)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Defaults and derivations are those of ``validate_args`` (``megatron/training/arg
 
 from __future__ import annotations
 
+from ..forks import OF_MEGATRON_LM as FORKS  # noqa: F401  read beside ROWS
 from ..rows import Building, Reader, read_rows
 from ..settings import Settings
 from . import experts, graphs, hybrid, linear_attention, low_precision, sharding

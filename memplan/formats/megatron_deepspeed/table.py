@@ -17,6 +17,7 @@ from ...plan.plan import Plan
 from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
 from ..files import node_of_written
+from ..forks import OF_MEGATRON_DEEPSPEED as FORKS  # noqa: F401  read beside ROWS
 from ..megatron.context import Context, start
 from ..megatron.layout import PARALLEL
 from ..megatron.model import DROPOUTS, SIZES
