@@ -23,7 +23,11 @@ def plan_of(settings: Settings, context: Context) -> Building:
     building = Building(settings.origin)
     version = settings.integer("--flash-attention-version")
     if version is not None and version.value != 2:
-        raise version.wrong("--flash-attention-version", "is not modelled yet; flash-attention 2 is")
+        problem = (
+            "is not read beside what Transformer Engine chooses by itself: leave it out of the script, and say which "
+        )
+        problem += f"release is installed (--flash-attention-release {version.value})"
+        raise version.wrong("--flash-attention-version", problem)
     start(building, "megatron", context)
     building.put("model.causal", context.family in ("gpt", "hybrid"))
     building.put("model.mlm_head", context.family == "bert")
