@@ -240,7 +240,7 @@ class SegmentPool:
         codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
-        changing = {code for edge, code in edges.items() if edge in starts or edge in ends} if codes else ()
+        changing = {edges[edge] for edge in (*starts, *ends) if edge in edges}
         if changing and not requests.served(free, changing):
             return None
         if len(codes) <= len(free):

@@ -23,7 +23,8 @@ from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_pa
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Operation, Pass, Passes
+from .operations import Operation
+from .passes import Pass, Passes
 from .replay import NO_BLOCK, Rank, Run, construction, states, workspaces_of
 
 MOST_POINTS = 600

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memplan.allocator import passes, repeats
 from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.passes import NEVER, Operation, Pass, parts_of, stretches
+from memplan.allocator.operations import Operation
+from memplan.allocator.passes import NEVER, Pass, parts_of, stretches
 
 from .test_blocks import SETTINGS
 
