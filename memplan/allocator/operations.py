@@ -93,6 +93,11 @@ class Listed:
         return any(one.stream for one in self.operations)
 
 
+def alone(operations: Sequence[Operation]) -> Operations:
+    """``operations`` that have their slots."""
+    return Operations((Placed(Listed(operations), 0, {}),), {})
+
+
 def takes_over(held: Operation, end: Operation) -> bool:
     """A sum that began as a workspace takes the place of the gradient that ends."""
     return (held.category, end.category) == (Category.GRADIENTS, Category.WORKSPACES)
@@ -181,6 +186,24 @@ class Operations(Sequence[Operation]):
             found[at] = operation
         return found
 
+    def modules(self) -> Iterator[tuple[int, int, Placed]]:
+        """Of each module the place of its first operation, and the bytes that are held before it more than before the
+        pass."""
+        held = 0
+        for start, one in zip(self.starts, self.placed, strict=False):
+            yield start, held, one
+            held += one.listed.held[-1] if one.listed.held else 0
+
+    def reach(self, total: int) -> bool:
+        """Behind a request ``total`` bytes are held more than before the pass."""
+        return any(total - before in one.listed.totals for _, before, one in self.modules())
+
+    def began(self, at: int) -> int:
+        """Where the tensor began that ends at ``at``, if that was in the same module; else -1."""
+        part = bisect_right(self.starts, at) - 1
+        start = self.starts[part]
+        return start + self.placed[part].listed.begun.get(at - start, -1 - start)
+
     def change(self, start: int, end: int) -> list[int]:
         """Change of bytes by category through the operations from ``start`` up to ``end``."""
         by, changed = [0] * len(Category), self.changed
@@ -192,7 +215,7 @@ class Operations(Sequence[Operation]):
                     by[category] += size
                 some = [(at, one) for at, one in own.lasting if one.units < 0]
             else:
-                some = [*enumerate(own.known)][start - first : end - first]
+                some = [*enumerate(own.known[start - first : end - first], start - first)]
             for at, one in some:
                 _, units, size, category, _ = changed.get(first + at, one)
                 by[category] += size if units > 0 else -size

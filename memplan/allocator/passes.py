@@ -19,7 +19,7 @@ from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Brief, Requests, SegmentPool, Step, Stretch
 from .caching import AllocatorSettings
-from .operations import Listed, Operation, Operations, Placed, ends, listed, takes_over
+from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
 
 NEVER = -1 << SHIFT
 """Fewer units than any peak."""
@@ -102,7 +102,7 @@ Runs = tuple[tuple[int, Row], ...]
 class Pass:
     """Forward or backward of one micro-batch through a row of modules, or what hooks do besides."""
 
-    operations: Sequence[Operation]
+    operations: Operations
     small: Runs
     """The operations that small blocks serve, which never exceed requests: peaks are looked for in ``large``."""
     large: Runs
@@ -124,13 +124,7 @@ class Pass:
 
     def until(self, place: int, known: tuple[int, Bytes] = (-1, NOTHING)) -> Bytes:
         """Change of bytes by category through the operation at ``place``; what it is at an earlier one is ``known``."""
-        if isinstance(self.operations, Operations):
-            change = self.operations.change(known[0] + 1, place + 1)
-            return tuple(map(int.__add__, known[1], change))
-        by = list(known[1])
-        for _, units, size, category, _ in self.operations[known[0] + 1 : place + 1]:
-            by[category] += size if units > 0 else -size
-        return tuple(by)
+        return tuple(map(int.__add__, known[1], self.operations.change(known[0] + 1, place + 1)))
 
 
 Rows = tuple[tuple[Module, int], ...]
@@ -522,7 +516,7 @@ def _part(operations: Sequence[Operation]) -> Pass:
     for _, units, size, category, _ in operations:
         by[category] += size if units > 0 else -size
     changed = tuple([(category, size) for category, size in enumerate(by) if size])
-    return Pass(tuple(operations), small, large, 0, 0, (), (), (), net, changed)
+    return Pass(alone(operations), small, large, 0, 0, (), (), (), net, changed)
 
 
 MOST_TOGETHER = 8
