@@ -70,7 +70,12 @@ class ModuleRow(Row):
         )
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
-        for small, start, end, outer in self.parts:
+        given, places = self.given
+        for place, (small, start, end, outer) in enumerate(self.parts):
+            if place in places and not pool.picky:
+                requests, first = places[place]
+                if pool.give_all(requests, given[first:], blocks) is not None:
+                    break
             own = blocks[start:end]
             for slot in outer:
                 own.append(blocks[slot])
@@ -79,6 +84,29 @@ class ModuleRow(Row):
             for at, slot in enumerate(outer, end - start):
                 blocks[slot] = own[at]
         return 0, limit, -1
+
+    @cached_property
+    def given(self) -> tuple[list[Step], dict[int, tuple[set[Requests], int]]]:
+        """Of the last modules, if each gives back all it takes: the steps that give back other blocks; and by the place
+        of a module from which on it is worth looking whether free blocks serve all, the requests and the first of those
+        steps."""
+        closed = 0
+        for place, (own, _) in enumerate(self.placed):
+            if any(units > 0 for _, units in own.lasting):
+                closed = place + 1
+        found: list[Step] = []
+        starts: list[int] = []
+        requests = {own.requests for own, _ in self.placed[closed:] if own.requests.order}
+        for own, one in self.placed[closed:]:
+            starts.append(len(found))
+            found += [(one.slot(id), units, units << SHIFT, NEVER, -1) for id, units in own.lasting]
+        places, steps, least = {}, 0, 0
+        for place, (own, _) in enumerate(self.placed[closed:]):
+            if steps >= least:
+                places[closed + place] = requests, starts[place]
+                least = 2 * steps + max(FIRST_PART, len(found) // 2)
+            steps += own.length
+        return found, places
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -463,6 +491,8 @@ class _Steps:
                 before.append((id, units))
         self.lasting = (*before, *taken.items())
         """Ids and units of the blocks that small steps give back and have not taken, and that they take for good."""
+        self.requests = _requests(_order(small))
+        """Of small steps that take none for good."""
 
 
 _steps_of = lru_cache(maxsize=1 << 13)(_Steps)
@@ -570,21 +600,26 @@ def _brief(steps: Sequence[Step]) -> Sequence[Step]:
     A free block that is as large as all their requests together serves each of them: what lies behind those that it
     has served is as large as those to come.
     """
+    order = _order(steps)
+    total = sum([code for code in order if code > 0])
+    if not total or len(order) < len(steps):
+        return steps
+    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(order)))]
+
+
+def _order(steps: Sequence[Step]) -> tuple[int, ...]:
+    """As of ``Requests``: of the blocks that ``steps`` take and give back."""
     held: list[int] = []
     order: list[int] = []
-    total = 0
     for slot, units, code, _, _ in steps:
         if units > 0:
             held.append(slot)
             order.append(code)
-            total += code
         elif slot in held:
             place = held.index(slot)
             order.append(place - len(held))
             del held[place]
-        else:
-            return steps
-    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(tuple(order))))] if total else steps
+    return tuple(order)
 
 
 def _stretch(steps: Sequence[Step]) -> Stretch | None:
