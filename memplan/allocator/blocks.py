@@ -202,7 +202,17 @@ class SegmentPool:
 
     def give(self, code: int) -> None:
         """Take a block back."""
-        self.run(((0, -1, 0, 0, -1),), [code], UNBOUNDED)
+        free, edges = self.free, self.edges
+        address, end = code & ADDRESS, (code & ADDRESS) + (code >> SHIFT)
+        before, after = edges.pop(address, 0), edges.pop(end, 0)
+        if before:
+            del free[bisect_left(free, before)]
+            address = before & ADDRESS
+        if after:
+            del free[bisect_left(free, after)]
+            end += after >> SHIFT
+        code = edges[address] = edges[end] = end - address << SHIFT | address
+        insort(free, code)
 
     def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """``run`` with all steps of ``stretches``.
@@ -238,23 +248,24 @@ class SegmentPool:
         free, edges = self.free, self.edges
         if not all(one.served(free) for one in requests):
             return None
+        if not steps:
+            return 0
         codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
         changing = {edges[edge] for edge in edges.keys() & (starts | ends)}
         if changing and not all(one.served(free, changing) for one in requests):
             return None
-        if len(codes) <= len(free):
-            return self.run(steps, blocks, UNBOUNDED)[0]
-        beyond = sum(starts) - sum(ends) - sum([step[1] for step in steps])
-        starts.update([code & ADDRESS for code in free])
-        ends.update([(code & ADDRESS) + (code >> SHIFT) for code in free])
-        bounds = sorted(starts ^ ends)
-        free[:] = sorted([end - start << SHIFT | start for start, end in zip(bounds[::2], bounds[1::2], strict=True)])
-        edges.clear()
-        for code in free:
-            edges[code & ADDRESS] = edges[(code & ADDRESS) + (code >> SHIFT)] = code
-        return beyond
+        for code in changing:
+            del free[bisect_left(free, code)]
+            address, end = code & ADDRESS, (code & ADDRESS) + (code >> SHIFT)
+            del edges[address], edges[end]
+            starts.add(address)
+            ends.add(end)
+        for address, end in zip(sorted(starts - ends), sorted(ends - starts), strict=True):
+            code = edges[address] = edges[end] = end - address << SHIFT | address
+            insort(free, code)
+        return -sum([code >> SHIFT for code in codes]) - sum([step[1] for step in steps])
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
