@@ -8,10 +8,11 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import grouped_chain, te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import block, grouped_chain, te, te_attention, te_facts, te_low_attention
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
 from memplan.layers.module import Run
+from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.spec import ModelSpec
 
 S, B, H = 128, 2, 512
@@ -50,6 +51,10 @@ class Case:
     activation: str = "gelu"
     again: bool = False
     count: int = 4
+    frozen: bool = False
+    rank: int = 0
+    """Of Megatron-Bridge's adapter around the frozen module; 0: none."""
+    overlaps: bool = False
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -92,6 +97,7 @@ class Case:
             "bf16",
             1024,
             sequence_parallel=self.sequence_parallel,
+            user_buffers=self.overlaps,
             te=version,
             cp=self.cp,
             cp_communication=self.communication,
@@ -167,8 +173,26 @@ CHAINS = [
     Case("chain", activation="swiglu", **CHAIN | {"gradient_fusion": False}),
     Case("chain", activation="swiglu", count=1, **CHAIN),
 ]
+FROZEN_CASES = [
+    *(
+        Case(module, frozen=True, rank=rank, norm=norm, bias=False, dropout=dropout, **more)
+        for module, norm in (("column", "layernorm"), ("row", "layernorm"), ("norm_column", "rmsnorm"))
+        for rank, dropout in ((0, 0.0), (16, 0.0), (16, 0.1))
+        for more in ({}, {"t": 4}, PARALLEL)
+    ),
+    Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
+    Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
+    *(
+        Case(module, frozen=True, rank=rank, norm="rmsnorm", recipe=recipe, major=major, dropout=0.0, **LARGE, **more)
+        for recipe, major in LOW
+        for module, rank in (("column", 0), ("row", 16), ("norm_column", 0), ("norm_column", 16))
+        for more in ({}, PARALLEL)
+    ),
+]
+"""Without gradients of weights, and in Megatron-Bridge's adapters."""
 CASES = [
     *CHAINS,
+    *FROZEN_CASES,
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("column", bias=bias, skip_bias=True) for bias in (False, True)),
@@ -332,6 +356,8 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False
+    if case.frozen and version < te_facts.OLDEST_FROZEN:
+        return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
@@ -344,9 +370,35 @@ def recipe(case: Case, version: Version, shape: CoreShape | None = None) -> Call
 
     def run(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run(RECIPES[case.module](r, x, case, shape))
+        return Run((ADAPTED if case.rank else RECIPES)[case.module](r, x, case, shape))
 
     return run
+
+
+def tuning(case: Case) -> Tuning | None:
+    """What is trained of it: all, or nothing but an adapter."""
+    if not case.frozen:
+        return None
+    return Tuning(adapters=Adapters(case.rank, frozenset({"linear"}), case.dropout, "bf16") if case.rank else None)
+
+
+def _adapted_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.column_linear(r, x, "linear", "", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+
+
+def _adapted_norm_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.column_linear(r, x, "linear", "norm", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+
+
+def _adapted_row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.row_linear(r, x, "linear", shape, bias=case.bias)[0]
+
+
+ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
+    "column": _adapted_column,
+    "row": _adapted_row,
+    "norm_column": _adapted_norm_column,
+}
 
 
 def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
