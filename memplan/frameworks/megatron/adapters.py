@@ -54,7 +54,7 @@ def check_adapters(plan: ResolvedPlan) -> None:
         raise PlanError("lora.rank", rank, f"must be a multiple of tp {plan.layout.tp}, whose ranks divide it")
     for field, applies in _not_modelled(plan):
         if applies:
-            raise plan.wrong(field, "must be left out with adapters (lora.rank): both together are not modelled yet")
+            raise plan.wrong(field, "is not modelled yet with adapters (lora.rank)")
 
 
 def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
