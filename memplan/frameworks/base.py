@@ -87,7 +87,7 @@ Trainer."""
 
 
 class Adaptable(NamedTuple):
-    """A linear layer of the model's, which adapters may be on."""
+    """A linear layer of the model's, which an adapter may be on."""
 
     part: str
     """As the recipes call it."""
@@ -302,7 +302,7 @@ class Framework:
     adapters_by: str | None = None
     """The library whose adapters are meant, and its release, where that is not peft."""
 
-    def adaptable(self, plan: Plan) -> Mapping[str, Adaptable] | None:
+    def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]] | None:
         """Linear layers that adapters of the framework's own may be on, by the names that ``lora.targets`` gives them,
         all of which have some by default; ``None`` where adapters are peft's."""
         return None

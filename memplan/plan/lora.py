@@ -79,7 +79,7 @@ def adapted(plan: Plan) -> frozenset[str]:
                 raise PlanError(
                     "lora.targets", target, f"must be among {', '.join(own)} in {plan.model.name}", known=tuple(own)
                 )
-        return frozenset(own[target].part for target in targets)
+        return frozenset(layer.part for target in targets for layer in own[target])
     names = linear_layers(plan.model)
     found: set[str] = set()
     if ALL_LINEAR in targets and len(targets) > 1:
@@ -281,9 +281,8 @@ def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
     if (own := framework(plan.framework).adaptable(plan)) is not None:
-        return sum(
-            one.times * rank * (one.outputs + one.inputs) for one in map(own.__getitem__, plan.lora.targets or ())
-        )
+        layers = [layer for target in plan.lora.targets or () for layer in own[target]]
+        return sum(one.times * rank * (one.outputs + one.inputs) for one in layers)
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     once = ("transform", WORD, HEAD)
     dense = sum(not spec.has_experts(number) for number in range(spec.layers)) if spec.experts else spec.layers

@@ -185,14 +185,14 @@ def _norm_column(case: Case, te: Any, **more: Any) -> Made:
 def adapted(case: Case, te: Any) -> Made:
     """The frozen module in Megatron-Bridge's adapter, whose parameters are returned; as
     ``get_adapter_attributes_from_linear`` sets both up."""
-    made = {"column": _column, "row": _row, "norm_column": _norm_column}[case.module]
+    made: Callable[..., Made] = MODULES[case.module]
     shows, together = case.module == "norm_column", case.sequence_parallel and not case.overlaps
     if shows:
         made = partial(_norm_column, return_layernorm_output=True, return_layernorm_output_gathered=together and shows)
     function, parameters = made(case, te)
     for parameter in parameters:
         parameter.requires_grad = False
-    n = case.h if case.module == "row" else 3 * case.h
+    n = {"row": case.h, "grouped": INNER}.get(case.module, 3 * case.h)
     group = parallel(case.t)
     wrapper = wrapped(
         function,
@@ -206,6 +206,12 @@ def adapted(case: Case, te: Any) -> Made:
         disable_sequence_parallel_comm=not case.sequence_parallel or (shows and together),
     )
     return lambda x: wrapper(x)[0], list(wrapper.adapter.parameters())
+
+
+def _grouped(case: Case, te: Any) -> Made:
+    options = {"params_dtype": torch.bfloat16, "init_method": lambda weight: None, "bias": case.bias}
+    module, rows = te.GroupedLinear(case.count, case.h, INNER, **options), case.s * case.b
+    return lambda x: module(x, [rows // case.count] * case.count), list(module.parameters())
 
 
 def _rope(case: Case, te: Any) -> Made:
@@ -272,6 +278,7 @@ MODULES: dict[str, Callable[[Case, Any], Made]] = {
     "column": _column,
     "row": _row,
     "norm_column": _norm_column,
+    "grouped": _grouped,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from ...layers.megatron_core import te_facts
 from ...layers.megatron_core.block import FC1, FC2, PROJECTION, QKV
+from ...layers.megatron_core.grouped import EXPERTS
+from ...layers.megatron_core.moe import SHARED
 from ...layers.tuning import Adapters, Tuning
 from ...plan.errors import PlanError
 from ...plan.lora import adapted
@@ -23,15 +25,25 @@ if TYPE_CHECKING:
     from ...plan.resolved import ResolvedPlan
 
 
-def adaptable(plan: Plan) -> Mapping[str, Adaptable]:
-    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``)."""
-    spec = plan.model
-    inner = spec.ffn * (2 if spec.gated else 1)
+def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
+    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A rank's experts share
+    an adapter, which all expert-parallel ranks have alike (``share_expert_adapters``)."""
+    spec, twice = plan.model, 2 if plan.model.gated else 1
+    routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
+
+    def fed(name: str, width: int, times: int) -> list[Adaptable]:
+        sizes = {FC1: (twice * width, spec.hidden), FC2: (spec.hidden, width)}
+        return [Adaptable(f"{name}.{one.rpartition('.')[2]}", *size, times) for one, size in sizes.items() if times]
+
+    layers = [
+        *fed("mlp", spec.ffn, spec.layers - routed),
+        *fed(EXPERTS, spec.expert_ffn, routed),
+        *fed(SHARED, spec.shared_expert_ffn, routed if spec.shared_expert_ffn else 0),
+    ]
     return {
-        "linear_qkv": Adaptable(QKV, spec.qkv_features, spec.hidden, spec.layers),
-        "linear_proj": Adaptable(PROJECTION, spec.hidden, spec.attention_features, spec.layers),
-        "linear_fc1": Adaptable(FC1, inner, spec.hidden, spec.layers),
-        "linear_fc2": Adaptable(FC2, spec.hidden, spec.ffn, spec.layers),
+        "linear_qkv": (Adaptable(QKV, spec.qkv_features, spec.hidden, spec.layers),),
+        "linear_proj": (Adaptable(PROJECTION, spec.hidden, spec.attention_features, spec.layers),),
+        **{name: tuple(one for one in layers if one.part.endswith(name)) for name in ("linear_fc1", "linear_fc2")},
     }
 
 
@@ -63,7 +75,8 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     yield "megatron.transformer_engine", te < te_facts.OLDEST_FROZEN
     yield "megatron.transformer_impl", megatron.transformer_impl == "local"
     yield "model.causal", not model.causal
-    for name in ("experts", "latent_kv_rank", "layer_pattern", "linear_interval", "layer_blocks", "mtp_layers"):
+    yield from _of_experts(plan)
+    for name in ("latent_kv_rank", "layer_pattern", "linear_interval", "layer_blocks", "mtp_layers"):
         yield f"model.{name}", getattr(model, name)
     for name in ("fsdp", "torch_fsdp", "cuda_graphs"):
         yield f"megatron.{name}", getattr(megatron, name) != "none"
@@ -72,3 +85,20 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         yield f"megatron.{name}", getattr(megatron, name)
     yield "optimizer.name", optimizer.name == "muon"
     yield "precision.fp4", plan.precision.fp4
+
+
+def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
+    """Frozen experts in 16 bits; adapters of a rank's grouped experts, whole ones, and of shared experts beside no
+    exchange."""
+    if not plan.model.experts:
+        return
+    given, model = plan.experts, plan.model
+    yield "precision.fp8", plan.precision.fp8
+    yield "model.mlp_bias", model.mlp_bias
+    yield "model.expert_latent", model.expert_latent
+    for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
+        yield f"experts.{name}", getattr(given, name)
+    if adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}:
+        yield "experts.grouped_gemm", not given.grouped_gemm
+        yield "layout.etp", (plan.layout.etp or plan.layout.tp) > 1
+        yield "experts.shared_expert_overlap", given.shared_expert_overlap

@@ -198,7 +198,7 @@ class Megatron(Framework):
     own_layers = True
     adapters_by = "Megatron-Bridge 0.6"
 
-    def adaptable(self, plan: Plan) -> Mapping[str, Adaptable]:
+    def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
         from .adapters import adaptable
 
         return adaptable(plan)

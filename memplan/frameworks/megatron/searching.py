@@ -239,7 +239,7 @@ class MegatronSearch(FrameworkSearch):
         shape, _ = module_shapes(job.shape)
 
         def of(shape: CoreShape) -> tuple[int, int]:
-            few, times = shape.fewest_experts
+            few, times = shape.fewest_experts if options.tuning is None else (shape, 1)
             module = layers_module((few,), options, recomputed=full)
             own = sum(one.elements for one in module.parameters if one.expert)
             experts.append(own * times)

@@ -91,7 +91,7 @@ def _entries(
     front = replace(shape, recompute_modules=())  # also of the ends before the head
 
     def layer(shape: CoreShape) -> tuple[Passes, Passes]:
-        few, times = shape.fewest_experts
+        few, times = shape.fewest_experts if tuning is None else (shape, 1)
         plain = layers_module((replace(few, recompute_modules=()),), options).work
         again = run_again(plain) if full else layers_module((few,), options).work
         if shape.distributes:  # inputs are gathered again

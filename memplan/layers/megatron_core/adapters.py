@@ -50,6 +50,32 @@ def parameters(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, colu
     )
 
 
+def of_experts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """The same of all experts of a rank, which share an adapter, of rows (N, k) to (N, n); no rank has a part of an
+    expert. Gradients are summed over expert-parallel ranks in place (``_allreduce_shared_expert_grad``)."""
+    down, up = parameters_of_experts(r, name, out.shape[-1], x.shape[-1], shape)
+    alone = replace(_alone(shape), t=1)
+    low = local.linear(r, _dropped(r, x, name), down, None, f"{name}.{DOWN}", alone, columns=True)
+    wide = local.linear(r, low, up, None, f"{name}.{UP}", alone, columns=True)
+    del low
+    beside = ops.scale(r, wide, f"{name}_adapter_scaled")
+    del wide
+    return ops.add(r, out, beside, f"{name}_with_adapter")
+
+
+def parameters_of_experts(r: Recorder, name: str, n: int, k: int, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """Those of a rank's experts. They are an expert's where there are expert-parallel ranks
+    (``ColumnParallelLinear.expert_parallel``)."""
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    assert shape.experts is not None
+    rank, apart = r.tuning.adapters.rank, shape.experts.ep > 1
+    return (
+        r.parameter(f"{name}.{DOWN}.weight", (rank, k), shape.dtype, expert=apart),
+        r.parameter(f"{name}.{UP}.weight", (n, rank), shape.dtype, expert=apart),
+    )
+
+
 def _of_columns(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape) -> Tensor:
     """``ParallelLinearAdapter.forward``: (s, b, k) to (s, b, n / t). The gradient of what was gathered for A is not
     summed over ranks (``disable_grad_reduce``)."""

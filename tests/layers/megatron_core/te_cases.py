@@ -8,12 +8,13 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import block, grouped_chain, te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import block, grouped, grouped_chain, te, te_attention, te_facts, te_low_attention
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
-from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
+from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, ExpertShape, Version
 from memplan.layers.module import Run
 from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.spec import ModelSpec
+from memplan.values import replace
 
 S, B, H = 128, 2, 512
 """Sequence, micro-batch, hidden; large enough that no tensor of a size is mistaken for another's."""
@@ -119,6 +120,8 @@ class Case:
             return (self.s, self.b, self.heads, self.head_dim)
         if self.module == "chain":
             return (self.s * self.b, self.h)
+        if self.module == "grouped":
+            return (self.s * self.b, self.h)
         if self.module == "row":
             return (self.s, self.b, self.h // self.t)
         sharded = self.sequence_parallel and self.module != "norm"
@@ -181,6 +184,7 @@ FROZEN_CASES = [
         for more in ({}, {"t": 4}, PARALLEL)
     ),
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
+    *(Case("grouped", frozen=True, rank=rank, bias=False, dropout=0.0) for rank in (0, 16)),
     Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
     *(
         Case(module, frozen=True, rank=rank, norm="rmsnorm", recipe=recipe, major=major, dropout=0.0, **LARGE, **more)
@@ -358,6 +362,8 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.frozen and version < te_facts.OLDEST_FROZEN:
         return False
+    if case.module == "grouped" and version > (2, 11):  # which read how many rows experts have from a tensor
+        return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
@@ -379,7 +385,8 @@ def tuning(case: Case) -> Tuning | None:
     """What is trained of it: all, or nothing but an adapter."""
     if not case.frozen:
         return None
-    return Tuning(adapters=Adapters(case.rank, frozenset({"linear"}), case.dropout, "bf16") if case.rank else None)
+    names = frozenset({"linear", "mlp.experts.linear_fc1"})
+    return Tuning(adapters=Adapters(case.rank, names, case.dropout, "bf16") if case.rank else None)
 
 
 def _adapted_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
@@ -394,7 +401,14 @@ def _adapted_row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor
     return block.row_linear(r, x, "linear", shape, bias=case.bias)[0]
 
 
+def _grouped(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    spec = shape.spec.model_copy(update={"experts": case.count, "expert_top_k": 1, "expert_ffn": INNER})
+    experts = ExpertShape(1, 1, "alltoall", True, False, False, None, False, 1.0, apart=False)
+    return grouped.linear(r, x, "linear_fc1", replace(shape, spec=spec, experts=experts))
+
+
 ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
+    "grouped": _grouped,
     "column": _adapted_column,
     "row": _adapted_row,
     "norm_column": _adapted_norm_column,
@@ -477,6 +491,7 @@ RECIPES: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "column": _column,
     "row": _row,
     "norm_column": _norm_column,
+    "grouped": _grouped,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,
