@@ -89,7 +89,8 @@ def parameters(r: Recorder, shape: CoreShape) -> None:
         r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
     sizes = {one.split(".")[2]: size for one, size in grouped.parameters(shape)} if experts.grouped else {}
     for name in (one for one in sizes if adapters.adapts(r, f"{grouped.EXPERTS}.{one}")):
-        adapters.parameters_of_experts(r, f"{grouped.EXPERTS}.{name}", *sizes[name], shape)
+        n, k = sizes[name]
+        adapters.parameters_of_experts(r, f"{grouped.EXPERTS}.{name}", n, k, shape)
     if spec.shared_expert_gate:
         r.parameter(f"{SHARED}.gate_weight", (1, spec.hidden), shape.dtype)
 
