@@ -165,6 +165,25 @@ OF_MEGATRON = Elsewhere(
     ),
     before="--framework megatron --zero 1 --gpus N",
 )
+OF_UNSLOTH = Elsewhere(
+    "Unsloth",
+    (),
+    (
+        ("model_name", "--model"),
+        ("max_seq_length", "--seq"),
+        ("max_length", "--seq"),
+        ("per_device_train_batch_size", "--mbs"),
+        ("gradient_accumulation_steps", "--accumulation"),
+        ("r", "--lora-rank"),
+        ("optim", "--optimizer"),
+        ("use_gradient_checkpointing", "--recompute full"),
+    ),
+    implied=(
+        ("load_in_4bit", "True", "--quantisation nf4"),
+        *((f"{name}Trainer", "", f"--trainer {name.lower()}") for name in ("DPO", "GRPO")),
+    ),
+)
+"""Keywords of its notebooks."""
 ELSEWHERE = (
     Elsewhere(
         "torchtune",
