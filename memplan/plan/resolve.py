@@ -188,11 +188,14 @@ def _dividing(layout: Layout, gpus: int) -> str:
 def _capacity(hardware: Hardware) -> int | None:
     if hardware.gpu is None:
         return hardware.capacity
-    from ..device.gpus import GPUS, SHARED, alike, of_series
+    from ..device.gpus import GPUS, NO_GPU, SHARED, alike, of_series
 
     gpu = GPUS.get(hardware.gpu)
     if gpu is None and hardware.gpu in SHARED:
         problem = f"is not listed, for {SHARED[hardware.gpu]}: say what a job may have in its place: --capacity 110GiB"
+        raise PlanError("hardware.gpu", hardware.gpu, problem)
+    if gpu is None and NO_GPU.match(hardware.gpu):
+        problem = "is neither of NVIDIA nor of AMD, whose GPUs alone are modelled"
         raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None:
         from ..device.instances import flags_of
