@@ -368,6 +368,11 @@ class SegmentPool:
             self.release_block(free[-1])
         return released >= wanted
 
+    @property
+    def holes(self) -> dict[int, int]:
+        """Where free blocks may grow without new addresses, and by how much."""
+        return {}
+
     def layout(self) -> object:
         """Sizes of the segments in order of address, each with its free blocks."""
         starts = sorted(self.segments)
@@ -471,6 +476,10 @@ class ExpandablePool(SegmentPool):
         given_up = [one for one, size in self.segments.items() if size == reach and one not in unused]
         for address in given_up:
             del self.segments[address]
+
+    @property
+    def holes(self) -> dict[int, int]:
+        return self.segments.copy()
 
     def layout(self) -> object:
         """Free blocks and holes."""
