@@ -236,14 +236,16 @@ class SegmentPool:
         What is free behind it begins and ends where no two free blocks meet.
         """
         free, edges = self.free, self.edges
-        if not all(one.served(free) for one in requests):
-            return None
+        for one in requests:
+            if not one.served(free):
+                return None
         codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
         changing = {edges[edge] for edge in edges.keys() & (starts | ends)}
-        if changing and not all(one.served(free, changing) for one in requests):
-            return None
+        for one in requests if changing else ():
+            if not one.served(free, changing):
+                return None
         if len(codes) <= len(free):
             return self.run(steps, blocks, UNBOUNDED)[0]
         beyond = sum(starts) - sum(ends) - sum([step[1] for step in steps])
