@@ -246,16 +246,18 @@ class SegmentPool:
         What is free behind it begins and ends where no two free blocks meet.
         """
         free, edges = self.free, self.edges
-        if not all(one.served(free) for one in requests):
-            return None
+        for one in requests:
+            if not one.served(free):
+                return None
         if not steps:
             return 0
         codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
         changing = {edges[edge] for edge in edges.keys() & (starts | ends)}
-        if changing and not all(one.served(free, changing) for one in requests):
-            return None
+        for one in requests if changing else ():
+            if not one.served(free, changing):
+                return None
         for code in changing:
             del free[bisect_left(free, code)]
             address, end = code & ADDRESS, (code & ADDRESS) + (code >> SHIFT)
@@ -379,6 +381,11 @@ class SegmentPool:
             self.release_block(free[-1])
         return released >= wanted
 
+    @property
+    def holes(self) -> dict[int, int]:
+        """Where free blocks may grow without new addresses, and by how much."""
+        return {}
+
     def layout(self) -> object:
         """Sizes of the segments in order of address, each with its free blocks."""
         starts = sorted(self.segments)
@@ -482,6 +489,10 @@ class ExpandablePool(SegmentPool):
         given_up = [one for one, size in self.segments.items() if size == reach and one not in unused]
         for address in given_up:
             del self.segments[address]
+
+    @property
+    def holes(self) -> dict[int, int]:
+        return self.segments.copy()
 
     def layout(self) -> object:
         """Free blocks and holes."""

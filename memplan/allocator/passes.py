@@ -389,7 +389,7 @@ class Passes:
                     streams |= held.stream > 0
                 by[operation.category] -= size
             start += len(own.operations)
-        small, large, net = _steps(operations) if streams else _module_steps(operations)
+        small, large, net = _steps(operations) if streams or len(placed) < MANY else _module_steps(operations)
         left = tuple([live[slot] for slot in sorted(live)])
         self._left.update(live)
         net_by = tuple([(category, size) for category, size in enumerate(by) if size])
@@ -496,6 +496,10 @@ class _Steps:
 
 
 _steps_of = lru_cache(maxsize=1 << 13)(_Steps)
+
+
+MANY = 8
+"""Modules in a row whose small steps are worth looking at once for each kind of module."""
 
 
 def _module_steps(operations: Operations) -> tuple[Runs, Runs, int]:

@@ -189,7 +189,7 @@ class Rank:
         if row.length < WORTH_KNOWING:
             return row.run(pool, frame, limit)
         given, staying = row.slots
-        before = pool.free, pool.segments, pool.top, [frame[slot] for slot in given]
+        before = pool.free, pool.holes, pool.top, [frame[slot] for slot in given]
         known = self.ran.get(row)
         if known is not None and known.before == before and (known.came[2] >= 0 or known.came[1] <= limit):
             free, edges, blocks = known.behind
@@ -198,7 +198,7 @@ class Rank:
                 frame[slot] = block
             more, most, place = known.came
         else:
-            before, reserved = (pool.free.copy(), pool.segments.copy(), *before[2:]), pool.reserved
+            before, reserved = (pool.free.copy(), *before[1:]), pool.reserved
             more, most, place = came = row.run(pool, frame, limit - SLACK)
             if pool.reserved == reserved:
                 behind = pool.free.copy(), pool.edges.copy(), [frame[slot] for slot in staying]
