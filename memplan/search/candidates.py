@@ -39,7 +39,7 @@ from .time import (
     step_seconds,
     work_of,
 )
-from .time.layer import send_time, times_of
+from .time.layer import host_seconds, send_time, times_of
 from .time.shape import Shapes, Work
 from .time.updates import Replicas, updates
 
@@ -48,7 +48,7 @@ Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
 
 
 ENDLESS = 1 << 24
-"""Sequences of a micro-batch beside which waves of tiles, latencies and the host take no time."""
+"""Sequences of a micro-batch beside which waves of tiles and latencies take no time."""
 ROUNDED = 1e-4
 """Part of a time by which rounded sizes of kernels may make it smaller than ``Clock.least`` reckons, and what is more
 than nothing beside ``ENDLESS`` sequences."""
@@ -63,6 +63,17 @@ class _Family(NamedTuple):
     rates: Rates
 
 
+class _Limit(NamedTuple):
+    """Seconds of a sequence at least, through a layer, one of the model's first, and both ends; and of any number of
+    them, what the host takes for such layers."""
+
+    layer: float = 0.0
+    dense: float = 0.0
+    ends: float = 0.0
+    host: float = 0.0
+    dense_host: float = 0.0
+
+
 class Clock:
     """Times of the points of one space."""
 
@@ -72,7 +83,7 @@ class Clock:
         self.layers, self.first = space.base.model.layers, space.first
         self._shapes: dict[object, tuple[Shapes, Rates]] = {}
         self._families: dict[object, _Family | PlanError] = {}
-        self._limits: dict[object, tuple[float, float, float]] = {}
+        self._limits: dict[object, _Limit] = {}
         self._kept: dict[object, ResolvedPlan] = {}
         self._laid_out: dict[object, ResolvedPlan] = {}
         self._fixed: StageLayers | None = None
@@ -140,33 +151,36 @@ class Clock:
 
     def least(self, point: Point) -> float:
         """At least the seconds of ``point``, whatever its cut: as if all stages took as long, or the fullest one held
-        its share of layers, sequences as long as those of a micro-batch without end, and the GPU kept its full clock.
+        its share of layers, and the GPU kept its full clock.
 
         A micro-batch of b sequences takes no less than b times what each of B takes as B grows without end. A kernel's
         tiles, bytes and FLOPs grow by as much for every sequence, and what is added to that is never negative: waves
-        and edges of tiles, weights, latencies, what the host takes. So does what collectives add to the kernels beside
-        them, the larger of their own time and of what they take from those. 0 where sizes do not grow so.
+        and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
+        their own time and of what they take from those. Nor does it take less than the host, which launches as many
+        products for any number. 0 where sizes do not grow so.
         """
-        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, _passing(point))
+        b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, _passing(point), count > 1)
         known = self._limits.get(key)
         if known is None:
             known = self._limits[key] = self._limit(point)
-        layer, dense, ends = known
-        layers, count = self.layers - self.first, self.space.microbatches(point)
-        whole = layers * layer + self.first * dense + ends
+        layer, dense = max(b * known.layer, known.host), max(b * known.dense, known.dense_host)
+        whole = layers * layer + self.first * dense + b * known.ends
         slowest = max(whole / point.pp, -(-layers // point.pp) * layer)
         passes = count * slowest if point.vpp > 1 else whole + (count - 1) * slowest
-        return point.mbs * passes * (1 - ROUNDED)
+        return passes * (1 - ROUNDED)
 
-    def _limit(self, point: Point) -> tuple[float, float, float]:
-        """Seconds of a sequence through a layer, one of the model's first, and both ends."""
+    def _limit(self, point: Point) -> _Limit:
         shapes, rates = self._shapes_of(point)
         if not shapes.linear:
-            return 0.0, 0.0, 0.0
-        times = times_of(shapes.recorded(ENDLESS), replace(rates, power=None), False, False)
-        again = point.recompute.mode != "none" and point.recompute.method != "block"
+            return _Limit()
+        shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
+        times, entries = times_of(shape, replace(rates, power=None), False, False), shape.entries
         layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
-        return layer / ENDLESS, dense / ENDLESS, (_whole(times.embedding) + _whole(times.head)) / ENDLESS
+        ends = _whole(times.embedding) + _whole(times.head)
+        works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
+        host = [host_seconds(work, rates, shape.host) for work in works]
+        return _Limit(layer / ENDLESS, dense / ENDLESS, ends / ENDLESS, *host)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
