@@ -216,7 +216,7 @@ def test_bounds_of_large_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["megatron", *(pytest.param(one, marks=pytest.mark.slow) for one in CUT[1:])])
 def test_points_that_are_never_cut_change_nothing(name: str) -> None:
-    whole = space(name, **FEW, mbs="1")
+    whole = replace(space(name, **FEW), mbs=(1,))
     search, every = (
         Search(whole, clock, UNLIMITED, UNLIMITED - (100 << 20), lambda what, done, of: None)
         for clock in (Clock(whole), WithoutBound(whole))
