@@ -30,7 +30,7 @@ from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static
 from ..values import dataclass, replace
-from .cuts import ChunkLayers, Holds, StageLayers
+from .cuts import ChunkLayers, Holds, StageLayers, stage_layers
 from .point import NO_RECOMPUTE, Extra, Point
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ class Needs:
         self._besides: dict[object, Beside] = {}
         self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[StageLoad, ...]]] = {}
         """By the cut's object, which is as long as its key, and micro-batches."""
+        self._uncut = (stage_layers(0, 1, (space.base.model.layers,), space.first),)
         self._bounds = space.search.lower_bounds(space)
 
     def floor(self, point: Point, cut: StageLayers) -> int:
@@ -282,9 +283,11 @@ class Needs:
             yield known[kept]
 
     def of_any_cut(self, points: Sequence[Point]) -> list[int]:
-        """Of each of ``points``, which differ in what is kept alone, in whatever cut."""
+        """Of each of ``points``, which differ in what is kept alone, in whatever cut; on one stage there is but one."""
         if not points:
             return []
+        if points[0].pp == 1:
+            return list(self.floors(points, self._uncut))
         load, layers = self.load(points[0]), self.space.base.model.layers
         known: dict[States, int] = {}
         kept = [*map(self._kept, points)]
