@@ -85,8 +85,8 @@ gradient into an fp32 tensor of its own, 20 GiB of Nemotron 3.5 Lightning's two 
 OLDEST_LOW, OLDEST_LOW_ATTENTION = (2, 14), (2, 18)
 """Transformer Engine before them is not modelled in 8 or 4 bits, and with attention in them: such rows take these."""
 
-KEYS = ("release", "model", "system", "Precision")
-"""What tells a recipe from another, as a row names it."""
+KEYS = ("release", "model", "system", "Precision", "task")
+"""What tells a recipe from another, as a row names it; a recipe of every task names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def recipes() -> tuple[Row, ...]:
 
 
 def recipe_of(row: Row) -> Recipe:
-    """The one that names the row's release, model, system and precision."""
-    (one,) = (one for one in recipes() if all(row[name] in one[name] for name in KEYS))
+    """The one that names the row's release, model, system and precision, and its task, if any."""
+    (one,) = (one for one in recipes() if all(row[name] in one.get(name, (row[name],)) for name in KEYS))
     return Recipe(one["flags"], tuple(one["missing"]), one["source"], bool(one.get("beside")))
 
 
@@ -120,8 +120,6 @@ def plan_of_row(row: Row) -> Plan:
             "chain of experts saves on the host"
         )
         raise PlanError("model", row["model"], problem)
-    if row["task"].startswith("LoRA"):
-        raise PlanError("model", row["task"], "is not read: adapters under Megatron-Bridge have no plan")
     gpu = gpu_of(row)
     sizes = {name: int(row[key]) for name, key in SIZES.items() if row.get(key, "n/a") not in ("n/a", "0")}
     flags: dict[str, object] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .frameworks import framework
 from .plan.lora import adapter_parameters, left_out, saved_parameters
 from .plan.resolved import ResolvedPlan
 from .plan.tuning_checks import is_tuned
@@ -23,6 +24,8 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
         besides = f"; {', '.join(lora.modules_to_save)} trained whole" if lora.modules_to_save else ""
         return (f"{'DoRA' if lora.dora else 'LoRA'} by peft on {named}, traced in its place, in {lora.dtype}{besides}",)
     count, whole = adapter_parameters(plan), lora.modules_to_save
+    if (made_by := framework(plan.framework).adapters_by) is not None:
+        return (f"LoRA by {made_by} on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}",)
     given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": whole}
     *others, last = [name for name, used in given.items() if not used]
     nothing = left_out(plan)

@@ -227,7 +227,7 @@ class SegmentPool:
         for parts, together, requests, top in stretches:
             for given, steps in parts:
                 if requests is not None and rest and top + together * rest + beyond <= limit:
-                    back = self._give_all(requests, given, blocks)
+                    back = self.give_all((requests,), given, blocks)
                     if back is not None:
                         beyond += back
                         break
@@ -238,22 +238,23 @@ class SegmentPool:
                     highest = place
         return beyond, limit, highest
 
-    def _give_all(self, requests: Requests, steps: Sequence[Step], blocks: list[int]) -> int | None:
-        """Take back what ``steps`` give back, if free blocks serve all ``requests``, wherever that makes larger ones of
-        some; the units by which blocks exceed their requests more than before, or ``None`` where they may not serve.
+    def give_all(self, requests: Collection[Requests], steps: Sequence[Step], blocks: list[int]) -> int | None:
+        """Take back what ``steps`` give back, if free blocks serve all of each of ``requests``, one after the other,
+        wherever that makes larger ones of some; the units by which blocks exceed their requests more than before, or
+        ``None`` where they may not serve.
 
         What is free behind it begins and ends where no two free blocks meet.
         """
         free, edges = self.free, self.edges
-        if not requests.served(free):
+        if not all(one.served(free) for one in requests):
             return None
         if not steps:
             return 0
         codes = [blocks[step[0]] for step in steps]
         starts = {code & ADDRESS for code in codes}
         ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
-        changing = {edges[edge] for edge in starts | ends if edge in edges}
-        if changing and not requests.served(free, changing):
+        changing = {edges[edge] for edge in edges.keys() & (starts | ends)}
+        if changing and not all(one.served(free, changing) for one in requests):
             return None
         for code in changing:
             del free[bisect_left(free, code)]

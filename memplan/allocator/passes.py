@@ -7,33 +7,22 @@ neighbour here, so that nothing is looked up by name while a pass runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, Brief, Requests, Step, Stretch
+from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Brief, Requests, SegmentPool, Step, Stretch
 from .caching import AllocatorSettings
+from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
 
 NEVER = -1 << SHIFT
 """Fewer units than any peak."""
-
-
-class Operation(NamedTuple):
-    """A tensor begins or ends."""
-
-    slot: int
-    """In a module's own list: the tensor's id."""
-    units: int
-    """What the request is rounded up to, in units of 512 B; negative where the tensor ends."""
-    bytes: int
-    category: Category
-    stream: int = 0
 
 
 class Row:
@@ -42,6 +31,10 @@ class Row:
     def __init__(self, steps: Sequence[Step], *, small: bool = False) -> None:
         self.length = len(steps)
         self.stretches = stretches(steps, small=small)
+
+    def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
+        """As ``SegmentPool.run_all``."""
+        return pool.run_all(self.stretches, blocks, limit)
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -57,6 +50,78 @@ class Row:
         return tuple(before), tuple(taken)
 
 
+class ModuleRow(Row):
+    """Small steps of modules in a row, whose stretches are those of each module, wherever it is."""
+
+    def __init__(self, placed: Sequence[tuple[_Steps, Placed]]) -> None:
+        self.placed = [(own, one) for own, one in placed if own.length]
+        self.length = sum([own.length for own, _ in self.placed])
+        self.parts = [
+            (own.small, one.offset, one.offset + own.size, [one.outer[id] for id in own.outer])
+            for own, one in self.placed
+        ]
+
+    def apart(self) -> bool:
+        """No module knows one slot under two names."""
+        return all(
+            len({*outer}) == len(outer) and not any(start <= slot < end for slot in outer)
+            for _, start, end, outer in self.parts
+            if outer
+        )
+
+    def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
+        given, places = self.given
+        for place, (small, start, end, outer) in enumerate(self.parts):
+            if place in places and not pool.picky:
+                requests, first = places[place]
+                if pool.give_all(requests, given[first:], blocks) is not None:
+                    break
+            own = blocks[start:end]
+            for slot in outer:
+                own.append(blocks[slot])
+            pool.run_all(small, own, UNBOUNDED)
+            blocks[start:end] = own[: end - start]
+            for at, slot in enumerate(outer, end - start):
+                blocks[slot] = own[at]
+        return 0, limit, -1
+
+    @cached_property
+    def given(self) -> tuple[list[Step], dict[int, tuple[set[Requests], int]]]:
+        """Of the last modules, if each gives back all it takes: the steps that give back other blocks; and by the place
+        of a module from which on it is worth looking whether free blocks serve all, the requests and the first of those
+        steps."""
+        closed = 0
+        for place, (own, _) in enumerate(self.placed):
+            if any(units > 0 for _, units in own.lasting):
+                closed = place + 1
+        found: list[Step] = []
+        starts: list[int] = []
+        requests = {own.requests for own, _ in self.placed[closed:] if own.requests.order}
+        for own, one in self.placed[closed:]:
+            starts.append(len(found))
+            found += [(one.slot(id), units, units << SHIFT, NEVER, -1) for id, units in own.lasting]
+        places, steps, least = {}, 0, 0
+        for place, (own, _) in enumerate(self.placed[closed:]):
+            if steps >= least:
+                places[closed + place] = requests, starts[place]
+                least = 2 * steps + max(FIRST_PART, len(found) // 2)
+            steps += own.length
+        return found, places
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        before: list[int] = []
+        taken: dict[int, int] = {}
+        for own, one in self.placed:
+            for id, units in own.lasting:
+                slot = one.slot(id)
+                if units > 0:
+                    taken[slot] = units
+                elif not taken.pop(slot, 0):
+                    before.append(slot)
+        return tuple(before), tuple(taken)
+
+
 Runs = tuple[tuple[int, Row], ...]
 """By the stream's number."""
 
@@ -65,7 +130,7 @@ Runs = tuple[tuple[int, Row], ...]
 class Pass:
     """Forward or backward of one micro-batch through a row of modules, or what hooks do besides."""
 
-    operations: tuple[Operation, ...]
+    operations: Operations
     small: Runs
     """The operations that small blocks serve, which never exceed requests: peaks are looked for in ``large``."""
     large: Runs
@@ -87,10 +152,7 @@ class Pass:
 
     def until(self, place: int, known: tuple[int, Bytes] = (-1, NOTHING)) -> Bytes:
         """Change of bytes by category through the operation at ``place``; what it is at an earlier one is ``known``."""
-        by = list(known[1])
-        for _, units, size, category, _ in self.operations[known[0] + 1 : place + 1]:
-            by[category] += size if units > 0 else -size
-        return tuple(by)
+        return tuple(map(int.__add__, known[1], self.operations.change(known[0] + 1, place + 1)))
 
 
 Rows = tuple[tuple[Module, int], ...]
@@ -129,7 +191,7 @@ class Passes:
         output, those behind it the loss."""
         self.modules: dict[Role, Sequence[Module]] = {"first": modules, "steady": modules, "last": last or modules}
         self.model, self.hooks, self.settings = model, hooks, settings
-        outside = [(one.place, _listed(one.events, settings)) for own in hooks.values() for one in own]
+        outside = [(one.place, listed(one.events, settings).operations) for own in hooks.values() for one in own]
         parts = [_parts(module, settings) for module in modules]
         others = [_parts(module, settings) for module in last] if last else parts
         largest = [max(part.largest, other.largest) for part, other in zip(parts, others, strict=True)]
@@ -196,8 +258,8 @@ class Passes:
 
     def operation(self, place: int, hold: Hold) -> Operation:
         """What the module at ``place`` holds, with its slot."""
-        (listed,) = _listed((hold,), self.settings)
-        return _placed((listed,), self.offsets[place], self.shared)[0]
+        (found,) = Placed(listed((hold,), self.settings), self.offsets[place], self.shared).operations()
+        return found
 
     def name(self, what: What, role: Role, at: int) -> tuple[int, str]:
         """Of operation ``at`` of a pass, which begins a tensor: the place of its module, and what the tape calls it."""
@@ -249,23 +311,27 @@ class Passes:
         if what in ("forward", "loss"):
             before_loss = self.of("forward", role).left if what == "loss" else ()
             return self._forward(places[: self.model] if what == "forward" else places[self.model :], role, before_loss)
-        operations: list[Operation] = []
-        for one in self.hooks.get(what, ()):
-            operations += _placed(_listed(one.events, self.settings), self.offsets[one.place], self.shared)
-        return self._summed(operations, 0, ())
+        return self._summed(
+            [
+                Placed(listed(one.events, self.settings), self.offsets[one.place], self.shared)
+                for one in self.hooks.get(what, ())
+            ],
+            0,
+            (),
+        )
 
     def _forward(self, places: Sequence[int], role: Role, before: Sequence[Operation]) -> Pass:
-        operations: list[Operation] = []
+        placed: list[Placed] = []
         inputs, modules = self._inputs(role), self.modules[role]
         for place in places:
             outer = {**self.shared, INPUT: inputs[place], STALE: self.stale.get(place, 0)}
             own = _operations(_tapes(modules[place], role), False, self.settings)
-            operations += _placed(own, self.offsets[place], outer)
+            placed.append(Placed(own, self.offsets[place], outer))
         for place in places:
             ended = _tapes(modules[place], role).end
             if ended:
-                operations += _placed(_listed(ended, self.settings), self.offsets[place], self.shared)
-        return self._summed(operations, inputs[places[-1] + 1] if places else 0, before)
+                placed.append(Placed(listed(ended, self.settings), self.offsets[place], self.shared))
+        return self._summed(placed, inputs[places[-1] + 1] if places else 0, before)
 
     def _inputs(self, role: Role) -> list[int]:
         """Slots of what each module is given, and of what the last one hands on."""
@@ -279,46 +345,57 @@ class Passes:
         return offset + id if id > 0 else self.shared[id] if id <= SHARED else 0
 
     def _backward(self, places: Sequence[int], role: Role, before: Sequence[Operation]) -> Pass:
-        operations: list[Operation] = []
+        placed: list[Placed] = []
         inputs, handed = self._inputs(role), 0
         for place in places:  # a module's gradient may lie where its input did
             tapes, offset = _tapes(self.modules[role][place], role), self.offsets[place]
             outer = {**self.shared, INPUT: inputs[place], GRAD_OUTPUT: handed}
-            operations += _placed(_operations(tapes, True, self.settings), offset, outer)
+            placed.append(Placed(_operations(tapes, True, self.settings), offset, outer))
             made = tapes.grad_input
             handed = inputs[place] if made == INPUT else self._slot(made, offset) or handed
-        return self._summed(operations, handed, before)
+        return self._summed(placed, handed, before)
 
-    def _summed(self, operations: list[Operation], handed: int, before: Sequence[Operation]) -> Pass:
+    def _summed(self, placed: Sequence[Placed], handed: int, before: Sequence[Operation]) -> Pass:
         live = {operation.slot: operation for operation in before}
         by = [0] * len(Category)
         inherited: list[int] = []
+        changed: dict[int, Operation] = {}
         displaced = self.stale.values()
-        for at, operation in enumerate(operations):
-            slot, units, size, category, _ = operation
-            if units > 0:
-                live[slot] = operation
-                by[category] += size
-                continue
-            held = live.pop(slot, None)
-            if held is None and slot not in displaced:
-                inherited.append(slot)
-                held = self._left.get(slot)
-            if held is not None and (held.category, held.stream) != (category, 0):
-                if (held.category, category) == (Category.GRADIENTS, Category.WORKSPACES):
-                    total = operations[at - 1]  # a sum begun as a workspace takes the place of what ends here
-                    live[total.slot] = total._replace(category=held.category)
-                else:
-                    category = held.category  # a neighbour may take the tensor for one of another kind
-                operations[at] = Operation(slot, units, size, category, held.stream)
-            by[category] -= size
-        small, large, net = _steps(operations)
+        start, streams = 0, False
+        operations = Operations(placed, changed)
+        for own, offset, outer in placed:
+            streams |= own.streams
+            for kind, size in own.by:
+                by[kind] += size
+            for at, operation in own.lasting:
+                id, units, size, category, stream = operation
+                slot = offset + id if id > 0 else outer[id]
+                if units > 0:
+                    live[slot] = Operation(slot, units, size, category, stream)
+                    continue
+                held = live.pop(slot, None)
+                if held is None and slot not in displaced:
+                    inherited.append(slot)
+                    held = self._left.get(slot)
+                if held is not None and (held.category, held.stream) != (category, 0):
+                    operation = operation._replace(slot=slot)
+                    if takes_over(held, operation):
+                        total = operations[start + at - 1]
+                        live[total.slot] = total._replace(category=held.category)
+                        operation = operation._replace(stream=held.stream)
+                    else:
+                        operation = ends(operation, held)
+                    changed[start + at] = operation
+                    streams |= held.stream > 0
+                by[operation.category] -= size
+            start += len(own.operations)
+        small, large, net = _steps(operations) if streams else _module_steps(operations)
         left = tuple([live[slot] for slot in sorted(live)])
         self._left.update(live)
-        changed = tuple([(category, size) for category, size in enumerate(by) if size])
+        net_by = tuple([(category, size) for category, size in enumerate(by) if size])
         spent = tuple([slot for slot in inherited if slot not in live])
         stream = live[handed].stream if handed in live else 0
-        return Pass(tuple(operations), small, large, handed, stream, left, tuple(inherited), spent, net, changed)
+        return Pass(operations, small, large, handed, stream, left, tuple(inherited), spent, net, net_by)
 
 
 def _tapes(module: Module, role: Role) -> Tapes:
@@ -339,42 +416,16 @@ class _Parts(NamedTuple):
 def _parts(module: Module, settings: AllocatorSettings) -> _Parts:
     first, steady = module.first, module.steady
     tapes = [(first, False), (first, True), (steady, False), (steady, True)]
-    ids = {operation.slot for own, backward in tapes for operation in _operations(own, backward, settings)}
+    ids = {operation.slot for own, backward in tapes for operation in _operations(own, backward, settings).operations}
     displaces = STALE in ids
     ids |= {module.slot, first.output, steady.output, first.grad_input, steady.grad_input}
     return _Parts(max(ids), frozenset(id for id in ids if id <= SHARED), displaces)
 
 
 @lru_cache(maxsize=1 << 13)
-def _operations(tapes: Tapes, backward: bool, settings: AllocatorSettings) -> tuple[Operation, ...]:
+def _operations(tapes: Tapes, backward: bool, settings: AllocatorSettings) -> Listed:
     """A module's own operations."""
-    return _listed(tapes.backward if backward else tapes.forward, settings)
-
-
-def _listed(tape: Tape, settings: AllocatorSettings) -> tuple[Operation, ...]:
-    """Empty tensors never reach the allocator."""
-    found: list[Operation] = []
-    for event in tape:
-        if isinstance(event, Hold):
-            if event.bytes:
-                units = settings.units(event.bytes)
-                found.append(Operation(event.tensor, units, event.bytes, event.category, event.stream))
-        elif isinstance(event, Drop) and event.bytes:
-            found.append(Operation(event.tensor, -settings.units(event.bytes), event.bytes, event.category, 0))
-    return tuple(found)
-
-
-def _placed(operations: Sequence[Operation], offset: int, outer: dict[int, int]) -> list[Operation]:
-    """With slots of the frame."""
-    if not operations:
-        return []
-    ids, *others = zip(*operations, strict=True)
-    slots = [offset + id if id > 0 else outer[id] for id in ids]
-    return list(map(_operation, zip(slots, *others, strict=True)))
-
-
-_operation = cast(Callable[[tuple[Any, ...]], Operation], partial(tuple.__new__, Operation))
-"""``Operation._make`` without a step through Python for each."""
+    return listed(tapes.backward if backward else tapes.forward, settings)
 
 
 def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
@@ -396,6 +447,75 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
     large.append((stream, (slot, units, units << SHIFT, top, place)))
     runs = [(stream, Row([step for _, step in own])) for stream, own in groupby(large, itemgetter(0))]
     return tuple((stream, Row(own, small=True)) for stream, own in small.items()), tuple(runs), total
+
+
+class _Steps:
+    """The steps of a module's operations that are all on the main stream, with tensors' ids as slots."""
+
+    def __init__(self, own: Listed) -> None:
+        small: list[Step] = []
+        self.large: list[Step] = []
+        """With units and places from the module's beginning on;"""
+        self.before = (0, -1)
+        """and the most units that small steps hold before the first of them, with the place, if more than none."""
+        total = top = slot = units = 0
+        place = -1
+        for at, operation in enumerate((*own.operations, None)):
+            if operation is not None and abs(operation.units) <= LARGEST_SMALL:
+                total += operation.units
+                small.append((operation.slot, operation.units, operation.units << SHIFT, NEVER, -1))
+                if total > top:
+                    top, place = total, at
+                continue
+            if units:
+                self.large.append((slot, units, units << SHIFT, top, place))
+            else:
+                self.before = top, place
+            if operation is not None:
+                total += operation.units
+                slot, units, top, place = operation.slot, operation.units, total, at
+        self.net = total
+        self.outer = sorted({slot for slot, _, _, _, _ in small if slot < 0})
+        """Ids of others' tensors in small steps."""
+        self.size = 1 + max([0, *(slot for slot, _, _, _, _ in small)])
+        """Of the part of a frame that holds the own ones; others lie behind it."""
+        ids = {id: self.size + place for place, id in enumerate(self.outer)}
+        self.length = len(small)
+        self.small = stretches([(ids.get(step[0], step[0]), *step[1:]) for step in small], small=True)
+        taken: dict[int, int] = {}
+        before: list[tuple[int, int]] = []
+        for id, units, _, _, _ in small:
+            if units > 0:
+                taken[id] = units
+            elif not taken.pop(id, 0):
+                before.append((id, units))
+        self.lasting = (*before, *taken.items())
+        """Ids and units of the blocks that small steps give back and have not taken, and that they take for good."""
+        self.requests = _requests(_order(small))
+        """Of small steps that take none for good."""
+
+
+_steps_of = lru_cache(maxsize=1 << 13)(_Steps)
+
+
+def _module_steps(operations: Operations) -> tuple[Runs, Runs, int]:
+    """``_steps`` of modules that are all on the main stream."""
+    steps = [(_steps_of(one.listed), one) for one in operations.placed]
+    small = ModuleRow(steps)
+    if not small.apart():
+        return _steps(operations)
+    total = 0
+    large: list[Step] = [(0, 0, 0, 0, -1)]
+    for (own, (_, offset, outer)), start in zip(steps, operations.starts, strict=False):
+        top, place = own.before
+        if total + top > large[-1][3]:
+            large[-1] = (*large[-1][:3], total + top, start + place)
+        large += [
+            (offset + id if id > 0 else outer[id], units, code, total + top, start + place)
+            for id, units, code, top, place in own.large
+        ]
+        total += own.net
+    return (((0, small),) if small.length else ()), ((0, Row(large)),), total
 
 
 @lru_cache(maxsize=1 << 8)
@@ -426,7 +546,7 @@ def _part(operations: Sequence[Operation]) -> Pass:
     for _, units, size, category, _ in operations:
         by[category] += size if units > 0 else -size
     changed = tuple([(category, size) for category, size in enumerate(by) if size])
-    return Pass(tuple(operations), small, large, 0, 0, (), (), (), net, changed)
+    return Pass(alone(operations), small, large, 0, 0, (), (), (), net, changed)
 
 
 MOST_TOGETHER = 8
@@ -480,21 +600,26 @@ def _brief(steps: Sequence[Step]) -> Sequence[Step]:
     A free block that is as large as all their requests together serves each of them: what lies behind those that it
     has served is as large as those to come.
     """
+    order = _order(steps)
+    total = sum([code for code in order if code > 0])
+    if not total or len(order) < len(steps):
+        return steps
+    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(order)))]
+
+
+def _order(steps: Sequence[Step]) -> tuple[int, ...]:
+    """As of ``Requests``: of the blocks that ``steps`` take and give back."""
     held: list[int] = []
     order: list[int] = []
-    total = 0
     for slot, units, code, _, _ in steps:
         if units > 0:
             held.append(slot)
             order.append(code)
-            total += code
         elif slot in held:
             place = held.index(slot)
             order.append(place - len(held))
             del held[place]
-        else:
-            return steps
-    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(tuple(order))))] if total else steps
+    return tuple(order)
 
 
 def _stretch(steps: Sequence[Step]) -> Stretch | None:

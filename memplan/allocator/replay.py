@@ -28,7 +28,8 @@ from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role,
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Operation, Pass, Passes, Row, halves, passes
+from .operations import Operation
+from .passes import Pass, Passes, Row, halves, passes
 
 NO_BLOCK = 0
 """An empty tensor's, which never reaches the allocator."""
@@ -186,7 +187,7 @@ class Rank:
     def _serve(self, pool: SegmentPool, row: Row, frame: list[int], limit: int) -> tuple[int, int, int]:
         """``run_all`` of ``pool``, or what it came to the last time."""
         if row.length < WORTH_KNOWING:
-            return pool.run_all(row.stretches, frame, limit)
+            return row.run(pool, frame, limit)
         given, staying = row.slots
         before = pool.free, pool.segments, pool.top, [frame[slot] for slot in given]
         known = self.ran.get(row)
@@ -198,7 +199,7 @@ class Rank:
             more, most, place = known.came
         else:
             before, reserved = (pool.free.copy(), pool.segments.copy(), *before[2:]), pool.reserved
-            more, most, place = came = pool.run_all(row.stretches, frame, limit - SLACK)
+            more, most, place = came = row.run(pool, frame, limit - SLACK)
             if pool.reserved == reserved:
                 behind = pool.free.copy(), pool.edges.copy(), [frame[slot] for slot in staying]
                 self.ran[row] = _Ran(before, behind, came)

@@ -23,7 +23,8 @@ from ..tape.program import WHOLE, Action, Chunk, Program, Role, What, forward_pa
 from ..values import dataclass
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Operation, Pass, Passes
+from .operations import Operation
+from .passes import Pass, Passes
 from .replay import NO_BLOCK, Rank, Run, construction, states, workspaces_of
 
 MOST_POINTS = 600
@@ -212,38 +213,35 @@ class _Summary(NamedTuple):
     """What a pass comes to, where nobody asks for each of its events."""
 
     names: Sequence[Tensor]
-    lasting: tuple[tuple[int, Operation], ...]
-    """What does not both begin and end in it, with its place."""
-    totals: frozenset[int]
-    """Bytes that are held behind its requests more than before it."""
-    held: tuple[int, ...]
+    lasting: list[tuple[int, Operation]]
+    """What does not both begin and end in one of its modules, with its place."""
+    held: list[int]
     """Bytes that are held behind each of its operations more than before it;"""
     begun: dict[int, int]
-    """of each operation that ends what it began, where that was;"""
+    """of each in ``lasting`` that ends what began in the pass, where that was;"""
     by: dict[int, Bytes]
     """and what ``Pass.until`` has said of those that it was asked for."""
 
 
 def _summary(events: Pass, names: Sequence[Tensor]) -> _Summary:
-    held = tuple(accumulate(size if units > 0 else -size for _, units, size, _, _ in events.operations))
+    held: list[int] = []
     under_way: dict[int, int] = {}
     begun: dict[int, int] = {}
-    for at, (slot, units, _, _, _) in enumerate(events.operations):
-        if units > 0:
-            under_way[slot] = at
-        elif slot in under_way:
-            begun[at] = under_way.pop(slot)
-    passing = {*begun, *begun.values()}
+    lasting: list[tuple[int, Operation]] = []
     left = {one.slot: one for one in events.left}
-    lasting = tuple(
-        [
-            (at, left.get(one.slot, one) if one.units > 0 else one)
-            for at, one in enumerate(events.operations)
-            if at not in passing
-        ]
-    )
-    totals = frozenset([total for total, one in zip(held, events.operations, strict=True) if one.units > 0])
-    return _Summary(names, lasting, totals, held, begun, {})
+    changed = events.operations.changed
+    for start, before, (own, offset, outer) in events.operations.modules():
+        held += [before + one for one in own.held]
+        for place, one in own.lasting:
+            at, id = start + place, one.slot
+            slot = offset + id if id > 0 else outer[id]
+            if one.units > 0:
+                under_way[slot] = at
+            elif slot in under_way:
+                begun[at] = under_way.pop(slot)
+            made = changed.get(at) or one._replace(slot=slot)
+            lasting.append((at, left.get(slot, made) if one.units > 0 else made))
+    return _Summary(names, lasting, held, begun, {})
 
 
 class _Recorder(NamingRank):
@@ -299,7 +297,7 @@ class _Recorder(NamingRank):
         known = self.summaries.get(key)
         if known is None:
             known = self.summaries[key] = _summary(events, names)
-        if not self.found and self.most - self.total in known.totals:
+        if not self.found and events.operations.reach(self.most - self.total):
             self._find(known, events, frame)
         if self.width:
             self._follow_pass(known, events, frame)
@@ -324,11 +322,13 @@ class _Recorder(NamingRank):
             if list(map(int.__add__, self.by, last[1])) != self.wanted:
                 continue
             live: dict[int, tuple[int, int, Sequence[Tensor], int, int | None]] = self.live.copy()
+            numbers: dict[int, int] = {}
             for at, (slot, units, size, category, _) in enumerate(events.operations[: place + 1]):
                 if units > 0:
+                    numbers[slot] = -1 - at
                     live[-1 - at] = size, category, known.names, at, self.microbatch
                 else:
-                    del live[-1 - known.begun[at] if at in known.begun else frame[slot]]
+                    del live[numbers.pop(slot, 0) or frame[slot]]
             self.found = tuple(starmap(_named, live.values()))
             return
 
@@ -357,9 +357,10 @@ class _Recorder(NamingRank):
     def _at(self, place: int, known: _Summary, events: Pass, frame: list[int]) -> tuple[Live, bool]:
         """What the operation at ``place`` begins or ends, and whether it begins."""
         slot, units, size, category, _ = events.operations[place]
-        if units < 0 and place not in known.begun:
+        began = place if units > 0 else known.begun.get(place, events.operations.began(place))
+        if began < 0:
             return _named(*self.live[frame[slot]]), False
-        return Live(size, category, known.names[known.begun.get(place, place)], self.microbatch), units > 0
+        return Live(size, category, known.names[began], self.microbatch), units > 0
 
     def _begin(self, size: int, category: int, names: Sequence[Tensor], at: int) -> int:
         """The number of a tensor that begins."""

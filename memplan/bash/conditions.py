@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -205,7 +205,7 @@ class _Reader:
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 RUNS_PYTHON = re.compile(
     r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|"
-    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|sft|dpo|grpo)\w*$"
+    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|sft|dpo|ppo|grpo|rlhf)\w*$"
 )
 """In a word of a command that may run a Python file, or a module: ``python -m recipes.train``."""
 
@@ -220,6 +220,8 @@ class Effects:
     """Arguments (``--…``) in the values that they may give, by the name of the variable."""
     starts: bool = False
     """One of them may run a Python file."""
+    launches: bool = False
+    """One of them runs another script, or what only a launcher's words say."""
 
 
 def effects_of(bodies: Iterable[Body], functions: Mapping[str, Body], budget: Budget) -> Effects:
@@ -230,6 +232,7 @@ def effects_of(bodies: Iterable[Body], functions: Mapping[str, Body], budget: Bu
             budget.spend(_STEPS * len(word))
             effects.starts = effects.starts or _names_python(word)
         if isinstance(command, Simple):
+            effects.launches = effects.launches or _launches(command.words)
             for assignment in command.assignments:
                 found = effects.options.setdefault(assignment.name, {})
                 for word in _values_of(assignment):
@@ -239,6 +242,17 @@ def effects_of(bodies: Iterable[Body], functions: Mapping[str, Body], budget: Bu
     for name, appends in _assigned(bodies, dict(functions), budget):
         effects.appends[name] = effects.appends.get(name, True) and appends
     return effects
+
+
+_LAUNCHERS = frozenset(("torchrun", "deepspeed", "accelerate", "mpirun"))
+_SCRIPT = re.compile(r"\.(?:sh|bash|slurm|sbatch)$")
+_RUN_SCRIPTS = frozenset(("bash", "sh", "sbatch", "srun", "nohup"))
+
+
+def _launches(words: Sequence[Word]) -> bool:
+    ends = ["".join(part.text for part in word[-1:] if isinstance(part, Literal)) for word in words]
+    scripts = [n for n, end in enumerate(ends) if _SCRIPT.search(end)]
+    return bool(words) and (ends[0] in _LAUNCHERS or scripts[:1] == [0] or (bool(scripts) and ends[0] in _RUN_SCRIPTS))
 
 
 def _names_python(word: Word) -> bool:

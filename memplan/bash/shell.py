@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from .budget import Budget
@@ -281,6 +282,8 @@ class Shell:
         effects = effects_of(list(branches), self._functions, self._budget)
         if effects.starts:
             self.reading.undecided.append(unknown)
+        elif effects.launches:
+            self.reading.perhaps.append(unknown)
         for name, appends in effects.appends.items():
             if name in self.variables.given:
                 continue
@@ -423,7 +426,7 @@ class Shell:
 
     def _runs_a_script(self, words: list[Value], command: Simple) -> bool:
         """Follows ``bash train.sh 8 4096``, ``./train.sh`` and ``srun bash train.sh`` as a process of its own: what is
-        exported, and no more, goes to it, and nothing comes back. A job's own flags (``sbatch --nodes=4 …``) would
+        exported, and no more, goes to it, and nothing comes back. A job's own flags (``sbatch --nodes=4 …``)
         stand over its lines. A script that cannot be read matters only where no other one starts anything."""
         at = next((n for n, word in enumerate(words) if _SCRIPT.search(text(word))), None)
         launcher = self._in_front(words[:at]) if at is not None else None
@@ -454,7 +457,7 @@ class Shell:
             self._functions.clear()
             self._launcher = (*started_by, *launcher)
             if not job:
-                self.reading.job = slurm_variables(cleaned(found[0]), found[1])
+                self.reading.job = slurm_variables(cleaned(found[0]), found[1]) | _asked_for(words[:at], command)
                 variables.values |= self.reading.job
             self.follow_file(cleaned(found[0]), found[1])
         except (ExitError, LeaveError):
@@ -474,8 +477,13 @@ class Shell:
         """What launches the shell whose command ``words`` begin; nothing where they are another command's."""
         names = [text(word) for word in words]
         shell = next((n for n, name in enumerate(names) if _READS.fullmatch(name)), None)
-        if shell is not None and any(not name.startswith("-") or "sbatch" in names for name in names[shell + 1 :]):
-            return None
+        if shell is not None:
+            of_sbatch = "sbatch" in names
+            behind = [before for before, name in pairwise(names[shell:]) if not name.startswith("-")]
+            if any(not of_sbatch or not before.startswith("-") or "=" in before for before in behind):
+                return None
+            if of_sbatch and not all(map(is_known, words[shell:])):
+                return None
         launcher = words[:shell]
         return launcher if not launcher or names[0] in _LAUNCHERS else None
 
@@ -536,6 +544,13 @@ def _beside_the_script(shown: str) -> str:
 
 def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:
     return (Literal(expression, True, origin),)
+
+
+def _asked_for(words: list[Value], command: Simple) -> dict[str, Value]:
+    """Variables of the job that ``sbatch``'s own flags ask for."""
+    flags = " ".join(map(text, words))
+    asked = slurm_variables(f"#SBATCH {flags}", "") if "sbatch" in flags else {}
+    return {name: (value[0]._replace(origin=command.origin),) for name, value in asked.items()}
 
 
 _REPEATS = frozenset(

@@ -232,6 +232,8 @@ class Reading:
     started: list[Started] = field(default_factory=list)
     files: dict[str, Value] = field(default_factory=dict)
     undecided: list[Unknown] = field(default_factory=list)
+    perhaps: list[Unknown] = field(default_factory=list)
+    """Open conditions under which another script runs, or a launcher of words that are put together."""
     sourced: list[tuple[str, Origin]] = field(default_factory=list)
     missing: list[tuple[str, Origin]] = field(default_factory=list)
     """Scripts that the script runs as processes of their own, and that are not there."""

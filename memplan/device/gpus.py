@@ -392,6 +392,12 @@ SHARED = MappingProxyType(
 )
 """GPUs without memory of their own, of which a job gets what the system leaves."""
 
+NO_GPU = re.compile(
+    r"(?i)(?:tpu|gaudi|hpu|habana|trainium|trn[0-9]|inferentia|ascend|910b|npu|apple|mps$"
+    r"|m[1-5](?:$|[- ](?:pro|max|ultra)))"
+)
+"""What trains and has no caching allocator of CUDA or HIP, by how its name begins."""
+
 ALSO_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "v100-16gb": ("v100", "v100-pcie-16gb"), "v100-32gb": ("v100", "v100-pcie-32gb"),

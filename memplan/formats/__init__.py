@@ -105,6 +105,8 @@ class Elsewhere(NamedTuple):
     """What is cut off the front of a value, as a regular expression."""
     implied: tuple[tuple[str, str, str], ...] = ()
     """Keys, what their value begins with, and flags that this means."""
+    unmodelled: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and what is trained then that no flag says."""
     recipe: str = ""
     """A regular expression of what Python files of it call, and of the model's name in that."""
     instead: str = ""
@@ -145,6 +147,10 @@ OF_SCRIPTS = Elsewhere(
     implied=tuple(
         (one, "True", "--quantisation nf4") for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora")
     ),
+    unmodelled=tuple(
+        (one, "", "it trains an actor and a critic beside other models (PPO)")
+        for one in ("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes")
+    ),
 )
 """Of a training script with arguments of its own: what many call so."""
 OF_MEGATRON = Elsewhere(
@@ -165,6 +171,25 @@ OF_MEGATRON = Elsewhere(
     ),
     before="--framework megatron --zero 1 --gpus N",
 )
+OF_UNSLOTH = Elsewhere(
+    "Unsloth",
+    (),
+    (
+        ("model_name", "--model"),
+        ("max_seq_length", "--seq"),
+        ("max_length", "--seq"),
+        ("per_device_train_batch_size", "--mbs"),
+        ("gradient_accumulation_steps", "--accumulation"),
+        ("r", "--lora-rank"),
+        ("optim", "--optimizer"),
+        ("use_gradient_checkpointing", "--recompute full"),
+    ),
+    implied=(
+        ("load_in_4bit", "True", "--quantisation nf4"),
+        *((f"{name}Trainer", "", f"--trainer {name.lower()}") for name in ("DPO", "GRPO")),
+    ),
+)
+"""Keywords of its notebooks."""
 ELSEWHERE = (
     Elsewhere(
         "torchtune",
@@ -181,7 +206,75 @@ ELSEWHERE = (
             ("enable_activation_checkpointing", "--recompute full"),
         ),
         shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
-        implied=(("model._component_", r".*\.qlora_", "--quantisation nf4"),),
+        implied=(
+            ("model._component_", r".*\.qlora_", "--quantisation nf4"),
+            ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
+            ("loss._component_", r".*\.GRPO", "--trainer grpo"),
+        ),
+        unmodelled=(
+            ("policy_model", "", "it trains an actor and a critic beside other models (PPO)"),
+            ("teacher_model", "", "it distils from a teacher"),
+            ("quantizer._component_", r".*QAT", "it trains with fake quantisation"),
+        ),
+    ),
+    Elsewhere(
+        "NeMo AutoModel",
+        ("step_scheduler",),
+        (
+            ("model.pretrained_model_name_or_path", "--model"),
+            ("model.config.pretrained_model_name_or_path", "--model"),
+            ("packed_sequence.packed_sequence_size", "--seq"),
+            ("dataset.seq_length", "--seq"),
+            ("dataset.seq_len", "--seq"),
+            ("step_scheduler.local_batch_size", "--mbs"),
+            ("step_scheduler.global_batch_size", "--gbs"),
+            ("distributed.tp_size", "--tp"),
+            ("distributed.cp_size", "--cp"),
+            ("distributed.pp_size", "--pp"),
+            ("distributed.ep_size", "--ep"),
+            ("distributed.activation_checkpointing", "--recompute full"),
+            ("peft.dim", "--lora-rank"),
+            ("optimizer._target_", "--optimizer"),
+        ),
+        before="--model NAME --framework fsdp --gpus N",
+        shortened=r"(?:\w+\.)+(?=[A-Z]\w*$)",
+        implied=(
+            ("quantization.load_in_4bit", "True", "--quantisation nf4"),
+            ("model._target_", r".*SequenceClassification", "--labels N"),
+        ),
+        unmodelled=(("teacher_model", "", "it distils from a teacher"),),
+    ),
+    Elsewhere(
+        "NeMo-RL",
+        (
+            *("policy", "num_prompts_per_step", "train_global_batch_size", "train_micro_batch_size"),
+            *("max_total_sequence_length", "dtensor_cfg", "megatron_cfg"),
+        ),
+        (
+            ("policy.model_name", "--model"),
+            ("cluster.num_nodes", "--nodes"),
+            ("cluster.gpus_per_node", "--gpus-per-node"),
+            ("policy.train_micro_batch_size", "--mbs"),
+            ("policy.train_global_batch_size", "--gbs"),
+            ("policy.max_total_sequence_length", "--seq"),
+            ("policy.megatron_cfg.tensor_model_parallel_size", "--tp"),
+            ("policy.megatron_cfg.pipeline_model_parallel_size", "--pp"),
+            ("policy.megatron_cfg.context_parallel_size", "--cp"),
+            ("policy.megatron_cfg.expert_model_parallel_size", "--ep"),
+            ("policy.dtensor_cfg.activation_checkpointing", "--recompute full"),
+            ("policy.megatron_cfg.activation_checkpointing", "--recompute full"),
+        ),
+        before="--model NAME",
+        implied=(
+            ("policy.megatron_cfg.enabled", "True", "--framework megatron"),
+            ("policy.dtensor_cfg.enabled", "True", "--framework fsdp"),
+            *((one, "", f"--trainer {one}") for one in ("grpo", "dpo")),
+            ("rm", "", "--trainer reward"),
+        ),
+        unmodelled=(
+            ("ppo", "", "it trains an actor and a critic beside other models (PPO)"),
+            ("distillation", "", "it distils from a teacher"),
+        ),
     ),
     Elsewhere(
         "NeMo 2",
@@ -332,14 +425,41 @@ ELSEWHERE = (
         ("actor_rollout_ref",),
         (
             ("actor_rollout_ref.model.path", "--model"),
+            ("trainer.nnodes", "--nodes"),
+            ("trainer.n_gpus_per_node", "--gpus-per-node"),
+            ("data.max_prompt_length+data.max_response_length", "--seq"),
+            ("data.max_response_length", "--completion-length"),
             ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "--mbs"),
+            ("actor_rollout_ref.model.lora_rank", "--lora-rank"),
+            ("actor_rollout_ref.model.enable_gradient_checkpointing", "--recompute full"),
+            ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "--tp"),
+            ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "--pp"),
         ),
-        before="--trainer grpo --framework fsdp --gpus N",
+        before="--trainer grpo",
+        implied=(("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),),
+        unmodelled=(("critic.model.path", "", "it trains an actor and a critic beside other models (PPO)"),),
+    ),
+    Elsewhere(
+        "verl",
+        ("partial_pretrain",),
+        (
+            ("model.partial_pretrain", "--model"),
+            ("data.max_length", "--seq"),
+            ("data.micro_batch_size_per_gpu", "--mbs"),
+            ("model.lora_rank", "--lora-rank"),
+            ("model.enable_gradient_checkpointing", "--recompute full"),
+        ),
+        before="--framework fsdp --gpus N",
     ),
     Elsewhere(
         "a checkpoint's weights",
         ("weight_map",),
         instead="give the config.json beside it, or name the model (--model)",
+    ),
+    Elsewhere(
+        "a layer over other files (defaults)",
+        ("defaults",),
+        instead="say the job in flags (memplan estimate --help)",
     ),
 )
 

@@ -13,6 +13,10 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
     if tool.instead:
         return f"is {tool.name}, and no configuration: {tool.instead}"
+    before = what or f"is a configuration of {tool.name}, which is not read"
+    for key, begins, why in tool.unmodelled:
+        if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):
+            return f"{before}; {why}, which is not modelled either"
     given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
     said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
     means = [
@@ -20,17 +24,24 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
-    before = tool.before.replace("--model NAME ", "") if any(one.startswith("--model") for one in said) else tool.before
-    same = f": memplan estimate {' '.join([before, *said, *means]).strip()}" if said else " (memplan estimate --help)"
-    return f"{what or f'is a configuration of {tool.name}, which is not read'}: say the job in flags{same}"
+    named = any(one.startswith("--model") for one in said)
+    always = tool.before.replace("--model NAME", "").replace("  ", " ").strip() if named else tool.before
+    same = " ".join(one for one in (always, *said, *means) if one)
+    return f"{before}: say the job in flags" + (f": memplan estimate {same}" if said else " (memplan estimate --help)")
 
 
 def _at(written: Node, path: str, *seen: str) -> Node | None:
+    """What ``written`` says at ``path``, or the sum of what it says at several: ``a.b+a.c``."""
+    if "+" in path:
+        parts = [_at(written, part) for part in path.split("+")]
+        whole = [part.value for part in parts if part is not None and isinstance(part.value, int)]
+        return Node(sum(whole), written.origin) if len(whole) == len(parts) else None
     node = written.mapping.get(path) or written.at(path)
     named = _REFERENCE.fullmatch(node.value) if node is not None and isinstance(node.value, str) else None
     return _at(written, named[1], path, *seen) if named is not None and named[1] not in (path, *seen) else node
 
 
+_SIZES = frozenset(("--tp", "--pp", "--cp", "--ep"))
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Another key's value, as OmegaConf writes it."""
 
@@ -41,6 +52,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
         return ""
     if " " in flag:
         return flag.strip()
+    if flag in _SIZES and node.value == 1:
+        return ""
     items = node.value if isinstance(node.value, list) else [node]
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
         return ""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
-from ..bash.values import Reading, Started, Value, is_known, origin_of, text
+from ..bash.values import Reading, Started, Unknown, Value, is_known, origin_of, text
 from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
@@ -294,13 +294,29 @@ RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl", "swift")
 """Words before the name of what trains, where that is no file."""
 
 
+_IDLE = frozenset(
+    (tool, command)
+    for tool, commands in (
+        ("swift", "infer merge-lora web-ui deploy rollout sample export eval app"),
+        ("llamafactory-cli", "export chat api webchat webui eval"),
+        ("axolotl", "preprocess inference merge-lora merge-sharded-fsdp-weights evaluate lm-eval quantize vllm-serve"),
+    )
+    for command in commands.split()
+)
+"""Commands of what trains that train nothing."""
+
+
 def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
     """Position of the training script: the last Python file or module up to the first word that ``is_mark``."""
     first = next((n for n, word in enumerate(words) if is_mark(text(word))), None)
     if first is None:
         return None
     files = [n for n, word in enumerate(words[: first + 1]) if _SCRIPT.fullmatch(text(word))]
+    if any((text(before).rpartition("/")[2], text(word)) in _IDLE for before, word in pairwise(words[: first + 1])):
+        return None
     modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in RUNNERS]
+    if modules and text(words[modules[-1] - 1]) != "-m":  # Python files behind it are an argument's
+        return modules[-1]
     return next(iter(files[-1:] or modules[-1:]), None)
 
 
@@ -312,13 +328,7 @@ def _name_of(word: Value) -> str:
 def _no_training(reading: Reading, source: str) -> PlanError:
     origin = Origin(source)
     if reading.undecided:
-        unknown = reading.undecided[0]
-        remedy = f"give --set {unknown.ask}=value" if unknown.ask else "keep the branch that applies"
-        return wrong_at(
-            unknown.origin,
-            f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
-            "files of settings that it starts the training with: memplan estimate CONFIG.yaml ACCELERATE.yaml",
-        )
+        return _depends(reading.undecided[0])
     for started in reading.started:
         for before, word in zip(((), *started.words), started.words, strict=False):
             unknowns = reading.ledger.unknowns(word)
@@ -338,16 +348,23 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             return wrong_at(started.origin, problem)
     for started in reading.started:
         said = _hydra(started.words)
-        tool = max(ELSEWHERE, key=lambda one: sum(key in said.mapping for key, _ in one.flags))
-        if sum(key in said.mapping for key, _ in tool.flags) >= SEVERAL:
+        parts = {part for name in said.mapping for part in name.split(".")}
+        known = {
+            tool: sum(key in said.mapping for key, _ in tool.flags) + SEVERAL * (not parts.isdisjoint(tool.marks))
+            for tool in ELSEWHERE
+        }
+        tool = max(ELSEWHERE, key=lambda one: known[one])
+        if known[tool] >= SEVERAL:
             problem = in_flags(tool, said, f"starts {tool.name}, whose configuration is not read")
             return wrong_at(started.origin, problem)
     own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
     found = max(own_ones, key=lambda one: len(one[2].mapping), default=None)
     if found is not None and len(found[2].mapping) >= SEVERAL:
-        script, names = text(found[0].words[found[1]]), ", ".join([*found[2].mapping][:5])
+        script, names = reading.ledger.shown(found[0].words[found[1]]), ", ".join([*found[2].mapping][:5])
         what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
         return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
+    if reading.perhaps:
+        return _depends(reading.perhaps[0])
     what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
     missing = [
         f"{name}, which line {where.line} runs, is not found below the script's folder"
@@ -355,6 +372,15 @@ def _no_training(reading: Reading, source: str) -> PlanError:
     ]
     what = "; ".join([what, *unread(reading)[:1], *missing[:1], *_files_given(reading)[:1]])
     return wrong_at(origin, what)
+
+
+def _depends(unknown: Unknown) -> PlanError:
+    remedy = f"give --set {unknown.ask}=value" if unknown.ask else "keep the branch that applies"
+    return wrong_at(
+        unknown.origin,
+        f"whether training starts depends on {unknown.shown}, which cannot be decided; {remedy}, or give the "
+        "files of settings that it starts the training with: memplan estimate CONFIG.yaml ACCELERATE.yaml",
+    )
 
 
 MAPPINGS = (".json", ".yaml", ".yml")
@@ -377,7 +403,11 @@ def _scripts(words: Sequence[Value]) -> list[int]:
     """Position of the Python file or module that ``words`` run."""
     files = [n for n, word in enumerate(words) if _SCRIPT.fullmatch(text(word))]
     modules = [n + 1 for n, word in enumerate(words[:-1]) if text(word) in ("-m", "--module")]
-    return files[:1] or modules[-1:]
+    own = [n for n in modules if not text(words[n]).startswith(_LAUNCHING_MODULES)]
+    return own[:1] if own and own[0] < min(files, default=len(words)) else files[:1] or modules[-1:]
+
+
+_LAUNCHING_MODULES = ("torch.distributed.", "accelerate.", "deepspeed.")
 
 
 def _arguments(words: Sequence[Value]) -> Node:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from ..plan.errors import Node, Origin, PlanError, wrong_at
 from ..plan.library import examples
-from ..plan.text import folder_of, is_there, path_of, text_at
+from ..plan.text import folder_of, is_there, path_of
 from ..plan.yaml_events import parse_yaml
 from . import ELSEWHERE, FORMATS
 from .in_flags import in_flags
 from .launchers import MAPPINGS, IsMark, found_from, started_by
 from .megatron_bridge.overrides import HINTS, are_overrides
+from .notebook import ENDING, source_at
 from .trainer.swift import MARKS as SWIFT
 
 _SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm")
@@ -26,8 +27,8 @@ def is_script(content: str, source: str) -> bool:
 
 
 def is_python(source: str) -> bool:
-    """Whether the file called ``source`` is Python."""
-    return source.endswith(".py")
+    """Whether the file called ``source`` is Python, or a notebook of it."""
+    return source.endswith((".py", ENDING))
 
 
 def recognised(place: str, assignments: Sequence[str]) -> str | None:
@@ -37,7 +38,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         return None
     if place.endswith(".toml"):
         return "torchtitan"
-    text, name = text_at(place)
+    text, name = source_at(place)
     if is_python(name):
         from .torchtitan.registry import is_registry
         from .trainer.parsed import INSTEAD, STARTED
@@ -48,7 +49,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
             return "torchtitan"
         if stand_in(text):
             return "trainer"
-        instead = f"is Python, which is not run; {INSTEAD}"
+        instead = f"is {'a notebook' if name.endswith(ENDING) else 'Python'}, which is not run; {INSTEAD}"
         if takes_arguments(text):
             instead = STARTED
         raise _recipe(text, name) or wrong_at(name, instead)

@@ -86,6 +86,17 @@ PYTORCH_SECTIONS = ("lora", "quantisation", "frozen", "kernels", "trainer")
 Trainer."""
 
 
+class Adaptable(NamedTuple):
+    """A linear layer of the model's, which an adapter may be on."""
+
+    part: str
+    """As the recipes call it."""
+    outputs: int
+    inputs: int
+    times: int
+    """How many such layers the model has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Supports:
     """What a framework has, as data. The defaults are those of plain PyTorch in one process on one GPU."""
@@ -287,6 +298,14 @@ class Framework:
 
     own_layers = False
     """Layers, attention and recompute are this framework's code, not transformers' or torchtitan's on PyTorch's."""
+
+    adapters_by: str | None = None
+    """The library whose adapters are meant, and its release, where that is not peft."""
+
+    def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]] | None:
+        """Linear layers that adapters of the framework's own may be on, by the names that ``lora.targets`` gives them,
+        all of which have some by default; ``None`` where adapters are peft's."""
+        return None
 
     def runs_transformers(self, plan: Plan) -> bool:
         """The model's code is transformers'."""

@@ -105,8 +105,9 @@ NESTED_BLOCK = 256
 ADAPTERS = (
     *(".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight"),
     *(".lora_embedding_A", ".lora_embedding_B"),
+    *(".adapter.linear_in.weight", ".adapter.linear_out.weight"),
 )
-"""What the names of adapters' parameters end with."""
+"""What the names of adapters' parameters end with: peft's, and Megatron-Bridge's."""
 
 CODE, NESTED_CODE = 16, 256
 """Entries of the tables of a 4-bit weight and of its 8-bit scales, in fp32."""

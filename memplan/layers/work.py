@@ -273,33 +273,56 @@ class Ranks:
     """Other collectives of both kinds of layers go round in parts beside theirs (Transformer Engine's user buffers,
     ``ring_exchange``: ``comm_gemm_overlap.cpp``, ``split_overlap_ag`` and ``split_overlap_rs``)."""
 
-    def column(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
-        """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes."""
+    def column(
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        dtype: str,
+        written: int = 0,
+        low: float | None = None,
+        *,
+        trained: bool = True,
+    ) -> Operator:
+        """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes. Of a weight
+        that is not ``trained`` there is no gradient."""
         product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
+        weights = (of_weight,) if trained else ()
         if self.t == 1:
-            return Operator((product,), (of_input, of_weight))
+            return Operator((product,), (of_input, *weights))
         size = tokens * k * ITEMSIZE[dtype]
         gathered = size if low is None else tokens * k * low
-        hidden, weight = (of_input, of_weight) if self.beside else (None, None)
+        hidden, weight = (of_input, of_weight if trained else None) if self.beside else (None, None)
         if not self.sequence:
-            return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), of_weight))
-        again = Exchange("all-gather", gathered, beside=hidden)
+            return Operator((product,), (of_input, Exchange("all-reduce", size, beside=weight), *weights))
+        again = [Exchange("all-gather", gathered, beside=hidden)] if trained else []
         scattered = Exchange("reduce-scatter", size, beside=weight)
         first = self._round("all-gather", gathered, product)
-        return Operator((first, product), (again, of_input, scattered, of_weight))
+        return Operator((first, product), (*again, of_input, scattered, *weights))
 
-    def row(self, tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None) -> Operator:
+    def row(
+        self,
+        tokens: int,
+        n: int,
+        k: int,
+        dtype: str,
+        written: int = 0,
+        low: float | None = None,
+        *,
+        trained: bool = True,
+    ) -> Operator:
         """Writes a hidden state of ``n`` features that is summed over ranks, whose gradient is gathered in elements of
-        ``low`` bytes."""
+        ``low`` bytes. Likewise."""
         product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
+        weights = (of_weight,) if trained else ()
         size = tokens * n * ITEMSIZE[dtype]
         gathered = size if low is None else tokens * n * low
         if self.t == 1:
-            return Operator((product,), (of_input, of_weight))
+            return Operator((product,), (of_input, *weights))
         if not self.sequence:
-            return Operator((product, Exchange("all-reduce", size)), (of_input, of_weight))
+            return Operator((product, Exchange("all-reduce", size)), (of_input, *weights))
         back = self._round("all-gather", gathered, of_input)
-        return Operator((product, self._round("reduce-scatter", size, product)), (back, of_input, of_weight))
+        return Operator((product, self._round("reduce-scatter", size, product)), (back, of_input, *weights))
 
     def _round(self, kind: Kind, size: float, product: Product) -> Exchange:
         """A collective of ``product``'s operand or result, which nothing hides but user buffers."""

@@ -10,7 +10,7 @@ from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .library import hub_ids
 from .not_modelled import why_not
 from .spellings import meant
-from .text import is_there, path_of, read_text
+from .text import is_folder, is_there, path_of, read_text
 
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
@@ -19,6 +19,8 @@ _PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int[48])?$")
 """And what tells a checkpoint of quantised weights."""
 _IMAGES = re.compile(r"(?i)-(?:VL|Omni)(?=-)")
 """And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
+_GGUF = re.compile(r"(?i)(?:[-_.](?:ud-)?(?:i?q[0-9]\w*|b?f16|f32|fp16))?[-_.]gguf$")
+"""And what tells weights of llama.cpp, behind how they are packed."""
 MIRRORS = frozenset({"unsloth", "nousresearch"})
 """Owners who keep others' checkpoints under their names, and in their shapes."""
 _SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
@@ -128,6 +130,17 @@ def without_address(name: str) -> str:
     """The repository whose page on the Hub ``name`` is the address of; else ``name``."""
     page = _PAGE.fullmatch(name)
     return page[1] if page is not None else name
+
+
+def check_trained(name: str, node: Node) -> None:
+    """Refuses a file, or a repository, of weights that llama.cpp runs: they are not trained, and none has a
+    ``config.json``."""
+    own = name.rpartition("/")[2]
+    whole = _GGUF.sub("", own)
+    if whole != own and not is_folder(path_of(name)):
+        same = twin(whole, node)
+        problem = "holds weights for llama.cpp (GGUF), which are not trained: name the model that they were made from"
+        raise PlanError("model", name, problem + (f", --model {same}" if same else ""), origin=node.origin)
 
 
 def check_no_address(name: str, node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..families import family
+from ..frameworks import framework
 from .errors import PlanError
 from .plan import Plan
 from .releases import STACKED_EXPERTS, release
@@ -71,9 +72,16 @@ def adapted(plan: Plan) -> frozenset[str]:
     """
     if plan.lora.rank is None or not plan.model.has_sizes:
         return frozenset()
+    targets = plan.lora.targets or ()
+    if (own := framework(plan.framework).adaptable(plan)) is not None:
+        for target in targets:
+            if target not in own:
+                raise PlanError(
+                    "lora.targets", target, f"must be among {', '.join(own)} in {plan.model.name}", known=tuple(own)
+                )
+        return frozenset(layer.part for target in targets for layer in own[target])
     names = linear_layers(plan.model)
     found: set[str] = set()
-    targets = plan.lora.targets or ()
     if ALL_LINEAR in targets and len(targets) > 1:
         raise PlanError("lora.targets", list(targets), f"must be {ALL_LINEAR} alone, or names of linear layers")
     if plan.model.experts:
@@ -196,7 +204,7 @@ def _named(plan: Plan) -> str:
 
 def left_out(plan: Plan) -> list[str]:
     """Targets beside others that match nothing, which peft leaves out (``tuners_utils.py``, ``inject_adapter``)."""
-    if not plan.model.has_sizes:
+    if not plan.model.has_sizes or framework(plan.framework).adaptable(plan) is not None:
         return []
     names = (*linear_layers(plan.model).values(), *tables(plan.model))
     targets = plan.lora.targets or () if plan.lora.rank is not None else ()
@@ -272,6 +280,9 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
 def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
+    if (own := framework(plan.framework).adaptable(plan)) is not None:
+        wrapped = [layer for target in plan.lora.targets or () for layer in own[target]]
+        return sum(one.times * rank * (one.outputs + one.inputs) for one in wrapped)
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     once = ("transform", WORD, HEAD)
     dense = sum(not spec.has_experts(number) for number in range(spec.layers)) if spec.experts else spec.layers

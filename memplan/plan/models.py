@@ -10,6 +10,7 @@ from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .hub import (
     cached_config,
     check_no_address,
+    check_trained,
     guesses,
     is_repository,
     of_same_size,
@@ -140,6 +141,7 @@ def _base(base: Node, folder: Path) -> Found:
         raise base.wrong("model", "must be the name of a model spec, or a path to a spec, a config.json or its folder")
     name = without_address(name)
     check_no_address(name, base)
+    check_trained(name, base)
     if name in model_specs() or name in learned_models():
         return _built_in(name)
     path = model_path(name, folder, base.origin)

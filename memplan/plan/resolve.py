@@ -106,7 +106,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "optimizer": _optimizer(plan, own),
             "recompute": _recompute(plan, own),
             "loss": _loss(plan, own),
-            "lora": _lora(plan),
+            "lora": _lora(plan, own),
             "quantisation": _quantisation(plan),
             "kernels": of_set(plan),
             "attention": _named(plan, own) or own.default_attention(plan) or _attention(plan),
@@ -188,11 +188,14 @@ def _dividing(layout: Layout, gpus: int) -> str:
 def _capacity(hardware: Hardware) -> int | None:
     if hardware.gpu is None:
         return hardware.capacity
-    from ..device.gpus import GPUS, SHARED, alike, of_series
+    from ..device.gpus import GPUS, NO_GPU, SHARED, alike, of_series
 
     gpu = GPUS.get(hardware.gpu)
     if gpu is None and hardware.gpu in SHARED:
         problem = f"is not listed, for {SHARED[hardware.gpu]}: say what a job may have in its place: --capacity 110GiB"
+        raise PlanError("hardware.gpu", hardware.gpu, problem)
+    if gpu is None and NO_GPU.match(hardware.gpu):
+        problem = "is neither of NVIDIA nor of AMD, whose GPUs alone are modelled"
         raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None:
         from ..device.instances import flags_of
@@ -246,12 +249,15 @@ def _precision(plan: Plan) -> Precision:
     return precision.model_copy(update={"parameters": precision.dtype})
 
 
-def _lora(plan: Plan) -> Lora:
+def _lora(plan: Plan, own: Framework) -> Lora:
     """peft's targets for the family, and its adapters' dtype: fp32, but that newer trl casts those beside 4-bit weights
-    to bf16."""
+    to bf16. A framework's own adapters are in the model's."""
     lora = plan.lora
     if lora.rank is None:
         return lora
+    if (known := own.adaptable(plan)) is not None:
+        every = tuple(known) if lora.targets is None else lora.targets
+        return lora.model_copy(update={"targets": every, "dtype": lora.dtype or plan.precision.dtype})
     targets = default_targets(plan.model) if lora.targets is None else lora.targets
     made = "bf16" if adapters_in_16_bits(plan) else "fp32"
     return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or made})

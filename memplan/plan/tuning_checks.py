@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..families import family
+from ..frameworks import framework
 from .errors import ABSENT, PlanError
 from .lora import ALL_LINEAR, HEAD, WORD, adapted, last_names, linear_layers, linear_sizes, of_experts, saved
 from .plan import Plan
@@ -77,9 +78,15 @@ def _check_lora(plan: ResolvedPlan) -> None:
         raise PlanError("lora.targets", ABSENT, problem)
     if not lora.targets:
         raise PlanError("lora.targets", [], "must name at least one linear layer")
-    allowed = {plan.precision.dtype, "fp32"}
+    owned = framework(plan.framework).adaptable(plan) is not None
+    if owned:
+        _check_own(plan)
+    allowed = {plan.precision.dtype, *([] if owned else ["fp32"])}
     if lora.dtype not in allowed:
-        problem = f"must be {' or '.join(sorted(allowed))}: peft makes adapters in the model's dtype or casts them"
+        problem = f"must be {' or '.join(sorted(allowed))}: "
+        problem += (
+            "adapters are in the model's dtype" if owned else "peft makes them in the model's dtype or casts them"
+        )
         if adapters_in_16_bits(plan):
             problem = (
                 "is what trl casts adapters beside 4-bit weights to since 0.26, and is not modelled in "
@@ -88,9 +95,17 @@ def _check_lora(plan: ResolvedPlan) -> None:
             )
         raise plan.wrong("lora.dtype", problem)
     adapted(plan)
-    if plan.model.has_sizes:
+    if plan.model.has_sizes and not owned:
         saved(plan)
         of_experts(plan)
+
+
+def _check_own(plan: ResolvedPlan) -> None:
+    """What peft alone has."""
+    for name, value in plan.lora.changed():
+        if name in ("dora", "rslora", "modules_to_save", "target_parameters"):
+            problem = f"must be left out with framework {plan.framework}, whose adapters are Megatron-Bridge's"
+            raise PlanError(f"lora.{name}", value, f"{problem}: not modelled")
 
 
 def _check_quantisation(plan: ResolvedPlan) -> None:

@@ -65,5 +65,5 @@ def test_blocks_that_come_back_at_once(small: bool, blocks: list[tuple[int, int]
                 pool.give(code)
     steps: list[Step] = [(slot, -units, 0, 0, -1) for slot, (units, order) in enumerate(blocks) if order > 1]
     expected = alone.run(steps, codes, UNBOUNDED)[0]
-    assert together._give_all(Requests([1 << SHIFT, -1]), steps, codes) == expected
+    assert together.give_all([Requests([1 << SHIFT, -1])], steps, codes) == expected
     assert (together.free, together.edges) == (alone.free, alone.edges)

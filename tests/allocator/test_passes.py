@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from memplan.allocator import passes, repeats
 from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.passes import NEVER, Operation, Pass, parts_of, stretches
+from memplan.allocator.operations import Operation, alone
+from memplan.allocator.passes import NEVER, Pass, parts_of, stretches
+from memplan.tape.events import Category
 
 from .test_blocks import SETTINGS
 
@@ -119,8 +121,8 @@ def test_parts_keep_small_and_large_tensors_of_a_slot_apart() -> None:
     """A part's small steps run before its large ones, so a slot that one part held both in would be mixed up."""
     small, large = 1, 4 * MIB
     order = [(5, large), (5, -large), (5, small), (6, large), (5, -small), (5, large), (6, -large), (5, -large)]
-    operations = tuple(Operation(slot, units, abs(units) << 9, 0, 0) for slot, units in order)
-    parts = parts_of(Pass(operations, (), (), 0, 0, (), (), (), 0, ()), 512)
+    operations = tuple(Operation(slot, units, abs(units) << 9, Category.GRADIENTS, 0) for slot, units in order)
+    parts = parts_of(Pass(alone(operations), (), (), 0, 0, (), (), (), 0, ()), 512)
     assert [one for part in parts for one in part.operations] == list(operations)
     for part in parts:
         kinds = {(one.slot, abs(one.units) == small) for one in part.operations}

@@ -119,6 +119,15 @@ def _arguments(random: Random, framework: str) -> str:
 
 _DEEPSPEED = [json.loads(content) for content in _golden("launch/ds_*.json")]
 _TRAINER = [json.loads(content) for content in _golden("launch/trainer*.json")]
+_NOTEBOOK = {
+    "cells": [
+        {
+            "cell_type": "code",
+            "source": ["!pip install trl\n", "from trl import SFTTrainer, SFTConfig\n", "x = SFTConfig(max_length=8)"],
+        },
+        {"cell_type": "code", "source": "SFTTrainer(model='gpt2', args=x).train()"},
+    ]
+}
 _CONFIGS = [json.loads(content) for content in _golden("configs/*.json")]
 _TOML = _golden("launch/*.toml")
 _PLANS = [path.read_text(encoding="utf-8") for path in (*examples().values(), *model_specs().values())]
@@ -363,6 +372,7 @@ TARGETS = {
             str,
         ),
         Target("trainer", _document(".json", _TRAINER, _TRAINER_NAMES, {"model": "gpt2"}), _launched("trainer"), str),
+        Target("notebooks", _document(".ipynb", [_NOTEBOOK], ["cells", "source"]), _launched("trainer"), str),
         Target("config", _document("-config.json", _CONFIGS, _CONFIG_NAMES), _read_config, str),
         Target("plans", _plan, _read_plan, str),
         Target("device-maps", _device_map, _read_device_map, str),

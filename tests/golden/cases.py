@@ -44,7 +44,7 @@ def commands() -> list[str]:
 def estimates() -> Iterator[str]:
     for part in (
         examples, families, plain, optimizers, tuned, losses, trainer, autocast, ddp, deepspeed, device_map, fsdp,
-        torchtitan, megatron, low_precision, experts, pipelines, megatron_deepspeed, allocators, refused,
+        torchtitan, megatron, adapters, low_precision, experts, pipelines, megatron_deepspeed, allocators, refused,
         learned,
     ):  # fmt: skip
         for flags in part():
@@ -704,6 +704,23 @@ def pipelines() -> Iterator[str]:
         yield f"{job} {flags}"
     yield "--model bert-5.1b --layers 8 --seq 512 --dtype bf16 --framework megatron --pp 4 --gbs 8"
     yield "--model gpt2-large --layers 8 --seq 1024 --dtype bf16 --framework megatron --pp 4 --vpp 2 --gbs 8 --transformer-impl local"
+
+
+def adapters() -> Iterator[str]:
+    """Megatron-Bridge's."""
+    job = "--model llama-3-8b --layers 4 --seq 2048 --framework megatron --gpu h100-80gb --lora-rank 16 --zero 1"
+    for flags in (
+        "", "--tp 4 --dp 2 --sequence-parallel", "--tp 2 --dp 2 --lora-dropout 0.1", "--lora-targets linear_qkv --recompute full",
+        "--tp 2 --pp 2 --vpp 2 --gbs 16 --sequence-parallel --tp-comm-overlap", "--fp8 tensorwise --fp8-parameters --tp 2",
+        "--recompute selective --recompute-modules core_attn,mlp --cp 2", "--fp8 delayed --lora-targets linear_proj,linear_fc2",
+        "--megatron-fsdp optim",
+    ):  # fmt: skip
+        yield f"{job} {flags}".strip()
+    moe = (
+        "--model qwen3-30b-a3b --layers 2 --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 4 --lora-rank 8"
+    )
+    yield f"{moe} --tp 4 --etp 1 --sequence-parallel"
+    yield f"{moe} --lora-targets linear_qkv,linear_proj --moe-dispatcher flex"
 
 
 def megatron_deepspeed() -> Iterator[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -19,6 +20,7 @@ import torch
 
 from tests.layers.megatron_core.te_cases import CASES, INNER, Case, covered
 
+from .megatron_bridge import wrapped
 from .tracer import Change
 from .transformer_engine import CAPABILITY, load, parallel, source, traced
 from .transformer_engine_chain import chain
@@ -92,7 +94,9 @@ def _choose(case: Case) -> None:
 
 def _module(case: Case, te: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     x = torch.empty(case.input(), dtype=torch.bfloat16, requires_grad=True)
-    function, parameters = MODULES[case.module](case, te)
+    function, parameters = (adapted if case.rank else MODULES[case.module])(case, te)
+    for parameter in parameters if case.frozen and not case.rank else ():
+        parameter.requires_grad = False
     for parameter in cast(list[Any], parameters):
         if case.gradient_fusion:
             parameter.main_grad = torch.empty(parameter.shape, dtype=torch.float32)
@@ -137,6 +141,8 @@ def _first(module: Any, case: Case, te: Any) -> Callable[[torch.Tensor], torch.T
                 out = module(x, is_first_microbatch=next(firsts, False))
         else:
             out = module(x)
+        if case.rank and case.module == "norm_column":
+            return out  # type: ignore[no-any-return]
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return function
@@ -169,10 +175,43 @@ def _row(case: Case, te: Any) -> Made:
     return _first(module, case, te), list(module.parameters())
 
 
-def _norm_column(case: Case, te: Any) -> Made:
+def _norm_column(case: Case, te: Any, **more: Any) -> Made:
     kind = "LayerNorm" if case.norm == "layernorm" else "RMSNorm"
-    module = te.LayerNormLinear(case.h, 3 * case.h, parallel_mode="column", normalization=kind, **_options(case))
+    options = _options(case) | more
+    module = te.LayerNormLinear(case.h, 3 * case.h, parallel_mode="column", normalization=kind, **options)
     return _first(module, case, te), list(module.parameters())
+
+
+def adapted(case: Case, te: Any) -> Made:
+    """The frozen module in Megatron-Bridge's adapter, whose parameters are returned; as
+    ``get_adapter_attributes_from_linear`` sets both up."""
+    made: Callable[..., Made] = MODULES[case.module]
+    shows, together = case.module == "norm_column", case.sequence_parallel and not case.overlaps
+    if shows:
+        made = partial(_norm_column, return_layernorm_output=True, return_layernorm_output_gathered=together and shows)
+    function, parameters = made(case, te)
+    for parameter in parameters:
+        parameter.requires_grad = False
+    n = {"row": case.h, "grouped": INNER}.get(case.module, 3 * case.h)
+    group = parallel(case.t)
+    wrapper = wrapped(
+        function,
+        (n, case.h),
+        group,
+        case.t,
+        case.rank,
+        sequence_parallel=case.sequence_parallel,
+        input_is_parallel=case.module == "row",
+        dropout=case.dropout,
+        disable_sequence_parallel_comm=not case.sequence_parallel or (shows and together),
+    )
+    return lambda x: wrapper(x)[0], list(wrapper.adapter.parameters())
+
+
+def _grouped(case: Case, te: Any) -> Made:
+    options = {"params_dtype": torch.bfloat16, "init_method": lambda weight: None, "bias": case.bias}
+    module, rows = te.GroupedLinear(case.count, case.h, INNER, **options), case.s * case.b
+    return lambda x: module(x, [rows // case.count] * case.count), list(module.parameters())
 
 
 def _rope(case: Case, te: Any) -> Made:
@@ -239,6 +278,7 @@ MODULES: dict[str, Callable[[Case, Any], Made]] = {
     "column": _column,
     "row": _row,
     "norm_column": _norm_column,
+    "grouped": _grouped,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,

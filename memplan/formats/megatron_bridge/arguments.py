@@ -49,14 +49,12 @@ def arguments(root: Node, strict: bool, *, by_hand: bool = False) -> tuple[dict[
     for path in table.DISTILLATION:
         if (said := said_at(root, path)) is not None:
             raise said.lacks(path, known[table.TEACHER].why)
-    peft = root.mapping.get("peft")
-    if peft is not None and peft.value:
-        raise peft.lacks("peft", "is not modelled yet: Megatron-Bridge's adapters; leave it null")
     if LAYOUT in given:
         given[LAYOUT] = _layout(given[LAYOUT], _section(root, "model")["pipeline_model_parallel_layout"])
         given.pop("--num-virtual-stages-per-pipeline-rank", None)  # follows from the layout, and both may be said
     if given.keys() & {"--fp8-format", "--fp4-format"}:
-        notes += _check_low_precision(sections["model"], precision, strict)
+        stored = "--fp8-param-gather" in given
+        notes += _check_low_precision(sections["model"], precision, strict, stored=stored)
     given.update(_model(root, {**sections.get("model", {})}, precision))
     if GATHER in given and not given.keys() & {"--overlap-grad-reduce", "--use-megatron-fsdp"}:
         origin = given.pop(GATHER).origin
@@ -96,9 +94,11 @@ def of_data(root: Node) -> dict[str, Node]:
     return {"--no-create-attention-mask-in-dataloader": Node(True, skips.origin if skips is not None else root.origin)}
 
 
-def _check_low_precision(model: Mapping[str, Node], precision: Mapping[str, Node], strict: bool) -> Iterator[Note]:
+def _check_low_precision(
+    model: Mapping[str, Node], precision: Mapping[str, Node], strict: bool, *, stored: bool
+) -> Iterator[Note]:
     """Refuses what is not modelled, and tells which of the model's fields ``mixed_precision`` overwrites
-    (``update_config_with_precision_overrides``)."""
+    (``update_config_with_precision_overrides``). Of parameters that are ``stored`` in 8 bits there are no copies."""
     for field, value in table.LOW_DEFAULTS.items():
         own, told = model.get(field), precision.get(field)
         if own is not None and told is not None and own.value is (not value) and told.value is value:
@@ -107,7 +107,7 @@ def _check_low_precision(model: Mapping[str, Node], precision: Mapping[str, Node
     for field, (value, reason) in table.LOW_PRECISION.items():
         section = "mixed_precision" if field in precision else "model"
         node = precision.get(field) or model.get(field)
-        if node is not None and node.value is value:
+        if node is not None and node.value is value and not stored:
             raise PlanError(f"{section}.{field}", value, f"is not modelled yet: {reason}", origin=node.origin)
 
 

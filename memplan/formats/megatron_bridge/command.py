@@ -62,6 +62,7 @@ _LOW = re.compile(r"fp8|fp4")
 _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
 _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
+_DORA = re.compile(r"_dora(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
 
 
@@ -108,7 +109,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
     if _ADAPTERS.search(recipe) and "peft" not in root.mapping:
-        root = laid_over(root, ["peft=lora"], training.origin)
+        root = laid_over(root, [f"peft={'dora' if _DORA.search(recipe) else 'lora'}"], training.origin)
     if benchmark:
         said = of_benchmark.get("dtype", "bf16")
         task, gpus, gpu = (

@@ -17,6 +17,7 @@ from ...plan.yaml_events import parse_yaml
 from ..launch import Asked
 from ..megatron.context import Family
 from . import table
+from .adapters import RANK, section_of
 from .arguments import said_at
 
 _SECTIONS = """
@@ -58,16 +59,27 @@ TEMPLATE: Mapping[str, Mapping[str, object]] = {
     "dataset": {"seq_length": 4096},
 }
 """What pretraining recipes begin with; ``mixed_precision`` is ``bf16_mixed`` there."""
+OF_ADAPTERS: Mapping[str, Mapping[str, object]] = {
+    **TEMPLATE,
+    "train": {"micro_batch_size": 1, "global_batch_size": 128},
+    "ddp": {"check_for_nan_in_grad": True, "grad_reduce_in_fp32": True, "use_distributed_optimizer": True},
+    "dataset": {"seq_length": 2048},
+}
+"""The same of recipes with adapters (``_peft_common``)."""
 PRECISION = "bf16_mixed"
 _TOLD = {
-    "model.tensor_model_parallel_size": ("tp", "1"),
-    "model.pipeline_model_parallel_size": ("pp", "1"),
-    "model.context_parallel_size": ("cp", "1"),
-    "train.micro_batch_size": ("mbs", "2"),
-    "train.global_batch_size": ("gbs", "32"),
-    "dataset.seq_length": ("seq", "4096"),
+    "model.tensor_model_parallel_size": "tp",
+    "model.pipeline_model_parallel_size": "pp",
+    "model.context_parallel_size": "cp",
+    "train.micro_batch_size": "mbs",
+    "train.global_batch_size": "gbs",
+    "dataset.seq_length": "seq",
 }
-"""Fields that recipes choose by themselves: the flag, and the value where nobody says it."""
+"""Fields that recipes choose by themselves, and their flags."""
+
+
+def _template(root: Node) -> Mapping[str, Mapping[str, object]]:
+    return OF_ADAPTERS if section_of(root) is not None else TEMPLATE
 
 
 def is_override(word: str) -> bool:
@@ -125,8 +137,8 @@ def _is_mapping(node: Node | None) -> bool:
 
 
 def over_template(root: Node) -> Node:
-    """``root`` with what pretraining recipes begin with below it."""
-    for section, fields in TEMPLATE.items():
+    """``root`` with what recipes begin with below it."""
+    for section, fields in _template(root).items():
         given = root.mapping.get(section, Node({}, root.origin))
         below = {
             name: Node(value, given.origin)
@@ -182,11 +194,13 @@ _FAMILIES: Mapping[str, Family] = {"pretrain_gpt.py": "gpt", "pretrain_hybrid.py
 def told(root: Node, asked: Asked, recipe: str) -> Note | None:
     """Which of a recipe's own choices no override says, and what is taken; ``recipe`` is its name, where that is
     known."""
-    left = []
-    for path, (flag, value) in _TOLD.items():
-        paths = table.LENGTHS if path in table.LENGTHS else (path,)
+    left, template = list[str](), _template(root)
+    for path, flag in _TOLD.items():
+        paths, (section, _, field) = table.LENGTHS if path in table.LENGTHS else (path,), path.partition(".")
         if not any(said_at(root, one) for one in paths) and flag not in asked.names and flag in by_flag():
-            left.append(f"{flag} {value}")
+            left.append(f"{flag} {template.get(section, {}).get(field, 1)}")
+    if template is OF_ADAPTERS and "dim" not in root.mapping["peft"].mapping and "lora_rank" not in asked.names:
+        left.append(f"lora-rank {RANK}")
     if not left and not recipe:
         return None
     what = f"{recipe} is Python, which is not run; what it says beside the overrides is" if recipe else ""

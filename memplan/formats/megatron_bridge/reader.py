@@ -20,6 +20,7 @@ from ..megatron.context import Family
 from ..recognised import is_script
 from ..training_scripts import launched
 from . import overrides, table
+from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
 from .command import started
 
@@ -47,6 +48,7 @@ def read(place: str, asked: Asked) -> Launch:
     words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
+    launch = _with_adapters(launch, root)
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
 
 
@@ -65,6 +67,14 @@ def _with_engine(launch: Launch) -> Launch:
     return replace(launch, source=replace(launch.source, plan=plan.with_items({"megatron": section})))
 
 
+def _with_adapters(launch: Launch, root: Node) -> Launch:
+    section = section_of(root)
+    if section is None:
+        return launch
+    plan = launch.source.plan.with_items({"lora": section})
+    return replace(launch, source=replace(launch.source, plan=plan))
+
+
 def _spoken(launch: Launch) -> Spoken | None:
     return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
@@ -80,6 +90,7 @@ def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
+    launch = _with_adapters(launch, root)
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

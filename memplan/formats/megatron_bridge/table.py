@@ -183,7 +183,8 @@ product is in 8 bits."""
 LOW_PRECISION: Mapping[str, tuple[bool, str]] = {
     "disable_parameter_transpose_cache": (True, "quantised weights that are made in each micro-batch"),
 }
-"""With fp8 or fp4: fields that must not have a value, and why. No argument of Megatron-LM says them."""
+"""With fp8 or fp4, and parameters in 16 bits: fields that must not have a value, and why. No argument of Megatron-LM
+says them. Parameters in 8 bits are operands themselves (Transformer Engine's ``quantize_weight``)."""
 
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 

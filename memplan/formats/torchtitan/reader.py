@@ -15,7 +15,6 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Started, Value, is_known, text
-from ...device.gpus import GPUS
 from ...frameworks import framework
 from ...plan.errors import (
     ABSENT,
@@ -253,7 +252,6 @@ class _Finish:
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
-        self._check_gpu(plan)
         self._check_sharded(plan, dp)
         self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
@@ -290,15 +288,6 @@ class _Finish:
         flavour = self.settings.word(*FLAVOUR, default="")
         older = str(flavour.value).endswith(UNFUSED) or self.settings.word(BACKEND, default="flex").value == "sdpa"
         return not older and self.settings.era.day >= SINCE_PACKED and _runs_newest(_asking(plan))
-
-    def _check_gpu(self, plan: Plan) -> None:
-        """``MXFP8LinearConverter`` and ``NVFP4LinearConverter`` stop on older GPUs (``has_cuda_capability(10, 0)``)."""
-        gpu, key = GPUS.get(plan.hardware.gpu or ""), "model_spec.converters"
-        one = next((one for one in self.settings.words(key) if one.startswith(("MXFP8", "NVFP4"))), None)
-        if one and gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < (10, 0):
-            problem = f"must be left out on {gpu.name}: torchtitan runs it on Blackwell and later alone"
-            problem += f"; --set {key}= takes the layers without"
-            raise PlanError(key, one, problem, origin=self.settings.where(key))
 
     def _check_sharded(self, plan: Plan, dp: int) -> None:
         shards = dp // plan.fsdp.replicas * plan.layout.cp
@@ -393,14 +382,20 @@ def _check_keys(settings: Settings) -> None:
                 raise node.wrong(
                     name, f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
                 )
-        elif key.table is Table.NOT_MODELLED and settings.matters(name, key):
+        elif key.table is Table.NOT_MODELLED and _matters(name, key, settings):
             direction, _, problem = key.why.partition(": ")
             if direction == "refused":
                 off = key.default if key.default is not None else "false"
-                problem += f" (--set {name}={off} leaves it out)"
+                problem += f" (--set {name}={off.replace('[]', '')} leaves it out)"
                 wrong.append(node.wrong(name, problem))
     if wrong:
         raise together(wrong)
+
+
+def _matters(name: str, key: Key, settings: Settings) -> bool:
+    """Whether ``name``, which is not modelled by itself, is more than its default, and no float8 that is."""
+    float8 = float8_keys(settings)
+    return settings.matters(name, key) and (float8 is None or float8[0] != name)
 
 
 def _other_day(key: Key, settings: Settings) -> str:
@@ -453,14 +448,11 @@ def _guesses(settings: Settings) -> Guesses:
 
 def _problem(name: str, settings: Settings, guesses: Guesses) -> str | None:
     key = key_of(name)
-    float8 = float8_keys(settings)
-    if float8 is not None and name == float8[0]:
-        return None
     if key is None or (key.name.endswith("*") and not key.was(settings.era.day)):
         return guessed(f"is no key of {settings.era.label}", guesses.of(name))
     if not key.was(settings.era.day):
         return _other_day(key, settings)
-    if key.table is not Table.NOT_MODELLED or not settings.matters(name, key):
+    if key.table is not Table.NOT_MODELLED or not _matters(name, key, settings):
         return None
     direction, _, what = key.why.partition(": ")
     return f"is not modelled yet and {PUSHES[direction]}: {what}"

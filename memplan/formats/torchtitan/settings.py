@@ -91,7 +91,7 @@ class Settings(Keys):
         if key.conditions and not any(_is_on(self.given[one].value) for one in key.conditions if one in self.given):
             return False
         plain = node.plain()
-        if key.default is not None:
+        if key.default:
             return shown(plain) not in (key.default, "null") and plain != key.default
         return plain not in _OFF
 

@@ -22,6 +22,9 @@ from .settings import Settings
 SIZED = "2025-07-22"
 """The day from which a model's vocabulary is in the code, and no longer its tokenizer's."""
 
+TEST_TOKENIZER = "test_tiktoken.model", 2256
+"""The tokenizer in torchtitan's own tests (``tests/assets``) until then: 2,000 tokens and 256 special ones."""
+
 _DEBUG_SIZES = MappingProxyType({"hidden": 256, "heads": 16, "kv_heads": 16, "head_dim": 16, "ffn": 768})
 """``debugmodel``: ffn = 256 ⌈int(2/3 · 4 · 256) / 256⌉."""
 
@@ -33,6 +36,7 @@ FLAVOURS = MappingProxyType(
         ("llama3", "70B"): "llama-3-70b",
         ("llama3", "405B"): "llama-3-405b",
         ("llama2", "7B"): "llama-2-7b",
+        ("llama2", "13B"): "llama-2-13b",
         ("llama2", "70B"): "llama-2-70b",
         ("deepseek_v3", "16B"): "deepseek-v2-lite",
         ("deepseek_v3", "236B"): "deepseek-v2",

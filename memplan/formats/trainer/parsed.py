@@ -138,6 +138,13 @@ class Parsed:
                     return value
         return None
 
+    def keywords(self) -> Node:
+        """Every keyword of a call that has a value here, and what is called."""
+        origin = Origin(self.source)
+        given = [(one.arg, self.value(one.value)) for call in self.calls for one in call.keywords if one.arg]
+        known = {name: Node.of(value, origin) for name, value in given if value is not UNKNOWN}
+        return Node({**{name_of(call): Node(True, origin) for call in self.calls}, **known}, origin)
+
     def of(self, *names: str) -> list[ast.Call]:
         """Calls of what is named so, in whatever module."""
         return sorted((call for call in self.calls if name_of(call) in names), key=lambda call: call.lineno)

@@ -16,6 +16,8 @@ from pathlib import Path
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together, wrong_at
 from ...plan.text import is_there, read_text
 from ...values import dataclass
+from .. import OF_UNSLOTH
+from ..in_flags import in_flags
 from ..launchers import IsMark, found_from
 from . import changes
 from .keys import FROM_PRETRAINED, FROM_SCRATCH, K_BIT, LOADED_BY, READ
@@ -147,17 +149,28 @@ class UnreadError(PlanError):
 
 def _parsed(text: str, source: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         origin = Origin(source, getattr(error, "lineno", None))
         raise UnreadError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=origin) from None
+    last = max((n for n, node in enumerate(module.body) if _trains(node)), default=len(module.body))
+    module.body = module.body[: last + 1]  # names that are given anew behind it are another model's
+    return module
+
+
+def _trains(node: ast.stmt) -> bool:
+    """Whether ``node`` is ``trainer.train()`` by itself, outside functions and conditions."""
+    call = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
+    of = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    name = name_of(of) if isinstance(of, ast.Call) else getattr(of, "id", "")
+    return isinstance(call, ast.Call) and name_of(call) == "train" and "train" in name.lower()
 
 
 class _Reading(Parsed):
     def script(self) -> Script:
         for package, why in _OWN_CODE.items():
             if package in self.imported:
-                raise self.refused(f"is of {package}: {why}; {INSTEAD}", None)
+                raise self.refused(in_flags(OF_UNSLOTH, self.keywords(), f"is of {package}: {why}"), None)
         configs = self.of(*_CONFIGS)
         parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
         if parser and self.settled.is_started and not configs:

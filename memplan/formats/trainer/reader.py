@@ -22,7 +22,7 @@ from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
 from ...plan.saved_dtype import SAVED, TAKEN
-from ...plan.text import folder_of, path_of, text_at
+from ...plan.text import folder_of, path_of
 from ...plan.yaml_events import parse_yaml
 from .. import OF_SCRIPTS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
@@ -31,6 +31,7 @@ from ..deepspeed.reader import ds_config_in
 from ..in_flags import in_flags
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
+from ..notebook import source_at
 from ..recognised import is_python, is_script
 from ..rows import Building, Reader, Row, read_rows
 from ..settings import Keys
@@ -50,7 +51,7 @@ def read(place: str, asked: Asked) -> Launch:
 
 def started_at(place: str, asked: Asked) -> Started:
     """The arguments in the mapping or the script at ``place``, and what stands in front of them."""
-    text, name = text_at(place)
+    text, name = source_at(place)
     folder = Path() if place == "-" else folder_of(path_of(place))
     if is_script(text, name):
         return started(text, name, folder, asked)

@@ -147,7 +147,7 @@ def _compiled(training: Training) -> dict[str, Node]:
     return {"torch_compile_backend": scalar(text(backend), origin_of(backend, training.origin))}
 
 
-SWIFT_TRAINS = {"sft": "lora", "pt": "lora"}
+SWIFT_TRAINS = {"sft": "lora", "pt": "lora", "rlhf": "lora"}
 """What ``swift``'s commands train, unless said."""
 _WRITTEN = ("deepspeed", "fsdp_config")
 """Arguments that name a file of settings."""

@@ -128,7 +128,7 @@ class Settled:
         if isinstance(given, ast.Call) and name_of(given) == "len" and len(given.args) == 1:
             many = literal(given.args[0], self.names)
             return len(many) if isinstance(many, (list, dict, str)) else UNKNOWN
-        if found is not UNKNOWN or not self.arguments or depth > _DEPTH:
+        if found is not UNKNOWN or depth > _DEPTH:
             return found
         if isinstance(given, ast.Attribute) and given.attr in self.arguments:
             self._used.add(given.attr)
@@ -147,8 +147,9 @@ class Settled:
         if isinstance(given, ast.IfExp):
             holds = self.holds(given.test, depth + 1)
             return UNKNOWN if holds is None else self.value(given.body if holds else given.orelse, depth + 1)
-        if isinstance(given, ast.Call) and name_of(given) == "getattr" and len(given.args) > 1:  # getattr(torch, …)
-            return self.value(given.args[1], depth + 1)
+        if isinstance(given, ast.Call) and name_of(given) == "getattr" and len(given.args) > 1:
+            of_torch = getattr(given.args[0], "id", "") == "torch"
+            return self.value(given.args[1], depth + 1) if of_torch or self.arguments else UNKNOWN
         return UNKNOWN
 
     def holds(self, test: ast.expr, depth: int = 0) -> bool | None:

@@ -92,8 +92,8 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
             what = "a head that is gathered in 8 bits for chunks" if gathered else "an embedding that shares its weight"
             raise plan.wrong("fsdp.filter_fqns", f"must have {HEAD} with {what}: the head is modelled in bf16 there")
     problems = {
-        "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled (of a file of its own "
-        "--set model.converters= estimates bf16)": layout.tp > 1,
+        "left out with tensor parallelism: torchtitan's Float8ColwiseParallel is not modelled (a file's own "
+        "model.converters=, in Python model_spec.converters=, with --set estimates bf16)": layout.tp > 1,
         "left out unless precision.dtype is bf16": precision.dtype != "bf16",
         f"another with {SMALL}, which torchao has for tensorwise and rowwise": (
             plan.fsdp.filters_small and recipe == "rowwise_with_gw_hp"

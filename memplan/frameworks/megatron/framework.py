@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
     from ...trace.framework import FrameworkRunning
-    from ..base import Communicator
+    from ..base import Adaptable, Communicator
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import COMPARED
@@ -58,7 +58,7 @@ class Megatron(Framework):
         mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks", "linear_interval"),
         zero=(0, 1),
         sequence_parallel=True,
-        sections=("megatron", "experts"),
+        sections=("megatron", "experts", "lora"),
         environment=(*SELECTORS, *OF_LOW_ATTENTION, *COMPARED, CHAIN),
         pipeline=(
             "first_layers",
@@ -196,6 +196,12 @@ class Megatron(Framework):
         return plan.megatron.vocab_multiple * plan.layout.tp
 
     own_layers = True
+    adapters_by = "Megatron-Bridge 0.6"
+
+    def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
+        from .adapters import adaptable
+
+        return adaptable(plan)
 
     def logits_vocab(self, plan: ResolvedPlan) -> int:
         """Transformer Engine's cross entropy makes no fp32 copy of the logits."""

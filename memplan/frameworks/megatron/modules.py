@@ -73,7 +73,9 @@ def ends_of(shape: CoreShape) -> Ends:
 
 
 @lru_cache(maxsize=1024)
-def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed: bool = False) -> Module:
+def layers_module(
+    shapes: tuple[CoreShape, ...], options: Options, *, recomputed: bool = False, requires_grad: bool = True
+) -> Module:
     """One layer, or a group of layers under one recompute (``_checkpointed_forward``)."""
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
@@ -87,7 +89,7 @@ def layers_module(shapes: tuple[CoreShape, ...], options: Options, *, recomputed
         ends.keep_mask(r, shapes[0])
         return Run(out)
 
-    return build("layer", recipe, Interface(shapes[0].hidden, hidden_dtype(shapes[0])), options)
+    return build("layer", recipe, Interface(shapes[0].hidden, hidden_dtype(shapes[0]), requires_grad), options)
 
 
 def _again(r: Recorder, hidden: Tensor, *, shapes: Sequence[CoreShape]) -> Tensor:

@@ -41,6 +41,7 @@ from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass, replace
 from . import captures, clipping
+from .adapters import tuning_of
 from .fsdp import Sharding, buckets_of
 from .fsdp_buffers import persistent
 from .fsdp_hooks import ahead, with_hooks
@@ -119,7 +120,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
         own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_in(layer_shape, name, keeping, at_once) for name in group)
-            module = layers_module(shapes, own, recomputed=group[0] in again)
+            leaf = at > 0 and groups[at - 1] == ["embedding"] and leaves_input(job.options)
+            module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
         elif group[0].startswith(DECODER):
             decoder = t5.decoder_shape(layer_shape)
             module = layers_module((decoder,), own)
@@ -139,6 +141,11 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
     edges = [Span(released, ("batch",)), Span(batch, ("batch",)), *spans, Span(ended, ("batch",))]
     return Chunk(tuple(edges), first_differs=bool(keeping) and not at_once)
+
+
+def leaves_input(options: Options) -> bool:
+    """The embedding's output requires no gradient."""
+    return options.tuning is not None and not options.tuning.input_requires_grad
 
 
 def _check_work(shape: CoreShape, entries: Sequence[str]) -> None:
@@ -285,7 +292,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
     torch_fsdp = torch_fsdp_of(plan)
     seams = plan.megatron.fsdp != "none" or plan.megatron.offload_layers > 0
-    own = replace(options, seams=seams, pool=pool)
+    own = replace(options, seams=seams, pool=pool, tuning=tuning_of(plan))
     return Stages(
         _job(shape, plan.recompute, own, torch_fsdp is not None),
         layout,
@@ -377,7 +384,9 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 @lru_cache(maxsize=1 << 14)
 def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
-    workspaces = _workspaces(stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks))
+    workspaces = _workspaces(
+        stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks), _of_adapters(stage.job, chunks)
+    )
     layers = sum(name.startswith("layer.") for name in stage.names)
     workspaces += clipping.factors(stage.job.shape, layers, states)
     kept = with_fp32(keep(chunks, states, tied), chunks, states, tied)
@@ -491,10 +500,23 @@ def copies_of(chunks: Sequence[KeptChunk]) -> list[Hold]:
     return found
 
 
+def _of_adapters(job: _Job, chunks: Sequence[KeptChunk]) -> frozenset[Shape] | None:
+    """Shapes of the weights that are trained, where that are not all."""
+    if job.options.tuning is None:
+        return None
+    return frozenset(one.shape for chunk in chunks for own, _ in chunk for one in own if one.trained)
+
+
 def _workspaces(
-    shape: CoreShape, names: tuple[str, ...], chunks: int, libraries: _Libraries, copies: Sequence[Hold]
+    shape: CoreShape,
+    names: tuple[str, ...],
+    chunks: int,
+    libraries: _Libraries,
+    copies: Sequence[Hold],
+    trained: frozenset[Shape] | None = None,
 ) -> list[Hold]:
-    """Static tensors that the first iteration makes. Every chunk has rotary tables of its own."""
+    """Static tensors that the first iteration makes. Every chunk has rotary tables of its own. ``trained``: shapes of
+    weights with a gradient, if not all have one; a frozen head gathers its input into a tensor of its own."""
     holds: list[Hold] = [*copies]
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     own = [layer_shape_of(shape, layer) for layer in layers]
@@ -512,7 +534,7 @@ def _workspaces(
         holds += latent.tables(shape, len(layers) + shape.spec.mtp_layers * ("mtp" in names))
     elif shape.spec.positions == "rotary":
         holds += ends.rotary_table(shape) * chunks
-    gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * has_head
+    gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * (has_head and trained is None)
     gathered += [dispatch.gather_buffer(shape)]
     drained = ends.gather_buffer(shape) if has_head and shape.defers else (0,)
     if drained != (0,):  # two, in turn (``drain_embedding_wgrad_compute``)
@@ -528,6 +550,8 @@ def _workspaces(
         weights |= {mtp.projection(shape), *(block.dummy_gradients(further) if further.kind else ())}
     head = ends.dummy_gradient(shape) if has_head else None
     weights |= {head} if head is not None else set()
+    if trained is not None:
+        weights = {*trained} if shape.gradient_fusion else set()
     if shape.implementation == "transformer_engine":
         major = (libraries.capability or HOPPER)[0]
         for name, size in te_facts.kept(shape, major, sorted(weights)).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .adapters import check_adapters
 from .kernel_rules import (
     check_buckets,
     check_environment,
@@ -68,4 +69,5 @@ RULES = (
     check_virtual_stages,
     check_further_layers,
     check_environment,
+    check_adapters,
 )

@@ -239,7 +239,7 @@ class MegatronSearch(FrameworkSearch):
         shape, _ = module_shapes(job.shape)
 
         def of(shape: CoreShape) -> tuple[int, int]:
-            few, times = shape.fewest_experts
+            few, times = shape.fewest_experts if options.tuning is None else (shape, 1)
             module = layers_module((few,), options, recomputed=full)
             own = sum(one.elements for one in module.parameters if one.expert)
             experts.append(own * times)
@@ -269,6 +269,8 @@ class MegatronSearch(FrameworkSearch):
 
     def states(self, plan: ResolvedPlan) -> States:
         rules = rules_of(plan)
+        if plan.lora.rank is not None:  # of frozen parameters, as nearly all are: no less of others
+            return States(1 if rules.low is not None else ITEMSIZE[rules.dtype], 0)
         in_low = rules.low is not None and rules.low.parameters
         whole = (0 if in_low else ITEMSIZE[rules.dtype]) + ITEMSIZE[rules.gradients]
         divided = (rules.main_size if rules.mixed else 0) + sum(ITEMSIZE[dtype] for _, dtype in rules.moments)

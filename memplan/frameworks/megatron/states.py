@@ -186,12 +186,13 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
     Of the distributed optimizer's shards the one that is largest, each tensor rounded, is taken.
     ``tied``: the word table is a copy that the first and the last stage hold.
     """
-    tensors = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
+    every = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
+    tensors = [[p for p in chunk if p.trained] for chunk in every]
     ids = iter(range(1, 1 << 40))
     construction: list[Event] = []
     originals: list[list[Hold]] = []
-    for chunk in tensors:
-        made = [(Hold(next(ids), *one), kept) for p in chunk for one, kept in _made(p, rules)]
+    for chunk in every:  # frozen parameters stay where they are (``DistributedDataParallel.__init__``)
+        made = [(Hold(next(ids), *one), kept or not p.trained) for p in chunk for one, kept in _made(p, rules)]
         originals.append([hold for hold, kept in made if not kept])
         construction += [hold for hold, _ in made]
     optimizers = _optimizers(tensors, rules)
@@ -435,7 +436,7 @@ Buffer = tuple[int, Rules, Sequence[Parameter], "Sequence[Bucket]"]
 
 def buffers_of(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Iterator[Buffer]:
     """Every buffer of gradients of ``chunks``."""
-    tensors = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
+    tensors = [[p for own, n in chunk for _ in range(n) for p in own if p.trained] for chunk in chunks]
     optimizers, size = _optimizers(tensors, rules), _largest_bucket(tensors, rules)
     for at, chunk in enumerate(tensors):
         yield from _buffers(chunk, size if at == 0 else None, rules, optimizers, tied)

@@ -9,6 +9,7 @@ from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
 from ...layers.shapes import size_of
+from ...layers.tuning import Tuning
 from ...layers.work import Exchange, Kernel, Together
 from ...plan.layer_blocks import block_of
 from ...plan.module_precision import names_layers, wide_modules
@@ -22,6 +23,7 @@ from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
 from ...values import replace
+from .adapters import tuning_of
 from .entries import stage_entries
 from .from_plan import core_shape
 from .modules import end_module, layers_module, module_shapes, mtp_module
@@ -66,7 +68,13 @@ def _alone(kernels: Counter[Kernel]) -> Together:
 
 @lru_cache(maxsize=4096)
 def _entries(
-    whole: CoreShape, gradients: str | None, recent: bool, full: bool, apart: bool, user_buffers: bool
+    whole: CoreShape,
+    gradients: str | None,
+    recent: bool,
+    full: bool,
+    apart: bool,
+    user_buffers: bool,
+    tuning: Tuning | None,
 ) -> Entries:
     """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``apart``: what predicts
     further tokens is not where the head is."""
@@ -78,12 +86,12 @@ def _entries(
         overlap=None,
         user_buffers=user_buffers,
     )
-    options = Options(counts="later", consumes_gradients=True, summed=gradients)
+    options = Options(counts="later", consumes_gradients=True, summed=gradients, tuning=tuning)
     (shape, ends), spec = module_shapes(whole), whole.spec
     front = replace(shape, recompute_modules=())  # also of the ends before the head
 
     def layer(shape: CoreShape) -> tuple[Passes, Passes]:
-        few, times = shape.fewest_experts
+        few, times = shape.fewest_experts if tuning is None else (shape, 1)
         plain = layers_module((replace(few, recompute_modules=()),), options).work
         again = run_again(plain) if full else layers_module((few,), options).work
         if shape.distributes:  # inputs are gathered again
@@ -153,7 +161,8 @@ class MegatronTime(FrameworkTime):
         apart = plan.model.mtp_layers > 0 and any(chunk.further for stage in self.stages(plan) for chunk in stage)
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
         shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
-        return _entries(shape, plan.precision.gradients, recent, full, apart, plan.megatron.tp_comm_overlap)
+        buffers = plan.megatron.tp_comm_overlap
+        return _entries(shape, plan.precision.gradients, recent, full, apart, buffers, tuning_of(plan))
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()

@@ -19,6 +19,7 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import (
+    adapters,
     fused_mlp,
     gated_delta,
     graphs,
@@ -234,7 +235,6 @@ def _cross_attention(r: Recorder, hidden: Tensor, held: list[Tensor], shape: Cor
     q, k, v = t5.query_key_value(r, normed, shape)
     context = _core_attention(r, q, k, v, t5.crossing(shape))
     del q, k, v
-    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
     attended, bias = row_linear(r, context, t5.PROJECTION, shape, bias=shape.spec.attention_output_bias)
     del context
     held.clear()
@@ -313,10 +313,30 @@ def column_linear(
     skip_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """n outputs on this rank and the bias that is not added yet. With ``norm_name`` the norm is in it."""
+    if adapters.adapts(r, name):
+        if norm_name:
+            out, own, read = te.norm_column_linear_showing(
+                r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias
+            )
+        else:
+            (out, own), read = te.column_linear(r, x, name, n, shape, bias=bias, skip_bias=skip_bias), x
+        return adapters.added(r, out, read, name, shape, columns=True), own
     if norm_name:
         return te.norm_column_linear(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias)
     module = local.column_linear if shape.implementation == "local" else te.column_linear
     return module(r, x, name, n, shape, bias=bias, skip_bias=skip_bias)
+
+
+def row_linear(
+    r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """h outputs of what this rank has of the inputs, and the bias that is not added yet."""
+    if shape.implementation == "local":
+        return local.row_linear(r, x, name, shape, bias=bias)
+    out, own = te.row_linear(r, x, name, shape, bias=bias, original=original)
+    if adapters.adapts(r, name):
+        out = adapters.added(r, out, x, name, shape, columns=False)
+    return out, own
 
 
 # -- attention ---------------------------------------------------------------------------------------
@@ -344,9 +364,9 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = ""
     if gate:
         context = _gated(r, context, gate.pop())
     if shape.implementation == "local":
-        return local.row_linear(r, context, PROJECTION, shape, bias=has_bias)
+        return row_linear(r, context, PROJECTION, shape, bias=has_bias)
     with offload.group(r, context, "attn_proj", shape) as (context, commit):
-        out = te.row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
+        out = row_linear(r, context, PROJECTION, shape, bias=has_bias, original=shape.saves_original)
     commit([context])
     return out
 
@@ -371,6 +391,8 @@ def _in_order(r: Recorder, shape: CoreShape) -> None:
     r.parameter(f"{PROJECTION}.weight", (spec.hidden, spec.attention_features // shape.t), shape.dtype, low=low)
     if spec.attention_output_bias:
         r.parameter(f"{PROJECTION}.bias", (spec.hidden,), shape.dtype)
+    if adapters.adapts(r, PROJECTION):
+        adapters.parameters(r, PROJECTION, spec.hidden, spec.attention_features, shape, columns=False)
 
 
 def query_key_value(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str) -> tuple[Tensor, ...]:
@@ -558,5 +580,4 @@ def mlp(r: Recorder, hidden: Tensor, shape: CoreShape, norm_name: str = "") -> t
         if bias is not None:
             x = ops.add(r, x, bias, f"{FC1}_bias")
         x = local.swiglu(r, x, FC1) if gated else local.ungated(r, x, FC1, shape)
-    row_linear = local.row_linear if shape.implementation == "local" else te.row_linear
     return row_linear(r, x, FC2, shape, bias=has_bias)

@@ -18,7 +18,7 @@ from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..module import SHARED, Module, Tapes, hold_bytes
 from ..reductions import summed, table_gradient
-from ..work import Exchange, Operator, Stream, looked_up
+from ..work import Exchange, Operator, Ranks, Stream, exchanged, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
 from .shape import CoreShape
@@ -179,7 +179,7 @@ def keep_mask(r: Recorder, shape: CoreShape) -> None:
 def gpt_embedding(r: Recorder, shape: CoreShape, *, tied_here: bool = False) -> Tensor:
     """``LanguageModelEmbedding`` on the batch's tokens and position ids."""
     tokens, positions = input_of(r, shape, TOKENS), input_of(r, shape, POSITION_IDS)
-    return embedding(r, shape, tokens, positions, tied_here=tied_here)
+    return r.embedded(embedding(r, shape, tokens, positions, tied_here=tied_here))
 
 
 def embedding(
@@ -240,7 +240,7 @@ def vocab_parallel_embedding(
         cloned = r.empty((b, s), "int64", "tokens_cloned")
         tokens = r.empty((b, s), "int64", "masked_input")
         del cloned
-    tied, permuted = shape if tied_here else None, b > 1 and s > 1
+    tied, permuted = shape if tied_here and weight.node is not None else None, b > 1 and s > 1
     out = lookup(r, weight, tokens, "word_embeddings", sorts=shape.deterministic, permuted=permuted, tied=tied)
     if foreign is not None:
         whole, size = out.shape, size_of(out.shape, dtype)
@@ -369,6 +369,8 @@ def output_layer(
     wide = shape.logits or dtype
     name = WORD if shape.spec.tied_embeddings else "head.weight"
     parameters = [r.parameter(name, (v, h), shape.dtype)]
+    if parameters[0].node is None:
+        return _frozen_output_layer(r, hidden, shape, v)
     if bias:
         parameters.append(r.parameter("head.bias", (v,), shape.dtype))
     scattered, fused = shape.sequence_parallel, shape.gradient_fusion
@@ -394,6 +396,29 @@ def output_layer(
     if bias:
         logits = r.empty((s, b, v), dtype, "logits_biased", LOGITS)
     return logits.by(node)
+
+
+def _frozen_output_layer(r: Recorder, hidden: Tensor, shape: CoreShape, v: int) -> Tensor:
+    """``linear_with_frozen_weight``: (s, b, v) of an input that is gathered, if it is, into a tensor of its own, whose
+    gradient is reduce-scattered; nothing is saved but the weight."""
+    like, whole, dtype = hidden.shape, (shape.s, shape.b, shape.spec.hidden), hidden.dtype
+    total = hidden
+    if shape.sequence_parallel:
+
+        def scattered(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return [r.empty(like, dtype, "grad_head_input_scattered")]
+
+        done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
+        total = r.empty(whole, dtype, "head_input_gathered", COMMUNICATION)
+        total = total.by(r.node((hidden,), (), scattered, work=done))
+    alone = replace(shape.ranks, sequence=False) if not shape.sequence_parallel else Ranks(1, False)
+    work = alone.column(prod(whole[:-1]), v, whole[-1], dtype, trained=False)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(whole, dtype, "grad_head_input")]
+
+    node = r.node((total,), (), backward, work=work)
+    return r.empty((*whole[:-1], v), dtype, "logits", LOGITS).by(node)
 
 
 def gpt_head(r: Recorder, hidden: Tensor, shape: CoreShape, *, tied_here: bool = False) -> Tensor:

@@ -20,7 +20,7 @@ from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
-from . import grouped_chain, local, offload, te, te_facts
+from . import adapters, grouped_chain, local, offload, te, te_facts
 from .operands import members
 from .precision import up
 from .shape import GROUPED_ROWS, CoreShape
@@ -90,6 +90,8 @@ def joined(r: Recorder, outputs: Sequence[Tensor], gradients: Gradients) -> Tens
 
 
 FC1, FC2 = "linear_fc1", "linear_fc2"
+EXPERTS = "mlp.experts"
+"""A rank's experts, as one module."""
 
 
 @lru_cache(maxsize=128)
@@ -144,7 +146,7 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
         out = grouped_chain.experts(r, x, weights, own, "experts", shape)
         return _with_rows(r, out, rows, "expert_unpadded") if pads else out
     with offload.group(r, x, "expert_fc1", shape) as (x, commit):
-        inner = _linear(r, x, FC1, shape)
+        inner = linear(r, x, FC1, shape)
     commit([x])
     scale = weights.view(*weights.shape, 1)
     recomputed = "moe_act" in shape.recompute_modules
@@ -154,7 +156,7 @@ def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tenso
             (activation,), discard = without_output(r, (inner, scale), lambda r, x, y: (activated(r, x, y, shape),))
         else:
             activation = activated(r, inner, scale, shape)
-    out = _linear(r, activation, FC2, shape, original=recomputed)
+    out = linear(r, activation, FC2, shape, original=recomputed)
     if discard is not None:
         discard(r, out)
     commit([inner])
@@ -221,7 +223,7 @@ def _weighted(r: Recorder, x: Tensor, scale: Tensor, width: int) -> Tensor:
     return r.output((x, scale), (x, scale), backward, (*like[:-1], width), dtype, "expert_swiglu")
 
 
-def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:
+def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:
     """``GroupedLinear``: saves its input; backward makes the input's gradient and those of all weights, which the
     products add to ``main_grad`` under gradient accumulation fusion. Every expert's product is a kernel of its own, on
     one of several streams (``multi_stream_cublas_gemm``), so that their tiles fill waves together."""
@@ -259,6 +261,10 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
         fed.clear()
         return [grad, *made, *(r.empty((n,), dtype, f"grad_experts_{name}_bias") for _ in range(count * biased))]
 
+    def of_input(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        """Of frozen weights (``weights_requires_grad``)."""
+        return [r.empty(like, dtype, f"grad_experts_{name}_input"), *[None] * len(taken)]
+
     def later(r: Recorder, held: list[Any], made: Gradients) -> Gradients:
         """Products wait for ``backward_dw``, with their operands and what they are to fill."""
         fills = [None] * count if shape.gradient_fusion else [*made]
@@ -276,13 +282,19 @@ def _linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bo
         queue.append(products)
         return made
 
-    saved = (*fed.fed(r, x), *((counts,) if counts is not None else ()))
+    trained = own[0].node is not None
+    saved = (*(fed.fed(r, x) if trained else ()), *((counts,) if counts is not None else ()))
     done = fed.work(r, _products(like[0], n, k, dtype, shape, r))
-    node = r.node((x, *taken), (*saved, *taken), backward, work=done)
+    if not trained and done.backward is not None:
+        done = done._replace(backward=done.backward[:1])
+    node = r.node((x, *taken), (*saved, *taken), backward if trained else of_input, work=done)
     out = r.empty((like[0], n), dtype, f"experts_{name}")
     fed.scratch(r, weight, columns=False)
     fed.multiplied()
-    return out.by(node)
+    out = out.by(node)
+    return (
+        adapters.of_experts(r, out, x, f"{EXPERTS}.{name}", shape) if adapters.adapts(r, f"{EXPERTS}.{name}") else out
+    )
 
 
 def _own(r: Recorder, name: str, shape: CoreShape) -> list[Tensor]:
@@ -362,10 +374,12 @@ def column_linear(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *
     """The first projection of experts that are modules of their own (``column_parallel_linear`` of ``backends.py``)."""
     if shape.implementation == "local":
         return local.column_linear(r, x, name, n, shape, bias=False, skip_bias=True)[0]
-    return te.column_linear(r, x, name, n, shape, bias=False, skip_bias=True, original=original)[0]
+    out = te.column_linear(r, x, name, n, shape, bias=False, skip_bias=True, original=original)[0]
+    return adapters.added(r, out, x, name, shape, columns=True) if adapters.adapts(r, name) else out
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """The second (``row_parallel_linear``)."""
-    linear = local.row_linear if shape.implementation == "local" else te.row_linear
-    return linear(r, x, name, shape, bias=False)[0]
+    module = local.row_linear if shape.implementation == "local" else te.row_linear
+    out = module(r, x, name, shape, bias=False)[0]
+    return adapters.added(r, out, x, name, shape, columns=False) if adapters.adapts(r, name) else out

@@ -47,7 +47,7 @@ def _fused_bias_dropout_add(
     mask = [r.empty(x.shape, "bool", f"{name}_mask")] if p > 0 else []
     out = r.empty(residual.shape, residual.dtype, f"{name}_residual")
     seed.clear()
-    shape, dtype, has_bias = x.shape, x.dtype, bias is not None
+    shape, dtype, has_bias = x.shape, x.dtype, bias is not None and bias.node is not None
     passes = p == 0 and x.dtype == residual.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -56,7 +56,7 @@ def _fused_bias_dropout_add(
         grad_bias = [r.empty(shape[-1:], dtype, f"grad_{name}_bias")] if has_bias else []
         return [grad, *grad_bias, gradient]
 
-    inputs = (x, residual) if bias is None else (x, bias, residual)
+    inputs = (x, bias, residual) if bias is not None and has_bias else (x, residual)
     out.node = r.node(inputs, mask, backward)
     return out
 
@@ -170,7 +170,7 @@ def _elements(shape: Shape) -> int:
 # -- linear -----------------------------------------------------------------------------------------
 
 
-def _linear(
+def linear(
     r: Recorder, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, shape: CoreShape, *, columns: bool
 ) -> Tensor:
     """``LinearWithGradAccumulationAndAsyncCommunication``: saves its input as it came and the weight.
@@ -215,14 +215,14 @@ def column_linear(
     """``ColumnParallelLinear`` with ``n`` outputs on this rank: (s, b, n), and the bias if it is not added."""
     weight, added = _parameters(r, name, (n, x.shape[-1]), shape.dtype, bias)
     kept = added if skip_bias else None
-    out = _linear(r, x, weight, None if skip_bias else added, name, shape, columns=True)
+    out = linear(r, x, weight, None if skip_bias else added, name, shape, columns=True)
     return out, kept
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool) -> tuple[Tensor, Tensor | None]:
     """``RowParallelLinear`` to (s, b, h), all-reduced in place or reduce-scattered; its bias is not added."""
     weight, kept = _parameters(r, name, (shape.spec.hidden, x.shape[-1]), shape.dtype, bias)
-    out = _linear(r, x, weight, None, name, shape, columns=False)
+    out = linear(r, x, weight, None, name, shape, columns=False)
     if not shape.sequence_parallel:
         return out, kept
     full, dtype = out.shape, out.dtype

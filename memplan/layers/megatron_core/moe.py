@@ -10,7 +10,7 @@ from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
-from . import dispatch, flex, graphs, grouped, grouped_chain, local, router, te
+from . import adapters, dispatch, flex, graphs, grouped, grouped_chain, local, router, te
 from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
@@ -87,6 +87,10 @@ def parameters(r: Recorder, shape: CoreShape) -> None:
         r.parameter(f"{name}.weight", size, shape.dtype, low=shape.within(name).low)
     for name, size in grouped.parameters(shape):
         r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
+    sizes = {one.split(".")[2]: size for one, size in grouped.parameters(shape)} if experts.grouped else {}
+    for name in (one for one in sizes if adapters.adapts(r, f"{grouped.EXPERTS}.{one}")):
+        n, k = sizes[name]
+        adapters.parameters_of_experts(r, f"{grouped.EXPERTS}.{name}", n, k, shape)
     if spec.shared_expert_gate:
         r.parameter(f"{SHARED}.gate_weight", (1, spec.hidden), shape.dtype)
 

@@ -39,6 +39,10 @@ class Linear(NamedTuple):
     """Of the output."""
     strided: bool = False
     """The output's gradient comes transposed, and is copied (``grad_output_preprocess``)."""
+    trained: bool = True
+    """The weight has a gradient,"""
+    behind_norm: bool = False
+    """and otherwise that of the output is quantised in both orientations all the same (``layernorm_linear.py``)."""
 
     @property
     def weight(self) -> Shape:
@@ -58,7 +62,7 @@ class Operands:
 
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
         """The input arrives; what the layer saves of it."""
-        return (x,)
+        return (x,) if self.layer.trained else ()
 
     def normed(self, r: Recorder, name: str) -> Tensor | None:
         """The input is a norm's output, made here; returned if it is a tensor of its own."""
@@ -85,7 +89,7 @@ class Operands:
 
     def again(self, r: Recorder) -> list[Tensor]:
         """The input for the weight's gradient, where ranks share it."""
-        return self.gathered(r)
+        return self.gathered(r) if self.layer.trained else []
 
     def product_back(self, r: Recorder) -> Tensor:
         """The gradient of the product's input."""
@@ -132,14 +136,18 @@ class LowOperands(Operands):
 
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
         original = self.layer.original
-        columns = r.grad_enabled and not original and not self.of_rows
+        columns = self._read_later(r) and not original and not self.of_rows
         self.input = self.low.quantised(r, self.layer.like, self.layer.name, rows=True, columns=columns)
         r.keeps_apart(self.input.rows, self.input.columns)
-        return (x,) if original else ()
+        return (x,) if original and self.layer.trained else ()
+
+    def _read_later(self, r: Recorder) -> bool:
+        """Backward takes the input for the weight's gradient."""
+        return r.grad_enabled and self.layer.trained
 
     def normed(self, r: Recorder, name: str) -> Tensor | None:
         """Written in 8 bits by the kernel with delayed scaling, else quantised from a tensor in 16."""
-        columns = r.grad_enabled and not self.of_rows
+        columns = self._read_later(r) and not self.of_rows
         self.keeps_both = self.layer.gathers and self.low.recipe == "nvfp4"
         self.input = self.low.quantised(r, self.layer.like, name, rows=True, columns=columns)
         r.keeps_apart(self.input.rows, self.input.columns)
@@ -189,7 +197,7 @@ class LowOperands(Operands):
         del scratch
 
     def multiplied(self) -> None:
-        if self.layer.original:
+        if self.layer.original or not self.layer.trained:
             self.input.clear()
         elif self.of_rows:
             self.input.columns.clear()
@@ -204,19 +212,27 @@ class LowOperands(Operands):
             self.bias = [r.empty(layer.weight[:1], layer.dtype, f"{name}_bias")]
         if not layer.scatters:
             contiguous = super().gradient(r)
-            self.grad = low.quantised(r, layer.out, name, rows=True, columns=True)
+            self.grad = low.quantised(r, layer.out, name, rows=True, columns=self._turns_gradient)
             contiguous.clear()
             return []
         shard = (layer.out[0] // self.shape.t, *layer.out[1:])
-        mine = low.quantised(r, shard, f"{name}_shard", rows=True, columns=not low.per_tensor)
-        self.grad, arrived = self._together(r, layer.out, f"{name}_gathered", rows=True, columns=True)
+        columns = self._turns_gradient
+        mine = low.quantised(r, shard, f"{name}_shard", rows=True, columns=columns and not low.per_tensor)
+        self.grad, arrived = self._together(r, layer.out, f"{name}_gathered", rows=True, columns=columns)
         if low.per_tensor:
             self.grad.shared += mine.shared
         mine.clear()
         del arrived
         return []
 
+    @property
+    def _turns_gradient(self) -> bool:
+        """The output's gradient is quantised for the weight's, too."""
+        return self.layer.trained or self.layer.behind_norm or self.layer.bias
+
     def again(self, r: Recorder) -> list[Tensor]:
+        if not self.layer.trained:
+            return []
         if self.layer.original:
             columns = not self.of_rows
             self.input = self.low.quantised(
@@ -245,7 +261,7 @@ class LowOperands(Operands):
         """What was gathered of rows is transposed where products want that."""
         layer = self.layer
         self.arriving.clear()
-        if self.of_rows and self.low.turns:
+        if self.of_rows and self.low.turns and layer.trained:
             m, k = layer.whole[0], layer.whole[-1]
             for dim in layer.whole[1:-1]:
                 m *= dim
@@ -256,7 +272,7 @@ class LowOperands(Operands):
 
     def clear(self) -> None:
         self.input.clear()
-        if self.layer.gathers and self.low.frees_gradient:
+        if self.layer.gathers and self.layer.trained and self.low.frees_gradient:
             self.grad.clear()
 
     def ended(self) -> None:

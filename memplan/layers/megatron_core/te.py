@@ -93,9 +93,10 @@ def column_linear(
     own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
     added = [] if skip_bias else own
     full, gathers = _whole(x, shape), shape.sequence_parallel
-    out = (*full[:-1], n)
+    out, trained = (*full[:-1], n), weight.node is not None
     layer = Linear(name, x.dtype, x.shape, full, out, gathers, bias=bool(added), original=original, category=category)
-    fed = operands(shape, layer)
+    fed = operands(shape, layer._replace(trained=trained))
+    layer = fed.layer
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         return _column_backward(r, fed, shape, gradients, (weight, *added))
@@ -112,14 +113,15 @@ def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: boo
     weight = r.parameter(f"{name}.weight", (h, k), dtype, low=shape.low)
     own = r.parameter(f"{name}.bias", (h,), dtype) if bias else None
     full, scatters = (*x.shape[:-1], h), shape.sequence_parallel
-    layer = Linear(name, dtype, x.shape, x.shape, full, scatters=scatters, original=original)
+    trained = weight.node is not None
+    layer = Linear(name, dtype, x.shape, x.shape, full, scatters=scatters, original=original, trained=trained)
     fed = operands(shape, layer)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         return _column_backward(r, fed, shape, gradients, (weight,))
 
     low = shape.low.element if shape.low is not None else None
-    done = shape.te_ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low)
+    done = shape.te_ranks.row(prod(full[:-1]), h, k, dtype, shape.added(r.summed), low, trained=trained)
     saved = fed.fed(r, x)
     node = r.node((x, weight), (*saved, weight), backward, work=fed.work(r, done))
     return _multiplied(r, fed).by(node), own
@@ -182,12 +184,13 @@ def norm_column_linear(
     like, full, dtype = x.shape, _whole(x, shape), x.dtype
     gathers = shape.sequence_parallel
     layer = Linear(name, dtype, like, full, (*full[:-1], n), gathers=gathers, bias=bool(added), strided=strided)
+    layer = layer._replace(trained=weight.node is not None, behind_norm=True)
     fed = operands(shape, layer)
     scale_shapes = [scale.shape for scale in scales]
     statistics = _statistics(r, x, norm_name, shape)
     normed = fed.normed(r, norm_name)
     cleared = [] if normed is None else [normed]
-    frees = not gathers or te_facts.frees_gathered_norm_shard(shape.te)
+    frees = not (gathers and layer.trained) or te_facts.frees_gathered_norm_shard(shape.te)
     kept = () if frees else tuple(cleared)
     r.keeps_apart(cleared)
     del normed
@@ -221,7 +224,64 @@ def norm_column_linear(
     work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
     node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward, work=work)
     del kept
-    return _multiplied(r, fed).by(node), own[0] if own and skip_bias else None
+    out = _multiplied(r, fed).by(node)
+    if not layer.trained:
+        cleared.clear()
+    return out, own[0] if own and skip_bias else None
+
+
+def norm_column_linear_showing(
+    r: Recorder, x: Tensor, name: str, norm_name: str, n: int, shape: CoreShape, *, bias: bool, skip_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The same of a frozen weight, with the norm's output (``return_layernorm_output``): gathered where ranks have
+    shards (``return_layernorm_output_gathered``), but with user buffers. The shard is saved in any case, or its copy
+    in 8 bits; of what was gathered the gradient is not read (``layernorm_linear.py``, until 2.18)."""
+    shape = shape.within(name)
+    scales = _norm_parameters(r, x, norm_name, shape)
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, low=shape.low)
+    own = [r.parameter(f"{name}.bias", (n,), x.dtype)] if bias else []
+    added = [] if skip_bias else own
+    like, full, dtype, gathers = x.shape, _whole(x, shape), x.dtype, shape.sequence_parallel
+    layer = Linear(name, dtype, like, full, (*full[:-1], n), gathers=gathers, bias=bool(added))
+    fed = operands(shape, layer._replace(trained=False, behind_norm=True))
+    statistics = _statistics(r, x, norm_name, shape)
+    normed = r.empty(like, dtype, norm_name)
+    together = gathers and not shape.user_buffers
+    shown = r.empty(full, dtype, f"{name}_gathered") if together else normed
+    kept = shape.low.quantised(r, like, name, rows=True, columns=False) if shape.low is not None else None
+    held: list[Tensor] = [normed] if kept is None else [*kept.rows, *kept.shared]
+    total: list[Tensor] = []
+    del normed, kept
+    if shape.low is not None and together:
+        total = shape.low.quantised(r, full, f"{name}_gathered", rows=True, columns=False).rows
+    elif gathers and not together:
+        total = fed.gathered(r)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        passing = fed.gradient(r)
+        whole = fed.product_back(r)
+        grad = r.empty(like, dtype, f"grad_{name}_scattered") if gathers else whole
+        made = _weight_gradients(r, fed, shape)
+        passing.clear()
+        if not together:
+            grad = r.empty(like, dtype, f"grad_{norm_name}_sum")
+        grad_x = r.empty(like, dtype, f"grad_{norm_name}_input")
+        grad_scales = [r.empty(one.shape, dtype, f"grad_{norm_name}_parameter") for one in scales]
+        del grad
+        statistics.clear()
+        fed.ended()
+        return [grad_x, *grad_scales, *made]
+
+    column, size = fed.work(r, _column(r, fed.layer, shape)), size_of(like, dtype)
+    assert column.forward is not None
+    assert column.backward is not None
+    work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
+    node = r.node((x, *scales, weight, *added), (x, weight, *held), backward, outputs=2, work=work)
+    held.clear()
+    out = fed.product(r)
+    total.clear()
+    shown = Tensor(shown.storage, shown.shape, dtype, node, 1)
+    return out.by(node), own[0] if own and skip_bias else None, shown
 
 
 def fused_rope(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -284,7 +344,8 @@ def _column(r: Recorder, layer: Linear, shape: CoreShape) -> Operator:
     (``general_gemm``, ``use_bias``)."""
     n, k = layer.weight
     low = shape.low.element if shape.low is not None else None
-    return shape.te_ranks.column(prod(layer.whole[:-1]), n, k, layer.dtype, shape.added(r.summed), low)
+    rows, added = prod(layer.whole[:-1]), shape.added(r.summed)
+    return shape.te_ranks.column(rows, n, k, layer.dtype, added, low, trained=layer.trained)
 
 
 def _norm_parameters(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> list[Tensor]:
@@ -334,6 +395,8 @@ def _weight_gradients(
 ) -> list[Tensor | Unsummed | None]:
     """The wgrad GEMM's outputs: of the weight, and of the bias. ``dummy``: autograd waits for the first."""
     layer = fed.layer
+    if not layer.trained:
+        return [None, *([fed.bias_gradient(r)] if layer.bias and shape.low is not None else [None] * layer.bias)]
     if not shape.gradient_fusion:
         grad_w: Tensor | None = r.empty(layer.weight, layer.dtype, f"grad_{layer.name}_weight")
         fed.product_of_weight(r)

@@ -91,6 +91,9 @@ LOW_PRECISION_SINCE = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9,
 OLDEST_TWO_LEVELS = (2, 15)
 """Before it ``AttnFuncWithCPAndKVP2P`` exchanges the output again in backward."""
 
+OLDEST_FROZEN = (2, 8)
+"""Before it nobody has compared layers whose weights have no gradient."""
+
 OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 

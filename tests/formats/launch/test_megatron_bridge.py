@@ -257,7 +257,10 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
             "model._target_ = Qwen25VLModelProvider: is not modelled yet; GPT's providers",
         ),
         ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
-        ({**RUN, "peft": {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 8}}, "peft: is not modelled yet"),
+        ({**RUN, "peft": {"_target_": "megatron.bridge.peft.dora.DoRA"}}, "DoRA: is not modelled yet: LoRA is"),
+        ({**RUN, "peft": {"a2a_experimental": True}}, "peft.a2a_experimental = true: must be false: another is not"),
+        ({**RUN, "peft": {"dimm": 8}}, "peft.dimm: is no field of LoRA"),
+        ({**RUN, "peft": {"target_modules": ["*.layers.0.*.linear_qkv"]}}, "peft.target_modules"),
         (changed(activation_func=named("torch.nn.functional.relu")), "model.activation_func = relu, gated: is not"),
         (changed(activation_func=None), "run_config.yaml:17: model.activation_func = gelu, gated: is not"),
         (changed(num_layers=None), "--num-layers: is missing"),
@@ -315,6 +318,8 @@ def test_of_8_bits_what_is_not_modelled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=f"model.{field} = true: is not modelled yet"):
         read(tmp_path, {**changed(**{field: True}), "mixed_precision": IN_8_BITS})
     assert not read(tmp_path, changed(**{field: True})).warnings
+    stored = {**changed(**{field: True}), "mixed_precision": {**IN_8_BITS, "fp8_param": True}}
+    assert read(tmp_path, stored).plan.precision.fp8_parameters
 
 
 @pytest.mark.parametrize(("field", "value"), [("fp8_multi_head_attention", True), ("fp8_wgrad", False)])
@@ -476,7 +481,7 @@ def test_a_switch_of_the_model_is_turned_off() -> None:
     [
         (("model.num_layers=4",), {}, "overrides of a recipe.*--model NAME"),
         (("~model.num_layers",), {"model": "llama-3-8b"}, "deletes"),
-        (("peft=lora",), {"model": "llama-3-8b"}, "peft: is not modelled yet"),
+        (("peft=dora",), {"model": "llama-3-8b"}, "peft = dora: is not modelled yet: LoRA is"),
         (("model.tensor_model_paralel_size=4",), {"model": "llama-3-8b"}, "did you mean tensor_model_parallel_size?"),
         (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "mixed_precision = bf16_best: must be one of"),
         (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "mixed_precision=NAME: .*bf16_with_fp8_current"),
@@ -569,7 +574,7 @@ def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
     ("recipe", "problem"),
     [
         ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
-        ("llama3_8b_peft_config", "peft"),
+        ("llama3_8b_dora_config", "peft = dora"),
         ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
         ("$UNKNOWN", "give it as --set UNKNOWN=value"),
     ],
@@ -578,6 +583,23 @@ def test_a_recipe_that_says_more_is_refused(recipe: str, problem: str, tmp_path:
     (tmp_path / "run.sh").write_text(COMMAND.replace("${RECIPE:-llama3_8b_pretrain_config}", recipe))
     with pytest.raises(PlanError, match=problem):
         commanded(tmp_path)
+
+
+def test_adapters_of_a_run(tmp_path: Path) -> None:
+    fields = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 16, "alpha": 32, "target_modules": ["linear_qkv"]}
+    lora = read(tmp_path, {**RUN, "peft": {**fields, "lora_dtype": None, "dropout_position": "pre"}}).plan.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (16, 32, ("linear_qkv",))
+    assert read(tmp_path, {**RUN, "peft": None}).plan.lora.rank is None
+
+
+def test_a_recipe_with_adapters_begins_as_its_own_template(tmp_path: Path) -> None:
+    """``_peft_common``."""
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_peft_config")
+    found = commanded(tmp_path)
+    plan = found.plan
+    assert (plan.lora.rank, plan.batch.mbs, plan.batch.gbs, plan.batch.seq) == (32, 1, 128, 2048)
+    assert not plan.megatron.overlap_grad_reduce
+    assert any("gbs 128, seq 2048, lora-rank 32" in one.message for one in found.warnings)
 
 
 def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:

@@ -208,11 +208,14 @@ INNER = "#SBATCH --nodes=2\nA=$1; python a.py $A ${B:-none} ${C:-none} ${D:-none
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        ("bash inner.sh x", "x none c d"),
-        ("D=e ./inner.sh y z", "y none c e"),
-        ("sbatch inner.sh w", "w none c d"),
+        ("bash inner.sh x", "x none c d 2"),
+        ("D=e ./inner.sh y z", "y none c e 2"),
+        ("sbatch inner.sh w", "w none c d 2"),
         ("chmod +x inner.sh", None),
-        ("sbatch --nodes=4 inner.sh w", None),
+        ("sbatch --nodes=4 inner.sh w", "w none c d 4"),
+        ("sbatch -N 4 --exclusive inner.sh w", "w none c d 4"),
+        ("sbatch -N $HOW_MANY inner.sh w", None),
+        ("sbatch elsewhere inner.sh w", None),
         ("bash elsewhere.sh w", None),
     ],
 )
@@ -222,7 +225,17 @@ def test_a_script_that_another_runs_has_what_is_exported_to_it(call: str, argume
     reading = read_script(outer, "outer.sh", {}, {"inner.sh": (INNER, "inner.sh")}.get)
     *inner, last = [[text(word) for word in one.words] for one in reading.started]
     assert last == ["python", "b.py", "a"]
-    assert inner == ([] if arguments is None else [["python", "a.py", *arguments.split(), "2"]])
+    assert inner == ([] if arguments is None else [["python", "a.py", *arguments.split()]])
+
+
+@pytest.mark.parametrize(
+    ("branch", "is_told"),
+    [("bash x.sh", True), ("./x.sh", True), ("deepspeed $CMD", True), ("chmod +x x.sh", False), ("mkdir $OUT", False)],
+)
+def test_what_runs_under_an_open_condition_is_told(branch: str, is_told: bool) -> None:
+    reading = read_script(f'if [ "$KIND" = 1 ]; then\n{branch}\nfi', "run.sh", {})
+    assert [one.ask for one in reading.perhaps] == ["KIND"] * is_told
+    assert not reading.undecided
 
 
 CHILDREN = {
@@ -239,7 +252,7 @@ CHILDREN = {
     [
         ("bash -x train.sh 8", "python train.py 8 2"), ("nohup bash train.sh 8 > log &", "nohup python train.py 8 2"),
         ("srun -N 2 bash train.sh 8", "srun -N 2 python train.py 8 2"),
-        ("bash $(dirname $0)/train.sh 8", "python train.py 8 2"), ("sbatch --nodes=4 train.sh 8", None),
+        ("bash $(dirname $0)/train.sh 8", "python train.py 8 2"), ("sbatch --nodes=4 train.sh 8", "python train.py 8 2"),
         ("bash setup.sh\nf\nexport MBS\nbash train.sh 8", "python train.py 8 4"),
         ("bash broken.sh\npython train.py 1 1", "python train.py 1 1"), ("bash again.sh", "python again.py"),
         ("f() { bash train.sh 8; }\nMBS=3 f", "python train.py 8 3"), ("docker run -v a.sh bash train.sh", None),

@@ -125,6 +125,8 @@ def test_debug_models_take_their_vocabulary_from_code_or_tokenizer(read: Read) -
     config = DECEMBER_2024.replace('"8B"', '"debugmodel"')
     assert read(config, vocab=2256).plan.model.vocab == 2256
     assert read(config, vocab=2256).plan.model.layers == 8
+    own = config.replace("original/tokenizer", "assets/test_tiktoken")
+    assert read(own).plan.model.vocab == 2256  # tests/assets/test_tiktoken.model: 2,000 lines, and 256 special tokens
     assert "needs" not in refusal(read, config)
     assert refusal(read, config).endswith(
         "says the vocabulary, and is not read: give its number of tokens as --vocab-size N"
@@ -196,10 +198,11 @@ def test_flags_lie_over_the_file(read: Read) -> None:
 
 
 def test_notes(read: Read) -> None:
-    config = RELEASE_0_2.replace("converters = []", 'converters = ["mx"]') + "\n[checkpoint]\nasync_mode = 'async'\n"
+    config = RELEASE_0_2.replace("deterministic = false", "deterministic = true")
+    config += "\n[checkpoint]\nasync_mode = 'async'\n"
     found = read(config + "[extra]\nmine = 1\n")
     assert codes(found) == ["argument-not-modelled", "argument-unknown", "recipes-older"]
-    assert found.warnings[0].message.startswith("model.converters = [mx] (job.toml:6) is not modelled yet")
+    assert found.warnings[0].message.startswith("debug.deterministic = true (job.toml:26) is not modelled yet")
     config = config.replace("[checkpoint]\n", "[checkpoint]\nenable = true\n")
     assert "a copy of parameters and optimizer states on the host" in read(config).warnings[1].message
     stale = RELEASE_0_2.replace("[training]\n", "[training]\nwarmup_steps = 2\n")
@@ -243,21 +246,22 @@ def test_compiled_jobs(read: Read) -> None:
 
 
 def test_float8(read: Read) -> None:
-    """Of linear layers; a warning says what is not modelled."""
+    """Of linear layers; what is not modelled is refused."""
 
-    def fp8(*settings: str) -> tuple[str | None, bool]:
-        found = read(RELEASE_0_2, *settings)
-        told = any(note.message.startswith("model.converters") for note in found.warnings)
-        return found.plan.precision.fp8, told
+    def fp8(*settings: str) -> str | None:
+        return read(RELEASE_0_2, *settings).plan.precision.fp8
 
     on, converter = "compile.enable=true", "model.converters=quantize.linear.float8"
     head = "quantize.linear.float8.filter_fqns=output"
-    assert fp8(on, converter, head) == ("tensorwise", False)
-    assert fp8(converter, head, "quantize.linear.float8.recipe_name=rowwise") == ("rowwise", False)
-    assert fp8(converter, head) == ("tensorwise", False)
-    assert fp8(converter, head, "quantize.linear.float8.emulate=true") == (None, True)
-    assert fp8("model.converters=quantize.linear.float8,quantize.grouped_mm.float8") == (None, True)
-    assert fp8("model.converters=quantize.linear.mx") == (None, True)
+    assert fp8(on, converter, head) == "tensorwise"
+    assert fp8(converter, head, "quantize.linear.float8.recipe_name=rowwise") == "rowwise"
+    assert fp8(converter, head) == "tensorwise"
+    for settings in (
+        (converter, head, "quantize.linear.float8.emulate=true"),
+        ("model.converters=quantize.linear.float8,quantize.grouped_mm.float8",),
+        ("model.converters=quantize.linear.mx",),
+    ):
+        assert "torchao's float8 of linear layers is the only converter" in refusal(read, RELEASE_0_2, *settings)
     own = "quantize.linear.float8"
     gathers = (f"{own}.enable_fsdp_float8_all_gather=true", f"{own}.precompute_float8_dynamic_scale_for_fsdp=true")
     given = read(RELEASE_0_2, converter, f"{own}.filter_fqns=output,auto_filter_small_kn", *gathers).plan.fsdp
@@ -266,8 +270,9 @@ def test_float8(read: Read) -> None:
     assert read(RELEASE_0_2.replace('filter_fqns = ["output"]', ""), converter).plan.fsdp.filter_fqns == ()
     old = read(DECEMBER_2024, "float8.enable_float8_linear=true").plan
     assert (old.precision.fp8, old.fsdp.filter_fqns) == ("tensorwise", None)
-    delayed = read(DECEMBER_2024, "float8.enable_float8_linear=true", "float8.scaling_type_input=delayed").plan
-    assert delayed.precision.fp8 is None
+    delayed = ("float8.enable_float8_linear=true", "float8.scaling_type_input=delayed")
+    assert "float8.enable_float8_linear = true: is not modelled" in refusal(read, DECEMBER_2024, *delayed)
+    assert read(SUMMER_2024, "training.fp8_linear=false", "torchtitan=2024-07-15").warnings == ()
 
 
 # -- scripts ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from memplan.commands.launched import flags_of_launch, read_launched
 from memplan.formats.launch import launched_plan
+from memplan.frameworks.fsdp.float8 import check as check_float8
 from memplan.frameworks.fsdp.torchtitan import check
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
@@ -197,8 +198,7 @@ def test_a_weight_that_embedding_and_head_share(read: Read, flavour: str) -> Non
 
 
 def test_float8(read: Read) -> None:
-    """By rows unless it says otherwise, and of the head, too; under tensor parallelism a warning says that it is not
-    modelled."""
+    """By rows unless it says otherwise, and of the head, too; under tensor parallelism it is refused."""
 
     def job(given: str, **more: str) -> str:
         return one(model_spec=f'model_registry("8B", converters=[Float8LinearConverter.Config({given})])', **more)
@@ -208,8 +208,8 @@ def test_float8(read: Read) -> None:
     plan = resolve(read("job.py", text=job('recipe_name="rowwise_with_gw_hp"')).plan)
     assert (plan.precision.fp8, plan.fsdp.filter_fqns) == ("rowwise_with_gw_hp", ())
     found = read("job.py", text=job("", parallelism="ParallelismConfig(tensor_parallel_degree=2)"))
-    assert found.plan.precision.fp8 is None
-    assert any("model_spec.converters = [Float8LinearConverter]" in note.message for note in found.warnings)
+    with pytest.raises(PlanError, match=r"precision.fp8 = rowwise: must be left out with tensor parallelism"):
+        check_float8(resolve(found.plan))
 
 
 def test_a_function_that_changes_another(read: Read) -> None:
@@ -293,7 +293,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
         (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe: it makes images; torchtitan's models with one: deepseek_v3"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
-        (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = LoRAConverter: has LoRA adapters, which are not modelled"),
+        (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = [LoRAConverter]: is not modelled: torchao's float8"),
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
         (one(model_spec="own_spec()"), (), "model_spec: is own_spec(), which only running code knows: give the config.json"),
         (one(training="TrainingConfig(disable_cuda_graphs=True, max_contxt_length=4096)"), (), "training.max_contxt_length = 4096: is no key of torchtitan of 2026-08-21; did you mean training.max_context_length?"),
@@ -320,13 +320,12 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-@pytest.mark.parametrize("converter", ["MXFP8LinearConverter", "NVFP4LinearConverter"])
-def test_layers_of_blackwell_are_refused_elsewhere(read: Read, converter: str) -> None:
-    """``torchtitan/components/quantization/mx.py`` and ``nvfp4.py`` stop; on Blackwell a note says what is left out."""
+@pytest.mark.parametrize("converter", ["MXFP8LinearConverter", "NVFP4LinearConverter", "Float8GroupedExpertsConverter"])
+def test_other_converters_are_refused(read: Read, converter: str) -> None:
     text = one(model_spec=f'model_registry("8B", converters=[{converter}.Config()])')
-    with pytest.raises(PlanError, match=f"model_spec.converters = {converter}: must be left out on h100-80gb"):
-        read("job.py", text=text, gpu="h100-80gb")
-    assert "argument-not-modelled" in [note.code for note in read("job.py", text=text, gpu="b200").warnings]
+    with pytest.raises(PlanError, match=rf"model_spec.converters = \[{converter}\]: is not modelled"):
+        read("job.py", text=text, gpu="b200")
+    assert read("job.py", "model_spec.converters=", text=text).plan.precision.fp8 is None
 
 
 @pytest.mark.parametrize(("ranks", "why"), [(4, "what other libraries allocate"), (1, "torchtitan itself refuses")])

@@ -50,7 +50,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
         (RELEASE_0_2.replace('"8B"', '"8B_flex"'), (), {}, "job.toml:4: model.flavor = 8B_flex: has another attention"),
         (RELEASE_0_2.replace('"8B"', '"9B"'), (), {}, "job.toml:4: model.flavor = 9B: of model llama3 has no sizes here"),
         (RELEASE_0_2.replace("local_batch_size = 8", "local_batch_size = 1.5"), (), {}, "job.toml:8: training.local_batch_size = 1.5: must be a whole number"),
-        (RELEASE_0_2, ("model.converters=mx",), {"strict": True}, "model.converters = mx: is not modelled yet and may push"),
+        (RELEASE_0_2, ("debug.deterministic=true",), {"strict": True}, "debug.deterministic = true: is not modelled yet and may push"),
         (RELEASE_0_2.replace("seq_len", "seq_lenn"), (), {}, "is no key of torchtitan 0.2.2 (2026-02-20); did you mean training.seq_len?"),
         (RELEASE_0_2 + "sede = 1\n", (), {"strict": True}, "job.toml:27: debug.sede = 1: is no key of torchtitan 0.2.2 (2026-02-20); did you mean debug.seed?"),
         ("[model]\nname = llama3\n", (), {}, "job.toml:2: is not valid TOML: invalid value"),

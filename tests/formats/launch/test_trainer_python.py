@@ -54,6 +54,56 @@ def test_a_script_is_its_arguments(tmp_path: Path) -> None:
     assert plan_of(tmp_path, "train.py", TRAIN) == plan_of(tmp_path, "train.json", json.dumps(SAME))
 
 
+def notebook(*cells: str, kind: str = "code") -> str:
+    lines = [cell.strip("\n").splitlines(keepends=True) for cell in cells]
+    return json.dumps({"cells": [{"cell_type": kind, "source": one} for one in lines], "nbformat": 4}, indent=1)
+
+
+def test_a_notebook_is_the_code_of_its_cells(tmp_path: Path) -> None:
+    head, args, call = TRAIN.partition("args =")
+    magics = "%%capture\n!pip install -U trl \\\n  peft\nif True:\n    %env X=1\nfiles = !ls\ntorch?"
+    other = "%%bash\npython train.py"
+    text = notebook(magics, head, other, args + call)
+    assert plan_of(tmp_path, "train.ipynb", text) == plan_of(tmp_path, "train.py", TRAIN)
+    with pytest.raises(PlanError, match=r"wrong\.ipynb:(\d+): model = nothing/here") as caught:
+        plan_of(tmp_path, "wrong.ipynb", notebook(magics, TRAIN.replace("meta-llama/Llama-3.2-3B", "nothing/here")))
+    line = (tmp_path / "wrong.ipynb").read_text(encoding="utf-8").splitlines()[int(str(caught.value).split(":")[1]) - 1]
+    assert "from_pretrained(NAME_" in line
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"cells": 1}', "[" * 100_000])
+def test_what_is_no_notebook_is_said(text: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no notebook that can be read"):
+        plan_of(tmp_path, "x.ipynb", text)
+
+
+def test_names_given_anew_behind_the_training_are_another_models(tmp_path: Path) -> None:
+    later = f"{TRAIN}NAME_ = 'me/tuned'\nmodel = AutoModelForCausalLM.from_pretrained(NAME_)\n"
+    assert plan_of(tmp_path, "later.py", later) == plan_of(tmp_path, "train.py", TRAIN)
+    assert "NAME_, which only the running script knows" in refusal(later.replace(".train()", ".evaluate()"))
+
+
+def test_a_job_of_unsloth_is_said_in_flags() -> None:
+    text = """
+from unsloth import FastLanguageModel
+length = 2048
+model, tokenizer = FastLanguageModel.from_pretrained("x", max_seq_length=length, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=16, use_gradient_checkpointing="unsloth")
+SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2, optim="adamw_8bit"))
+"""
+    same = "--seq 2048 --mbs 2 --lora-rank 16 --optimizer adamw_8bit --recompute full --quantisation nf4"
+    assert refusal(text).endswith(f"say the job in flags: memplan estimate {same}")
+    named = text.replace('"x"', 'model_name="unsloth/Meta-Llama-3.1-8B-bnb-4bit"')
+    assert refusal(named).endswith(f"--model unsloth/Meta-Llama-3.1-8B-bnb-4bit {same}")
+
+
+def test_a_dtype_by_its_name_is_known(tmp_path: Path) -> None:
+    by_name = TRAIN.replace("torch_dtype=torch.bfloat16", "torch_dtype=kind").replace(
+        "PER_GPU =", 'kind = getattr(torch, "bfloat16")\nPER_GPU ='
+    )
+    assert plan_of(tmp_path, "named.py", by_name) == plan_of(tmp_path, "train.py", TRAIN)
+
+
 @pytest.mark.parametrize(
     ("flags", "framework"),
     [({"gpus": "1"}, "single"), ({"gpus": "2"}, "ddp"), ({"gpus": "2", "dp": "2"}, "ddp"), ({"dp": "1"}, "single")],

@@ -8,11 +8,13 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import grouped_chain, te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import block, grouped, grouped_chain, te, te_attention, te_facts, te_low_attention
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
-from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, Version
+from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, ExpertShape, Version
 from memplan.layers.module import Run
+from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.spec import ModelSpec
+from memplan.values import replace
 
 S, B, H = 128, 2, 512
 """Sequence, micro-batch, hidden; large enough that no tensor of a size is mistaken for another's."""
@@ -50,6 +52,10 @@ class Case:
     activation: str = "gelu"
     again: bool = False
     count: int = 4
+    frozen: bool = False
+    rank: int = 0
+    """Of Megatron-Bridge's adapter around the frozen module; 0: none."""
+    overlaps: bool = False
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -92,6 +98,7 @@ class Case:
             "bf16",
             1024,
             sequence_parallel=self.sequence_parallel,
+            user_buffers=self.overlaps,
             te=version,
             cp=self.cp,
             cp_communication=self.communication,
@@ -112,6 +119,8 @@ class Case:
         if self.module == "rope":
             return (self.s, self.b, self.heads, self.head_dim)
         if self.module == "chain":
+            return (self.s * self.b, self.h)
+        if self.module == "grouped":
             return (self.s * self.b, self.h)
         if self.module == "row":
             return (self.s, self.b, self.h // self.t)
@@ -167,8 +176,27 @@ CHAINS = [
     Case("chain", activation="swiglu", **CHAIN | {"gradient_fusion": False}),
     Case("chain", activation="swiglu", count=1, **CHAIN),
 ]
+FROZEN_CASES = [
+    *(
+        Case(module, frozen=True, rank=rank, norm=norm, bias=False, dropout=dropout, **more)
+        for module, norm in (("column", "layernorm"), ("row", "layernorm"), ("norm_column", "rmsnorm"))
+        for rank, dropout in ((0, 0.0), (16, 0.0), (16, 0.1))
+        for more in ({}, {"t": 4}, PARALLEL)
+    ),
+    Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
+    *(Case("grouped", frozen=True, rank=rank, bias=False, dropout=0.0) for rank in (0, 16)),
+    Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
+    *(
+        Case(module, frozen=True, rank=rank, norm="rmsnorm", recipe=recipe, major=major, dropout=0.0, **LARGE, **more)
+        for recipe, major in LOW
+        for module, rank in (("column", 0), ("row", 16), ("norm_column", 0), ("norm_column", 16))
+        for more in ({}, PARALLEL)
+    ),
+]
+"""Without gradients of weights, and in Megatron-Bridge's adapters."""
 CASES = [
     *CHAINS,
+    *FROZEN_CASES,
     *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("column", bias=bias, skip_bias=True) for bias in (False, True)),
@@ -332,6 +360,10 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.inner > 1 and version < te_facts.OLDEST_TWO_LEVELS:
         return False
+    if case.frozen and version < te_facts.OLDEST_FROZEN:
+        return False
+    if case.module == "grouped" and version > (2, 11):  # which read how many rows experts have from a tensor
+        return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
@@ -344,9 +376,43 @@ def recipe(case: Case, version: Version, shape: CoreShape | None = None) -> Call
 
     def run(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
-        return Run(RECIPES[case.module](r, x, case, shape))
+        return Run((ADAPTED if case.rank else RECIPES)[case.module](r, x, case, shape))
 
     return run
+
+
+def tuning(case: Case) -> Tuning | None:
+    """What is trained of it: all, or nothing but an adapter."""
+    if not case.frozen:
+        return None
+    names = frozenset({"linear", "mlp.experts.linear_fc1"})
+    return Tuning(adapters=Adapters(case.rank, names, case.dropout, "bf16") if case.rank else None)
+
+
+def _adapted_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.column_linear(r, x, "linear", "", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+
+
+def _adapted_norm_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.column_linear(r, x, "linear", "norm", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+
+
+def _adapted_row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    return block.row_linear(r, x, "linear", shape, bias=case.bias)[0]
+
+
+def _grouped(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
+    spec = shape.spec.model_copy(update={"experts": case.count, "expert_top_k": 1, "expert_ffn": INNER})
+    experts = ExpertShape(1, 1, "alltoall", True, False, False, None, False, 1.0, apart=False)
+    return grouped.linear(r, x, "linear_fc1", replace(shape, spec=spec, experts=experts))
+
+
+ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
+    "grouped": _grouped,
+    "column": _adapted_column,
+    "row": _adapted_row,
+    "norm_column": _adapted_norm_column,
+}
 
 
 def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
@@ -425,6 +491,7 @@ RECIPES: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "column": _column,
     "row": _row,
     "norm_column": _norm_column,
+    "grouped": _grouped,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,

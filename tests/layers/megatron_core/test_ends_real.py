@@ -27,6 +27,7 @@ from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core import ends
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Module, Options, Run, build
+from memplan.layers.tuning import Tuning
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import INPUT, Drop, Hold, Seam, Tape
 
@@ -216,9 +217,10 @@ def static_buffer(like: CoreShape) -> Iterator[None]:
         yield
 
 
-def real_head(like: CoreShape) -> Step:
+def real_head(like: CoreShape, *, frozen: bool = False) -> Step:
     def body(trace: tracer.Trace, mark: Callable[[], None]) -> None:
         model = language_model(like)
+        model.output_layer.weight.requires_grad = not frozen
         labels = torch.zeros((like.b, like.s), dtype=torch.int64)
         mask = torch.zeros((like.b, like.s), dtype=torch.float32)
         hidden = torch.zeros(like.hidden, dtype=TORCH[like.dtype], requires_grad=True)
@@ -312,12 +314,12 @@ def embedding_module(like: CoreShape) -> Module:
     return build("embedding", lambda r, x: Run(ends.gpt_embedding(r, like)), Interface(None, like.dtype), OPTIONS)
 
 
-def head_module(like: CoreShape) -> Module:
+def head_module(like: CoreShape, options: Options = OPTIONS) -> Module:
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
         return Run(None, loss=ends.gpt_head(r, x, like))
 
-    return build("head", recipe, Interface(like.hidden, like.dtype), OPTIONS)
+    return build("head", recipe, Interface(like.hidden, like.dtype), options)
 
 
 def ordered(events: list[Seen]) -> list[Seen]:
@@ -361,6 +363,25 @@ def test_embedding_of_other_kinds(changes: dict[str, Any]) -> None:
 def test_head_and_loss(b: int, s: int, t: int, sequence_parallel: bool, dtype: str, per_token_loss: bool) -> None:
     like = shape(t, b, s, dtype, per_token_loss=per_token_loss, sequence_parallel=sequence_parallel)
     agree(real_head(like), step(head_module(like)))
+
+
+@pytest.mark.parametrize(("b", "s"), SHAPES[:2])
+@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_frozen_head(b: int, s: int, t: int, sequence_parallel: bool) -> None:
+    """``linear_with_frozen_weight``."""
+    like = shape(t, b, s, sequence_parallel=sequence_parallel)
+    agree(real_head(like, frozen=True), step(head_module(like, replace(OPTIONS, tuning=Tuning()))))
+
+
+def test_frozen_embedding_has_no_backward() -> None:
+    made = build(
+        "embedding",
+        lambda r, x: Run(ends.gpt_embedding(r, shape(2))),
+        Interface(None, "bf16"),
+        replace(OPTIONS, tuning=Tuning()),
+    )
+    assert made.first.backward == ()
+    assert not any(one.trained for one in made.parameters)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

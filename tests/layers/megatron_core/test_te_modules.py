@@ -23,7 +23,7 @@ from memplan.tape.events import GRAD_OUTPUT, INPUT, Drop, Hold, Tape
 
 from ...oracle.transformer_engine import SOURCE, source
 from ...oracle.transformer_engine_modules import SINGLE, version
-from .te_cases import CASES, covered, recipe
+from .te_cases import CASES, covered, recipe, tuning
 
 FILE = Path(__file__).with_name("te_golden.json")
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text())
@@ -58,7 +58,7 @@ def drops_sorted(sizes: list[int]) -> list[int]:
 def test_recipe_is_the_real_module(release: str, name: str, forward: list[int], backward: list[int]) -> None:
     case = BY_NAME[name]
     interface = Interface(case.input(), "bf16")
-    options = Options(accumulates_in_place=False)
+    options = Options(accumulates_in_place=False, tuning=tuning(case))
     module = build(case.module, recipe(case, version(release)), interface, options)
     least = SINGLE if case.recipe is not None else 0
     assert drops_sorted(sizes(module.first.forward, least)) == drops_sorted(forward)

@@ -1,0 +1,104 @@
+"""Megatron-Bridge's low-rank adapters (0.6.0, ``src/megatron/bridge/peft``): which layers have them, what is trained,
+and what is not modelled with them.
+
+``base.py`` (``PEFT.__call__``) freezes the model before it wraps linear layers, so that gradient buffers and the
+optimizer see adapters alone (``DistributedDataParallel.__init__``: ``param.requires_grad``). ``recompute.py``
+(``maybe_enable_recompute_inputs_grad``): where layers are recomputed whole the embedding's output requires a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ...layers.megatron_core import te_facts
+from ...layers.megatron_core.block import FC1, FC2, PROJECTION, QKV
+from ...layers.megatron_core.grouped import EXPERTS
+from ...layers.megatron_core.moe import SHARED
+from ...layers.tuning import Adapters, Tuning
+from ...plan.errors import PlanError
+from ...plan.lora import adapted
+from ..base import Adaptable
+
+if TYPE_CHECKING:
+    from ...plan.plan import Plan
+    from ...plan.resolved import ResolvedPlan
+
+
+def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
+    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A rank's experts share
+    an adapter, which all expert-parallel ranks have alike (``share_expert_adapters``)."""
+    spec, twice = plan.model, 2 if plan.model.gated else 1
+    routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
+
+    def fed(name: str, width: int, times: int) -> list[Adaptable]:
+        sizes = {FC1: (twice * width, spec.hidden), FC2: (spec.hidden, width)}
+        return [Adaptable(f"{name}.{one.rpartition('.')[2]}", *size, times) for one, size in sizes.items() if times]
+
+    layers = [
+        *fed("mlp", spec.ffn, spec.layers - routed),
+        *fed(EXPERTS, spec.expert_ffn, routed),
+        *fed(SHARED, spec.shared_expert_ffn, routed if spec.shared_expert_ffn else 0),
+    ]
+    return {
+        "linear_qkv": (Adaptable(QKV, spec.qkv_features, spec.hidden, spec.layers),),
+        "linear_proj": (Adaptable(PROJECTION, spec.hidden, spec.attention_features, spec.layers),),
+        **{name: tuple(one for one in layers if one.part.endswith(name)) for name in ("linear_fc1", "linear_fc2")},
+    }
+
+
+def tuning_of(plan: ResolvedPlan) -> Tuning | None:
+    """What is trained of a layer; ``None`` where all of it is."""
+    lora = plan.lora
+    if lora.rank is None:
+        return None
+    assert lora.dtype is not None
+    adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype)
+    return Tuning(adapters=adapters, input_requires_grad=plan.recompute.mode == "full")
+
+
+def check_adapters(plan: ResolvedPlan) -> None:
+    """Refuses what no recipe has frozen weights or adapters of."""
+    rank = plan.lora.rank
+    if rank is None:
+        return
+    if rank % plan.layout.tp:
+        raise PlanError("lora.rank", rank, f"must be a multiple of tp {plan.layout.tp}, whose ranks divide it")
+    for field, applies in _not_modelled(plan):
+        if applies:
+            raise plan.wrong(field, "is not modelled yet with adapters (lora.rank)")
+
+
+def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
+    model, megatron, optimizer = plan.model, plan.megatron, plan.optimizer
+    te = tuple(map(int, megatron.transformer_engine.split(".")[:2]))
+    yield "megatron.transformer_engine", te < te_facts.OLDEST_FROZEN
+    yield "megatron.transformer_impl", megatron.transformer_impl == "local"
+    yield "model.causal", not model.causal
+    yield from _of_experts(plan)
+    for name in ("latent_kv_rank", "layer_pattern", "linear_interval", "layer_blocks", "mtp_layers"):
+        yield f"model.{name}", getattr(model, name)
+    for name in ("fsdp", "torch_fsdp", "cuda_graphs"):
+        yield f"megatron.{name}", getattr(megatron, name) != "none"
+    names = ("optimizer_offload", "offload_modules", "offload_layers", "defer_embedding_wgrad", "logits_dtype")
+    for name in (*names, "fuses_operations", "fp32_gradients_of", "clips_queries"):
+        yield f"megatron.{name}", getattr(megatron, name)
+    yield "optimizer.name", optimizer.name == "muon"
+    yield "precision.fp4", plan.precision.fp4
+
+
+def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
+    """Frozen experts in 16 bits; adapters of a rank's grouped experts, whole ones, and of shared experts beside no
+    exchange."""
+    if not plan.model.experts:
+        return
+    given, model = plan.experts, plan.model
+    yield "precision.fp8", plan.precision.fp8
+    yield "model.mlp_bias", model.mlp_bias
+    yield "model.expert_latent", model.expert_latent
+    for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
+        yield f"experts.{name}", getattr(given, name)
+    if adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}:
+        yield "experts.grouped_gemm", not given.grouped_gemm
+        yield "layout.etp", (plan.layout.etp or plan.layout.tp) > 1
+        yield "experts.shared_expert_overlap", given.shared_expert_overlap

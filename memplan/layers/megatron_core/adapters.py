@@ -1,0 +1,158 @@
+"""Megatron-Bridge's low-rank adapters beside frozen linear layers (0.6.0, ``src/megatron/bridge/peft``).
+
+``lora_layers.py`` (``LoRALinear.forward``) adds what an adapter makes to the base layer's output; ``utils.py``
+(``ParallelLinearAdapter``) is two of Megatron-Core's own linear layers, whichever implementation the base has, and a
+product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange.
+
+Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-parallel size. A is (r / t, k) or (r, k / t), B
+(n / t, r).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...tape.events import Category
+from ...values import replace
+from .. import ops
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..work import Exchange, Operator, exchanged
+from . import local
+from .shape import CoreShape
+
+DOWN, UP = "adapter.linear_in", "adapter.linear_out"
+"""Both linear layers, behind the name of the one that is adapted."""
+
+COMMUNICATION = Category.COMMUNICATION_BUFFERS
+
+
+def adapts(r: Recorder, name: str) -> bool:
+    """Whether the linear layer ``name`` has an adapter."""
+    return r.tuning is not None and r.tuning.adapts(name)
+
+
+def added(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, *, columns: bool) -> Tensor:
+    """``linear_output + adapter_output`` of the layer's ``out`` and of the input ``x`` of its product. With
+    ``columns`` ranks share the layer's outputs, else its inputs."""
+    beside = (_of_columns if columns else _of_rows)(r, x, name, out.shape, shape)
+    return ops.add(r, out, beside, f"{name}_with_adapter")
+
+
+def parameters(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: bool) -> tuple[Tensor, Tensor]:
+    """A and B on this rank, of a layer with ``n`` outputs and ``k`` inputs as a whole."""
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    rank, t, dtype = r.tuning.adapters.rank, shape.t, shape.dtype
+    down = (rank // t, k) if columns else (rank, k // t)
+    return (
+        r.parameter(f"{name}.{DOWN}.weight", down, dtype),
+        r.parameter(f"{name}.{UP}.weight", (n // t, rank), dtype),
+    )
+
+
+def of_experts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """The same of all experts of a rank, which share an adapter, of rows (N, k) to (N, n); no rank has a part of an
+    expert. Gradients are summed over expert-parallel ranks in place (``_allreduce_shared_expert_grad``)."""
+    down, up = parameters_of_experts(r, name, out.shape[-1], x.shape[-1], shape)
+    alone = replace(_alone(shape), t=1)
+    low = local.linear(r, _dropped(r, x, name), down, None, f"{name}.{DOWN}", alone, columns=True)
+    wide = local.linear(r, low, up, None, f"{name}.{UP}", alone, columns=True)
+    del low
+    beside = ops.scale(r, wide, f"{name}_adapter_scaled")
+    del wide
+    return ops.add(r, out, beside, f"{name}_with_adapter")
+
+
+def parameters_of_experts(r: Recorder, name: str, n: int, k: int, shape: CoreShape) -> tuple[Tensor, Tensor]:
+    """Those of a rank's experts. They are an expert's where there are expert-parallel ranks
+    (``ColumnParallelLinear.expert_parallel``)."""
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    assert shape.experts is not None
+    rank, apart = r.tuning.adapters.rank, shape.experts.ep > 1
+    return (
+        r.parameter(f"{name}.{DOWN}.weight", (rank, k), shape.dtype, expert=apart),
+        r.parameter(f"{name}.{UP}.weight", (n, rank), shape.dtype, expert=apart),
+    )
+
+
+def _of_columns(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape) -> Tensor:
+    """``ParallelLinearAdapter.forward``: (s, b, k) to (s, b, n / t). The gradient of what was gathered for A is not
+    summed over ranks (``disable_grad_reduce``)."""
+    down, up = parameters(r, name, like[-1] * shape.t, x.shape[-1], shape, columns=True)
+    x = _dropped(r, x, name)
+    if x.shape[0] < like[0]:
+        x = _gathered_first(r, x, f"{name}_adapter_gathered", shape)
+    alone = _alone(shape)
+    first = replace(alone, t=1) if shape.sequence_parallel else alone
+    x = local.linear(r, x, down, None, f"{name}.{DOWN}", first, columns=True)
+    x = _gathered_last(r, x, f"{name}.{DOWN}", shape)
+    x = local.linear(r, x, up, None, f"{name}.{UP}", alone, columns=True)
+    return ops.scale(r, x, f"{name}_adapter_scaled")
+
+
+def _of_rows(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape) -> Tensor:
+    """Likewise, (s, b, k / t) to (s, b, n), or to a rank's part of the sequence, which is a view."""
+    down, up = parameters(r, name, like[-1], x.shape[-1] * shape.t, shape, columns=False)
+    x = _dropped(r, x, name)
+    alone = _alone(shape)
+    x = local.linear(r, x, down, None, f"{name}.{DOWN}", alone, columns=False)
+    x = local.linear(r, x, up, None, f"{name}.{UP}", alone, columns=True)
+    x = _gathered_last(r, x, f"{name}.{UP}", shape)
+    if x.shape[0] > like[0]:
+        x = _scattered_first(r, x, like, f"{name}_adapter_scattered")
+    return ops.scale(r, x, f"{name}_adapter_scaled")
+
+
+def _alone(shape: CoreShape) -> CoreShape:
+    """``model_parallel_config.sequence_parallel = False`` while both layers are made."""
+    return replace(shape, sequence_parallel=False, low=None, wide=frozenset())
+
+
+def _dropped(r: Recorder, x: Tensor, name: str) -> Tensor:
+    assert r.tuning is not None
+    assert r.tuning.adapters is not None
+    return ops.dropout(r, x, r.tuning.adapters.dropout, f"{name}_adapter_dropout")
+
+
+def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``gather_from_sequence_parallel_region``, whose gradient is reduce-scattered."""
+    like, dtype = x.shape, x.dtype
+    whole = (like[0] * shape.t, *like[1:])
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_scattered", COMMUNICATION)]
+
+    done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
+    return r.empty(whole, dtype, name).by(r.node((x,), (), backward, work=done))
+
+
+def _scattered_first(r: Recorder, x: Tensor, like: Shape, name: str) -> Tensor:
+    """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
+    whole, dtype = x.shape, x.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(whole, dtype, f"grad_{name}_gathered", COMMUNICATION)]
+
+    work = Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
+    seen = x.view(*like)
+    seen.node = r.node((x,), (), backward, work=work)
+    return seen
+
+
+def _gathered_last(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+    """``gather_from_tensor_model_parallel_region``: parts that were received one behind the other are put side by side;
+    of the gradient a rank copies its own part."""
+    if shape.t == 1:
+        return x
+    like, dtype = x.shape, x.dtype
+    whole = (*like[:-1], like[-1] * shape.t)
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(like, dtype, f"grad_{name}_own_part")]
+
+    received = r.empty((like[0] * shape.t, *like[1:]), dtype, f"{name}_received", COMMUNICATION)
+    joined = r.empty(whole, dtype, f"{name}_gathered")
+    del received
+    work = Operator((Exchange("all-gather", size_of(whole, dtype)),))
+    return joined.by(r.node((x,), (), backward, work=work))

@@ -1,0 +1,165 @@
+"""Megatron-Bridge's adapters in a plan: what is trained and kept, against hand calculations, and what is refused.
+
+Their events beside the real modules are in ``tests.layers.megatron_core.test_te_modules``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.assumptions import assumptions
+from memplan.frameworks import framework
+from memplan.frameworks.megatron.programs import programs
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.plan.lora import adapter_parameters
+from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import Category, Drop, Hold, Stretch, rounded
+from memplan.tape.program import Program, fold_program
+
+FLAGS = {
+    "model": "llama-3-8b", "framework": "megatron", "layers": "2", "seq": "1024", "mbs": "1", "gbs": "2", "gpus": "1",
+    "gpu": "h100-80gb", "lora-rank": "32",
+}  # fmt: skip
+
+
+EXPERTS = {"model": "qwen3-30b-a3b", "ep": "4", "gpus": "8", "gbs": "8"}
+
+
+def plan_of(**flags: str) -> ResolvedPlan:
+    return resolve(read_plan(None, {**FLAGS, **{name.replace("_", "-"): value for name, value in flags.items()}}).plan)
+
+
+def made(**flags: str) -> tuple[Program, ...]:
+    return programs(plan_of(**flags), Options())
+
+
+def held(tape: Stretch, category: Category) -> int:
+    size = 0
+    for event in tape:
+        if isinstance(event, Hold | Drop) and event.category is category:
+            size += event.bytes if isinstance(event, Hold) else -event.bytes
+    return size
+
+
+H, F, QKV, VOCAB = 4096, 14336, 6144, 128256
+OF_LAYER = {(QKV, H), (H, H), (2 * F, H), (H, F)}
+"""Linear layers of Llama 3 8B: outputs and inputs."""
+
+
+def test_parameters_by_hand() -> None:
+    """r (n + k) of each of four linear layers."""
+    plan = plan_of()
+    of_layer = sum(32 * (n + k) for n, k in OF_LAYER)
+    assert adapter_parameters(plan) == 2 * of_layer == 4_456_448
+    assert adapter_parameters(plan_of(lora_targets="linear_qkv")) == 2 * 32 * (QKV + H)
+    assert any("LoRA by Megatron-Bridge 0.6 on linear_qkv, linear_proj" in one for one in assumptions(plan))
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_states_by_hand(zero: str) -> None:
+    """Frozen parameters are tensors of their own in 2 bytes; buffers, main parameters and moments are of adapters."""
+    (program,) = made(zero=zero)
+    assert program.kept is not None
+    frozen = [2 * VOCAB * H] * 2 + [2 * H] + [2 * n * k for n, k in OF_LAYER] * 2 + [2 * H] * 4
+    adapters = [32 * k for _, k in OF_LAYER] * 2 + [32 * n for n, _ in OF_LAYER] * 2
+    count = sum(adapters)
+    kept = program.kept
+    assert held(kept.construction, Category.PARAMETERS) == sum(map(rounded, frozen)) + 2 * count
+    assert held(kept.construction, Category.GRADIENTS) == 4 * count
+    assert held(kept.construction, Category.MAIN_PARAMETERS) == 4 * count
+    assert held(kept.states, Category.OPTIMIZER_STATES) == 8 * count
+
+
+def test_ranks_divide_both_matrices() -> None:
+    """A (r / t, k) or (r, k / t), B (n / t, r)."""
+    (program,) = made(tp="2", gpus="2", sequence_parallel="true")
+    assert isinstance(program.kept, object)
+    module = next(span.module for span in program.order.chunks[0].spans if span.names[0].startswith("layer"))
+    found = {one.name: one.shape for one in module.parameters if one.trained}
+    assert found == {
+        "self_attention.linear_proj.adapter.linear_in.weight": (32, H // 2),
+        "self_attention.linear_proj.adapter.linear_out.weight": (H // 2, 32),
+        "self_attention.linear_qkv.adapter.linear_in.weight": (16, H),
+        "self_attention.linear_qkv.adapter.linear_out.weight": (QKV // 2, 32),
+        "mlp.linear_fc1.adapter.linear_in.weight": (16, H),
+        "mlp.linear_fc1.adapter.linear_out.weight": (F, 32),
+        "mlp.linear_fc2.adapter.linear_in.weight": (32, F // 2),
+        "mlp.linear_fc2.adapter.linear_out.weight": (H // 2, 32),
+    }
+
+
+def _modules(program: Program) -> dict[str, object]:
+    spans = program.order.chunks[0].spans
+    return {name: span.module for span in spans for name in span.names}
+
+
+def test_the_first_layer_has_no_gradient_of_its_input() -> None:
+    """The embedding is frozen; recompute of whole layers makes its output a leaf (``recompute.py``)."""
+    (plain,), (again,) = made(), made(recompute="full")
+    of, other = _modules(plain), _modules(again)
+    assert of["embedding"].first.backward == ()  # type: ignore[attr-defined]
+    assert of["layer.0"].first.grad_input == 0 != of["layer.1"].first.grad_input  # type: ignore[attr-defined]
+    assert other["layer.0"] is other["layer.1"]
+    assert other["embedding"].first.backward != ()  # type: ignore[attr-defined]
+
+
+def test_stages_behind_the_first_have_gradients_of_what_they_receive() -> None:
+    _, second = made(pp="2", gpus="2")
+    assert _modules(second)["layer.1"].first.grad_input  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("flags", [{}, {"recompute": "full"}, {"pp": "2", "gpus": "2"}, {"fp8": "tensorwise"}, EXPERTS])
+def test_search_folds_what_an_estimate_folds(flags: dict[str, str]) -> None:
+    plan = plan_of(**flags)
+    peaks = [fold_program(one).peak for one in made(**flags)]
+    assert framework("megatron").search.fullest(plan)[0] == max(peaks)
+
+
+def test_frozen_parameters_in_8_bits_stay_where_they_are() -> None:
+    """On a Hopper both orientations of each weight of a layer, a byte an element, and a scale; nothing in buffers."""
+    (program,) = made(fp8="tensorwise", fp8_parameters="true", zero="1")
+    assert program.kept is not None
+    weights = [rounded(n * k) * 2 + 512 for n, k in OF_LAYER] * 2
+    others = [2 * VOCAB * H] * 2 + [2 * H] * 5
+    count = 2 * sum(32 * (n + k) for n, k in OF_LAYER)
+    expected = sum(weights) + sum(map(rounded, others)) + 2 * count
+    assert held(program.kept.construction, Category.PARAMETERS) == expected
+    assert held(program.kept.construction, Category.GRADIENTS) == 4 * count
+
+
+def test_experts_of_a_rank_share_adapters() -> None:
+    """Qwen3 30B A3B: 128 experts of 768 features, 32 on a rank; 2,048 hidden. Attention: 32 + 2 x 4 heads of 128. The
+    adapters of experts are other ranks' than those of attention, in a buffer of their own."""
+    plan, (program,) = plan_of(**EXPERTS), made(**EXPERTS)
+    of_experts, of_attention = 32 * (2 * 768 + 2048) + 32 * (2048 + 768), 32 * (5120 + 2048) + 32 * (2048 + 4096)
+    assert adapter_parameters(plan) == 2 * (of_experts + of_attention)
+    module = _modules(program)["layer.0"]
+    trained = [one for one in module.parameters if one.trained]  # type: ignore[attr-defined]
+    assert sum(one.elements for one in trained if one.expert) == of_experts
+    assert sum(one.elements for one in trained if not one.expert) == of_attention
+    assert sum("experts.linear_fc1.weight" in one.name for one in module.parameters) == 32  # type: ignore[attr-defined]
+    assert program.kept is not None
+    assert held(program.kept.construction, Category.GRADIENTS) == 4 * 2 * (of_experts + of_attention)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({**EXPERTS, "fp8": "tensorwise"}, "precision.fp8 = tensorwise: is not modelled yet with adapters"),
+        ({**EXPERTS, "moe_grouped_gemm": "false"}, "experts.grouped_gemm = false: is not modelled yet with adapters"),
+        ({"lora_targets": "q_proj"}, "lora.targets = q_proj: must be among linear_qkv, linear_proj"),
+        ({"use_dora": "true"}, "lora.dora = true: must be left out with framework megatron"),
+        ({"lora_dtype": "fp32"}, "lora.dtype = fp32: must be bf16: adapters are in the model's dtype"),
+        ({"lora_rank": "30", "tp": "4", "gpus": "4"}, "lora.rank = 30: must be a multiple of tp 4"),
+        ({"megatron_fsdp": "optim"}, "megatron.fsdp = optim: is not modelled yet with adapters"),
+        ({"transformer_impl": "local"}, "megatron.transformer_impl = local: is not modelled yet with adapters"),
+        ({"model": "bert-large", "seq": "512"}, "is not modelled yet with adapters"),
+        ({"optimizer": "muon"}, "optimizer.name = muon: is not modelled yet with adapters"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(flags: dict[str, str], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem.replace(".", r"\.")):
+        plan_of(**flags)

@@ -1,0 +1,90 @@
+"""Megatron-Bridge's own adapter around a module of Transformer Engine, on fake tensors.
+
+``peft/utils.py`` and ``peft/lora_layers.py`` are read from a source tree of NVIDIA-NeMo/Megatron-Bridge, which the
+environment variable ``MEMPLAN_BRIDGE_SOURCE`` names; Megatron-Core is the installed one.
+"""
+
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+BRIDGE = "MEMPLAN_BRIDGE_SOURCE"
+
+
+def bridge() -> Path | None:
+    """The source tree that the environment names, if it is one."""
+    path = Path(os.environ.get(BRIDGE, "")) / "src" / "megatron" / "bridge"
+    return path if BRIDGE in os.environ and (path / "peft").is_dir() else None
+
+
+def _modules() -> tuple[Any, Any]:
+    """``peft/utils.py`` and ``peft/lora_layers.py``."""
+    path = bridge()
+    assert path is not None, f"{BRIDGE} names no source tree of Megatron-Bridge"
+    for name in ("bridge", "bridge.peft", "bridge.utils"):
+        package = types.ModuleType(f"megatron.{name}")
+        package.__path__ = [str(path.parent.joinpath(*name.split(".")))]
+        sys.modules.setdefault(package.__name__, package)
+    for name in ("megatron.bridge.utils.common_utils", "megatron.bridge.utils.activation_map"):
+        sys.modules.setdefault(name, mock.MagicMock())
+    names = ("megatron.bridge.peft.utils", "megatron.bridge.peft.lora_layers")
+    with mock.patch.object(importlib.metadata, "version", return_value="2.17.1"):
+        first, second = map(importlib.import_module, names)
+    return first, second
+
+
+class _Base(torch.nn.Module):
+    """A module of Transformer Engine as Megatron-Core's wrappers call it: the output and a bias, or the output with the
+    norm's, and a bias (``TELayerNormColumnParallelLinear.forward``)."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.run(x)
+        return (out, None) if isinstance(out, torch.Tensor) else (tuple(out), None)
+
+
+def wrapped(run: Any, sizes: tuple[int, int], group: Any, t: int, rank: int, **settings: Any) -> Any:
+    """``run`` in a ``LoRALinear`` with an adapter of ``rank``; ``sizes``: outputs and inputs as a whole."""
+    utils, layers = _modules()
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=t,
+        sequence_parallel=settings.pop("sequence_parallel"),
+        params_dtype=torch.bfloat16,  # ``bf16`` would cast parameters that are bf16, which fakes do not always bear
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    config.cpu_offloading = False
+    config.defer_embedding_wgrad_compute = False
+    config._cpu_offloading_context = None
+    collection = ProcessGroupCollection()
+    collection.tp = group
+    n, k = sizes
+    adapter = utils.ParallelLinearAdapter(
+        k,
+        n,
+        rank,
+        "decoder.layers.0.self_attention.linear_qkv",
+        activation="identity",
+        model_parallel_config=config,
+        alpha=rank,
+        pg_collection=collection,
+        **settings,
+    )
+    return layers.LoRALinear(_Base(run), adapter)

@@ -1,0 +1,3 @@
+if [ "$KIND" = long ]; then
+  bash job.sbatch
+fi

@@ -1,0 +1,1 @@
+sbatch --nodes=2 job.sbatch
