@@ -6,7 +6,8 @@ a step does once (gradients between replicas, the optimizer); ``seconds`` adds t
 
 Points that differ only in what is kept (ZeRO stage, optimizer states) share cut and time. Micro-batches are taken from
 small to large: what a layer saves grows with them, so that once a layout's tensors are too large in whatever states
-and cut, so are those of larger ones.
+and cut, so are those of larger ones. Where the search may choose cuts, those of points are not chosen before it asks
+for them: until then bounds of any cut stand for their time (``Clock.least``) and memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..plan.errors import PlanError
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..values import replace
-from .cuts import ChunkLayers, Ratios, StageLayers, fastest
+from .cuts import ChunkLayers, Ratios, StageLayers, fastest, has_place
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing
 from .space import Sizes, Space
@@ -38,12 +39,19 @@ from .time import (
     step_seconds,
     work_of,
 )
-from .time.layer import send_time, times_of
+from .time.layer import host_seconds, send_time, times_of
 from .time.shape import Shapes, Work
 from .time.updates import Replicas, updates
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
 """How many stages in a row have these chunks."""
+
+
+ENDLESS = 1 << 24
+"""Sequences of a micro-batch beside which waves of tiles and latencies take no time."""
+ROUNDED = 1e-4
+"""Part of a time by which rounded sizes of kernels may make it smaller than ``Clock.least`` reckons, and what is more
+than nothing beside ``ENDLESS`` sequences."""
 
 
 class _Family(NamedTuple):
@@ -55,14 +63,27 @@ class _Family(NamedTuple):
     rates: Rates
 
 
+class _Limit(NamedTuple):
+    """Seconds of a sequence at least, through a layer, one of the model's first, and both ends; and of any number of
+    them, what the host takes for such layers."""
+
+    layer: float = 0.0
+    dense: float = 0.0
+    ends: float = 0.0
+    host: float = 0.0
+    dense_host: float = 0.0
+
+
 class Clock:
     """Times of the points of one space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.chooses_cut, self.alone = space.search.chooses_cut, space.framework.supports.stages_without_layers
+        self.layers, self.first = space.base.model.layers, space.first
         self._shapes: dict[object, tuple[Shapes, Rates]] = {}
         self._families: dict[object, _Family | PlanError] = {}
+        self._limits: dict[object, _Limit] = {}
         self._kept: dict[object, ResolvedPlan] = {}
         self._laid_out: dict[object, ResolvedPlan] = {}
         self._fixed: StageLayers | None = None
@@ -90,6 +111,11 @@ class Clock:
 
     def _shape(self, point: Point) -> tuple[Shape, Rates]:
         """Of few replicas on one stage."""
+        shapes, rates = self._shapes_of(point)
+        return shapes.of(point.mbs), rates
+
+    def _shapes_of(self, point: Point) -> tuple[Shapes, Rates]:
+        """The same for micro-batches of any size."""
         recompute = Recomputing(point.recompute.mode, modules=point.recompute.modules)
         extras, accumulates = _passing(point), self.space.microbatches(point) > 1
         key = (point.tp, point.cp, point.ep, point.etp, recompute, extras, accumulates)
@@ -97,13 +123,12 @@ class Clock:
             zero = self.space.least_zero
             plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
             self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan, self.space.gpus))
-        shapes, rates = self._shapes[key]
-        return shapes.of(point.mbs), rates
+        return self._shapes[key]
 
     def _family(self, point: Point) -> _Family:
         shape, rates = self._shape(point)
         times = times_of(shape, rates, False, False)
-        ratios = _ratios(times, point.recompute, self.space.first)
+        ratios = _ratios(times, point.recompute, self.first)
         if point.pp > 1:
             across = self.space.gpus > self.space.base.hardware.gpus_per_node
             times = replace(times, send=send_time(shape, rates, across))
@@ -123,6 +148,39 @@ class Clock:
         else:
             cut = self._given(point)
         return cut, self._passes(family, point, cut, 0.0)
+
+    def least(self, point: Point) -> float:
+        """At least the seconds of ``point``, whatever its cut: as if all stages took as long, or the fullest one held
+        its share of layers, and the GPU kept its full clock.
+
+        A micro-batch of b sequences takes no less than b times what each of B takes as B grows without end. A kernel's
+        tiles, bytes and FLOPs grow by as much for every sequence, and what is added to that is never negative: waves
+        and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
+        their own time and of what they take from those. Nor does it take less than the host, which launches as many
+        products for any number. 0 where sizes do not grow so.
+        """
+        b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, _passing(point), count > 1)
+        known = self._limits.get(key)
+        if known is None:
+            known = self._limits[key] = self._limit(point)
+        layer, dense = max(b * known.layer, known.host), max(b * known.dense, known.dense_host)
+        whole = layers * layer + self.first * dense + b * known.ends
+        slowest = max(whole / point.pp, -(-layers // point.pp) * layer)
+        passes = count * slowest if point.vpp > 1 else whole + (count - 1) * slowest
+        return passes * (1 - ROUNDED)
+
+    def _limit(self, point: Point) -> _Limit:
+        shapes, rates = self._shapes_of(point)
+        if not shapes.linear:
+            return _Limit()
+        shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
+        times, entries = times_of(shape, replace(rates, power=None), False, False), shape.entries
+        layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
+        ends = _whole(times.embedding) + _whole(times.head)
+        works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
+        host = [host_seconds(work, rates, shape.host) for work in works]
+        return _Limit(layer / ENDLESS, dense / ENDLESS, ends / ENDLESS, *host)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
@@ -255,6 +313,16 @@ class Candidate(NamedTuple):
         return (*self.rank, self.floor, self.point.order, self.cut)
 
 
+class Group(NamedTuple):
+    """Points that take the same time."""
+
+    place: int
+    """Of the first of them among all points."""
+    candidates: tuple[Candidate, ...]
+    """With their cuts; where none is chosen yet, with bounds from below, of whatever cut."""
+    is_cut: bool
+
+
 Kept = tuple[int, tuple[Extra, ...]]
 """ZeRO stage, and what goes with it."""
 
@@ -272,7 +340,13 @@ class Candidates:
         self._grouped: dict[tuple[int, bool], list[list[Kept]]] = {}
         self._cannot_lie: dict[tuple[int, int], PlanError | None] = {}
 
-    def __iter__(self) -> Iterator[Candidate]:
+    def __iter__(self) -> Iterator[Group]:
+        place = 0
+        for found in self._every():
+            yield found._replace(place=place)
+            place += len(found.candidates)
+
+    def _every(self) -> Iterator[Group]:
         for layout, sizes in self.space.layouts(self.refused):
             error = None if self.chooses_cut else self._without_cut(layout, sizes[0])
             for recompute in self.space.recompute:
@@ -300,7 +374,7 @@ class Candidates:
                 self._cannot_lie[key] = error
         return self._cannot_lie.get(key)
 
-    def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Candidate]:
+    def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Group]:
         """``layout`` with every micro-batch, and everything beside that."""
         groups = self._groups(layout.dp * layout.cp, layout.pp)
         many = sum(map(len, groups))
@@ -308,19 +382,41 @@ class Candidates:
         for at, mbs in enumerate(sizes):
             alike = [[Point(*layout, zero, mbs, recompute, extras) for zero, extras in group] for group in groups]
             runs = refused == self.refused.total() and self.space.cut is None
-            if runs and not self._surely_could_fit(list(chain.from_iterable(alike))):
+            bounds = self._bounded(alike) if runs else None
+            if runs and not self._surely_could_fit(alike, bounds):
                 self._leave_out((len(sizes) - at) * many)
                 return
-            surely = runs and at > 0
+            if bounds is not None:
+                self.considered += many
+                yield from (Group(0, tuple(group), False) for group in bounds)
+                continue
             self.considered += many
-            found = list(chain.from_iterable(map(self._alike, alike)))
-            yield from found
-            if surely and refused == self.refused.total():
-                continue  # in some cut, these could fit
-            too_large = all(one.floor > self.requestable for one in found)
-            if self.chooses_cut and too_large and not self._could_fit([one.point for one in found]):
+            found = [tuple(self.cut(points)) for points in alike]
+            yield from (Group(0, group, True) for group in found)
+            too_large = all(one.floor > self.requestable for group in found for one in group)
+            if self.chooses_cut and too_large and not self._could_fit([one.point for group in found for one in group]):
                 self._leave_out((len(sizes) - at - 1) * many)
                 return
+
+    def _bounded(self, alike: Sequence[Sequence[Point]]) -> list[list[Candidate]] | None:
+        """Each of ``alike``, points that take the same time, with bounds of any cut; ``None`` where nobody chooses
+        cuts, or some cannot be laid out."""
+        one = alike[0][0] if alike else None
+        clock = self.clock
+        if (
+            one is None
+            or not self.chooses_cut
+            or not has_place(clock.first, clock.layers, (one.pp, one.vpp, clock.alone))
+        ):
+            return None
+        try:
+            floors = iter(self.needs.of_any_cut([*chain.from_iterable(alike)]))
+            return [
+                [Candidate(seconds, floor, point, ()) for point, floor in zip(points, floors)]  # noqa: B905
+                for points, seconds in ((points, self.clock.least(points[0])) for points in alike)
+            ]
+        except PlanError:
+            return None  # counted where its cut is looked for
 
     def _leave_out(self, points: int) -> None:
         self.considered += points
@@ -338,8 +434,8 @@ class Candidates:
             known = self._grouped[key] = list(groups.values())
         return known
 
-    def _alike(self, points: Sequence[Point]) -> Iterator[Candidate]:
-        """``points`` that take the same time."""
+    def cut(self, points: Sequence[Point]) -> Iterator[Candidate]:
+        """``points`` that take the same time, with their cut."""
         if not self.chooses_cut:
             yield from chain.from_iterable(map(self._uncut, points))
             return
@@ -354,7 +450,7 @@ class Candidates:
             if len(points) == 1:
                 self._refuse(error, 1)
             else:
-                yield from chain.from_iterable(self._alike([point]) for point in points)
+                yield from chain.from_iterable(self.cut([point]) for point in points)
             return
         for point, floor in zip(points, floors, strict=True):
             yield Candidate(seconds, floor, point, cut)
@@ -375,10 +471,12 @@ class Candidates:
         self.refused[without_values(error)] += points
         self.considered -= points
 
-    def _surely_could_fit(self, points: Sequence[Point]) -> bool:
-        """The same, or they are refused."""
+    def _surely_could_fit(self, alike: Sequence[Sequence[Point]], bounds: Sequence[Sequence[Candidate]] | None) -> bool:
+        """``_could_fit``, or they are refused."""
+        if bounds is not None:
+            return any(one.floor <= self.requestable for group in bounds for one in group)
         try:
-            return self._could_fit(points)
+            return self._could_fit(list(chain.from_iterable(alike)))
         except PlanError:
             return True
 
@@ -388,7 +486,7 @@ class Candidates:
             return True
         if self.chooses_cut and self.space.cut is not None:
             return False
-        return bool(points) and self.needs.could_keep_to(self.requestable, points)
+        return any(size <= self.requestable for size in self.needs.of_any_cut(points))
 
 
 def recomputing(candidate: Candidate, layers: int) -> Candidate:

@@ -149,6 +149,11 @@ def _fastest_behind(layers: int, pp: int, vpp: int, ratios: Ratios, alone: bool)
     return _levelled(layers, pp, vpp, least, most, dense)
 
 
+def has_place(first: int, layers: int, sizes: tuple[int, int, bool]) -> bool:
+    """Whether the model's first layers can lie on the first stages (``sizes``: as of ``capped``)."""
+    return not first or sizes[0] == 1 or bool(_ways(first, layers, sizes))
+
+
 def _offsets(dense: tuple[int, ...], pp: int, ratios: Ratios) -> list[float]:
     """What each stage takes besides its layers, less what its first layers save."""
     offsets = [-(1 - ratios.dense) * count for count in dense] + [0.0] * (pp - len(dense))

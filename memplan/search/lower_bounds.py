@@ -30,7 +30,7 @@ from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static
 from ..values import dataclass, replace
-from .cuts import ChunkLayers, Holds, StageLayers
+from .cuts import ChunkLayers, Holds, StageLayers, stage_layers
 from .point import NO_RECOMPUTE, Extra, Point
 
 if TYPE_CHECKING:
@@ -170,14 +170,6 @@ class Load(NamedTuple):
         """And of one of the first."""
         return self.kept.of(self.needs.dense_elements, self.shards.layers)
 
-    def saved(self, stage: int) -> float:
-        """Bytes that every layer of ``stage`` holds for its passes in flight, at least: of its layers with experts
-        alone, where all are in one chunk."""
-        needs = self.needs
-        mixed = self.first and self.vpp > 1 and stage <= self.first
-        least = min(needs.saved, needs.dense_saved) if mixed else needs.saved
-        return flights(self.pp, self.vpp, self.microbatches, stage) / self.vpp * least
-
 
 def at_least(load: Load, stages: tuple[StageLoad, ...]) -> int:
     """Bytes of the fullest stage."""
@@ -203,9 +195,20 @@ def at_best(load: Load, layers: int) -> float:
     a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
     the least M. Of layers of two kinds those with experts are counted alone.
     """
-    states, flying = load.states, [load.saved(stage) for stage in range(load.pp)]
-    free = sum(one * (load.vpp - 1) / (states + one) for one in flying)
-    return (layers - load.first - free) / sum(1 / (states + one) for one in flying)
+    states, needs = load.states, load.needs
+    flying = [passes * needs.saved for passes in _for_each_chunk(load.pp, load.vpp, load.microbatches)]
+    if load.first and load.vpp > 1:  # a chunk of the first stages may hold the model's first layers alone
+        mixed = _for_each_chunk(load.pp, load.vpp, load.microbatches)[: load.first + 1]
+        flying[: load.first + 1] = [passes * min(needs.saved, needs.dense_saved) for passes in mixed]
+    held = [1 / (states + one) for one in flying]
+    free = (load.vpp - 1) * sum([one * share for one, share in zip(flying, held, strict=True)])
+    return (layers - load.first - free) / sum(held)
+
+
+@lru_cache(maxsize=1 << 14)
+def _for_each_chunk(pp: int, vpp: int, microbatches: int) -> tuple[float, ...]:
+    """Of every stage, ``flights`` for each of its chunks."""
+    return tuple(flights(pp, vpp, microbatches, stage) / vpp for stage in range(pp))
 
 
 def least_of(load: Load, beside: Beside, stage: int, cut: Sequence[ChunkLayers]) -> float:
@@ -250,12 +253,13 @@ class Needs:
 
     def __init__(self, space: Space, enough: int = UNBOUNDED) -> None:
         self.space, self.enough = space, enough
-        self.search = space.search
+        self.search, self._first = space.search, space.first
         self._layers: dict[object, LayerNeeds] = {}
         self._states: dict[object, States] = {}
         self._besides: dict[object, Beside] = {}
         self._loads: dict[tuple[int, int], tuple[StageLayers, tuple[StageLoad, ...]]] = {}
         """By the cut's object, which is as long as its key, and micro-batches."""
+        self._uncut = (stage_layers(0, 1, (space.base.model.layers,), space.first),)
         self._bounds = space.search.lower_bounds(space)
 
     def floor(self, point: Point, cut: StageLayers) -> int:
@@ -278,19 +282,26 @@ class Needs:
                 known[kept] = at_least(load._replace(kept=kept), stages[1])
             yield known[kept]
 
-    def could_keep_to(self, limit: int, points: Sequence[Point]) -> bool:
-        """Whether one of ``points``, which differ in what is kept alone, may request ``limit`` bytes at most in some
-        cut."""
-        one = self.load(points[0])
-        kept = min(set(map(self._kept, points)), key=lambda states: one._replace(kept=states).states)
-        return at_best(one._replace(kept=kept), self.space.base.model.layers) <= limit
+    def of_any_cut(self, points: Sequence[Point]) -> list[int]:
+        """Of each of ``points``, which differ in what is kept alone, in whatever cut; on one stage there is but one."""
+        if not points:
+            return []
+        if points[0].pp == 1:
+            return list(self.floors(points, self._uncut))
+        load, layers = self.load(points[0]), self.space.base.model.layers
+        known: dict[States, int] = {}
+        kept = [*map(self._kept, points)]
+        for one in kept:
+            if one not in known:
+                known[one] = int(at_best(load._replace(kept=one), layers))
+        return [known[one] for one in kept]
 
     def load(self, point: Point) -> Load:
         """What decides them, whatever the cut."""
         ranks, microbatches = point.dp * point.cp, self.space.microbatches(point)
         shards = Shards(ranks, ranks * point.tp // (point.ep * point.etp))
         sizes = point.pp, point.vpp, microbatches
-        return Load(self._layer(point), self._kept(point), shards, *sizes, self.space.first)
+        return Load(self._layer(point), self._kept(point), shards, *sizes, self._first)
 
     def at_best(self, point: Point) -> float:
         """Of whatever cut."""

@@ -94,7 +94,7 @@ class Counts:
     refused: Mapping[str, int]
     """Left out by a rule of the framework, by the rule."""
     too_large: int
-    """Whose bound from below is more than there is."""
+    """Whose bound from below is more than there is, where the search chooses cuts in every cut."""
     slower: int
     """Never built: others that fit are faster, or as small."""
     folded: int

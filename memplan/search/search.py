@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
 
@@ -26,7 +26,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..values import replace
-from .candidates import Candidate, Candidates, Clock, raise_for_all, recomputing, without_values
+from .candidates import Candidate, Candidates, Clock, Group, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed
 from .point import NO_RECOMPUTE, Point, Recomputing
@@ -36,6 +36,10 @@ from .time import ranking_seconds, ranking_time
 
 Report = Callable[[str, int, int], None]
 """What is being done, how much of it is done, and of how much."""
+
+
+_Entry = tuple[bool, float, int, Candidate | Group]
+"""``Candidate.rank``, the place among all points, and what has it: a group without cuts, or a candidate."""
 
 
 class Search:
@@ -64,9 +68,29 @@ class Search:
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
-        self.candidates = list(self._points)
-        timed = ((at, one) for at, one in enumerate(self.candidates) if one.seconds < inf)
-        self._fastest_first = sorted((*one.rank, at) for at, one in timed)
+        self._groups = list(self._points)
+        self._cut: dict[int, tuple[Candidate, ...]] = {}
+        """What ``_with_cuts`` has found, by the group's place."""
+        self._many = sum(len(group.candidates) for group in self._groups)
+        self._ahead = [
+            entry for group in self._groups if group.is_cut for entry in _entries(group.place, group.candidates)
+        ]
+        uncut = [group for group in self._groups if not group.is_cut]
+        ranks = {(*one.rank, group.place): group for group in uncut for one in group.candidates}
+        self._ahead += [(*rank, group) for rank, group in ranks.items()]
+        self._ahead.sort()
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """All of them, with their cuts."""
+        return [one for group in self._groups for one in self._with_cuts(group)]
+
+    def _with_cuts(self, group: Group) -> tuple[Candidate, ...]:
+        if group.is_cut:
+            return group.candidates
+        if group.place not in self._cut:
+            self._cut[group.place] = tuple(self._points.cut([one.point for one in group.candidates]))
+        return self._cut[group.place]
 
     # -- memory --------------------------------------------------------------------------------------------
 
@@ -210,16 +234,22 @@ class Search:
     def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
         """Candidates in their order that are worth it, with the time of their whole step; what is put into
         ``_waiting`` meanwhile is among them."""
-        order, taken, passed = count(), 0, 0
+        order, taken = count(), 0
+        ahead = self._ahead.copy()
         heap: list[tuple[tuple[object, ...], int, Candidate]] = []
         while True:
             for later in self._waiting:
                 heapq.heappush(heap, (later.order, next(order), later))
             self._waiting.clear()
-            rest = self._fastest_first[passed] if passed < len(self._fastest_first) else None
-            if rest is not None and (not heap or rest[:2] <= heap[0][0]):
-                candidate = self.candidates[rest[2]]
-                passed += 1
+            if ahead and (not heap or ahead[0][:2] <= heap[0][0]):
+                changes, _, _, candidate = heapq.heappop(ahead)
+                if isinstance(candidate, Group):
+                    group = candidate
+                    if any(map(is_worth, group.candidates)):
+                        for entry in _entries(group.place, self._with_cuts(group)):
+                            if entry[0] == changes:
+                                heapq.heappush(ahead, entry)
+                    continue
             elif heap:
                 _, _, candidate = heapq.heappop(heap)
             else:
@@ -230,7 +260,7 @@ class Search:
                 self._waiting += self._chosen(candidate)
             elif candidate.timed:
                 taken += 1
-                self.report(f"layouts tried, of {len(self.candidates):,} at most", taken, 0)
+                self.report(f"layouts tried, of {self._many:,} at most", taken, 0)
                 yield candidate
             else:
                 self._waiting.append(self._timed(candidate))
@@ -354,12 +384,16 @@ class Search:
         """Every point has one fate; points of which several cuts were folded are counted once."""
         folded = {point for point, _ in (*self._folded, *self.passed_over)} | self._left_out
         sizes = {point[:SIZES] for point in (*folded, *self.unbuilt)}
-        own = [one for one in self.candidates if one.point[:SIZES] in sizes]
+        cut = [group for group in self._groups if group.is_cut or group.place in self._cut]
+        own = [one for group in cut for one in self._with_cuts(group) if one.point[:SIZES] in sizes]
         refused = {one.point for one in own} & self.unbuilt.keys()
         built = [one for one in own if one.point in folded]
         considered = self._points.considered - len(refused)
-        too_large = self._points.too_large + sum(one.floor > self.requestable for one in self.candidates)
-        too_large -= sum(one.floor > self.requestable for one in built)
+        every = (one for group in self._groups for one in group.candidates)
+        too_large = self._points.too_large + sum(one.floor > self.requestable for one in every)
+        too_large -= sum(
+            one.floor > self.requestable for group in cut for one in group.candidates if one.point in folded
+        )
         return Counts(
             considered=considered,
             refused=dict(self._points.refused + Counter(self.unbuilt.values())),
@@ -368,6 +402,11 @@ class Search:
             folded=len({one.point for one in built} - refused),
             replayed=self.replayed,
         )
+
+
+def _entries(place: int, candidates: Sequence[Candidate]) -> Iterator[_Entry]:
+    """``candidates``, the first of which stands at ``place``, to be sorted."""
+    return ((*one.rank, place + at, one) for at, one in enumerate(candidates) if one.seconds < inf)
 
 
 def _is_steady(suggestion: Suggestion) -> bool:

@@ -153,6 +153,90 @@ def test_bounds_from_above_and_below(name: str) -> None:
         assert search.needs.at_best(point) <= peak
 
 
+# -- cuts where they matter ------------------------------------------------------------------------------
+
+LARGE = {
+    "llama-3-405b": {"gpus": "16384", "gpu": "h100-80gb", "gbs": "2048", "seq": "8192"},
+    "gpt3-175b": {"gpus": "512", "gpu": "a100-80gb", "gbs": "1536", "seq": "2048"},
+    "deepseek-v3": {"gpus": "2048", "gpu": "h100-80gb", "gbs": "15360", "seq": "4096"},
+    "mixtral-8x7b": {"gpus": "64", "gpu": "b200", "gbs": "512", "seq": "4096"},
+    "qwen3-30b-a3b": {"gpus": "64", "gpu": "h200", "gbs": "240", "seq": "8192"},
+}
+"""Models of known sizes, as people train them."""
+
+
+class WithoutBound(Clock):
+    """Every point is cut before any of them is taken."""
+
+    def least(self, point: Point) -> float:
+        return 0.0
+
+
+def large(name: str) -> Space:
+    base = read_plan(None, {"model": name, "framework": "megatron", **LARGE[name]}).plan
+    return space_of(base, filled(base), {})
+
+
+def check_bounds(search: Search, many: int) -> None:
+    """No cut has less than the bounds that stand for it."""
+    uncut = [group for group in search._groups if not group.is_cut]
+    for group in Random(3).sample(uncut, min(many, len(uncut))):
+        bounds = {one.point: one for one in group.candidates}
+        for one in search._with_cuts(group):
+            assert bounds[one.point].seconds <= one.seconds, one
+            assert bounds[one.point].floor <= one.floor + 1, one
+
+
+def found(search: Search) -> list[object]:
+    """All that a search gives, but for the figures of the allocator."""
+    best = search.fastest(4)
+    every = [*best, *search.roomier(best[0], 0.05), *search.front(best[0], 0.1, 8)] if best else []
+    return [(one.point, one.cut, one.requested, one.seconds) for one in every]
+
+
+FEW = {"gpus": "4", "gbs": "8"}
+
+
+@pytest.mark.parametrize("name", ["megatron", *(pytest.param(one, marks=pytest.mark.slow) for one in CUT[1:])])
+def test_bounds_of_points_that_are_not_cut(name: str) -> None:
+    check_bounds(searched(space(name, **FEW), UNLIMITED), 40)
+
+
+def test_bounds_of_points_in_another_framework() -> None:
+    check_bounds(searched(space("megatron-deepspeed"), UNLIMITED), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_bounds_of_large_models(name: str) -> None:
+    search = searched(large(name), 70 << 30)
+    check_bounds(search, 1000)
+    assert len({group.candidates[0].seconds for group in search._groups}) > 100
+
+
+@pytest.mark.parametrize("name", ["megatron", *(pytest.param(one, marks=pytest.mark.slow) for one in CUT[1:])])
+def test_points_that_are_never_cut_change_nothing(name: str) -> None:
+    whole = replace(space(name, **FEW), mbs=(1,))
+    search, every = (
+        Search(whole, clock, UNLIMITED, UNLIMITED - (100 << 20), lambda what, done, of: None)
+        for clock in (Clock(whole), WithoutBound(whole))
+    )
+    assert found(search) == found(every)
+    assert search.counts().considered == every.counts().considered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_points_of_large_models_that_are_never_cut_change_nothing(name: str) -> None:
+    whole = large(name)
+    search, every = (
+        Search(whole, clock, 70 << 30, 1 << 30, lambda what, done, of: None)
+        for clock in (Clock(whole), WithoutBound(whole))
+    )
+    assert found(search) == found(every)
+    assert len(search._cut) < len(every._cut)
+
+
 # -- against everything -----------------------------------------------------------------------------------
 
 

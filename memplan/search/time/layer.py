@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...frameworks import framework
 from ...layers.module import Counted, Passes
-from ...layers.work import NO_CALLS, Calls, Exchange
+from ...layers.work import NO_CALLS, Calls, Exchange, Product
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from . import kernels, power
@@ -66,6 +66,19 @@ def _passes(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> tuple[float
     second = _pass(behind, rates, ranks, host, False, NO_CALLS)
     back = _pass(work.backward, rates, ranks, host, True, work.backward_replayed)
     return first[0] + second[0], back[0], first[1] + second[1] + back[1]
+
+
+def host_seconds(work: Passes, rates: Rates, host: Host) -> float:
+    """Of the host alone for the products of both passes, of which there are as many for any number of sequences; other
+    kernels can be fewer for a single one. Passes take no less, unless a graph launches them
+    or the host waits for each."""
+    if host.replays or host.blocking:
+        return 0.0
+    forward, back = (
+        [(one, times) for one, times in own if isinstance(one, Product)] for own in (work.forward, work.backward)
+    )
+    spent = seconds(forward, host, rates.host_slower, False, work.forward_replayed)
+    return spent + seconds(back, host, rates.host_slower, True, work.backward_replayed)
 
 
 def _read(forward: Counted) -> tuple[Counted, Counted]:

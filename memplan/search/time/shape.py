@@ -120,10 +120,10 @@ class Shapes:
     def of(self, b: int) -> Shape:
         """Of ``b`` sequences. Recorded of 1, 2, 4 and odd numbers; others follow from 2 and 4."""
         if b not in self.known:
-            self.known[b] = (self._grown(b) if self.linear and b > 4 and b % 2 == 0 else None) or self._recorded(b)
+            self.known[b] = (self._grown(b) if self.linear and b > 4 and b % 2 == 0 else None) or self.recorded(b)
         return self.known[b]
 
-    def _recorded(self, b: int) -> Shape:
+    def recorded(self, b: int) -> Shape:
         batch = self.plan.batch.model_copy(update={"mbs": b, "gbs": b * self.times})
         return shape_of(self.plan.model_copy(update={"batch": batch}))
 
