@@ -374,12 +374,10 @@ def column_linear(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *
     """The first projection of experts that are modules of their own (``column_parallel_linear`` of ``backends.py``)."""
     if shape.implementation == "local":
         return local.column_linear(r, x, name, n, shape, bias=False, skip_bias=True)[0]
-    out = te.column_linear(r, x, name, n, shape, bias=False, skip_bias=True, original=original)[0]
-    return adapters.added(r, out, x, name, shape, columns=True) if adapters.adapts(r, name) else out
+    return adapters.column_linear(r, x, name, "", n, shape, bias=False, skip_bias=True, original=original)[0]
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """The second (``row_parallel_linear``)."""
-    module = local.row_linear if shape.implementation == "local" else te.row_linear
-    out = module(r, x, name, shape, bias=False)[0]
-    return adapters.added(r, out, x, name, shape, columns=False) if adapters.adapts(r, name) else out
+    module = local.row_linear if shape.implementation == "local" else adapters.row_linear
+    return module(r, x, name, shape, bias=False)[0]

@@ -8,7 +8,16 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import block, grouped, grouped_chain, te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import (
+    adapters,
+    block,
+    grouped,
+    grouped_chain,
+    te,
+    te_attention,
+    te_facts,
+    te_low_attention,
+)
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, ExpertShape, Version
 from memplan.layers.module import Run
@@ -184,6 +193,7 @@ FROZEN_CASES = [
         for more in ({}, {"t": 4}, PARALLEL)
     ),
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
+    *(Case("duplicated", frozen=True, rank=16, bias=False, dropout=0.0, **more) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("grouped", frozen=True, rank=rank, bias=False, dropout=0.0) for rank in (0, 16)),
     Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
     *(
@@ -409,6 +419,7 @@ def _grouped(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
 
 ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "grouped": _grouped,
+    "duplicated": lambda r, x, case, shape: adapters.duplicated(r, x, "linear", 3 * case.h, shape),
     "column": _adapted_column,
     "row": _adapted_row,
     "norm_column": _adapted_norm_column,
