@@ -218,7 +218,17 @@ def adapted(case: Case, te: Any) -> Made:
 def _grouped(case: Case, te: Any) -> Made:
     options = {"params_dtype": torch.bfloat16, "init_method": lambda weight: None, "bias": case.bias}
     module, rows = te.GroupedLinear(case.count, case.h, INNER, **options), case.s * case.b
-    return lambda x: module(x, [rows // case.count] * case.count), list(module.parameters())
+    splits = torch.tensor([rows // case.count] * case.count)
+    splits.tolist = lambda: [rows // case.count] * case.count  # type: ignore[method-assign]
+    firsts = iter((True,))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not case.recipe:
+            return module(x, splits)  # type: ignore[no-any-return]
+        with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(case)):
+            return module(x, splits, is_first_microbatch=next(firsts, False))  # type: ignore[no-any-return]
+
+    return function, list(module.parameters())
 
 
 def _rope(case: Case, te: Any) -> Made:

@@ -119,18 +119,15 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         yield "recompute.mode", plan.recompute.mode == "full"
         yield "batch.mbs", plan.batch.mbs > 1
         yield "model.layer_pattern", "G" in model.layer_pattern
-    if model.latent_kv_rank:
-        yield "precision.fp8", plan.precision.fp8
     yield "precision.fp4", plan.precision.fp4
 
 
 def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
-    """Frozen experts in 16 bits; adapters of a rank's grouped experts, whole ones, and of shared experts beside no
+    """Adapters of a rank's grouped experts, whole ones, and of shared experts beside no
     exchange."""
     if not plan.model.experts:
         return
     given, model = plan.experts, plan.model
-    yield "precision.fp8", plan.precision.fp8
     yield "model.mlp_bias", model.mlp_bias
     yield "model.expert_latent", model.expert_latent
     for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):

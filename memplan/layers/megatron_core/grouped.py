@@ -233,7 +233,8 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]
     (n, k), like = weight, x.shape
-    fed = members(shape, f"experts_{name}", like, (like[0], n), original=original)
+    trained = own[0].node is not None
+    fed = members(shape, f"experts_{name}", like, (like[0], n), original=original, trained=trained)
 
     waiting = r.delayed_experts
     grouped_tensor = shape.experts is not None and shape.experts.grouped_tensor
@@ -263,7 +264,11 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
 
     def of_input(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         """Of frozen weights (``weights_requires_grad``)."""
-        return [r.empty(like, dtype, f"grad_experts_{name}_input"), *[None] * len(taken)]
+        fed.gradient(r)
+        grad = r.empty(like, dtype, f"grad_experts_{name}_input")
+        fed.scratch(r, weight, columns=True)
+        fed.clear()
+        return [grad, *[None] * len(taken)]
 
     def later(r: Recorder, held: list[Any], made: Gradients) -> Gradients:
         """Products wait for ``backward_dw``, with their operands and what they are to fill."""
@@ -282,11 +287,10 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
         queue.append(products)
         return made
 
-    trained = own[0].node is not None
-    saved = (*(fed.fed(r, x) if trained else ()), *((counts,) if counts is not None else ()))
+    saved = (*fed.fed(r, x), *((counts,) if counts is not None else ()))
     done = fed.work(r, _products(like[0], n, k, dtype, shape, r))
     if not trained and done.backward is not None:
-        done = done._replace(backward=done.backward[:1])
+        done = done._replace(backward=done.backward[:-1])
     node = r.node((x, *taken), (*saved, *taken), backward if trained else of_input, work=done)
     out = r.empty((like[0], n), dtype, f"experts_{name}")
     fed.scratch(r, weight, columns=False)

@@ -195,6 +195,11 @@ FROZEN_CASES = [
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
     *(Case("duplicated", frozen=True, rank=16, bias=False, dropout=0.0, **more) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("grouped", frozen=True, rank=rank, bias=False, dropout=0.0) for rank in (0, 16)),
+    *(
+        Case("grouped", frozen=True, recipe=recipe, major=major, dropout=0.0, count=2, **LARGE)
+        for recipe, major in LOW
+        if recipe in ("delayed", "tensorwise")
+    ),
     Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
     *(
         Case(module, frozen=True, rank=rank, norm="rmsnorm", recipe=recipe, major=major, dropout=0.0, **LARGE, **more)
@@ -372,7 +377,7 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.frozen and version < te_facts.OLDEST_FROZEN:
         return False
-    if case.module == "grouped" and version > (2, 11):  # which read how many rows experts have from a tensor
+    if case.module == "grouped" and version < (2, 17):  # which take no tensor of rows
         return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
