@@ -125,7 +125,7 @@ def quantize(x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = No
 
 def split_quantize(x: torch.Tensor, rows: list[int], quantizers: Any, **_: Any) -> list[Any]:
     """Of tensors with one scale: each member by itself (``cast.cpp``, where nothing is allocated in bulk)."""
-    return [quantize(part, one) for part, one in zip(x.split(rows), quantizers, strict=True)]
+    return [quantize(part, one) for part, one in zip(torch.split(x, rows), quantizers, strict=True)]
 
 
 def bgrad_quantize(x: torch.Tensor, quantizer: Any) -> Any:

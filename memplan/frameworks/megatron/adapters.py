@@ -128,7 +128,7 @@ def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     if not plan.model.experts:
         return
     given, model = plan.experts, plan.model
-    yield "model.mlp_bias", model.mlp_bias
+    yield "precision.fp8", plan.precision.fp8 and model.mlp_bias
     yield "model.expert_latent", model.expert_latent
     for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
         yield f"experts.{name}", getattr(given, name)

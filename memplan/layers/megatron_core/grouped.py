@@ -331,10 +331,11 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
         return x
     biases = [r.parameter(f"mlp.experts.{FC2}.bias{i}", x.shape[-1:], shape.dtype) for i in range(shape.local_experts)]
     like, dtype, kind, one, h = x.shape, x.dtype, weights.dtype, weights.shape, x.shape[-1]
+    trained = [bias.node is not None for bias in biases]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         wide = r.empty(like, kind, "grad_experts_bias_scaled")
-        grads = [r.empty((h,), dtype, "grad_experts_bias") for _ in biases]
+        grads = [r.empty((h,), dtype, "grad_experts_bias") if one else None for one in trained]
         probabilities = r.empty(one, kind, "grad_experts_probabilities")
         del wide
         return [gradients[0], probabilities, *grads]
