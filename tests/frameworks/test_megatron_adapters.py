@@ -27,6 +27,7 @@ FLAGS = {
 
 EXPERTS = {"model": "qwen3-30b-a3b", "ep": "4", "gpus": "8", "gbs": "8"}
 
+BIASED = {"model": "gpt-oss-20b", "ep": "8", "gpus": "8", "gbs": "8"}
 HYBRID = {
     "model": "nemotron-3-nano-30b-a3b",
     "layers": "6",
