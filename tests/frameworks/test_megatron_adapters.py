@@ -27,6 +27,16 @@ FLAGS = {
 
 EXPERTS = {"model": "qwen3-30b-a3b", "ep": "4", "gpus": "8", "gbs": "8"}
 
+BIASED = {"model": "gpt-oss-20b", "ep": "8", "gpus": "8", "gbs": "8"}
+HYBRID = {
+    "model": "nemotron-3-nano-30b-a3b",
+    "layers": "6",
+    "layer_pattern": "ME*E-M",
+    "ep": "8",
+    "gpus": "8",
+    "gbs": "8",
+}
+
 
 def plan_of(**flags: str) -> ResolvedPlan:
     return resolve(read_plan(None, {**FLAGS, **{name.replace("_", "-"): value for name, value in flags.items()}}).plan)
@@ -111,7 +121,17 @@ def test_stages_behind_the_first_have_gradients_of_what_they_receive() -> None:
     assert _modules(second)["layer.1"].first.grad_input  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("flags", [{}, {"recompute": "full"}, {"pp": "2", "gpus": "2"}, {"fp8": "tensorwise"}, EXPERTS])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"recompute": "full"},
+        {"pp": "2", "gpus": "2"},
+        {"fp8": "tensorwise"},
+        {**EXPERTS, "fp8": "tensorwise"},
+        HYBRID,
+    ],
+)
 def test_search_folds_what_an_estimate_folds(flags: dict[str, str]) -> None:
     plan = plan_of(**flags)
     peaks = [fold_program(one).peak for one in made(**flags)]
@@ -145,10 +165,28 @@ def test_experts_of_a_rank_share_adapters() -> None:
     assert held(program.kept.construction, Category.GRADIENTS) == 4 * 2 * (of_experts + of_attention)
 
 
+def test_layers_of_other_kinds() -> None:
+    """Nemotron 3 Nano: 2,688 hidden; 64 heads of 64 in Mamba layers, 8 groups with states of 128; 32 + 2 x 2 heads of
+    128 in attention. Moonlight: 16 heads of 128 + 64, values of 128, keys and values from 512 + 64."""
+    inner = 64 * 64
+    of_mamba = 32 * (2 * inner + 2 * 8 * 128 + 64 + 2688) + 32 * (2688 + inner)
+    assert adapter_parameters(plan_of(**HYBRID, lora_targets="in_proj,out_proj")) == 2 * of_mamba
+    assert adapter_parameters(plan_of(**HYBRID, lora_targets="linear_qkv")) == 32 * (36 * 128 + 2688)
+    latent = {"model": "moonlight-16b", "lora_targets": "linear_q_proj,linear_kv_down_proj,linear_kv_up_proj"}
+    of_layer = 32 * (16 * 192 + 2048) + 32 * (576 + 2048) + 32 * (16 * 256 + 512)
+    assert adapter_parameters(plan_of(**latent)) == 2 * of_layer
+
+
+def test_layers_before_the_first_adapter_have_no_backward() -> None:
+    (program,) = made(**HYBRID, lora_targets="linear_qkv")
+    backwards = {name: bool(one.first.backward) for name, one in _modules(program).items() if "layer" in name}  # type: ignore[attr-defined]
+    assert backwards == {f"layer.{at}": at >= 2 for at in range(6)}
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ({**EXPERTS, "fp8": "tensorwise"}, "precision.fp8 = tensorwise: is not modelled yet with adapters"),
+        ({**HYBRID, "recompute": "full"}, "recompute.mode = full: is not modelled yet with adapters"),
         ({**EXPERTS, "moe_grouped_gemm": "false"}, "experts.grouped_gemm = false: is not modelled yet with adapters"),
         ({"lora_targets": "q_proj"}, "lora.targets = q_proj: must be among linear_qkv, linear_proj"),
         ({"use_dora": "true"}, "lora.dora = true: must be left out with framework megatron"),

@@ -119,10 +119,10 @@ MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "e
         ({"model": "llama-3-8b", "lora_rank": 8, "loss": "cut"}, "must be plain or liger"),
         ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
         (
-            {"model": "gpt2", "lora_rank": 8, "framework": "megatron", "attention": "flash"},
-            "single, ddp, device-map, deepspeed and fsdp",
+            {"model": "gpt2", "lora_rank": 8, "framework": "megatron-deepspeed", "dtype": "fp16"},
+            "single, ddp, device-map, megatron, deepspeed and fsdp",
         ),
-        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "megatron", "attention": "flash"}, "fsdp"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "framework": "megatron", "quantisation": "nf4"}, "fsdp"),
         ({"model": "llama-3-8b", "freeze_layers": 4}, "at most the 3 layers"),
         ({"model": "gpt2", "code": "2020", "dtype": "fp32", "freeze_embedding": "true"}, "code 2020"),
         ({"model": "llama-3-8b", "quantisation": "nf4"}, "cannot be trained"),

@@ -721,6 +721,8 @@ def adapters() -> Iterator[str]:
     )
     yield f"{moe} --tp 4 --etp 1 --sequence-parallel"
     yield f"{moe} --lora-targets linear_qkv,linear_proj --moe-dispatcher flex"
+    for model in ("nemotron-3-nano-30b-a3b --layers 6 --layer-pattern ME*E-M", "moonlight-16b --layers 3"):
+        yield f"--model {model} --seq 2048 --framework megatron --gpu h100-80gb --gpus 8 --ep 8 --lora-rank 8"
 
 
 def megatron_deepspeed() -> Iterator[str]:

@@ -170,6 +170,12 @@ def _column(case: Case, te: Any) -> Made:
     return _first(module, case, te), list(module.parameters())
 
 
+def _duplicated(case: Case, te: Any) -> Made:
+    alone = {"sequence_parallel": False, "tp_group": None, "tp_size": 1}
+    module = te.Linear(case.h, 3 * case.h, parallel_mode=None, **_options(case) | alone)
+    return _first(module, case, te), list(module.parameters())
+
+
 def _row(case: Case, te: Any) -> Made:
     module = te.Linear(case.h, case.h, parallel_mode="row", **_options(case) | {"return_bias": case.bias})
     return _first(module, case, te), list(module.parameters())
@@ -203,6 +209,7 @@ def adapted(case: Case, te: Any) -> Made:
         sequence_parallel=case.sequence_parallel,
         input_is_parallel=case.module == "row",
         dropout=case.dropout,
+        base_linear_is_parallel=case.module != "duplicated",
         disable_sequence_parallel_comm=not case.sequence_parallel or (shows and together),
     )
     return lambda x: wrapper(x)[0], list(wrapper.adapter.parameters())
@@ -211,7 +218,17 @@ def adapted(case: Case, te: Any) -> Made:
 def _grouped(case: Case, te: Any) -> Made:
     options = {"params_dtype": torch.bfloat16, "init_method": lambda weight: None, "bias": case.bias}
     module, rows = te.GroupedLinear(case.count, case.h, INNER, **options), case.s * case.b
-    return lambda x: module(x, [rows // case.count] * case.count), list(module.parameters())
+    splits = torch.tensor([rows // case.count] * case.count)
+    splits.tolist = lambda: [rows // case.count] * case.count  # type: ignore[method-assign]
+    firsts = iter((True,))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not case.recipe:
+            return module(x, splits)  # type: ignore[no-any-return]
+        with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(case)):
+            return module(x, splits, is_first_microbatch=next(firsts, False))  # type: ignore[no-any-return]
+
+    return function, list(module.parameters())
 
 
 def _rope(case: Case, te: Any) -> Made:
@@ -279,6 +296,7 @@ MODULES: dict[str, Callable[[Case, Any], Made]] = {
     "row": _row,
     "norm_column": _norm_column,
     "grouped": _grouped,
+    "duplicated": _duplicated,
     "rope": _rope,
     "cross_entropy": _cross_entropy,
     "attention": _attention,

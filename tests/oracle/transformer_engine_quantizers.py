@@ -123,6 +123,11 @@ def quantize(x: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = No
     return outer(quantizer, _fresh(x.shape)) if of_attention and per_tensor else create(quantizer, x.shape)
 
 
+def split_quantize(x: torch.Tensor, rows: list[int], quantizers: Any, **_: Any) -> list[Any]:
+    """Of tensors with one scale: each member by itself (``cast.cpp``, where nothing is allocated in bulk)."""
+    return [quantize(part, one) for part, one in zip(torch.split(x, rows), quantizers, strict=True)]
+
+
 def bgrad_quantize(x: torch.Tensor, quantizer: Any) -> Any:
     """The gradient of the bias first (``bias.cpp``)."""
     grad_bias = _fresh(x.shape[-1:], x.dtype)
@@ -175,6 +180,7 @@ def shape_of(operand: Any) -> tuple[int, ...]:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "split_quantize": split_quantize,
     "quantize": quantize,
     "bgrad_quantize": bgrad_quantize,
     "dequantize": dequantize,

@@ -108,8 +108,9 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
-    if _ADAPTERS.search(recipe) and "peft" not in root.mapping:
-        root = laid_over(root, [f"peft={'dora' if _DORA.search(recipe) else 'lora'}"], training.origin)
+    given = root.mapping.get("peft")
+    if _ADAPTERS.search(recipe) and (given is None or given.mapping):
+        root = laid_over(root, [f"peft._target_={'dora' if _DORA.search(recipe) else 'lora'}"], training.origin)
     if benchmark:
         said = of_benchmark.get("dtype", "bf16")
         task, gpus, gpu = (

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ...layers.megatron_core import te_facts
+from ...layers.megatron_core import latent, te_facts
 from ...layers.megatron_core.block import FC1, FC2, PROJECTION, QKV
 from ...layers.megatron_core.grouped import EXPERTS
+from ...layers.megatron_core.mamba import IN, OUT
 from ...layers.megatron_core.moe import SHARED
 from ...layers.tuning import Adapters, Tuning
 from ...plan.errors import PlanError
@@ -28,23 +29,52 @@ if TYPE_CHECKING:
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A rank's experts share
     an adapter, which all expert-parallel ranks have alike (``share_expert_adapters``)."""
-    spec, twice = plan.model, 2 if plan.model.gated else 1
+    spec, twice, pattern = plan.model, 2 if plan.model.gated else 1, plan.model.layer_pattern
     routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
+    attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (spec.layers, spec.layers - routed)
+    routed = pattern.count("E") if pattern else routed
 
     def fed(name: str, width: int, times: int) -> list[Adaptable]:
         sizes = {FC1: (twice * width, spec.hidden), FC2: (spec.hidden, width)}
         return [Adaptable(f"{name}.{one.rpartition('.')[2]}", *size, times) for one, size in sizes.items() if times]
 
     layers = [
-        *fed("mlp", spec.ffn, spec.layers - routed),
+        *fed("mlp", spec.ffn, dense),
         *fed(EXPERTS, spec.expert_ffn, routed),
         *fed(SHARED, spec.shared_expert_ffn, routed if spec.shared_expert_ffn else 0),
     ]
-    return {
-        "linear_qkv": (Adaptable(QKV, spec.qkv_features, spec.hidden, spec.layers),),
-        "linear_proj": (Adaptable(PROJECTION, spec.hidden, spec.attention_features, spec.layers),),
-        **{name: tuple(one for one in layers if one.part.endswith(name)) for name in ("linear_fc1", "linear_fc2")},
+    named = {
+        "linear_qkv": [Adaptable(QKV, spec.qkv_features, spec.hidden, attending)],
+        "linear_proj": [Adaptable(PROJECTION, spec.hidden, spec.attention_features, attending)],
+        **{name: [one for one in layers if one.part.endswith(name)] for name in ("linear_fc1", "linear_fc2")},
     }
+    if spec.latent_kv_rank:
+        named |= _latent(plan)
+    if mamba := spec.layer_pattern.count("M"):
+        inner = spec.mamba_heads * spec.mamba_head_dim
+        features = 2 * inner + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
+        named["in_proj"] = [Adaptable(IN, features, spec.hidden, mamba)]
+        named["out_proj"] = [Adaptable(OUT, spec.hidden, inner, mamba)]
+    return {name: tuple(several) for name, several in named.items() if any(one.times for one in several)}
+
+
+def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
+    """Projections of latent attention, which has no ``linear_qkv``."""
+    spec = plan.model
+    heads, q, kv = spec.heads, spec.latent_q_rank, spec.latent_kv_rank
+    keys = spec.nope_head_dim + spec.rope_head_dim
+    sizes = {
+        latent.KV_DOWN: (kv + spec.rope_head_dim, spec.hidden),
+        latent.KV_UP: (heads * (spec.nope_head_dim + spec.value_head_dim), kv),
+        latent.PROJECTION: (spec.hidden, heads * spec.value_head_dim),
+    }
+    sizes |= (
+        {latent.Q_DOWN: (q, spec.hidden), latent.Q_UP: (heads * keys, q)}
+        if q
+        else {latent.Q: (heads * keys, spec.hidden)}
+    )
+    made = {name.rpartition(".")[2]: [Adaptable(name, *size, spec.layers)] for name, size in sizes.items()}
+    return {"linear_qkv": [], **made}
 
 
 def tuning_of(plan: ResolvedPlan) -> Tuning | None:
@@ -76,7 +106,7 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     yield "megatron.transformer_impl", megatron.transformer_impl == "local"
     yield "model.causal", not model.causal
     yield from _of_experts(plan)
-    for name in ("latent_kv_rank", "layer_pattern", "linear_interval", "layer_blocks", "mtp_layers"):
+    for name in ("linear_interval", "layer_blocks", "mtp_layers"):
         yield f"model.{name}", getattr(model, name)
     for name in ("fsdp", "torch_fsdp", "cuda_graphs"):
         yield f"megatron.{name}", getattr(megatron, name) != "none"
@@ -84,17 +114,21 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     for name in (*names, "fuses_operations", "fp32_gradients_of", "clips_queries"):
         yield f"megatron.{name}", getattr(megatron, name)
     yield "optimizer.name", optimizer.name == "muon"
+    yield "megatron.joint_latent_down", megatron.joint_latent_down
+    if model.layer_pattern:  # ``recompute.py`` knows no hybrids; a transposed gradient is one of one sequence alone
+        yield "recompute.mode", plan.recompute.mode == "full"
+        yield "batch.mbs", plan.batch.mbs > 1
+        yield "model.layer_pattern", "G" in model.layer_pattern
     yield "precision.fp4", plan.precision.fp4
 
 
 def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
-    """Frozen experts in 16 bits; adapters of a rank's grouped experts, whole ones, and of shared experts beside no
+    """Adapters of a rank's grouped experts, whole ones, and of shared experts beside no
     exchange."""
     if not plan.model.experts:
         return
     given, model = plan.experts, plan.model
-    yield "precision.fp8", plan.precision.fp8
-    yield "model.mlp_bias", model.mlp_bias
+    yield "precision.fp8", plan.precision.fp8 and model.mlp_bias
     yield "model.expert_latent", model.expert_latent
     for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
         yield f"experts.{name}", getattr(given, name)

@@ -115,13 +115,14 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     layer_shape, end_shape = module_shapes(shape)
     _check_work(layer_shape, entries)
     again = recomputed(job.recompute, entries)
+    leaf = "embedding" in entries and leaves_input(job.options)
     spans: list[Span] = []
     for at, group in enumerate(groups):
         own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_in(layer_shape, name, keeping, at_once) for name in group)
-            leaf = at > 0 and groups[at - 1] == ["embedding"] and leaves_input(job.options)
             module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
+            leaf = leaf and not module.first.backward
         elif group[0].startswith(DECODER):
             decoder = t5.decoder_shape(layer_shape)
             module = layers_module((decoder,), own)
@@ -136,6 +137,12 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             spans[-1] = Span(module, (*spans[-1].names, label))
         else:
             spans.append(Span(module, (label,)))
+    if leaf:
+        raise PlanError(
+            "lora.targets",
+            list(job.options.tuning.adapters.targets if job.options.tuning and job.options.tuning.adapters else ()),
+            "leaves a pipeline's first chunk without adapters, which then has no backward pass: not modelled",
+        )
     saved = frozenset(id for span in spans for id in span.module.saved_shared)
     batch = ends_of(shape).batch(shape, role)
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)

@@ -107,6 +107,8 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         )
     if given.model.family == "bert":
         raise given.wrong("model.family", "must be a GPT: BERT's batches and losses are not run yet")
+    if given.lora.rank is not None:
+        raise given.wrong("lora.rank", "must be left out: Megatron-Bridge's adapters are not run yet")
     if given.megatron.optimizer_offload:
         raise given.wrong("megatron.optimizer_offload", "must be 0: states on the host are not run yet")
     if given.megatron.offload_modules is not None:

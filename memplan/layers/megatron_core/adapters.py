@@ -17,7 +17,7 @@ from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..work import Exchange, Operator, exchanged
-from . import local
+from . import local, te
 from .shape import CoreShape
 
 DOWN, UP = "adapter.linear_in", "adapter.linear_out"
@@ -35,6 +35,54 @@ def added(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, *, c
     """``linear_output + adapter_output`` of the layer's ``out`` and of the input ``x`` of its product. With
     ``columns`` ranks share the layer's outputs, else its inputs."""
     beside = (_of_columns if columns else _of_rows)(r, x, name, out.shape, shape)
+    return ops.add(r, out, beside, f"{name}_with_adapter")
+
+
+def column_linear(
+    r: Recorder,
+    x: Tensor,
+    name: str,
+    norm_name: str,
+    n: int,
+    shape: CoreShape,
+    *,
+    bias: bool,
+    skip_bias: bool,
+    original: bool = False,
+    strided: bool = False,
+) -> te.Biased:
+    """Transformer Engine's layer with ``n`` outputs on this rank, with the norm in it where that has a ``norm_name``,
+    and an adapter, if it has one: of the norm's output."""
+    if not norm_name:
+        out, own = te.column_linear(r, x, name, n, shape, bias=bias, skip_bias=skip_bias, original=original)
+    elif not adapts(r, name):
+        return te.norm_column_linear(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias, strided=strided)
+    else:
+        out, own, x = te.norm_column_linear_showing(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias)
+    return added(r, out, x, name, shape, columns=True) if adapts(r, name) else out, own
+
+
+def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: bool, original: bool = False) -> te.Biased:
+    """Transformer Engine's layer of what this rank has of the inputs, and an adapter, if it has one."""
+    out, own = te.row_linear(r, x, name, shape, bias=bias, original=original)
+    return added(r, out, x, name, shape, columns=False) if adapts(r, name) else out, own
+
+
+def duplicated(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, original: bool = False) -> Tensor:
+    """A layer that every tensor-parallel rank has whole (``parallel_mode="duplicated"``), of its own tokens, and an
+    adapter, if it has one, of which ranks have parts all the same (``base_linear_is_parallel``)."""
+    alone = replace(shape, t=1, sequence_parallel=False)
+    out, _ = te.column_linear(r, x, name, n, alone, bias=False, skip_bias=False, original=original)
+    if not adapts(r, name):
+        return out
+    down, up = parameters(r, name, n, x.shape[-1], shape, columns=True)
+    parts = _alone(shape)
+    low = local.linear(r, _dropped(r, x, name), down, None, f"{name}.{DOWN}", _summed(parts, shape), columns=True)
+    low = _gathered_last(r, low, f"{name}.{DOWN}", shape)
+    low = local.linear(r, low, up, None, f"{name}.{UP}", parts, columns=True)
+    low = _gathered_last(r, low, f"{name}.{UP}", shape)
+    beside = ops.scale(r, low, f"{name}_adapter_scaled")
+    del low
     return ops.add(r, out, beside, f"{name}_with_adapter")
 
 
@@ -84,8 +132,7 @@ def _of_columns(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape
     if x.shape[0] < like[0]:
         x = _gathered_first(r, x, f"{name}_adapter_gathered", shape)
     alone = _alone(shape)
-    first = replace(alone, t=1) if shape.sequence_parallel else alone
-    x = local.linear(r, x, down, None, f"{name}.{DOWN}", first, columns=True)
+    x = local.linear(r, x, down, None, f"{name}.{DOWN}", _summed(alone, shape), columns=True)
     x = _gathered_last(r, x, f"{name}.{DOWN}", shape)
     x = local.linear(r, x, up, None, f"{name}.{UP}", alone, columns=True)
     return ops.scale(r, x, f"{name}_adapter_scaled")
@@ -107,6 +154,11 @@ def _of_rows(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape) -
 def _alone(shape: CoreShape) -> CoreShape:
     """``model_parallel_config.sequence_parallel = False`` while both layers are made."""
     return replace(shape, sequence_parallel=False, low=None, wide=frozenset())
+
+
+def _summed(alone: CoreShape, shape: CoreShape) -> CoreShape:
+    """With sequence parallelism the gradient of A's input is not summed over ranks (``disable_grad_reduce``)."""
+    return replace(alone, t=1) if shape.sequence_parallel else alone
 
 
 def _dropped(r: Recorder, x: Tensor, name: str) -> Tensor:

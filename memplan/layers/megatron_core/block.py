@@ -313,18 +313,9 @@ def column_linear(
     skip_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """n outputs on this rank and the bias that is not added yet. With ``norm_name`` the norm is in it."""
-    if adapters.adapts(r, name):
-        if norm_name:
-            out, own, read = te.norm_column_linear_showing(
-                r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias
-            )
-        else:
-            (out, own), read = te.column_linear(r, x, name, n, shape, bias=bias, skip_bias=skip_bias), x
-        return adapters.added(r, out, read, name, shape, columns=True), own
-    if norm_name:
-        return te.norm_column_linear(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias)
-    module = local.column_linear if shape.implementation == "local" else te.column_linear
-    return module(r, x, name, n, shape, bias=bias, skip_bias=skip_bias)
+    if shape.implementation == "local":
+        return local.column_linear(r, x, name, n, shape, bias=bias, skip_bias=skip_bias)
+    return adapters.column_linear(r, x, name, norm_name, n, shape, bias=bias, skip_bias=skip_bias)
 
 
 def row_linear(
@@ -333,10 +324,7 @@ def row_linear(
     """h outputs of what this rank has of the inputs, and the bias that is not added yet."""
     if shape.implementation == "local":
         return local.row_linear(r, x, name, shape, bias=bias)
-    out, own = te.row_linear(r, x, name, shape, bias=bias, original=original)
-    if adapters.adapts(r, name):
-        out = adapters.added(r, out, x, name, shape, columns=False)
-    return out, own
+    return adapters.row_linear(r, x, name, shape, bias=bias, original=original)
 
 
 # -- attention ---------------------------------------------------------------------------------------

@@ -233,7 +233,8 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
     biased = len(own) > count and name == FC1
     taken = own if biased else own[:count]
     (n, k), like = weight, x.shape
-    fed = members(shape, f"experts_{name}", like, (like[0], n), original=original)
+    trained = own[0].node is not None
+    fed = members(shape, f"experts_{name}", like, (like[0], n), original=original, trained=trained)
 
     waiting = r.delayed_experts
     grouped_tensor = shape.experts is not None and shape.experts.grouped_tensor
@@ -263,7 +264,11 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
 
     def of_input(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         """Of frozen weights (``weights_requires_grad``)."""
-        return [r.empty(like, dtype, f"grad_experts_{name}_input"), *[None] * len(taken)]
+        fed.gradient(r)
+        grad = r.empty(like, dtype, f"grad_experts_{name}_input")
+        fed.scratch(r, weight, columns=True)
+        fed.clear()
+        return [grad, *[None] * len(taken)]
 
     def later(r: Recorder, held: list[Any], made: Gradients) -> Gradients:
         """Products wait for ``backward_dw``, with their operands and what they are to fill."""
@@ -282,11 +287,10 @@ def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: boo
         queue.append(products)
         return made
 
-    trained = own[0].node is not None
-    saved = (*(fed.fed(r, x) if trained else ()), *((counts,) if counts is not None else ()))
+    saved = (*fed.fed(r, x), *((counts,) if counts is not None else ()))
     done = fed.work(r, _products(like[0], n, k, dtype, shape, r))
     if not trained and done.backward is not None:
-        done = done._replace(backward=done.backward[:1])
+        done = done._replace(backward=done.backward[:-1])
     node = r.node((x, *taken), (*saved, *taken), backward if trained else of_input, work=done)
     out = r.empty((like[0], n), dtype, f"experts_{name}")
     fed.scratch(r, weight, columns=False)
@@ -327,10 +331,11 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
         return x
     biases = [r.parameter(f"mlp.experts.{FC2}.bias{i}", x.shape[-1:], shape.dtype) for i in range(shape.local_experts)]
     like, dtype, kind, one, h = x.shape, x.dtype, weights.dtype, weights.shape, x.shape[-1]
+    trained = [bias.node is not None for bias in biases]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         wide = r.empty(like, kind, "grad_experts_bias_scaled")
-        grads = [r.empty((h,), dtype, "grad_experts_bias") for _ in biases]
+        grads = [r.empty((h,), dtype, "grad_experts_bias") if one else None for one in trained]
         probabilities = r.empty(one, kind, "grad_experts_probabilities")
         del wide
         return [gradients[0], probabilities, *grads]
@@ -374,12 +379,10 @@ def column_linear(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *
     """The first projection of experts that are modules of their own (``column_parallel_linear`` of ``backends.py``)."""
     if shape.implementation == "local":
         return local.column_linear(r, x, name, n, shape, bias=False, skip_bias=True)[0]
-    out = te.column_linear(r, x, name, n, shape, bias=False, skip_bias=True, original=original)[0]
-    return adapters.added(r, out, x, name, shape, columns=True) if adapters.adapts(r, name) else out
+    return adapters.column_linear(r, x, name, "", n, shape, bias=False, skip_bias=True, original=original)[0]
 
 
 def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """The second (``row_parallel_linear``)."""
-    module = local.row_linear if shape.implementation == "local" else te.row_linear
-    out = module(r, x, name, shape, bias=False)[0]
-    return adapters.added(r, out, x, name, shape, columns=False) if adapters.adapts(r, name) else out
+    module = local.row_linear if shape.implementation == "local" else adapters.row_linear
+    return module(r, x, name, shape, bias=False)[0]

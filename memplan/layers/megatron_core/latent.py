@@ -16,7 +16,7 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Stream, exchanged
-from . import offload, te, te_attention
+from . import adapters, offload, te, te_attention
 from .ends import keep_mask
 from .grouped import without_output
 from .shape import CoreShape
@@ -76,6 +76,11 @@ def weights(shape: CoreShape) -> dict[str, Shape]:
     return {PROJECTION: (h, a * v), **queries, KV_DOWN: (kv + p, h), KV_UP: (a * (n + v), kv)}
 
 
+def whole(shape: CoreShape, name: str) -> Shape:
+    """Outputs and inputs of one of them on all ranks together."""
+    return weights(replace(shape, t=1))[name]
+
+
 def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
     """Shapes of the static stand-ins for weight gradients."""
     return frozenset(weights(shape).values()) if shape.gradient_fusion else frozenset()
@@ -100,6 +105,9 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
     """The normed (s, b, h) to (s, b, h) and the bias that is not added yet."""
     for name, size in weights(shape).items():
         r.parameter(f"{name}.weight", size, shape.dtype, low=shape.within(name).low)
+        if adapters.adapts(r, name):
+            outputs, inputs = whole(shape, name)
+            adapters.parameters(r, name, outputs, inputs, shape, columns=name != PROJECTION)
     discard = None
     with offload.group(r, hidden, "qkv_linear", shape) as (hidden, commit):
         compressed = (_down_together if shape.joint_latent_down else _down)(r, hidden, shape)
@@ -122,7 +130,7 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
     del held
     original, bias = shape.saves_original, shape.spec.attention_output_bias
     with offload.group(r, context, "attn_proj", shape) as (context, commit):
-        out = te.row_linear(r, context, PROJECTION, shape, bias=bias, original=original)
+        out = adapters.row_linear(r, context, PROJECTION, shape, bias=bias, original=original)
     commit([context])
     return out
 
@@ -130,12 +138,12 @@ def attention(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Te
 def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
     """``_qkv_down_projection``: queries of their rank (or the hidden state), keys and values of theirs, and the key
     that is rotated, gathered along the sequence."""
-    spec, alone = shape.spec, replace(shape, t=1, sequence_parallel=False)
+    spec = shape.spec
     q_rank, kv_rank, p = spec.latent_q_rank, spec.latent_kv_rank, spec.rope_head_dim
     queries, original = hidden, "layernorm" in shape.recompute_modules
     if q_rank:
-        queries, _ = te.column_linear(r, hidden, Q_DOWN, q_rank, alone, bias=False, skip_bias=False, original=original)
-    both, _ = te.column_linear(r, hidden, KV_DOWN, kv_rank + p, alone, bias=False, skip_bias=False, original=original)
+        queries = adapters.duplicated(r, hidden, Q_DOWN, q_rank, shape, original=original)
+    both = adapters.duplicated(r, hidden, KV_DOWN, kv_rank + p, shape, original=original)
     lead = both.shape[:-1]
     keys, rotated = ops.split(r, both, [(*lead, kv_rank), (*lead, p)], "kv_compressed")
     return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated
@@ -235,11 +243,8 @@ def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: Core
 
 
 def _projected(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, normed: bool) -> Tensor:
-    if normed:
-        out, _ = te.norm_column_linear(r, x, name, f"{name}.layer_norm", n, shape, bias=False, skip_bias=False)
-    else:
-        out, _ = te.column_linear(r, x, name, n, shape, bias=False, skip_bias=False)
-    return out
+    norm_name = f"{name}.layer_norm" if normed else ""
+    return adapters.column_linear(r, x, name, norm_name, n, shape, bias=False, skip_bias=False)[0]
 
 
 def _split_at_once(r: Recorder, kv: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:

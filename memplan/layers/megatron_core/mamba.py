@@ -20,7 +20,7 @@ from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..work import Operator, exchanged
-from . import local, te
+from . import adapters, local
 from .mamba_scan import Sizes, chunks_backward, convolution, scan_forward, scan_work, work_of
 from .shape import CoreShape
 
@@ -68,13 +68,13 @@ def _mixer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     own = own_sizes(shape)
     parameters = _parameters(r, own, shape)
     strided = shape.b > 1 and shape.cp == 1
-    x, _ = te.norm_column_linear(
+    x, _ = adapters.column_linear(
         r, hidden, IN, f"{IN}.layer_norm", own.features, shape, bias=False, skip_bias=False, strided=strided
     )
     if shape.cp > 1:
         x = _to_heads(r, x, own, sizes_of(shape), shape.cp)
     y = _scanned(r, x, parameters, shape)
-    out, _ = te.row_linear(r, y, OUT, shape, bias=False)
+    out, _ = adapters.row_linear(r, y, OUT, shape, bias=False)
     return out
 
 

@@ -87,7 +87,8 @@ def parameters(r: Recorder, shape: CoreShape) -> None:
         r.parameter(f"{name}.weight", size, shape.dtype, low=shape.within(name).low)
     for name, size in grouped.parameters(shape):
         r.parameter(name, size, shape.dtype, expert=experts.apart, low=shape.low if ".weight" in name else None)
-    sizes = {one.split(".")[2]: size for one, size in grouped.parameters(shape)} if experts.grouped else {}
+    weights = [(one.split(".")[2], size) for one, size in grouped.parameters(shape) if ".weight" in one]
+    sizes = dict(weights) if experts.grouped else {}
     for name in (one for one in sizes if adapters.adapts(r, f"{grouped.EXPERTS}.{one}")):
         n, k = sizes[name]
         adapters.parameters_of_experts(r, f"{grouped.EXPERTS}.{name}", n, k, shape)

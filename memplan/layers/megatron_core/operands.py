@@ -292,12 +292,14 @@ class LowOperands(Operands):
 class Members:
     """The operands of a grouped product (``pytorch/module/grouped_linear.py``) in 16 bits."""
 
-    def __init__(self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool) -> None:
+    def __init__(self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool, trained: bool) -> None:
         self.shape, self.name, self.like, self.out, self.original = shape, name, like, out, original
+        self.trained = trained
+        """The weights have gradients."""
 
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
         """The input arrives; what the layer saves of it."""
-        return (x,)
+        return (x,) if self.trained else ()
 
     def multiplied(self) -> None:
         """The forward products are done."""
@@ -323,9 +325,9 @@ class LowMembers(Members):
     each where it has one scale, else all of an orientation in one (``bulk_allocate``)."""
 
     def __init__(
-        self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool, low: Low, count: int
+        self, shape: CoreShape, name: str, like: Shape, out: Shape, original: bool, trained: bool, low: Low, count: int
     ) -> None:
-        super().__init__(shape, name, like, out, original)
+        super().__init__(shape, name, like, out, original, trained)
         self.low, self.count = low, count
         self.input, self.grad = Copy(), Copy()
 
@@ -349,13 +351,13 @@ class LowMembers(Members):
         return copy
 
     def fed(self, r: Recorder, x: Tensor) -> tuple[Tensor, ...]:
-        columns = r.grad_enabled and not self.original
+        columns = r.grad_enabled and self.trained and not self.original
         self.input = self._quantised(r, self.like, self.name, rows=True, columns=columns)
         r.keeps_apart(self.input.rows, self.input.columns)
-        return (x,) if self.original else ()
+        return (x,) if self.original and self.trained else ()
 
     def multiplied(self) -> None:
-        if self.original:
+        if self.original or not self.trained:
             self.input.clear()
         else:
             self.input.rows.clear()
@@ -383,11 +385,11 @@ class LowMembers(Members):
         return Operator((self.low.work(self.like), *done.forward), (self.low.work(self.out), *done.backward))
 
 
-def members(shape: CoreShape, name: str, like: Shape, out: Shape, *, original: bool) -> Members:
+def members(shape: CoreShape, name: str, like: Shape, out: Shape, *, original: bool, trained: bool) -> Members:
     """``like`` and ``out``: rows of all experts of this rank, with as many features as the input and the output."""
     if shape.low is None:
-        return Members(shape, name, like, out, original)
-    return LowMembers(shape, name, like, out, original, shape.low, shape.local_experts)
+        return Members(shape, name, like, out, original, trained)
+    return LowMembers(shape, name, like, out, original, trained, shape.low, shape.local_experts)
 
 
 def operands(shape: CoreShape, layer: Linear) -> Operands:

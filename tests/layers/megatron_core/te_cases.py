@@ -8,7 +8,16 @@ from typing import Any
 
 from memplan.layers import ops
 from memplan.layers.autograd import Gradients, Recorder, Tensor
-from memplan.layers.megatron_core import block, grouped, grouped_chain, te, te_attention, te_facts, te_low_attention
+from memplan.layers.megatron_core import (
+    adapters,
+    block,
+    grouped,
+    grouped_chain,
+    te,
+    te_attention,
+    te_facts,
+    te_low_attention,
+)
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, ExpertShape, Version
 from memplan.layers.module import Run
@@ -184,7 +193,13 @@ FROZEN_CASES = [
         for more in ({}, {"t": 4}, PARALLEL)
     ),
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
+    *(Case("duplicated", frozen=True, rank=16, bias=False, dropout=0.0, **more) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("grouped", frozen=True, rank=rank, bias=False, dropout=0.0) for rank in (0, 16)),
+    *(
+        Case("grouped", frozen=True, recipe=recipe, major=major, dropout=0.0, count=2, **LARGE)
+        for recipe, major in LOW
+        if recipe in ("delayed", "tensorwise")
+    ),
     Case("norm_column", frozen=True, rank=16, bias=False, dropout=0.0, overlaps=True, **PARALLEL),
     *(
         Case(module, frozen=True, rank=rank, norm="rmsnorm", recipe=recipe, major=major, dropout=0.0, **LARGE, **more)
@@ -362,7 +377,7 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.frozen and version < te_facts.OLDEST_FROZEN:
         return False
-    if case.module == "grouped" and version > (2, 11):  # which read how many rows experts have from a tensor
+    if case.module == "grouped" and version < (2, 17):  # which take no tensor of rows
         return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
@@ -409,6 +424,7 @@ def _grouped(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
 
 ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
     "grouped": _grouped,
+    "duplicated": lambda r, x, case, shape: adapters.duplicated(r, x, "linear", 3 * case.h, shape),
     "column": _adapted_column,
     "row": _adapted_row,
     "norm_column": _adapted_norm_column,
