@@ -379,6 +379,7 @@ def torchtitan() -> Iterator[str]:
         "--pp 4 --gpus 4 --gbs 8 --schedule 1f1b --return-outputs", "--pp 2 --tp 2 --gpus 8 --gbs 16 --recompute full",
         "--pp 4 --vpp 2 --gpus 8 --gbs 32 --recompute selective --recompute-per-operator", "--pp 2 --gpus 2 --gbs 8 --no-reshard-after-forward",
         "--tp 2 --gpus 8 --ends-apart --loss chunked", "--gpus 8 --ends-apart --loss chunked --fsdp-cuda-graphs",
+        "--pp 2 --gpus 4 --gbs 16 --ends-apart --loss chunked", "--pp 2 --vpp 2 --tp 2 --gpus 8 --gbs 16 --ends-apart --loss chunked",
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
