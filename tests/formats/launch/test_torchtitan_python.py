@@ -287,7 +287,6 @@ def one(*lines: str, **fields: str) -> str:
         (one(optimizer="OptimizersInBackwardContainer.Config(lr=1e-4)"), (), "optimizer: is OptimizersInBackwardContainer.Config, which is not modelled; --optimizer adamw"),
         (one(optimizer="mine()"), (), "optimizer: is mine(), which only running code knows: --optimizer adamw estimates AdamW"),
         (one(optimizer="MuonContainer.Config()"), (), "optimizer: is MuonContainer.Config, which is not modelled; --optimizer adamw"),
-        (one(loss="ChunkedLossWrapper.Config()", training="TrainingConfig(disable_cuda_graphs=True)", parallelism="ParallelismConfig(pipeline_parallel_degree=2, num_pp_microbatches=4, pipeline_parallel_schedule='GPipe')"), (), "pipeline.schedule = gpipe: must be 1f1b with loss.kind chunked"),
         (one(loss="ChunkedLossWrapper.Config()", compile="CompileConfig(enable=True)", parallelism="ParallelismConfig(tensor_parallel_degree=2)"), (), "no other was learnt; --no-compile-loss takes the loss as it is"),
         (one(training="TrainingConfig()", parallelism="ParallelismConfig(pipeline_parallel_degree=2)"), (), "layout.pp = 2: must be 1 with CUDA graphs, as torchtitan itself demands"),
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
