@@ -401,6 +401,9 @@ def torchtitan() -> Iterator[str]:
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     muse = job.replace("gpt-oss-20b", "muse-glimmer-30b") + " --gpus 8 --loss chunked"
     newest = muse.replace("muse-glimmer-30b", "{}") + " --fsdp-newest --recompute selective --recompute-per-operator"
+    yield from (
+        f"{newest.format('llama-3-8b')} {flags}" for flags in ("--cp 4 --seq 32768", "--cp 2 --dp 4 --fsdp-cuda-graphs")
+    )
     yield from (newest.format(model) for model in ("llama-3-8b", "qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"))
     yield from (f"{muse} --recompute {one}" for one in ("none", "full", "selective --recompute-per-operator"))
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):

@@ -253,6 +253,7 @@ class _Finish:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
         self._check_sharded(plan, dp)
+        self._check_context(plan)
         self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
         put("batch.mbs", mbs)
@@ -299,6 +300,13 @@ class _Finish:
         raise PlanError(
             name, ABSENT, problem, origin=self.settings.where(*REPLICATE) if dp > 1 else self.settings.where(*SHARD)
         )
+
+    def _check_context(self, plan: Plan) -> None:
+        """``Decoder.Config.update_from_config``."""
+        backend = self.settings.word(BACKEND, default="flex")
+        if plan.layout.cp > 1 and backend.value != "flex" and self.settings.era.day >= SINCE_PACKED:
+            problem = "must be flex with context parallelism: torchtitan itself refuses others"
+            raise backend.wrong(BACKEND, f"{problem} (--set {BACKEND}=flex)")
 
     def _check_tied(self, plan: Plan) -> None:
         if plan.model.tied_embeddings and self.settings.era.day < TIED:

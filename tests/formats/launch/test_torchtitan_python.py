@@ -296,7 +296,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
         (one(model_spec="own_spec()"), (), "model_spec: is own_spec(), which only running code knows: give the config.json"),
         (one(training="TrainingConfig(disable_cuda_graphs=True, max_contxt_length=4096)"), (), "training.max_contxt_length = 4096: is no key of torchtitan of 2026-08-21; did you mean training.max_context_length?"),
-        (one(parallelism="ParallelismConfig(context_parallel_degree=2)"), (), "layout.cp = 2: must be 1 with framework fsdp"),
+        (one(model_spec='model_registry("8B", attn_backend="varlen")', parallelism="ParallelismConfig(context_parallel_degree=2)"), (), "model_spec.attn_backend = varlen: must be flex with context parallelism"),
         ("from torchtitan.trainer import Trainer  # Config\n" + "x = " + "(" * 5000, (), "job.py:2: is no Python that can be read"),
         ("from torchtitan.config import Config\n" + "#" * 400_000, (), "job.py: is Python of more than 300,000 characters"),
     ],
