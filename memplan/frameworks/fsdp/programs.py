@@ -74,8 +74,6 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         raise plan.wrong("fsdp.reshard_to", f"must be a divisor of the {shards} shards")
     if given.code == "torchtitan" and to is not None:
         raise plan.wrong("fsdp.reshard_to", "must be left out: torchtitan's reshard_after_forward is true or false")
-    if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
-        raise plan.wrong("optimizer.implementation", "must be foreach or for-loop with CPU offload")
     storage, compute = plan.quantisation.storage, plan.precision.dtype
     if storage not in (None, "uint8", compute):
         raise plan.wrong(
