@@ -294,6 +294,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = [LoRAConverter]: is not modelled: torchao's float8"),
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
+        (one(), ("activation_checkpoint.mode=full", "training.max_context_length=2048"), "says which code is meant; --recompute says it in any code"),
         (one(model_spec="own_spec()"), (), "model_spec: is own_spec(), which only running code knows: give the config.json"),
         (one(training="TrainingConfig(disable_cuda_graphs=True, max_contxt_length=4096)"), (), "training.max_contxt_length = 4096: is no key of torchtitan of 2026-08-21; did you mean training.max_context_length?"),
         (one(model_spec='model_registry("8B", attn_backend="varlen")', parallelism="ParallelismConfig(context_parallel_degree=2)"), (), "model_spec.attn_backend = varlen: must be flex with context parallelism"),
