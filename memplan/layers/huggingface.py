@@ -60,6 +60,8 @@ class LayerShape:
     """Ranks of tensor parallelism that share a layer there,"""
     expert_parts: int = 1
     """and a part of each expert."""
+    context: int = 1
+    """Ranks of context parallelism, of whose sequences each has ``s`` tokens."""
     in_flight: bool = False
     """Several micro-batches may be between forward and backward."""
 

@@ -132,7 +132,7 @@ def varlen_attention(
         del unused, zeros
         return [*made]
 
-    work = attention_work((shape.b, shape.s, a, d), g, shape.s, dtype, causal=True)
+    work = attention_work((shape.b, shape.s, a, d), g, shape.s * shape.context, dtype, causal=True)
     node = r.node((q, k, v), (q, k, v, out, logsumexp, state), backward, outputs=2, work=work)
     return Tensor(out.storage, out.shape, dtype, node, 0), Tensor(logsumexp.storage, (n, a), "fp32", node, 1)
 

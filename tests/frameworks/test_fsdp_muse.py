@@ -4,12 +4,15 @@ on fake tensors."""
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp.programs import sharding_of
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
@@ -17,12 +20,14 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
+from memplan.tape.events import ROUND
 from memplan.tape.program import fold_program
 from memplan.trace.framework import job_of_plan
 
 from ..oracle import fsdp as oracle
 from ..oracle.titan_muse import Decoder, Sizes, builder
 from ..oracle.titan_newest import Llama, Qwen3
+from ..oracle.torchtitan_tp import run_local
 from .every_event import check_every_event
 
 SMALL = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=4, b=2, s=64)
@@ -67,12 +72,54 @@ def test_every_event_of_the_newest(recompute: str, chunks: int, model: str, deco
     compared(plan, recompute, chunks, FEW, decoder)
 
 
+@pytest.mark.filterwarnings("ignore:.*_tensor. is deprecated:FutureWarning")  # as spmd_types calls them
+@pytest.mark.parametrize(
+    ("recompute", "model", "decoder"),
+    [
+        ("op", "llama-3-8b", Llama),
+        pytest.param("none", "qwen3-8b", Qwen3, marks=pytest.mark.slow),
+        pytest.param("full", "llama-3-8b", Llama, marks=pytest.mark.slow),
+    ],
+)
+def test_every_event_with_context_parallelism(recompute: str, model: str, decoder: type[Decoder]) -> None:
+    whole = replace(FEW, s=4 * FEW.s)
+    plan = plan_of(whole, 4, 2, model=model, cp="4", **{"fsdp-newest": "true"})
+    compared(plan, recompute, 2, FEW, decoder)
+
+
+def test_what_a_rank_has_of_a_sequence() -> None:
+    """Tokens, labels and positions, whole and its own; every table of positions is as long as the sequence."""
+    flags = {**JOB, "model": "llama-3-8b", "fsdp-newest": "true", "seq": "8192", "cp": "4"}
+    plan = resolve(read_plan(None, flags).plan)
+    assert (plan.layout.dp, sharding_of(plan, plan.fsdp).shards) == (4, 16)
+    (program,) = programs_of(plan, Options())
+    shapes = [one.shape for one in program.extra if one.name in ("input_ids", "labels", "positions")]
+    assert sorted(shapes) == [(1, 2048), (1, 2048), (1, 8192), (1, 8192), (2048,)]
+    tables = {one.shape for one in program.extra if one.name == "freqs_cis"}
+    assert tables == {(8192, 64)}
+
+
+@pytest.mark.parametrize(
+    "flags", [{"tp": "2"}, {"compile": "true"}, {"fsdp-newest": "false"}, {"model": "qwen3-30b-a3b"}]
+)
+def test_context_parallelism_elsewhere_is_refused(flags: dict[str, str]) -> None:
+    job = {**JOB, "model": "llama-3-8b", "layers": "2", "fsdp-newest": "true", "cp": "2", **flags}
+    with pytest.raises(
+        PlanError, match=r"layout.cp = 2: must be 1 with torchtitan's .*, which is modelled without context parallelism"
+    ):
+        programs_of(resolve(read_plan(None, job).plan), Options())
+
+
 def compared(plan: ResolvedPlan, recompute: str, chunks: int, given: Sizes, decoder: type[Decoder]) -> None:
     policy = ActivationCheckpointing(recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), policy, ends_apart=True)
     program = fsdp.program(plan, model, Sharding(4))
     sharding = oracle.Sharding(4)
-    steps = oracle.traced(builder(given, sharding, [recompute] * given.layers, chunks, decoder), sharding)
+    shares = plan.layout.cp > 1
+    build = builder(given, sharding, [recompute] * given.layers, chunks, decoder, context=shares)
+    with patch.object(oracle, "run", run_local) if shares else nullcontext():
+        steps = oracle.traced(build, sharding)
+    steps.before += ROUND * shares  # places of documents, in int32, which that mode takes for a mesh
     check_every_event(program, steps)
 
 

@@ -379,6 +379,7 @@ def torchtitan() -> Iterator[str]:
         "--pp 4 --gpus 4 --gbs 8 --schedule 1f1b --return-outputs", "--pp 2 --tp 2 --gpus 8 --gbs 16 --recompute full",
         "--pp 4 --vpp 2 --gpus 8 --gbs 32 --recompute selective --recompute-per-operator", "--pp 2 --gpus 2 --gbs 8 --no-reshard-after-forward",
         "--tp 2 --gpus 8 --ends-apart --loss chunked", "--gpus 8 --ends-apart --loss chunked --fsdp-cuda-graphs",
+        "--pp 2 --gpus 4 --gbs 16 --ends-apart --loss chunked", "--pp 2 --vpp 2 --tp 2 --gpus 8 --gbs 16 --ends-apart --loss chunked",
         "--pp 2 --gpus 8 --gbs 8 --reshard-after-forward --reshard-to 2", "--pp 2 --tp 2 --vpp 4 --gpus 4 --gbs 12",
     ):  # fmt: skip
         yield f"{job} {flags}"
@@ -400,6 +401,9 @@ def torchtitan() -> Iterator[str]:
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
     muse = job.replace("gpt-oss-20b", "muse-glimmer-30b") + " --gpus 8 --loss chunked"
     newest = muse.replace("muse-glimmer-30b", "{}") + " --fsdp-newest --recompute selective --recompute-per-operator"
+    yield from (
+        f"{newest.format('llama-3-8b')} {flags}" for flags in ("--cp 4 --seq 32768", "--cp 2 --dp 4 --fsdp-cuda-graphs")
+    )
     yield from (newest.format(model) for model in ("llama-3-8b", "qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"))
     yield from (f"{muse} --recompute {one}" for one in ("none", "full", "selective --recompute-per-operator"))
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):

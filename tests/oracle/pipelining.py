@@ -31,6 +31,7 @@ from memplan.trace.collectives import clear_caches
 from memplan.trace.job import Part
 from memplan.trace.torchtitan import apply_tp, cross_entropy
 
+from . import titan_loss
 from .fsdp import ResizedFollow, Sharding, run, undivided
 from .torchtitan import Sizes, llama, recomputed
 from .torchtitan_tp import run_local
@@ -56,6 +57,8 @@ class Pipeline:
     return_outputs: bool = False
     tensor: int = 1
     parallel_loss: bool = False
+    chunks: int = 0
+    """Of the loss, if it has some."""
 
     @property
     def stages(self) -> int:
@@ -188,7 +191,10 @@ def traced_pipeline(
         for tensor in (*tensors, tokens, labels):
             follow.adopt(tensor, "state")
         many = pipeline.schedule == "interleaved"
-        schedule = SCHEDULES[pipeline.schedule](stages if many else stages[0], count, loss_fn=cross_entropy)
+        group = meshes.tensor.get_group() if meshes.tensor is not None else None
+        schedule = SCHEDULES[pipeline.schedule](
+            stages if many else stages[0], count, loss_fn=_loss_of(pipeline, models[-1], group)
+        )
         optimizers = [torch.optim.AdamW(list(model.parameters()), foreach=True) for model in models]
         arguments = (tokens,) if not rank else ()
         last = pipeline.stages - 1 in numbers
@@ -198,7 +204,7 @@ def traced_pipeline(
             marks.__init__(trace.live)  # type: ignore[misc]
             losses: list[torch.Tensor] | None = [] if last else None
             marks.cut(trace, "begin")
-            with loss_parallel() if pipeline.parallel_loss else nullcontext():
+            with loss_parallel() if pipeline.parallel_loss and not pipeline.chunks else nullcontext():
                 schedule.step(
                     *arguments,
                     target=labels if last else None,
@@ -232,6 +238,16 @@ def traced_pipeline(
     return marks
 
 
+def _loss_of(pipeline: Pipeline, model: Any, group: Any) -> Callable[..., torch.Tensor]:
+    if not pipeline.chunks:
+        return cross_entropy
+
+    def chunked(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return titan_loss.chunked(hidden, labels.view(-1), model.output, pipeline.chunks, group)
+
+    return chunked
+
+
 def _stage(
     sizes: Any, pipeline: Pipeline, model: Any, stage: int, mesh: DeviceMesh, sharding: Sharding
 ) -> PipelineStage:
@@ -239,6 +255,8 @@ def _stage(
     hidden = torch.empty(sizes.b, sizes.s // pipeline.tensor, sizes.hidden, dtype=dtype, requires_grad=True)
     tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.int64)
     logits = torch.empty(sizes.b, sizes.s, sizes.vocab, dtype=dtype, requires_grad=True)
+    if pipeline.chunks:
+        logits = torch.empty(sizes.b * sizes.s, sizes.hidden, dtype=dtype, requires_grad=True)
     return PipelineStage(
         model,
         stage,

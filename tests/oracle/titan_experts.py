@@ -208,6 +208,7 @@ def stage(
             del model.layers[name]
     model.tok_embeddings = model.tok_embeddings if first else None
     model.norm, model.output = (model.norm, model.output) if last else (None, None)
+    model.skips_head = last and pipeline.chunks > 0
     blocks: dict[str, Any] = dict(model.layers.items())
     share(model, meshes)
     for name, block in blocks.items():

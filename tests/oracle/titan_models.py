@@ -523,6 +523,7 @@ def stage(sizes: Sizes, pipeline: Any, at: int, sharding: Sharding, mode: str, m
             del model.layers[name]
     model.tok_embeddings = model.tok_embeddings if first else None
     model.norm, model.output = (model.norm, model.output) if last else (None, None)
+    model.skips_head = last and pipeline.chunks > 0
     common: dict[str, Any] = {"mesh": meshes.data, "mp_policy": sharding.policy, "reshard_after_forward": False}
     for name, block in list(model.layers.items()):
         model.layers[name] = recomputed(block, sizes, mode)

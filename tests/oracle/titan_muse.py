@@ -8,7 +8,7 @@ what ``parallelize.py``, ``activation_checkpoint.py`` and ``fsdp.py`` do to them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -230,12 +230,23 @@ def recomputed(block: nn.Module, mode: str) -> nn.Module:
 
 
 def builder(
-    sizes: Sizes, sharding: Sharding, modes: Sequence[str], chunks: int = 0, decoder: type[Decoder] = Decoder
+    sizes: Sizes,
+    sharding: Sharding,
+    modes: Sequence[str],
+    chunks: int = 0,
+    decoder: type[Decoder] = Decoder,
+    *,
+    context: bool = False,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
-    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some."""
+    """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
+    ``context``: all ranks share sequences, of which each has ``sizes.s`` tokens."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
-        model = decoder(sizes)
+        ranks = mesh.size() if context else 1
+        model = decoder(replace(sizes, s=ranks * sizes.s))
+        for block in model.layers.values() if context else ():
+            attention: Any = block.attention
+            attention.across = mesh.get_group()
         model.skips_head = chunks > 0
         given = sharding.policy
         policy = MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
@@ -251,8 +262,9 @@ def builder(
         tokens, labels = (torch.randint(0, sizes.vocab, (sizes.n,)) for _ in range(2))
         positions = torch.arange(sizes.n)
         places = torch.zeros(2, dtype=torch.int32)
+        read = [torch.randint(0, sizes.vocab, (ranks * sizes.n,)) for _ in range(2 * context)]
 
-        def loss() -> torch.Tensor:
+        def loss(_: Sequence[torch.Tensor] = read) -> torch.Tensor:
             logits = model(tokens, positions, Metadata(places, sizes.s))
             if chunks:
                 return titan_loss.chunked(logits, labels, model.lm_head, chunks)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.nn import functional
 
@@ -25,8 +26,30 @@ class FusedQKV(titan_gpt_oss.FusedQKV):
         self.wqkv = nn.Linear(sizes.hidden, features, bias=False)
 
 
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    wait: Any = funcol.wait_tensor
+    return wait(x)  # type: ignore[no-any-return]
+
+
+class Gathered(torch.autograd.Function):
+    """``_AllGatherShard`` of spmd_types 0.3.1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _waited(funcol.all_gather_tensor(x, 0, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return _waited(funcol.reduce_scatter_tensor(gradient, "sum", 0, ctx.group)), None
+
+
 class Attention(nn.Module):
     """``GQAttention``."""
+
+    across: Any = None
+    """Ranks of context parallelism."""
 
     def __init__(self, sizes: Sizes, *, norms: bool) -> None:
         super().__init__()
@@ -46,9 +69,17 @@ class Attention(nn.Module):
             xq = self.q_norm(xq)
             xk = self.k_norm(xk)
         xq, xk = self.rope(xq, xk, positions)
-        out = self.inner_attention(xq, xk, xv, masks=masks).contiguous()
+        if self.across is not None:
+            out = self.gathering(xq, xk, xv, masks)
+        else:
+            out = self.inner_attention(xq, xk, xv, masks=masks).contiguous()
         out_of_tokens = out.view(out.shape[0], -1)
         return self.wo(out_of_tokens)  # type: ignore[no-any-return]
+
+    def gathering(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Metadata) -> torch.Tensor:
+        """``set_gqa_inner_attention_local_map``."""
+        every: Any = Gathered.apply(k, self.across), Gathered.apply(v, self.across)  # type: ignore[no-untyped-call]
+        return self.inner_attention(q, *every, masks=masks).contiguous()  # type: ignore[no-any-return]
 
 
 class _Block(nn.Module):

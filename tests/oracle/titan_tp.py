@@ -254,7 +254,7 @@ class Headless(Transformer):
     """Hidden states (n, h) leave the model, on every rank all (``Decoder.forward`` with ``_skip_lm_head``)."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.tok_embeddings(tokens)
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             h = layer(h, self.table)
         h = torchtitan_tp.Headless.everywhere(self.norm(h))
@@ -338,6 +338,8 @@ def traced_stages(
 
     def share(model: Transformer, meshes: Any) -> None:
         apply_tp(model, sizes, meshes.tensor, (meshes.together, None, None), parallel_loss=pipeline.parallel_loss)
+        if model.skips_head:
+            torchtitan_tp.without_head(model, Headless)
 
     make = partial(titan_experts.stage, share=share)
     with surroundings(ranks), patch.object(pipelining, "run_local", run_local):

@@ -30,6 +30,7 @@ from ...plan.errors import (
     together,
     wrong_at,
 )
+from ...plan.fields import plan_fields
 from ...plan.notes import Note
 from ...plan.plan import Plan
 from ...plan.read import ReadPlan, Source
@@ -53,6 +54,7 @@ from .table import (
     PP,
     REPLICATE,
     RESHARD,
+    ROWS,
     SEQUENCE,
     SHARD,
     TOKENS,
@@ -253,6 +255,7 @@ class _Finish:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
         self._check_sharded(plan, dp)
+        self._check_context(plan)
         self._check_tied(plan)
         mbs, passes = self._microbatch(plan)
         put("batch.mbs", mbs)
@@ -299,6 +302,13 @@ class _Finish:
         raise PlanError(
             name, ABSENT, problem, origin=self.settings.where(*REPLICATE) if dp > 1 else self.settings.where(*SHARD)
         )
+
+    def _check_context(self, plan: Plan) -> None:
+        """``Decoder.Config.update_from_config``."""
+        backend = self.settings.word(BACKEND, default="flex")
+        if plan.layout.cp > 1 and backend.value != "flex" and self.settings.era.day >= SINCE_PACKED:
+            problem = "must be flex with context parallelism: torchtitan itself refuses others"
+            raise backend.wrong(BACKEND, f"{problem} (--set {BACKEND}=flex)")
 
     def _check_tied(self, plan: Plan) -> None:
         if plan.model.tied_embeddings and self.settings.era.day < TIED:
@@ -379,9 +389,8 @@ def _check_keys(settings: Settings) -> None:
             continue
         if not key.was(settings.era.day):
             if key.table is Table.MODELLED:
-                raise node.wrong(
-                    name, f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
-                )
+                problem = f"{_other_day(key, settings)}; --set torchtitan=RELEASE (or a day) says which code is meant"
+                raise node.wrong(name, problem + _own_flag(name))
         elif key.table is Table.NOT_MODELLED and _matters(name, key, settings):
             direction, _, problem = key.why.partition(": ")
             if direction == "refused":
@@ -396,6 +405,12 @@ def _matters(name: str, key: Key, settings: Settings) -> bool:
     """Whether ``name``, which is not modelled by itself, is more than its default, and no float8 that is."""
     float8 = float8_keys(settings)
     return settings.matters(name, key) and (float8 is None or float8[0] != name)
+
+
+def _own_flag(name: str) -> str:
+    """Which flag of memplan's says what the key ``name`` does, whatever the code."""
+    field = plan_fields().get(next((row.path for row in ROWS if name in row.names), ""))
+    return f"; {field.flag} says it in any code" if field is not None and field.flag else ""
 
 
 def _other_day(key: Key, settings: Settings) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ...layers.fused_losses import CHUNKS, HeadLoss
+from ...layers.module import Parameter
 from ...plan.resolved import ResolvedPlan
 from ...tape.events import Drop, Hold, Scope, Tape
 from ...values import replace
@@ -59,15 +60,11 @@ def check(plan: ResolvedPlan) -> None:
             "loss.kind",
             "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself",
         )
-    if layout.pp > 1:
-        raise plan.wrong(
-            "layout.pp", "must be 1 with loss.kind chunked, which is not modelled in pipeline stages; --loss plain is"
-        )
     for path, kept in (
         ("fsdp.ends_apart", True),
         ("fsdp.offload", False),
         ("fsdp.gradient_sync", True),
-        ("fsdp.reshard_after_forward", True),
+        ("fsdp.reshard_after_forward", layout.pp == 1),
     ):
         if plan.at(path) is not kept:
             raise plan.wrong(path, f"must be {str(kept).lower()} with loss.kind chunked: no other is modelled")
@@ -87,16 +84,22 @@ def _check_compiled(plan: ResolvedPlan) -> None:
             )
 
 
-def apart(units: Sequence[Unit], *, accumulates: bool) -> tuple[Unit, ...]:
-    """``units``, that of norm and head where the head's gradient is a matter of its own. A weight that is also the
-    embedding's has another gradient, behind the backward of all."""
+def of_head(parameters: Sequence[Parameter]) -> Parameter:
+    """The head's weight among those of norm and head."""
+    return next(one for one in parameters if len(one.shape) > 1)
+
+
+def apart(units: Sequence[Unit], *, accumulates: bool = False, with_norm: bool = False) -> tuple[Unit, ...]:
+    """``units``, that of norm and head where the head's gradient is a matter of its own, or is reduced ``with_norm``'s.
+    A weight that is also the embedding's has another gradient, behind the backward of all."""
     at = next(at for at, one in enumerate(units) if one.name == ENDS)
     ends, name = units[at], OF_SEVERAL if accumulates else CHUNKS
-    head = next(one for one in ends.parameters if len(one.shape) > 1)
+    head = of_head(ends.parameters)
     tied = ends.first == 0
     both = tuple(replace(one, trained=tied or one is not head) for one in ends.parameters)
     whole = replace(ends, parameters=both, last=ends.last - 1, reshard=True)
-    return (*units[:at], whole, *units[at + 1 :], Unit(name, (head,), ends.last, ends.last, True, inner=True))
+    reduced = ends.parameters if with_norm else (head,)
+    return (*units[:at], whole, *units[at + 1 :], Unit(name, reduced, ends.last, ends.last, True, inner=True))
 
 
 class ChunkedHooks(Explicit):
@@ -127,7 +130,7 @@ class ChunkedHooks(Explicit):
         if at < self.chunks:
             super().post_forward(at)
             return
-        (head,) = self.units[at].parameters
+        head = of_head(self.units[at].parameters)
         kept = self._gradient(head.elements, self.sharding.reduce)
         self.opening = (kept,)
         end = Drop(kept.tensor, kept.bytes, kept.category)
@@ -159,7 +162,10 @@ class ChunkedHooks(Explicit):
 
     def _gradient(self, elements: int, dtype: str) -> Hold:
         """Of the head's weight."""
-        number = Scope.MODULE.id(KEPT)
+        return self._named(elements, dtype, Scope.MODULE.id(KEPT))
+
+    @staticmethod
+    def _named(elements: int, dtype: str, number: int) -> Hold:
         return Hold(number, size(elements, dtype), GRADIENTS, "gradient_of_head", (elements,), dtype)
 
 

@@ -21,11 +21,13 @@ def communicators(plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
 
 
 def _axes(plan: ResolvedPlan, stage: int) -> Iterator[Communicator]:
-    t, p, replicas = plan.layout.tp, plan.layout.pp, plan.fsdp.replicas
-    d, ep, etp = plan.layout.dp, plan.layout.ep, plan.layout.etp or 1
+    t, p, c, replicas = plan.layout.tp, plan.layout.pp, plan.layout.cp, plan.fsdp.replicas
+    d, ep, etp = plan.layout.dp * c, plan.layout.ep, plan.layout.etp or 1
     shards = d // replicas
     if t > 1:
         yield Communicator("tensor parallel", t, t, t, reduces=True, gathers=True)
+    if c > 1:
+        yield Communicator("context parallel", c, 1, t, gathers=True)
     if shards > 1:
         yield Communicator("shards", shards, 1, t, reduces=True, gathers=True)
     if ep > 1:

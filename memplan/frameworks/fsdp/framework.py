@@ -49,7 +49,7 @@ class Fsdp(Framework):
         compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
         "(layers that torchtitan compiles by itself are --compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
-        sizes=frozenset({"tp", "pp", "dp", "vpp", "ep"}),
+        sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),

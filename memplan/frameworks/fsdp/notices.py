@@ -212,7 +212,7 @@ def of_float8(plan: ResolvedPlan) -> str:
 
 def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
     """Of layouts, beside what holds for all of ``fully_shard``."""
-    alone = plan.fsdp.code == "torchtitan" and plan.layout.dp == plan.fsdp.replicas
+    alone = plan.fsdp.code == "torchtitan" and plan.layout.dp * plan.layout.cp == plan.fsdp.replicas
     return (*(ONE_SHARD if alone else ()), *(PIPELINE if plan.layout.pp > 1 else ()))
 
 

@@ -26,7 +26,14 @@ from . import graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
-from .torchtitan import ActivationCheckpointing, check_expert_ranks, crosswise, cut_of_experts, torchtitan_model
+from .torchtitan import (
+    ActivationCheckpointing,
+    check_expert_ranks,
+    crosswise,
+    cut_of_experts,
+    local_shape,
+    torchtitan_model,
+)
 from .torchtitan import check as check_titan
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -52,8 +59,8 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
             "fsdp.gradient_sync",
             "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch",
         )
-    if layout.cp != 1:
-        raise plan.wrong("layout.cp", "must be 1: fsdp is modelled with data, tensor and pipeline parallelism only")
+    if layout.cp > 1 and given.code != "torchtitan":
+        raise plan.wrong("layout.cp", "must be 1 with transformers' code; torchtitan's has context parallelism")
     if dp % given.replicas:
         raise plan.wrong("fsdp.replicas", f"must divide dp, which is {dp}")
     shards, to = dp // given.replicas, given.reshard_to
@@ -67,8 +74,6 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         raise plan.wrong("fsdp.reshard_to", f"must be a divisor of the {shards} shards")
     if given.code == "torchtitan" and to is not None:
         raise plan.wrong("fsdp.reshard_to", "must be left out: torchtitan's reshard_after_forward is true or false")
-    if given.code == "torchtitan" and given.offload and plan.optimizer.implementation == "fused":
-        raise plan.wrong("optimizer.implementation", "must be foreach or for-loop with CPU offload")
     storage, compute = plan.quantisation.storage, plan.precision.dtype
     if storage not in (None, "uint8", compute):
         raise plan.wrong(
@@ -116,7 +121,7 @@ def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
 
 
 def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:
-    shards, compute = plan.layout.dp // given.replicas, plan.precision.dtype
+    shards, compute = plan.layout.dp // given.replicas * plan.layout.cp, plan.precision.dtype
     apart = plan.layout.ep > 1 or (given.code == "torchtitan" and crosswise(plan))
     return Sharding(
         shards,
@@ -243,6 +248,8 @@ def _program(
     tensors = tuple(one for span in spans for _ in span.names for one in span.module.parameters)
     given = inputs(shape, 0, plan.loop.inputs)
     graphed = plan.fsdp.cuda_graphs
+    if plan.layout.cp > 1:  # what was read, and this rank's part of it (``cp_shard``)
+        given += inputs(local_shape(plan), 0, plan.loop.inputs)
     extra = [*given, *model.buffers, *(shared_table(plan) if sharding.adapters else ())]
     if graphed:  # the batch that was captured
         extra += [*given, *(one for one in model.buffers if one.category is Category.INPUTS)]

@@ -21,8 +21,9 @@ class FsdpSearch(FrameworkSearch):
         if plan.fsdp.code != "torchtitan":
             return frozenset()
         titan, tied = titan_of(plan.model), plan.model.tied_embeddings
-        untried = frozenset() if titan.complete else {"pp", "vpp"}
-        return super().sizes(plan) - untried - ({"tp"} if titan.norm_of_parts is None or tied else frozenset())
+        cut = titan.complete and plan.loss.kind != "chunked"  # whose chunks take a fold three times as long
+        untried = frozenset() if cut else {"pp", "vpp"}
+        return super().sizes(plan) - untried - {"cp"} - ({"tp"} if titan.norm_of_parts is None or tied else frozenset())
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         selective = (Recomputing("selective"),) if plan.fsdp.code == "torchtitan" else ()

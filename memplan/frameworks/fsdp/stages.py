@@ -10,6 +10,10 @@ so do its parameters where ``reshard_after_forward`` is false, as torchtitan has
 ``perform_reduce_grad`` runs every unit's post-backward in the order of ``named_modules()``. The interleaved
 schedule gathers all units of a stage at once, ahead of its first pass (``FSDPModule.unshard(async_op=True)``, on the
 default stream), and waits for them when it comes.
+
+With a loss in chunks (``chunked.py``) the last stage's forward ends with the norm, and head and chunks are the
+schedule's loss. It reduces the head's gradient with every micro-batch, and the input of that waits for the next one's:
+no backward is a last one (``set_is_last_backward``).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from ...layers.fused_losses import CHUNKS
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
 from ...plan.framework_sections import Fsdp
 from ...plan.plan import Pipeline, Plan
@@ -27,6 +32,7 @@ from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Ta
 from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
 from ...values import dataclass, replace
 from ..plain import programs as plain
+from . import chunked
 from .hooks import Explicit, Gradient, Role, pass_through
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, places, recipes, with_experts
@@ -63,6 +69,10 @@ def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
         raise plan.wrong(
             "fsdp.gradient_sync", "must be true with pipeline parallelism: the schedule itself reduces gradients once"
         )
+    if plan.loss.kind == "chunked" and given.replicas > 1:
+        raise plan.wrong("fsdp.replicas", "must be 1 with loss.kind chunked in stages: no other is modelled")
+    if plan.loss.kind == "chunked" and pipeline.schedule != "1f1b":
+        raise plan.wrong("pipeline.schedule", "must be 1f1b with loss.kind chunked: no other is modelled with it")
     if given.offload:
         raise plan.wrong(
             "fsdp.offload", "must be false with pipeline parallelism: offload in a pipeline is not modelled"
@@ -149,7 +159,7 @@ def _rank(
         before += cut.high - cut.low
         parts.append(_part(made, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
     spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
-    tensors = [[parameter for span in one.spans for parameter in span.module.parameters] for one in parts]
+    tensors = [[one for span in (*part.spans, *part.losses) for one in span.module.parameters] for part in parts]
     order = _order(tuple(parts), place, plan, made)
     ranks = sharding.shards * sharding.replicas * sharding.tensor
     return Program(
@@ -204,14 +214,18 @@ def _part(
     spans += [Span(block, (name,)) for block, name in zip(blocks, names, strict=True)]
     if cut.last:
         _, norm, head, _ = made.ends(options)
-        *_, loss = made.ends(replace(received, seams=False, holds_input=False))  # outside of what is sharded
+        outside = replace(received, seams=made.chunks is not None, holds_input=False)
+        *_, of_chunks, loss = made.ends(outside)  # outside of what is sharded, but for the head of chunks
         if not names:
             _, norm, *_ = made.ends(received)
-        spans += [Span(norm, ("final_norm",)), Span(head, ("head",))]
+        spans += [Span(norm, ("final_norm",)), Span(head if made.chunks is None else of_chunks, ("head",))]
     units = stage_units(names, first=cut.first, last=cut.last, ends_apart=ends_apart)
     if sharding.experts is not None:
         units = units_with_experts(units, made, cut, sharding.experts)
-    return part_of(tuple(spans), loss, with_parameters(spans, units, made.titan.registered), sharding, ahead)
+    own = with_parameters(spans, units, made.titan.registered)
+    if cut.last and made.chunks is not None:
+        return part_of(tuple(spans), None, chunked.apart(own, with_norm=True), sharding, ahead)
+    return part_of(tuple(spans), loss, own, sharding, ahead)
 
 
 def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: CutOfExperts) -> list[Unit]:
@@ -280,14 +294,49 @@ class _Stage(Explicit):
         return replace(one, end=self._kept(one)[1])
 
 
+class _ChunkedStage(chunked.ChunkedHooks, _Stage):
+    """The last stage's, whose head is gathered by the loss.
+
+    From the second micro-batch on its reduction has the gradient of the norm from the one before, too: the norm's
+    sharded gradient is then a part of that reduction's output, which is larger than the head's, and stays. It is held
+    from the first micro-batch on here, and the norm's whole gradient to the end: an upper bound by the head's shard in
+    an iteration of two micro-batches, and by the norm's gradient in others.
+    """
+
+    @property
+    def adds(self) -> bool:
+        return self.role is Role.KEPT
+
+    def post_forward(self, at: int) -> None:
+        super().post_forward(at)
+        if at == self.chunks and not self.adds:
+            reduced = self.units[at].reduced(self.sharding.shards)
+            self.closing += (self._named(reduced, self.sharding.trained, self.id("gradient", self.ends)),)
+
+    def reduce(self, at: int) -> None:
+        if at == self.ends:
+            self.role = Role.STEADY
+            self.post_backward(at)
+        elif at < self.chunks:
+            super().reduce(at)
+
+    def finalise(self) -> None:
+        waiting = [] if self.role.reduces else self.reducing
+        self.reducing = [one for one in self.reducing if one not in waiting]
+        super().finalise()
+        self.reducing = waiting
+
+
 @lru_cache(maxsize=256)
 def part_of(
     spans: tuple[Span, ...], loss: Module | None, units: tuple[Unit, ...], sharding: Sharding, ahead: bool
 ) -> Chunk:
-    """A stage of ``spans``, whose parameters the schedule gathers ``ahead`` or its first forward does."""
+    """A stage of ``spans``, whose parameters the schedule gathers ``ahead`` or its first forward does. The head of a
+    loss in chunks is the last span, and that loss."""
     own = owned(spans, units, sharding)
     count = len(own.modules)
-    hooks = _Stage(units, sharding, own.gradients, Role.KEPT_FIRST)
+    in_chunks = units[-1].name == CHUNKS
+    hooks = (_ChunkedStage if in_chunks else _Stage)(units, sharding, own.gradients, Role.KEPT_FIRST)
     outside: dict[What, list[tuple[int, Tape]]] = {}
 
     def each(what: What) -> list[tuple[int, Tape]]:
@@ -299,7 +348,7 @@ def part_of(
             "reduce": hooks.reduce,
         }
         found = []
-        for at, unit in enumerate(units):
+        for at, unit in enumerate(units[:-1] if in_chunks else units):
             do[what](at)
             found.append((unit.first, hooks.take()))
         return found
@@ -308,9 +357,10 @@ def part_of(
         outside = {"unshard": each("unshard"), "wait": each("wait"), "reshard": each("reshard")}
         each("unshard")
         each("wait")
-    opening = pass_through(hooks, count, count - 1)
+    end = count - 1 - in_chunks
+    opening = pass_through(hooks, count, end)
     hooks.next_microbatch()
-    later = pass_through(hooks, count, count - 1)
+    later = pass_through(hooks, count, end)
     hooks.keep()
     outside["reduce"] = each("reduce")
     hooks.finalise()
@@ -329,11 +379,32 @@ def part_of(
         for what, found in outside.items()
     }
     losses: tuple[Span, ...] = ()
-    if loss is not None:
+    if in_chunks:
+        *before, norm, head = result
+        result = [*before, Span(_given(norm.module, Category.ACTIVATIONS), norm.names)]
+        losses = (Span(_kept_loss(_named_loss(head.module)), head.names),)
+    elif loss is not None:
         losses = (Span(_kept_loss(loss), ("loss",)),)
         *before, head = result
-        result = [*before, Span(_given_logits(head.module), head.names)]
+        result = [*before, Span(_given(head.module, Category.LOGITS), head.names)]
     return Chunk(tuple(result), losses, {what: tuple(found) for what, found in segments.items()})
+
+
+@lru_cache(maxsize=64)
+def _named_loss(module: Module) -> Module:
+    """The loss in chunks, whose last sum is what the schedule knows as the loss."""
+
+    def named(tapes: Tapes) -> Tapes:
+        last = [event.tensor for event in tapes.forward if isinstance(event, Hold) and event.name == "total_loss"][-1]
+        forward = Stretch(
+            event._replace(name="loss" if event.tensor == last else "loss_of_chunk")
+            if isinstance(event, Hold) and (event.name == "loss" or event.tensor == last)
+            else event
+            for event in tapes.forward
+        )
+        return replace(tapes, forward=forward)
+
+    return replace(module, first=named(module.first), steady=named(module.steady))
 
 
 @lru_cache(maxsize=64)
@@ -350,14 +421,12 @@ def _kept_loss(module: Module) -> Module:
 
 
 @lru_cache(maxsize=64)
-def _given_logits(head: Module) -> Module:
-    """The head, whose output's gradient the loss has held as logits."""
+def _given(head: Module, category: Category) -> Module:
+    """The last module, whose output's gradient the loss has held as ``category``."""
 
     def given(tapes: Tapes) -> Tapes:
         backward = tuple(
-            event._replace(category=Category.LOGITS)
-            if isinstance(event, Drop) and event.tensor == GRAD_OUTPUT
-            else event
+            event._replace(category=category) if isinstance(event, Drop) and event.tensor == GRAD_OUTPUT else event
             for event in tapes.backward
         )
         return replace(tapes, backward=backward)

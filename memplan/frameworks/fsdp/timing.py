@@ -68,7 +68,8 @@ class FsdpTime(PlainTime):
         return plan.fsdp.reduce
 
     def owners(self, replicas: Replicas) -> int:
-        return (replicas.plan.layout.dp or 1) // replicas.plan.fsdp.replicas
+        layout = replicas.plan.layout
+        return (layout.dp or 1) // replicas.plan.fsdp.replicas * layout.cp
 
     def expert_owners(self, replicas: Replicas) -> int:
         return cut_of_experts(replicas.plan).shards

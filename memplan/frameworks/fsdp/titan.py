@@ -91,6 +91,8 @@ class Titan:
     """The first GPUs that have a fused kernel for its attention, by their compute capability."""
     groups_experts: bool = False
     """Experts that ranks share are a second group of their layer's unit (``ShardPlacementResult``), and no unit."""
+    shares_sequences: bool = False
+    """It has a recipe with context parallelism."""
     given: Callable[[LayerShape], tuple[Hold, ...]] = lambda _: ()
     """What a batch has beside tokens and labels."""
     assumes: tuple[str, ...] = ()
@@ -304,6 +306,7 @@ LLAMA_NEWEST = Titan(
     covers=LLAMA_3.covers,
     buffers=_complex_tables_of_layers,
     pipelined=False,
+    shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
 )
@@ -324,6 +327,7 @@ QWEN_3_MOE_NEWEST = replace(
     covers={**QWEN_3_MOE.covers, "shared_expert_ffn": (0,), "router_groups": (0,), "router_score": ("softmax",)},
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
+    shares_sequences=False,
     assumes=(VARLEN, ROWS),
 )
 

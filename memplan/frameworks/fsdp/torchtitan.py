@@ -141,10 +141,16 @@ class Recipes:
         return Interface(self.hidden, self.shape.dtype)
 
 
+def local_shape(plan: ResolvedPlan) -> LayerShape:
+    """Of what a rank has of a micro-batch: with context parallelism a part of every sequence."""
+    whole, ranks = plain.layer_shape(plan), plan.layout.cp
+    return replace(whole, s=whole.s // ranks, context=ranks)
+
+
 def recipes(plan: ResolvedPlan) -> Recipes:
     return Recipes(
         replace(
-            plain.layer_shape(plan),
+            local_shape(plan),
             expert_ranks=plan.layout.ep,
             tensor=plan.layout.tp,
             expert_parts=parts_of_experts(plan),
@@ -293,18 +299,25 @@ def _waited(embedding: Module) -> Tape:
     return (Drop(LEFT, held.bytes, held.category),)
 
 
+CONTEXT = (
+    "the newest dense layers of Llama and Qwen 3 alone are with it (--fsdp-newest, without tp, pp and compiled layers)"
+)
+
+
 def check(plan: ResolvedPlan) -> None:
     """Refuses what these recipes do not cover."""
     spec, layout = plan.model, plan.layout
     titan = titan_of_plan(plan)
     if plan.attention != "flash":
         raise plan.wrong("attention", f"must be flash: torchtitan's {titan.name} always runs a fused kernel")
-    for name, has, what in (("tp", titan.norm_of_parts, "tensor"), ("pp", titan.pipelined, "pipeline")):
+    for name, has, what in (
+        ("tp", titan.norm_of_parts, "tensor parallelism"),
+        ("pp", titan.pipelined, "pipeline parallelism"),
+        ("cp", titan.shares_sequences, f"context parallelism; {CONTEXT}"),
+    ):
         if getattr(layout, name) > 1 and not has:
-            raise plan.wrong(
-                f"layout.{name}",
-                f"must be 1 with torchtitan's {titan.name}, which is modelled without {what} parallelism",
-            )
+            problem = f"must be 1 with torchtitan's {titan.name}, which is modelled without {what}"
+            raise plan.wrong(f"layout.{name}", problem)
     for name, cuts in (("shared_expert_ffn", layout.tp), ("expert_ffn", parts_of_experts(plan))):
         if getattr(spec, name) % cuts:
             raise plan.wrong(
@@ -621,8 +634,9 @@ def _model(
         units = [first, *units, apart]
     else:
         units = [Unit(MODEL, (), 0, last + 2, False, False), *units]
-    titan = made.titan
-    buffers = (*titan.buffers(spec, made.shape.s, every), *titan.given(made.shape), *places(made.shape, titan, every))
+    titan, shape = made.titan, made.shape
+    tables = titan.buffers(spec, shape.s * shape.context, every)
+    buffers = (*tables, *titan.given(shape), *places(shape, titan, every))
     own = with_parameters(spans, units, titan.registered)
     buffers += float8.scales(own, precomputed=given.scaled_before)
     if made.chunks is None:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.measured import plan_of
 from memplan.cli import main
 from memplan.formats.torchtitan.keys import NEWEST
+from memplan.frameworks.fsdp.programs import check_settings
 from memplan.plan.resolve import resolve
 
 from .torchtitan_jobs import (
@@ -243,6 +244,13 @@ def test_compiled_jobs(read: Read) -> None:
     assert parts(RELEASE_0_2, on) == (True, True)
     assert parts(RELEASE_0_2, on, "compile.components=loss") == (False, True)
     assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
+
+
+def test_the_default_optimizer_runs_on_the_host(read: Read) -> None:
+    """PyTorch's fused AdamW has a kernel for CPUs (``_get_fused_kernels_supported_devices``)."""
+    plan = resolve(read(RELEASE_0_2, "training.enable_cpu_offload=true").plan)
+    check_settings(plan, plan.fsdp)
+    assert (plan.fsdp.offload, plan.optimizer.implementation) == (True, "fused")
 
 
 def test_float8(read: Read) -> None:

@@ -96,7 +96,11 @@ def test_an_unknown_flavour(read: Read) -> None:
 @pytest.mark.parametrize(
     ("job", "over", "says"),
     [
-        (DEEPSEEK, "parallelism.context_parallel_degree=2", "layout.cp = 2: must be 1 with framework fsdp"),
+        (
+            DEEPSEEK,
+            "parallelism.context_parallel_degree=2",
+            "layout.cp = 2: must be 1 with torchtitan's deepseek_v3, which is modelled without context parallelism",
+        ),
         (QWEN, "training.mixed_precision_param=float32", "precision.dtype = fp32: must be bf16"),
     ],
 )
