@@ -24,7 +24,7 @@ from ...plan.read import Source
 from ...plan.saved_dtype import SAVED, TAKEN
 from ...plan.text import folder_of, path_of
 from ...plan.yaml_events import parse_yaml
-from .. import OF_SCRIPTS
+from .. import ELSEWHERE, OF_SCRIPTS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
@@ -79,6 +79,8 @@ def launched(found: Started, asked: Asked) -> Launch:
     if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
         kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
         written = Node({**inner.mapping, **kept}, written.origin)
+    if found.said is None and dialect is None and found.script:
+        _check_elsewhere(found, written)
     if found.said is None:
         written = said_by(found.called, written, asked)
     if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:
@@ -322,6 +324,15 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
         raise wrong_at(written.origin, in_flags(OF_SCRIPTS, written, what))
     if wrong:
         raise together(wrong)
+
+
+def _check_elsewhere(found: Started, written: Node) -> None:
+    """Refuses arguments of a script of another tool, some of which the Trainer's are called like."""
+    keys = written.mapping.keys() - {"use_slow_tokenizer"}  # which transformers' own examples have, too
+    tool = next((one for one in ELSEWHERE if not keys.isdisjoint(one.marks)), None)
+    if tool is not None:
+        what = f"starts {found.called}, which is {tool.name}'s and not the Trainer's"
+        raise wrong_at(written.origin, in_flags(tool, written, what))
 
 
 def _framework(found: Started, reader: Reader, asked: Asked) -> None:
