@@ -41,7 +41,7 @@ from .examples import said_by
 from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
-from .trl import as_loaded, loop_of, named_by_folder
+from .trl import as_loaded, loop_of, named_by_folder, named_by_keys
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -86,7 +86,9 @@ def launched(found: Started, asked: Asked) -> Launch:
     if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:
         written = _in_precision(written, dtype)
     by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
-    loop = loop_of(starts or by_folder, written, asked)
+    open_still = dialect is None and not (found.script or by_folder or "trainer" in asked.names)
+    by_key = named_by_keys(written) if open_still else ""
+    loop = loop_of(starts or by_folder or (by_key and "sft"), written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
     written = as_loaded(written, loop, asked) if dialect is None else written
@@ -109,6 +111,13 @@ def launched(found: Started, asked: Asked) -> Launch:
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
     told = [*(getattr(dialect, "TOLD", ())), *building.notes]
+    if by_key:
+        told.append(
+            (
+                "trainer-assumed",
+                f"the trainer is sft: {by_key} is trl's, and no key is of another one; or say --trainer",
+            )
+        )
     if by_folder:
         told.append(
             ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
