@@ -386,7 +386,14 @@ def _labels(reader: Reader) -> None:
     node, building = reader.settings.node("num_labels"), reader.building
     if node is None or "labels" in reader.context:
         return
+    if not _counts(node):
+        raise node.wrong("num_labels", "must be at least 1")
     _of_model(building, "labels", node, "num_labels")
+
+
+def _counts(node: Node) -> bool:
+    """Whether ``node`` is a number of something that there is; not a switch, which Python takes for one."""
+    return not isinstance(node.value, (int, bool)) or (type(node.value) is int and node.value > 0)
 
 
 def _of_model(building: Building, name: str, node: Node, key: str) -> None:
@@ -401,6 +408,8 @@ def _resized(reader: Reader) -> None:
     node = reader.settings.node(RESIZED)
     if node is None:
         return
+    if not _counts(node):
+        raise node.wrong(RESIZED, "must be at least 1")
     if isinstance(node.value, int):
         _of_model(reader.building, "vocab", node, RESIZED)
         return
