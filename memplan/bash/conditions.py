@@ -204,8 +204,8 @@ class _Reader:
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 RUNS_PYTHON = re.compile(
-    r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|"
-    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|sft|dpo|ppo|grpo|rlhf)\w*$"
+    r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|automodel|autotrain|xtuner|ludwig|"
+    r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|tuning|sft|dpo|ppo|grpo|rlhf)\w*$"
 )
 """In a word of a command that may run a Python file, or a module: ``python -m recipes.train``."""
 

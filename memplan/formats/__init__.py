@@ -126,11 +126,14 @@ OF_SCRIPTS = Elsewhere(
         ("max_len", "--seq"),
         ("data.max_len", "--seq"),
         ("max_context_width", "--seq"),
+        ("context_length", "--seq"),
+        ("block_size", "--seq"),
         ("pretrain", "--model"),
         ("model", "--model"),
         ("model.model_name_or_path", "--model"),
         ("per_device_train_batch_size", "--mbs"),
         ("batch_size", "--mbs"),
+        ("batch_size_training", "--mbs"),
         ("micro_train_batch_size", "--mbs"),
         ("train.micro_batch_size", "--mbs"),
         ("train.batch_size", "--gbs"),
@@ -145,7 +148,8 @@ OF_SCRIPTS = Elsewhere(
     ),
     before="--gpus N",
     implied=tuple(
-        (one, "True", "--quantisation nf4") for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora")
+        (one, "True|4bit|int4", "--quantisation nf4")
+        for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
     ),
     unmodelled=tuple(
         (one, "", "it trains an actor and a critic beside other models (PPO)")
@@ -171,6 +175,22 @@ OF_MEGATRON = Elsewhere(
     ),
     before="--framework megatron --zero 1 --gpus N",
 )
+LITGPT = Elsewhere(
+    "LitGPT",
+    ("lora_query", "logger_name"),
+    (
+        ("checkpoint_dir", "--model"),
+        ("train.micro_batch_size", "--mbs"),
+        ("train.global_batch_size", "--gbs"),
+        ("train.max_seq_length", "--seq"),
+        ("lora_r", "--lora-rank"),
+        ("devices", "--gpus"),
+    ),
+    shortened="checkpoints/",
+    implied=(("quantize", "bnb.nf4", "--quantisation nf4"),),
+)
+OF_FILES = Elsewhere("", (), instead="give the file of its configuration, as it is copied or downloaded")
+"""Of a command that names a configuration."""
 OF_UNSLOTH = Elsewhere(
     "Unsloth",
     (),
@@ -404,22 +424,20 @@ ELSEWHERE = (
         before="--framework megatron --model NAME",
     ),
     Elsewhere(
-        "Open-Instruct", ("use_slow_tokenizer", "dataset_mixer_list"), OF_SCRIPTS.flags, before=OF_SCRIPTS.before
+        "Open-Instruct",
+        ("use_slow_tokenizer", "dataset_mixer_list"),
+        OF_SCRIPTS.flags,
+        before=OF_SCRIPTS.before,
+        implied=(("num_samples_per_prompt_rollout", "", "--trainer grpo"),),
     ),
     Elsewhere(
-        "LitGPT",
-        ("lora_query", "logger_name"),
-        (
-            ("checkpoint_dir", "--model"),
-            ("train.micro_batch_size", "--mbs"),
-            ("train.global_batch_size", "--gbs"),
-            ("train.max_seq_length", "--seq"),
-            ("lora_r", "--lora-rank"),
-            ("devices", "--gpus"),
-        ),
-        shortened="checkpoints/",
-        implied=(("quantize", "bnb.nf4", "--quantisation nf4"),),
+        "llama-cookbook",
+        ("enable_fsdp", "peft_method", "batch_size_training"),
+        OF_SCRIPTS.flags,
+        before=OF_SCRIPTS.before,
+        implied=(*OF_SCRIPTS.implied, ("peft_method", "lora", "--lora-rank 8")),  # configs/peft.py
     ),
+    LITGPT,
     Elsewhere(
         "verl",
         ("actor_rollout_ref",),

@@ -12,7 +12,7 @@ from . import Elsewhere
 def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
     if tool.instead:
-        return f"is {tool.name}, and no configuration: {tool.instead}"
+        return f"{what or f'is {tool.name}, and no configuration'}: {tool.instead}"
     before = what or f"is a configuration of {tool.name}, which is not read"
     for key, begins, why in tool.unmodelled:
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):

@@ -19,7 +19,7 @@ from ..bash.values import Reading, Started, Unknown, Value, is_known, origin_of,
 from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from . import ELSEWHERE, OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from . import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .in_flags import in_flags
 from .settings import taken_apart
 
@@ -294,6 +294,14 @@ RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl", "swift")
 """Words before the name of what trains, where that is no file."""
 
 
+_TRAINS = frozenset(
+    (
+        *(("swift", command) for command in ("sft", "pt", "rlhf")),
+        *(("llamafactory-cli", "train"), ("axolotl", "train")),
+        *(("trl", command) for command in ("sft", "dpo", "grpo", "kto", "reward", "rloo")),
+    )
+)
+"""Commands that train, whatever their flags are called."""
 _IDLE = frozenset(
     (tool, command)
     for tool, commands in (
@@ -307,16 +315,17 @@ _IDLE = frozenset(
 
 
 def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
-    """Position of the training script: the last Python file or module up to the first word that ``is_mark``."""
+    """Position of the training script: the command of a tool that trains, or the last Python file or module up to the
+    first word that ``is_mark``."""
+    pairs = [(text(before).rpartition("/")[2], text(word)) for before, word in pairwise(words)]
+    commands = [n + 1 for n, one in enumerate(pairs) if one in _TRAINS]
+    if commands and is_mark is not is_megatron:
+        return commands[0]
     first = next((n for n, word in enumerate(words) if is_mark(text(word))), None)
-    if first is None:
+    if first is None or any(one in _IDLE for one in pairs[:first]):
         return None
     files = [n for n, word in enumerate(words[: first + 1]) if _SCRIPT.fullmatch(text(word))]
-    if any((text(before).rpartition("/")[2], text(word)) in _IDLE for before, word in pairwise(words[: first + 1])):
-        return None
     modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in RUNNERS]
-    if modules and text(words[modules[-1] - 1]) != "-m":  # Python files behind it are an argument's
-        return modules[-1]
     return next(iter(files[-1:] or modules[-1:]), None)
 
 
@@ -344,7 +353,13 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         own = next((_OWN_COMMANDS[one] for pair in pairs for one in (pair, pair[:1]) if one in _OWN_COMMANDS), None)
         if own is not None:
             name, tool = own
-            problem = in_flags(tool, _arguments(started.words), f"starts {name}, whose command is not read")
+            given = _arguments(started.words)
+            model = next(
+                (word for word in started.words[2:3] if is_known(word) and not text(word).startswith("-")), None
+            )
+            if model:  # litgpt finetune_lora MODEL
+                given = given.with_items({"checkpoint_dir": scalar(text(model), started.origin), **given.mapping})
+            problem = in_flags(tool, given, f"starts {name}, whose command is not read")
             return wrong_at(started.origin, problem)
     for started in reading.started:
         said = _hydra(started.words)
@@ -391,8 +406,12 @@ SEVERAL = 3
 """Arguments that are not known: a script that takes so many has a parser of its own."""
 _PREFERENCES = ("megatron", "rlhf")
 _OWN_COMMANDS: Mapping[tuple[str, ...], tuple[str, Elsewhere]] = {
-    ("tune",): ("torchtune", OF_SCRIPTS),
-    ("litgpt",): ("LitGPT", OF_SCRIPTS),
+    ("tune",): ("torchtune", OF_FILES),
+    ("automodel",): ("NeMo AutoModel", OF_FILES),
+    ("litgpt",): ("LitGPT", LITGPT),
+    ("autotrain",): ("AutoTrain", OF_SCRIPTS),
+    ("xtuner",): ("XTuner", OF_SCRIPTS),
+    ("ludwig",): ("Ludwig", OF_SCRIPTS),
     ("megatron", "sft"): ("ms-swift's Megatron", OF_MEGATRON),
     ("megatron", "pt"): ("ms-swift's Megatron", OF_MEGATRON),
 }

@@ -139,6 +139,29 @@ def test_a_recipes_folder_says_which_trainer(folder: Path, capsys: pytest.Captur
     assert answer(capsys, "kto/config.json", "--trainer", "dpo")["plan"]["trainer"]["loop"] == "dpo"
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "loop"),
+    [
+        ("sft/config.yaml", {"dataset_num_proc": 12}, "sft"),  # recipes/zephyr-7b-beta/sft/config_full.yaml
+        ("dpo/config.yaml", {"dataset_num_proc": 12}, "dpo"),
+        ("config.yaml", {"dataset_mixture": {"datasets": []}}, "sft"),
+        ("config.yaml", {"dataset_name": "trl-lib/Capybara"}, "sft"),  # trl's example_config.yaml
+        ("config.json", {"dataset_name": "wikitext"}, "transformers"),  # run_clm.py
+        ("config.yaml", {"dataset_num_proc": 12, "f_divergence_type": "js"}, "dpo"),
+    ],
+)
+def test_a_file_of_trls_is_no_trainers(
+    name: str, keys: dict[str, object], loop: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss makes no logits, and its defaults are others: a job of SFT was estimated at two to twenty times."""
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(json.dumps({**ARGUMENTS, "model_name_or_path": "gpt2", **keys}))
+    found = answer(capsys, name)
+    assert found["plan"]["trainer"]["loop"] == loop
+    told = [one["code"] for one in found["warnings"]]
+    assert told.count("trainer-assumed") == (loop != "transformers" and "f_divergence_type" not in keys)
+
+
 def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "args.json", "sharded.yaml")
     assert figures(found)[:6] == ("fsdp", "full", 4, 2, 32, 512)

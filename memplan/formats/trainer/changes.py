@@ -146,7 +146,7 @@ def _resized(script: Parsed, call: ast.Call) -> None:
     value = script.value(number) if number is not None else None
     step = script.value(multiple) if multiple is not None else 1
     rows: object = f"{one_line(ast.unparse(number))[:60]}" if number is not None else None
-    if isinstance(value, int) and isinstance(step, int) and step > 0:
+    if type(value) is int and isinstance(step, int) and step > 0:
         rows = -(-value // step) * step
     if rows is not None:
         script.found[RESIZED] = Node.of(rows, Origin(script.source, call.lineno))

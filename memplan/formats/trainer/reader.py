@@ -24,7 +24,7 @@ from ...plan.read import Source
 from ...plan.saved_dtype import SAVED, TAKEN
 from ...plan.text import folder_of, path_of
 from ...plan.yaml_events import parse_yaml
-from .. import OF_SCRIPTS
+from .. import ELSEWHERE, OF_SCRIPTS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
@@ -41,7 +41,7 @@ from .examples import said_by
 from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
-from .trl import as_loaded, loop_of, named_by_folder
+from .trl import as_loaded, loop_of, named_by_folder, named_by_keys
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -79,12 +79,16 @@ def launched(found: Started, asked: Asked) -> Launch:
     if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
         kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
         written = Node({**inner.mapping, **kept}, written.origin)
+    if found.said is None and dialect is None and found.script:
+        _check_elsewhere(found, written)
     if found.said is None:
         written = said_by(found.called, written, asked)
     if found.accelerate is not None and (dtype := mixed(found.accelerate.precision)) is not None:
         written = _in_precision(written, dtype)
     by_folder = "" if found.script or "trainer" in asked.names else named_by_folder(found.folder, written)
-    loop = loop_of(starts or by_folder, written, asked)
+    open_still = dialect is None and not (found.script or by_folder or "trainer" in asked.names)
+    by_key = named_by_keys(written) if open_still else ""
+    loop = loop_of(starts or by_folder or (by_key and "sft"), written, asked)
     written = loop.with_defaults(written)
     _refuse(written)
     written = as_loaded(written, loop, asked) if dialect is None else written
@@ -107,6 +111,13 @@ def launched(found: Started, asked: Asked) -> Launch:
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)
     told = [*(getattr(dialect, "TOLD", ())), *building.notes]
+    if by_key:
+        told.append(
+            (
+                "trainer-assumed",
+                f"the trainer is sft: {by_key} is trl's, and no key is of another one; or say --trainer",
+            )
+        )
     if by_folder:
         told.append(
             ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
@@ -324,6 +335,15 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
         raise together(wrong)
 
 
+def _check_elsewhere(found: Started, written: Node) -> None:
+    """Refuses arguments of a script of another tool, some of which the Trainer's are called like."""
+    keys = written.mapping.keys() - {"use_slow_tokenizer"}  # which transformers' own examples have, too
+    tool = next((one for one in ELSEWHERE if not keys.isdisjoint(one.marks)), None)
+    if tool is not None:
+        what = f"starts {found.called}, which is {tool.name}'s and not the Trainer's"
+        raise wrong_at(written.origin, in_flags(tool, written, what))
+
+
 def _framework(found: Started, reader: Reader, asked: Asked) -> None:
     """Who runs the model; on one GPU nobody needs a launcher."""
     names, put = reader.context, reader.building.put
@@ -366,7 +386,14 @@ def _labels(reader: Reader) -> None:
     node, building = reader.settings.node("num_labels"), reader.building
     if node is None or "labels" in reader.context:
         return
+    if not _counts(node):
+        raise node.wrong("num_labels", "must be at least 1")
     _of_model(building, "labels", node, "num_labels")
+
+
+def _counts(node: Node) -> bool:
+    """Whether ``node`` is a number of something that there is; not a switch, which Python takes for one."""
+    return not isinstance(node.value, (int, bool)) or (type(node.value) is int and node.value > 0)
 
 
 def _of_model(building: Building, name: str, node: Node, key: str) -> None:
@@ -381,6 +408,8 @@ def _resized(reader: Reader) -> None:
     node = reader.settings.node(RESIZED)
     if node is None:
         return
+    if not _counts(node):
+        raise node.wrong(RESIZED, "must be at least 1")
     if isinstance(node.value, int):
         _of_model(reader.building, "vocab", node, RESIZED)
         return

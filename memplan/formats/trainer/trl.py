@@ -290,6 +290,8 @@ LOOPS = (
 OF_PAIRS = ("beta", "sync_ref_model")
 OF_SEVERAL = ("num_generations", "max_completion_length", "use_vllm", "vllm_mode", *OF_PAIRS)
 """Keys that several of trl's trainers have, and transformers' has not."""
+OF_FILES = ("dataset_num_proc", "dataset_mixture", "dataset_mixer", "dataset_text_field", "dataset_kwargs")
+"""And keys of their files that say nothing of memory."""
 
 
 def _is_before(first: Version, library: str, asked: Asked) -> bool:
@@ -316,8 +318,26 @@ def named_by_folder(folder: Path, written: Node) -> str:
     """The trainer that a recipe's folder is called by, ``recipes/zephyr-7b-beta/dpo/config.yaml``, where ``written``
     leaves open which one it is; empty where it does not."""
     name = folder.absolute().name
-    is_open = written.mapping.keys() & {*OF_SEVERAL} and not any(written.mapping.keys() & {*one.alone} for one in LOOPS)
-    return name if is_open and any(name in one.scripts for one in LOOPS) else ""
+    return name if _is_open(written) and any(name in one.scripts for one in LOOPS) else ""
+
+
+def named_by_keys(written: Node) -> str:
+    """The key by which ``written`` is a file of trl's, where none says of which trainer: of SFT's; transformers'
+    own scripts read no YAML (``run_clm.py``: ``parse_json_file``)."""
+    keys = written.mapping.keys()
+    of_trl = next((key for key in OF_FILES if key in keys), "")
+    if (
+        not of_trl
+        and written.origin.source.endswith((".yaml", ".yml"))
+        and {"dataset_name", "model_name_or_path"} <= keys
+    ):
+        of_trl = "dataset_name"
+    return of_trl if of_trl and not keys & {*OF_SEVERAL, *(key for one in LOOPS for key in one.alone)} else ""
+
+
+def _is_open(written: Node) -> bool:
+    keys = written.mapping.keys()
+    return bool(keys & {*OF_SEVERAL, *OF_FILES}) and not any(keys & {*one.alone} for one in LOOPS)
 
 
 def loop_of(script: str, written: Node, asked: Asked) -> Loop:

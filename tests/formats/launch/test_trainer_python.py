@@ -97,6 +97,30 @@ SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2, optim="ada
     assert refusal(named).endswith(f"--model unsloth/Meta-Llama-3.1-8B-bnb-4bit {same}")
 
 
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        ("model.resize_token_embeddings(-5)", "resize_token_embeddings = -5: must be at least 1"),
+        ("model.resize_token_embeddings(True)", None),
+        ("model.resize_token_embeddings(128320)", None),
+    ],
+)
+def test_a_number_of_rows_is_one(call: str, line: str | None, tmp_path: Path) -> None:
+    text = TRAIN.replace("args =", f"{call}\nargs =")
+    if line is None:
+        assert plan_of(tmp_path, "rows.py", text).model.vocab in (128256, 128320)
+    else:
+        with pytest.raises(PlanError, match=line):
+            plan_of(tmp_path, "rows.py", text)
+
+
+def test_a_classifier_without_labels_is_none(tmp_path: Path) -> None:
+    text = TRAIN.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    text = text.replace("from_pretrained(NAME_", "from_pretrained('bert-base-uncased', num_labels=0")
+    with pytest.raises(PlanError, match="num_labels = 0: must be at least 1"):
+        plan_of(tmp_path, "labels.py", text)
+
+
 def test_a_dtype_by_its_name_is_known(tmp_path: Path) -> None:
     by_name = TRAIN.replace("torch_dtype=torch.bfloat16", "torch_dtype=kind").replace(
         "PER_GPU =", 'kind = getattr(torch, "bfloat16")\nPER_GPU ='

@@ -1,0 +1,1 @@
+swift sft --model Qwen/Qwen2.5-7B-Instruct --dataset x
