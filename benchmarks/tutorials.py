@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,31 +27,33 @@ memplan() {{
 """
 
 
-def page(text: str) -> str:
-    """``text`` of a page with what its commands print today."""
+def page(text: str, run: Callable[[str, Path], str] | None = None) -> str:
+    """``text`` of a page with what its commands print today, as ``run`` runs each in a folder: if nothing is said, in a
+    process."""
     with tempfile.TemporaryDirectory() as folder:
-        return BLOCK.sub(lambda block: _block(block, Path(folder)), text)
+        return BLOCK.sub(lambda block: _block(block, Path(folder), run or printed), text)
 
 
-def _block(block: re.Match[str], folder: Path) -> str:
+def _block(block: re.Match[str], folder: Path, run: Callable[[str, Path], str]) -> str:
     if block["file"]:
         (folder / block["file"]).write_text(block["text"], encoding="utf-8")
     commands = re.findall(r"^\$ (?:.*\\\n)*.*$", block["text"], re.MULTILINE)
     if not commands:
         return block[0]
-    return "\n".join(
-        [f"```{block['word']}", *(f"{line}\n{_printed(line[2:], folder)}".strip() for line in commands), "```"]
-    )
+    return "\n".join([f"```{block['word']}", *(f"{line}\n{run(line[2:], folder)}".strip() for line in commands), "```"])
 
 
-def _printed(command: str, folder: Path) -> str:
+def environment(folder: Path) -> dict[str, str]:
+    return {"MEMPLAN_DATA": str(folder / "no-records"), "COLUMNS": "80", "NO_COLOR": "1"}
+
+
+def printed(command: str, folder: Path) -> str:
     """What ``command`` prints on both streams. A memplan in it that neither answers 0 nor 1 is a ``RuntimeError``."""
     lines = MEMPLAN.format(python=sys.executable, cli=ROOT / "cli.py") + command
-    ours = {"MEMPLAN_DATA": str(folder / "no-records"), "COLUMNS": "80", "NO_COLOR": "1"}
     answer = subprocess.run(
         ["bash", "-c", f"exec 3>failed; {lines}"],
         cwd=folder,
-        env={**os.environ, **ours},
+        env={**os.environ, **environment(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -26,6 +26,7 @@ os.environ["MEMPLAN_DATA"] = _EMPTY
 # Tensors of tests are small: on a second thread, operators and processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 atexit.register(shutil.rmtree, _EMPTY, ignore_errors=True)
+gc.disable()  # while tests are collected, and import most of what they need
 # A property does not fail because something else keeps the machine busy.
 settings.register_profile("memplan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("memplan")
@@ -33,29 +34,50 @@ settings.load_profile("memplan")
 LONGEST = (
     "search/test_search.py",
     "test_questions.py",
-    "validate/test_launch_together.py",
+    "trace/test_tuning.py",
+    "layers/test_against_transformers.py",
+    "frameworks/test_fsdp_against_torch.py",
     "validate/test_validate.py",
+    "trace/test_built_in.py",
+    "trace/test_ddp.py",
+    "validate/test_launch_together.py",
+    "layers/test_autocast.py",
     "validate/test_megatron.py",
     "trace/test_fits.py",
-    "layers/test_against_transformers.py",
-    "trace/test_ddp.py",
-    "frameworks/test_fsdp_against_torch.py",
-    "frameworks/test_fsdp_titan_pipeline.py",
-    "frameworks/test_fsdp_gpt_oss.py",
-    "commands/test_trace.py",
-    "trace/test_step.py",
-    "trace/test_autocast.py",
-    "layers/test_autocast.py",
-    "trace/test_run.py",
-    "layers/megatron_core/test_local_layer.py",
-    "commands/test_learned.py",
-    "trace/test_tuning.py",
-    "trace/test_torchtitan.py",
-    "trace/test_trainer.py",
+    "benchmarks/test_accuracy_rows.py",
+    "trace/test_fits_tuned.py",
+    "frameworks/test_fsdp_titan.py",
+    "commands/test_suggest_partition.py",
     "test_docs.py",
+    "search/test_lower_bounds.py",
+    "trace/test_autocast.py",
+    "golden/test_golden.py",
+    "trace/test_step.py",
+    "search/test_ways_out.py",
+    "validate/test_launch.py",
+    "fuzz/test_fuzz.py",
+    "trace/test_run.py",
+    "commands/test_trace.py",
+    "test_surface.py",
+    "layers/megatron_core/test_local_layer.py",
+    "records/test_database.py",
+    "frameworks/test_fsdp_pipeline.py",
+    "trace/test_torchtitan.py",
+    "commands/test_validate.py",
+    "frameworks/test_ddp_against_torch.py",
+    "explain/test_issues.py",
     "trace/test_torchtitan_pipeline.py",
-    "trace/test_torchtitan_witness.py",
+    "layers/test_coverage.py",
+    "plan/test_huggingface.py",
+    "commands/test_learned.py",
+    "test_cli.py",
     "formats/test_sameness.py",
+    "search/test_candidates.py",
+    "frameworks/test_fsdp_tensor_parallel.py",
+    "layers/test_tuning_against_peft.py",
+    "trace/test_trainer.py",
+    "validate/test_trainings.py",
+    "validate/test_interrupted.py",
 )
 """Files that take longest, in the order in which they begin: what begins last keeps one worker busy alone."""
 
@@ -71,6 +93,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Where tests have imported the torch that the shorter way to fake tensors was read in, they take it."""
+    gc.freeze()
+    gc.enable()
     torch = sys.modules.get("torch")
     if torch is not None and torch.__version__.partition("+")[0] == SHORTER_WAY:
         from .fakes import shorten

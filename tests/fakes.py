@@ -4,12 +4,15 @@
 way to an entry (its key, guards, the new tensor) takes most of a trace's time. Entries here are PyTorch's, under keys
 that hold the same facts of the arguments (``_cache_key``, ``extract_tensor_metadata``), and become tensors as
 ``_get_output_tensor_from_cache_entry`` and ``FakeTensor.__new__`` make them (``torch/_subclasses/fake_tensor.py``).
+An entry that is not there yet comes of PyTorch's own way, but for what takes most of it: views (the kernel of meta
+tensors, not the same in Python), operators element by element whose tensors are alike, and lists of tensors in place.
 Calls with symbolic sizes, real or sparse tensors, constants, other subclasses or a proxy take PyTorch's way, as
 everything does in another release than the one that this was read in.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +34,20 @@ _NO_KEY: Any = None
 _STATE = fake_tensor._CacheKeyState(None)
 _NEVER = object()
 """In the place of an entry: PyTorch keeps none."""
+_aten: Any = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_ALIKE = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for overload, names in {
+        "default": "neg exp sqrt rsqrt reciprocal sigmoid tanh silu gelu relu sin cos abs log clone "
+        "silu_backward gelu_backward tanh_backward sigmoid_backward threshold_backward",
+        "Tensor": "add sub mul div",
+        "Tensor_Scalar": "pow",
+        "Scalar": "add sub mul div",
+    }.items()
+    for name in names.split()
+)
+"""Of floating-point tensors that are alike, dense and in order, a further one that is."""
 
 
 def _add(key: list[Any], values: Any, mode: FakeTensorMode) -> bool:
@@ -133,6 +150,61 @@ _NOTHING: dict[str, None] = dict.fromkeys(
 )
 
 
+def _is_in_order(one: FakeTensor) -> bool:
+    """Whether ``one`` is contiguous, and its strides are those that a new tensor has."""
+    step = 1
+    for size, stride in zip(reversed(one.shape), reversed(one.stride()), strict=True):
+        if stride != step or not size:
+            return False
+        step *= size
+    return True
+
+
+def _like(one: FakeTensor, dtype: torch.dtype | None = None) -> Any:
+    """A new tensor of the same sizes."""
+    data = fake_tensor.extract_tensor_metadata(one)
+    dtype = data.dtype if dtype is None else dtype
+    whole = one.numel() * dtype.itemsize
+    return replace(data, dtype=dtype, storage_offset=0, requires_grad=False, storage_bytes=whole)
+
+
+def _short(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """An entry without PyTorch's own way, or None."""
+    if torch.is_inference_mode_enabled():
+        return None
+    if func.name().startswith("aten::_foreach_") and not func._schema.returns:
+        return _Valid((_Output(None, None, None, None),), False)
+    first = args[0] if args else None
+    if type(first) is not FakeTensor:
+        return None
+    if func in _VIEWS and first.numel():
+        try:
+            with fake_tensor.in_kernel_invocation_manager(mode):
+                seen = func(*args)
+        except RuntimeError:  # PyTorch's own way says why
+            return None
+        data = fake_tensor.extract_tensor_metadata(_fake(mode, seen, first._fake_device))
+        return _Valid((_Output(None, data, 0),), False)
+    if not first.dtype.is_floating_point or not _is_in_order(first) or first.is_conj() or first.is_neg():
+        return None
+    if func is _aten._to_copy.default and kwargs.keys() == {"dtype"}:
+        return _Valid((_Output(None, _like(first, kwargs["dtype"]), None),), False)
+    if func in _ALIKE and kwargs.keys() <= {"alpha", "approximate"} and all(_is_alike(one, first) for one in args[1:]):
+        return _Valid((_Output(None, _like(first), None),), False)
+    return None
+
+
+def _is_alike(one: Any, first: FakeTensor) -> bool:
+    if type(one) is not FakeTensor:
+        return type(one) in (int, float, bool, str)
+    return (one.shape, one.stride(), one.dtype, one._fake_device) == (
+        first.shape,
+        first.stride(),
+        first.dtype,
+        first._fake_device,
+    )
+
+
 def _kept(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
     """What is kept of a call that returned ``out``: as PyTorch decides, and ``_unsafe_view`` as the view that it is."""
     if func is torch.ops.aten._unsafe_view.default:
@@ -150,6 +222,10 @@ def _fast(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: A
         return _slow(self, func, types, args, kwargs)
     entry = _entries.get(key)
     if entry is None:
+        entry = _short(self, func, args, kwargs)
+        if entry is not None:
+            _entries[key] = entry
+    if entry is None:
         out = _dispatch(self, func, types, args, kwargs)
         _entries[key] = _kept(self, func, args, kwargs, out)
         return out
@@ -162,6 +238,6 @@ def _fast(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: A
 
 def shorten() -> None:
     """From here on, modes of this process take the shorter way."""
-    for function in (_fast, _key, _add, _kept, _made, _fake):
+    for function in (_fast, _key, _add, _kept, _made, _fake, _short, _like, _is_alike, _is_in_order):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     FakeTensorMode.__torch_dispatch__ = _fast  # type: ignore[method-assign]

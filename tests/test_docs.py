@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,14 +16,35 @@ import pytest
 from benchmarks import tutorials
 from benchmarks.pages import fields
 from memplan import __version__
+from memplan.cli import main
 
 TOP = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("path", tutorials.PAGES, ids=lambda path: path.stem)
-def test_a_tutorial_prints_what_it_says(path: Path) -> None:
+def test_a_tutorial_prints_what_it_says(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of one page as processes, which take half a second each to start."""
     written = path.read_text(encoding="utf-8")
-    assert written == tutorials.page(written), "python benchmarks/tutorials.py"
+    made = tutorials.page(written, None if path.stem == "died" else partial(printed, monkeypatch, capsys))
+    assert written == made, "python benchmarks/tutorials.py"
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, folder: Path) -> str:
+    """As ``tutorials.printed``, in this process; what stands behind a bar reads it from a shell's."""
+    ours, _, others = command.replace("\\\n", "").partition(" | ")
+    monkeypatch.chdir(folder)
+    for name, value in tutorials.environment(folder).items():
+        monkeypatch.setenv(name, value)
+    assert main(shlex.split(ours)[1:]) <= 1
+    shown, errors = capsys.readouterr()
+    if others:
+        shown = subprocess.run(
+            ["bash", "-c", others], input=shown, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+    monkeypatch.chdir(TOP)
+    return "\n".join(line.rstrip() for line in (errors + shown).splitlines())
 
 
 def test_a_command_that_is_refused_is_no_tutorial() -> None:

@@ -65,3 +65,43 @@ def test_tensors_are_as_pytorch_makes_them() -> None:
 
     theirs = made(fakes._slow)
     assert theirs == made(fakes._fast) == made(fakes._fast)
+
+
+def test_what_takes_no_way_through_python_is_the_same() -> None:
+    """Operators element by element, conversions and views, of tensors that are alike, in order, cut, turned and
+    repeated; lists in place return nothing."""
+    aten = torch.ops.aten
+
+    def made(way: object) -> list[object]:
+        found: list[object] = []
+        with patch.object(FakeTensorMode, "__torch_dispatch__", way), FakeTensorMode():
+            for dtype in (torch.bfloat16, torch.int64):
+                x, y, wide = torch.empty(4, 6, dtype=dtype), torch.empty(4, 6, dtype=dtype), torch.empty(4, 6)
+                many = [x, wide, x.t(), x.narrow(1, 1, 2), torch.empty(4, 1, dtype=dtype).expand(4, 6)]
+                calls = [
+                    (func, (one, *others, *([0] if func._schema.name.endswith("threshold_backward") else [])))
+                    for func in sorted(fakes._ALIKE, key=str)
+                    for one in many
+                    for others in ([(y,), (one,), (wide,), (2,), (0.5,)] if len(needed(func)) > 1 else [()])
+                ]
+                shapes = ([-1], [4, 6, 1], [24, 1], [2, 12], [2, 2, 6])
+                calls += [(func, (one, shape)) for func in fakes._VIEWS for one in many for shape in shapes]
+                found += [outcome(func, args, {}) for func, args in calls]
+                casts = (torch.float32, torch.bfloat16, torch.int64)
+                found += [outcome(aten._to_copy.default, (one,), {"dtype": to}) for one in many for to in casts]
+                found += [aten._foreach_mul_.Scalar([x.float(), wide], 2.0), aten._foreach_add_.List([x], [y])]
+        return found
+
+    assert made(fakes._slow) == made(fakes._fast) == made(fakes._fast)
+
+
+def needed(func: torch._ops.OpOverload) -> list[object]:
+    return [one for one in func._schema.arguments if not one.kwarg_only and not one.has_default_value()]
+
+
+def outcome(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The facts of what ``func`` returns, or that it refuses."""
+    try:
+        return str(func), facts(func(*args, **kwargs), next(one for one in args if isinstance(one, torch.Tensor)))
+    except (RuntimeError, ValueError):
+        return str(func), "refused"

@@ -19,6 +19,7 @@ OWN_FILES = ("accelerate.yaml", "mine.yaml", "plan.yaml", "path/to/config.json",
 """Files in examples that are the reader's."""
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not any(name in line for name in OWN_FILES)])
 def test_each_command_answers(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) in (0, 1)

@@ -145,6 +145,7 @@ def test_a_suggestion_is_the_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert "frameworks" in chosen.to_dict()
 
 
+@pytest.mark.usefixtures("here")
 def test_a_run_is_kept_as_the_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

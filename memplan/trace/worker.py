@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    gc.disable()  # while torch and transformers are imported, of which nothing is garbage
     with answer:
         json.dump(answered(WORK[arguments[0]], json.load(sys.stdin)), answer)
     return 0
@@ -51,6 +52,7 @@ def answered(work: Work, data: Mapping[str, Any]) -> dict[str, Any]:
     from .structure import UnfitError
 
     gc.freeze()  # a trace looks for garbage twice: not among all that was imported
+    gc.enable()
     try:
         return work(job, data, versions)
     except UnfitError as error:

@@ -137,6 +137,7 @@ AUTOGRAD = "_engine_run_backward"
 
 
 def main(arguments: list[str]) -> int:
+    gc.disable()  # while torch and transformers are imported, of which nothing is garbage
     folder, rank = Path(arguments[0]), int(arguments[1])
     task = Task.model_validate_json((folder / TASK).read_bytes())
     telling = Telling(folder, rank)
@@ -210,6 +211,7 @@ class Rank:
 
         task, stage, clean = self.task, self.native.stage_of(self.rank), None
         if task.device == "cuda":
+            gc.enable()
             clean = self._clean()
             gc.collect()
         program = self.native.program(self.rank)
@@ -287,7 +289,11 @@ class Rank:
         numbers = count(1)
 
         def begins() -> None:
-            self.telling.says(f"followed iteration {next(numbers)} of {self.task.warmup + 1}")
+            number = next(numbers)
+            if number == 1:
+                gc.freeze()  # what was imported is not looked through each time
+                gc.enable()
+            self.telling.says(f"followed iteration {number} of {self.task.warmup + 1}")
 
         is_whole = self.task.world == "real" or self.native.ranks == 1
         lost = (lambda loss: self.losses.append(float(loss))) if is_whole else None

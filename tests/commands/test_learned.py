@@ -119,6 +119,7 @@ def folds(path: str) -> None:
     assert all(peaks[at] < peaks[at + 3] for at in range(6))
 
 
+@pytest.mark.usefixtures("here")
 def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Routing by values names the operator and the line of the model's code, and leaves no file."""
     experts = {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "eager"}

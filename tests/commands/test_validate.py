@@ -89,6 +89,7 @@ def test_a_record_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
     assert file.read_text() == "mine"
 
 
+@pytest.mark.usefixtures("here")
 def test_a_run_is_kept_and_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_run_is_kept_and_shared(
     assert main(["runs", "--import", str(file)]) == 0
 
 
+@pytest.mark.usefixtures("here")
 def test_a_plan_of_another_framework_says_what_runs_and_nothing_is_kept_without_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,8 @@ second list, 12 in a third, 20 in a fourth."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 
 from .score import FOURTH, LATER, THIRD, Issue, answer, is_right, issues
@@ -28,7 +30,10 @@ MISSED = {
     [*issues(), *issues(LATER), *issues(THIRD), *issues(FOURTH)],
     ids=lambda issue: issue.issue.removeprefix("https://github.com/"),
 )
-def test_what_asked_comes_first(issue: Issue) -> None:
+def test_what_asked_comes_first(issue: Issue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways out, which take most of the time and are in no part of this answer, are looked for in the first eight's."""
+    if issue not in issues()[:8]:
+        monkeypatch.setattr(import_module("memplan.explain"), "_ways_out", lambda *_: ())
     said, found = answer(issue)
     assert is_right(issue, said) is (issue.issue.removeprefix("https://github.com/") not in MISSED), said
     tried = found.reported.message.tried

@@ -18,8 +18,8 @@ from .targets import TARGETS
 
 SEED = int(os.environ.get("MEMPLAN_FUZZ_SEED", "20261122"))
 """The same cases in every run; the variable, or ``python -m tests.fuzz``, tries others."""
-CASES = 150
-FEW = {"estimates": 40, "estimate-files": 40, "record-imports": 10, "record-databases": 10}
+CASES = 100
+FEW = {"estimates": 25, "estimate-files": 25, "record-imports": 10, "record-databases": 10}
 """Cases of targets that take long each."""
 PATIENT = 10.0
 """Seconds that a case may take here, on whatever machine; ``driver.SECONDS`` is for a quiet one."""

@@ -67,17 +67,12 @@ def measure(cases: dict[str, Case]) -> list[dict[str, Any]]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
-        port = free_port()
-        started = []
-        for rank in range(RANKS):
-            here = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [sys.executable, "-m", "tests.oracle.ddp", "--rank", name]
-            with (folder / f"{rank}.log").open("w") as log:
-                environment = {**os.environ, **here, "OMP_NUM_THREADS": "1"}
-                started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        failed = [rank for rank, process in enumerate(started) if process.wait(timeout=300)]
-        if failed:
-            raise RuntimeError((folder / f"{failed[0]}.log").read_text()[-2000:])
+        group = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment = {**os.environ, **group, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.oracle.ddp", "--ranks", name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
         return [json.loads((folder / str(rank)).read_text()) for rank in range(RANKS)]
 
 
@@ -159,24 +154,42 @@ def _numbers(text: Any) -> list[int]:
     return [int(number) for number in str(text or "").split(",") if number.strip()]
 
 
-def run_rank(folder: Path) -> None:
+def run_ranks(folder: Path) -> int:
+    """Each rank in a process of its own, all from one that has imported what they need: whether one failed."""
     import torch
     import transformers
 
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
     cases = json.loads((folder / "cases").read_text())
+    for case in cases.values():
+        config = transformers.AutoConfig.for_model(case["family"])
+        transformers.AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[attr-defined]
+    started = []
+    for rank in range(RANKS):
+        process = os.fork()
+        if not process:
+            os.environ["RANK"] = str(rank)
+            run_rank(folder, cases)
+            return 0
+        started.append(process)
+    ended = [os.waitpid(process, 0)[1] for process in started]
+    return int(any(ended))
+
+
+def run_rank(folder: Path, cases: dict[str, Any]) -> None:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
     records = {name: run_case(Case(**case)) for name, case in cases.items()}
     (folder / str(torch.distributed.get_rank())).write_text(json.dumps(records))
     torch.distributed.destroy_process_group()
 
 
 def main(arguments: Sequence[str]) -> None:
-    if arguments[0] == "--rank":
-        run_rank(Path(arguments[1]))
-        return
+    if arguments[0] == "--ranks":
+        raise SystemExit(run_ranks(Path(arguments[1])))
     ranks = measure(CASES)
     records = {name: [rank[name] for rank in ranks] for name in CASES}
     Path(arguments[0]).write_text(json.dumps(records, separators=(",", ":")) + "\n")

@@ -59,7 +59,7 @@ def recommended(seed: int) -> bool:
 
 
 def test_every_recommendation_leaves_the_reserve() -> None:
-    assert sum(recommended(seed) for seed in range(8)) > 1
+    assert sum(recommended(seed) for seed in range(5)) > 1
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def test_model_that_transformers_does_not_know() -> None:
         traced(unknown, "mine")
 
 
+@pytest.mark.usefixtures("here")
 def test_model_that_reads_values() -> None:
     """An operator that needs elements names itself and the module that called it."""
     config = {"model_type": "mixtral", "vocab_size": 1003, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -25,7 +25,7 @@ TITAN = f"{LLAMA} --framework fsdp --fsdp-code torchtitan"
 CASES = {
     "pp2": f"{TITAN} --gpus 2 --pp 2 --gbs 4",
     "pp2-tp2": f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4",
-    "fsdp2": f"{LLAMA} --framework fsdp --gpus 2 --dtype fp32 --attention eager",
+    "fsdp2": f"{LLAMA.replace('--layers 4', '--layers 2')} --framework fsdp --gpus 2 --dtype fp32 --attention eager",
     "ddp2": f"{GPT} --framework ddp --gpus 2",
     "zero1": f"{GPT} --framework ddp --zero 1 --gpus 2",
 }

@@ -56,6 +56,8 @@ def tracked(job: Any, within: Surroundings, peaks: list[int]) -> Iterator[None]:
     with training_of(job, within) as training:
         for _ in range(within.warmup):
             training.iterate(Watch())
+        gc.freeze()
+        gc.enable()
         for part in getattr(training, "parts", ()):
             forget_before(part, lambda: trackers[-1])
         for _ in range(TIMES):
@@ -73,6 +75,7 @@ def tracked(job: Any, within: Surroundings, peaks: list[int]) -> Iterator[None]:
 
 def main(folder: Path, rank: int) -> int:
     """The reading is a worker's own; its moments are two: what MemTracker saw, and memplan without sums in place."""
+    gc.disable()
     task = Task.model_validate_json((folder / TASK).read_bytes())
     telling = Telling(folder, rank)
     own = Rank(task, rank, telling)
