@@ -31,7 +31,7 @@ PLANS: tuple[Mapping[str, str], ...] = (
     {"model": "llama-3-8b", **LOADED},
     *({"model": name, **LOADED} for name in ("llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen3-8b")),
     {"model": "llama-3.2-1b", **REPLICAS, "mbs": "2", "seq": "4096"},
-    {"model": "llama-3.2-1b", **LOADED, **REPLICAS},
+    *({"model": name, **LOADED, **REPLICAS} for name in ("llama-3.2-1b", "llama-3.2-3b")),
 )
 """Flags of the plans that are learnt."""
 

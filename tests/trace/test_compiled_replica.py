@@ -149,9 +149,9 @@ def test_more_layers_are_inductors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainer", [True, False])
+@pytest.mark.parametrize(("trainer", "recompute"), [(True, "none"), (False, "none"), (True, "full")])
 def test_parts_and_order_of_gradients_are_those_of_a_real_run(
-    trainer: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    trainer: bool, recompute: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of a tiny Llama on the CPU in real DDP, as the Trainer calls it after Accelerate's ``prepare_model``."""
     import torch
@@ -171,7 +171,7 @@ def test_parts_and_order_of_gradients_are_those_of_a_real_run(
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = {"model_type": "llama", "vocab_size": 512, "num_key_value_heads": 2, **sizes}
     mixed = {"trainer": "transformers", "autocast": "true"} if trainer else {}
-    flags = {"mbs": "2", "seq": "16", "bucket-cap-mb": "1", "torch-compile": "false", **mixed}
+    flags = {"mbs": "2", "seq": "16", "bucket-cap-mb": "1", "torch-compile": "false", "recompute": recompute, **mixed}
     job = job_of_plan(planned(**flags), config)
 
     def noting(graphs: list[list[str]], compiler: Any) -> Any:
@@ -199,6 +199,8 @@ def test_parts_and_order_of_gradients_are_those_of_a_real_run(
     order = [names[one.number] for one in depth.streams["backward"] if isinstance(one, Ends) and one.stream == "r"]
 
     net = AutoModelForCausalLM.from_config(LlamaConfig(**config, use_cache=False), attn_implementation="sdpa").train()
+    if recompute == "full":
+        net.gradient_checkpointing_enable()
     ready: list[str] = []
     for name, parameter in net.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))

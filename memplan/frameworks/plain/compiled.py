@@ -115,7 +115,8 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     settings = settings_of(plan)
     found: CompiledModel | None = cache.load(settings, CompiledModel)
     if found is None:
-        ships = ", or with ".join(map(_words, _shipped(plan.model.name)))
+        alike = (one for one in _shipped(plan.model.name) if one.keys() == settings.keys())
+        ships = ", or with ".join(map(_words, alike))
         raise plan.wrong(
             "compile",
             f"was not learnt of {plan.model.layers} layers with {_words(settings)}: `memplan trace --learn` with the "
