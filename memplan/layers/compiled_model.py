@@ -120,7 +120,8 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledModel:
-    """What was learnt, of at least ``layers`` layers, and of any number of ``step`` more."""
+    """What was learnt, of at least ``layers`` layers, and of any number of ``step`` more; of ``layers`` alone where
+    nothing stands between (``repeats``)."""
 
     layers: int
     step: int
@@ -141,6 +142,11 @@ class CompiledModel:
     @property
     def made(self) -> dict[str, int]:
         return {"f": self.forward.made, "b": self.backward.made, "z": 0, "r": self.backward.made}
+
+    @property
+    def repeats(self) -> bool:
+        """It is of any number of further layers, too."""
+        return bool(self.backward.layer)
 
     @property
     def in_parts(self) -> bool:

@@ -190,11 +190,9 @@ def learnt(
     layers: int,
     report: Callable[[int], None] = lambda done: None,
     depth: Callable[[Job, int], Depth] = depth_of,
-    *,
-    whole: bool = False,
 ) -> CompiledModel:
-    """Of ``job`` with so many layers, of which ``depth`` says what happens. Where more layers are not always the same,
-    ``UntraceableError``, or with ``whole`` all of them."""
+    """Of ``job`` with so many layers, of which ``depth`` says what happens: all of them where more layers are not
+    always the same, since buckets cut them otherwise, or kernels make masks of more layers than ``STEPS`` at once."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     seen: dict[int, Depth] = {}
 
@@ -211,12 +209,11 @@ def learnt(
             check(found, at(first + 2 * step), first + 2 * step)
             return found
         except UntraceableError:
-            if step == STEPS[-1] and not whole:
-                raise
-    return _unrepeated(at(layers), layers)
+            continue
+    return unrepeated(at(layers), layers)
 
 
-def _unrepeated(depth: Depth, layers: int) -> CompiledModel:
+def unrepeated(depth: Depth, layers: int) -> CompiledModel:
     """Of so many layers alone."""
     forward, backward = (Graph(tuple(depth.streams[name]), (), ()) for name in ("forward", "backward"))
     loss, logits = (Ends("f", one) for one in depth.outputs)

@@ -179,9 +179,8 @@ def compiled(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dic
     def report(done: int) -> None:
         print(PROGRESS, done, max(3, done + 1), file=sys.stderr, flush=True)
 
-    replica = job.ddp is not None
-    depth = (compiled_replica if replica else compiled_model).depth_of
-    found = compiled_model.learnt(job, data["layers"], report, depth, whole=replica)
+    depth = (compiled_model if job.ddp is None else compiled_replica).depth_of
+    found = compiled_model.learnt(job, data["layers"], report, depth)
     return {**versions, "compiled": found.to_json()}
 
 

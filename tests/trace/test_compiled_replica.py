@@ -84,6 +84,8 @@ def test_a_gradient_stays_the_first_time_and_ends_the_next() -> None:
     """What no node has saved of the outputs ends with them."""
     found = small()
     assert CompiledModel.from_json(found.to_json()) == found
+    assert not found.repeats
+    assert LEARNT.repeats
     module = made(found, 1)
     names = {one.tensor: one.name for one in (*module.first.forward, *module.first.backward) if isinstance(one, Hold)}
     ends = [names[one.tensor] for one in module.first.backward if isinstance(one, Drop)]
@@ -94,6 +96,13 @@ def test_a_gradient_stays_the_first_time_and_ends_the_next() -> None:
     assert [one.category for one in module.first.backward if isinstance(one, Hold) and one.name == "w"] == [
         Category.GRADIENTS
     ]
+
+
+def test_what_does_not_repeat_is_of_its_own_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.cache, "load", lambda *_: small())
+    assert compiled.learnt_of(planned(layers="1")) == small()
+    with pytest.raises(PlanError, match="was not learnt of 2 layers"):
+        compiled.learnt_of(planned(layers="2"))
 
 
 @pytest.mark.slow
@@ -140,11 +149,13 @@ def test_what_is_refused_in_one_line(flags: dict[str, str], says: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_more_layers_are_inductors() -> None:
-    from memplan.trace.compiled_model import check
+    from memplan.trace.compiled_model import check, unrepeated
     from memplan.trace.compiled_replica import depth_of
     from memplan.trace.framework import job_of_plan
 
-    check(LEARNT, depth_of(job_of_plan(compiled.without_compiler(planned())), 8), 8)
+    depth = depth_of(job_of_plan(compiled.without_compiler(planned())), 8)
+    check(LEARNT, depth, 8)
+    check(unrepeated(depth, 8), depth, 8)
 
 
 @pytest.mark.slow

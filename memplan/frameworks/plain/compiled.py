@@ -114,7 +114,7 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     """``PlanError`` with the command that learns it, where nobody has."""
     settings = settings_of(plan)
     found: CompiledModel | None = cache.load(settings, CompiledModel)
-    if found is None:
+    if found is None or (plan.model.layers != found.layers and not found.repeats):
         alike = (one for one in _shipped(plan.model.name) if one.keys() == settings.keys())
         ships = ", or with ".join(map(_words, alike))
         raise plan.wrong(
