@@ -18,12 +18,20 @@ from memplan.trace.cache import built_in_path, written
 
 ALONE: Mapping[str, str] = {"framework": "single", "torch-compile": "true"}
 TRAINER = {"trainer": "transformers", "autocast": "true", "mbs": "1", "seq": "4096"}
+LOADED = {**TRAINER, "autocast-parameters": "bf16"}
+"""Over parameters as transformers 5 loads them from a checkpoint in bf16."""
+REPLICAS = {"framework": "ddp", "gpus": "8"}
 PLANS: tuple[Mapping[str, str], ...] = (
     {"model": "llama-3.2-1b", "mbs": "2", "seq": "4096"},
     {"model": "llama-3-8b", **TRAINER},
     {"model": "llama-3-8b", **TRAINER, "recompute": "full"},
     {"model": "qwen3-8b", **TRAINER},
     {"model": "mistral-7b-v0.3", "mbs": "1", "seq": "2048"},
+    {"model": "llama-3-8b", "mbs": "1", "seq": "4096"},
+    {"model": "llama-3-8b", **LOADED},
+    *({"model": name, **LOADED} for name in ("llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen3-8b")),
+    {"model": "llama-3.2-1b", **REPLICAS, "mbs": "2", "seq": "4096"},
+    *({"model": name, **LOADED, **REPLICAS} for name in ("llama-3.2-1b", "llama-3.2-3b")),
 )
 """Flags of the plans that are learnt."""
 

@@ -50,7 +50,7 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.code == "2020":
         return (*OLD, *PLAIN[1:])
     if plan.compile:
-        return (PLAIN[0], *compiled_model.ASSUMPTIONS, *PLAIN[2:])
+        return (PLAIN[0], *compiled_model.assumptions(framework(plan.framework).supports.compiled_parts), *PLAIN[2:])
     if not plan.versions:
         return PLAIN
     followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)

@@ -157,6 +157,8 @@ class Supports:
     """transformers' layers are recomputed with reentrance, too."""
     compiled: str = "it puts hooks into the graph, which torch.compile cuts there, and such graphs are not modelled"
     """Why a model that is compiled as a whole is not modelled; empty where it is."""
+    compiled_parts: bool = False
+    """torch cuts its graph into parts."""
 
 
 class Framework:

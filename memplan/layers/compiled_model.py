@@ -1,5 +1,6 @@
 """A whole model of transformers as ``torch.compile(model)`` runs it: one graph forward and one backward, as Inductor
-writes them; learnt by ``trace.compiled_model`` at the plan's own sizes and at three depths.
+writes them, or under DDP the parts that ``DDPOptimizer`` cuts at buckets; learnt by ``trace.compiled_model`` at the
+plan's own sizes and at three depths.
 
 Between the events of a shallow graph's first and last layers those of one more layer stand as often as there are more
 layers. Tensors are numbered in the order in which a direction makes them, so that a layer further adds as many as it
@@ -17,21 +18,37 @@ from ..values import dataclass
 from .autograd import Gradients, Recorder, Shape, Tensor, incoming
 from .module import Run
 
-ASSUMPTIONS = (
+WHOLE = (
     "torch.compile of the whole model, backend inductor, mode default: one graph, as Inductor writes it for an H100, "
     "run on fake tensors at these sizes with a few layers; other GPUs split sums otherwise",
-    "compiled, transformers passes a mask of (b, 1, s, s) to sdpa even where no token is masked: PyTorch leaves its "
-    "flash kernel for the memory-efficient one, or cuDNN's, and keys and values are repeated for every head",
     "autograd fills a gradient of the logits with zeros, which the loss does not need; all gradients of parameters are "
     "there when the backward graph ends, and only then added to those of earlier micro-batches",
+)
+IN_PARTS = (
+    "torch.compile of the whole model, backend inductor, mode default: DDPOptimizer (optimize_ddp, as by default) cuts "
+    "the graph wherever parameters fill a bucket, and each part is compiled by itself, as Inductor writes it for an "
+    "H100, run on fake tensors at these sizes; other GPUs split sums otherwise",
+    "autograd fills a gradient of the logits with zeros, which the loss does not need; a part's gradients of "
+    "parameters are there when its backward graph ends",
+)
+ASSUMPTIONS = (
+    "compiled, transformers passes a mask of (b, 1, s, s) to sdpa even where no token is masked: PyTorch leaves its "
+    "flash kernel for the memory-efficient one, or cuDNN's, and keys and values are repeated for every head",
     "batches have one shape: others compile another graph, for any shape; a batch without gradients has a graph of its "
     "own, which takes no more; what kernels and their compilation take inside is not counted; times, where shown, are "
     "of the code without the compiler",
 )
-"""Taken for granted."""
 
-Stream = Literal["f", "b", "z"]
-"""Who made a tensor: the forward graph, the backward graph, or autograd: zeros for the gradient of the logits."""
+
+def assumptions(parts: bool) -> tuple[str, ...]:
+    """Taken for granted, of one graph or of its ``parts``."""
+    first, of_gradients = IN_PARTS if parts else WHOLE
+    return (first, ASSUMPTIONS[0], of_gradients, ASSUMPTIONS[1])
+
+
+Stream = Literal["f", "b", "z", "r"]
+"""Who made a tensor: what runs forward, what runs backward, or autograd: zeros for the gradient of the logits, and the
+loss's gradient. ``r``: one of backward's, a parameter's gradient, does not end but is ready for hooks."""
 
 
 class Begins(NamedTuple):
@@ -78,7 +95,7 @@ class Graph:
         for at in range(more):
             for event in self.layer:
                 if isinstance(event, Ends):
-                    by = at if event.stream == own else more - 1 - at
+                    by = at if event.stream in (own, "r") else more - 1 - at
                     event = event._replace(number=event.number + by * made[event.stream], moves=False)
                 yield event
         for event in self.back:
@@ -103,7 +120,8 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledModel:
-    """What was learnt, of at least ``layers`` layers, and of any number of ``step`` more."""
+    """What was learnt, of at least ``layers`` layers, and of any number of ``step`` more; of ``layers`` alone where
+    nothing stands between (``repeats``)."""
 
     layers: int
     step: int
@@ -113,7 +131,7 @@ class CompiledModel:
     """Loss and logits."""
     logits: Begins
     """What autograd makes zeros like, for the output that the loss does not depend on (``torch.autograd.Function``,
-    ``set_materialize_grads``)."""
+    ``set_materialize_grads``); of several graphs these zeros are among what happens."""
     weights: tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[Weight, ...]]
     """In front of the layers, of a layer, and behind them."""
 
@@ -123,7 +141,17 @@ class CompiledModel:
 
     @property
     def made(self) -> dict[str, int]:
-        return {"f": self.forward.made, "b": self.backward.made, "z": 0}
+        return {"f": self.forward.made, "b": self.backward.made, "z": 0, "r": self.backward.made}
+
+    @property
+    def repeats(self) -> bool:
+        """It is of any number of further layers, too."""
+        return bool(self.backward.layer)
+
+    @property
+    def in_parts(self) -> bool:
+        """There are several graphs (``DDPOptimizer``): gradients are ready one after another."""
+        return any(isinstance(one, Ends) and one.stream == "r" for part in _parts(self.backward) for one in part)
 
     def more(self, layers: int) -> int:
         """How often the events of more layers stand in the graph of so many."""
@@ -208,8 +236,11 @@ def model(r: Recorder, learnt: CompiledModel, layers: int, dtype: str) -> Run:
     more, made = learnt.more(layers), learnt.made
     given = [*learnt.parameters(layers)]
     parameters = [r.parameter(name, shape, dtype) for name, shape, _ in given]
+    of_gradient = {number: at for at, (_, _, number) in enumerate(given)}
+    outputs = [one.at(more, made) for one in learnt.outputs]
     logits_elements = prod(learnt.logits.shape)
     live: dict[tuple[str, int], Tensor] = {}
+    returned: dict[int, Tensor] = {}
 
     def run(events: Iterator[Event], stream: Stream) -> None:
         number = 0
@@ -217,25 +248,30 @@ def model(r: Recorder, learnt: CompiledModel, layers: int, dtype: str) -> Run:
             if isinstance(event, Begins):
                 kind = Category.LOGITS if prod(event.shape) == logits_elements else Category.TEMPORARIES
                 live[stream, number] = r.empty(event.shape, event.dtype, event.name, kind)
+                if stream == "f" and number in outputs:
+                    returned[number] = live[stream, number].alias()
                 number += 1
+            elif event.stream == "r":
+                r.arrives(parameters[of_gradient[event.number]], [live.pop(("b", event.number))])
             else:
                 live.pop((event.stream, event.number), None)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        """Zeros are there before it begins; what was saved is let go of one by one."""
+        """What was saved is let go of one by one. Of one graph zeros are there before it begins, and every gradient
+        when it has ended; of several each when its own has."""
         live["z", 1] = incoming(gradients)
         gradients.clear()
-        live["z", 0] = r.empty(*learnt.logits, Category.LOGITS)
+        if not learnt.in_parts:
+            live["z", 0] = r.empty(*learnt.logits, Category.LOGITS)
         run(learnt.backward.events("b", more, made), "b")
         live.pop(("z", 1), None)
-        returned = [live["b", number] for _, _, number in given]
+        arrived = [live.get(("b", number)) for _, _, number in given]
         live.clear()
-        return returned
+        return arrived
 
     run(learnt.forward.events("f", more, made), "f")
-    at = [one.at(more, made) for one in learnt.outputs]
-    loss, logits = (live["f", number].alias() for number in at)
-    del live["f", at[0]]
+    loss, logits = map(returned.pop, outputs)
+    live.pop(("f", outputs[0]), None)
     node = r.node(parameters, (), backward)
     if node is None:
         live.clear()

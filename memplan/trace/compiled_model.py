@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ LONGEST = 32
 FOUND = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64", "uint8": "uint8", "bool": "bool"}
 
 
-class _Model(nn.Module):
+class Model(nn.Module):
     """Loss and logits of a batch as a collator makes it: with a mask, labels, and how many tokens count."""
 
     def __init__(self, job: Job) -> None:
@@ -45,7 +46,7 @@ class _Model(nn.Module):
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         narrow = self.job.autocast is not None
-        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        with torch.autocast("cpu", torch.bfloat16) if narrow else nullcontext():
             out = self.model(input_ids=ids, attention_mask=mask, labels=ids, num_items_in_batch=count)
         return out.loss, out.logits.float() if narrow and self.job.trainer is not None else out.logits
 
@@ -62,15 +63,24 @@ class Depth(NamedTuple):
     parameters: list[tuple[str, tuple[int, ...]]]
 
 
+def of_depth(job: Job, layers: int) -> Job:
+    """``job`` with so many layers."""
+    key = next(name for name in ("num_hidden_layers", "n_layer") if name in job.config)
+    return replace(job, config={**job.config, key: layers})
+
+
+def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``Model`` takes."""
+    ids = torch.zeros(job.b, job.s, dtype=torch.int64)
+    return ids, torch.ones_like(ids), torch.ones((), dtype=torch.int64)
+
+
 def depth_of(job: Job, layers: int) -> Depth:
     """Of ``job`` with so many layers."""
-    key = next(name for name in ("num_hidden_layers", "n_layer") if name in job.config)
-    logging.getLogger("torch").setLevel(logging.ERROR)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        model = _Model(replace(job, config={**job.config, key: layers}))
-        ids = torch.zeros(job.b, job.s, dtype=torch.int64)
-        arguments = ids, torch.ones_like(ids), torch.ones((), dtype=torch.int64)
+        model = Model(of_depth(job, layers))
+        arguments = batch(job)
     graphs = graphs_of(model, arguments, fake)
     forward, kept, outputs = _forward(graphs, fake)
     backward, gradients = _backward(graphs, kept, fake)
@@ -100,7 +110,7 @@ def _forward(graphs: Graphs, fake: FakeTensorMode) -> tuple[list[Event], dict[st
     values = _values(graphs.forward)
     kept = {node.name: number for node, number in zip(values, numbers, strict=True) if number is not None}
     outputs = [number for number in numbers[:2] if number is not None]
-    return _sorted(_event(one, "f") for one in ran.events if one != 0), kept, outputs
+    return in_one_order(_event(one, "f") for one in ran.events if one != 0), kept, outputs
 
 
 def _backward(graphs: Graphs, kept: Mapping[str, int], fake: FakeTensorMode) -> tuple[list[Event], list[int | None]]:
@@ -113,7 +123,7 @@ def _backward(graphs: Graphs, kept: Mapping[str, int], fake: FakeTensorMode) -> 
         given = [_same(seen, number, _fake(node)) for node, number in zip(inputs, numbers, strict=True)]
         seen.clear()
         ran = happened(code_of(graphs.backward, is_backward=True), given, numbers, {}, above=ZEROS)
-    events = _sorted(_event(one, "b") for one in ran.events if one != 0)
+    events = in_one_order(_event(one, "b") for one in ran.events if one != 0)
     return events, [None if one is None else one - ZEROS - 1 for one in ran.returned]
 
 
@@ -139,18 +149,18 @@ def _event(one: Happening, own: Stream) -> Event:
         return Ends("f", one - 1) if own == "f" or one < LOSS else Ends("b", one - ZEROS - 1)
     _, shape, *words = one
     dtype, name = map(str, words)
-    return Begins(tuple(map(int, shape)), FOUND.get(dtype, dtype), _short(name))
+    return Begins(tuple(map(int, shape)), FOUND.get(dtype, dtype), short(name))
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """The first words of what Inductor calls a kernel of many."""
     return name if len(name) <= LONGEST else name[:LONGEST].rpartition("_")[0].rstrip("_")
 
 
-def _sorted(events: Iterable[Event]) -> list[Event]:
+def in_one_order(events: Iterable[Event]) -> list[Event]:
     """What ends at once, in one order: Inductor lets go of a set of tensors."""
     found: list[Event] = []
-    for ends, run in groupby(events, lambda one: isinstance(one, Ends)):
+    for ends, run in groupby(events, lambda one: isinstance(one, Ends) and one.stream != "r"):
         together = [*run]
         found += sorted(together) if ends else together
     return found
@@ -175,14 +185,21 @@ class _Cut(NamedTuple):
     events: int
 
 
-def learnt(job: Job, layers: int, report: Callable[[int], None] = lambda done: None) -> CompiledModel:
-    """Of ``job`` with so many layers. ``UntraceableError`` where more layers are not always the same."""
+def learnt(
+    job: Job,
+    layers: int,
+    report: Callable[[int], None] = lambda done: None,
+    depth: Callable[[Job, int], Depth] = depth_of,
+) -> CompiledModel:
+    """Of ``job`` with so many layers, of which ``depth`` says what happens: all of them where more layers are not
+    always the same, since buckets cut them otherwise, or kernels make masks of more layers than ``STEPS`` at once."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
     seen: dict[int, Depth] = {}
 
     def at(count: int) -> Depth:
         if count not in seen:
             report(len(seen))
-            seen[count] = depth_of(job, count)
+            seen[count] = depth(job, count)
         return seen[count]
 
     for step in STEPS:
@@ -192,9 +209,17 @@ def learnt(job: Job, layers: int, report: Callable[[int], None] = lambda done: N
             check(found, at(first + 2 * step), first + 2 * step)
             return found
         except UntraceableError:
-            if step == STEPS[-1]:
-                raise
-    raise AssertionError
+            continue
+    return unrepeated(at(layers), layers)
+
+
+def unrepeated(depth: Depth, layers: int) -> CompiledModel:
+    """Of so many layers alone."""
+    forward, backward = (Graph(tuple(depth.streams[name]), (), ()) for name in ("forward", "backward"))
+    loss, logits = (Ends("f", one) for one in depth.outputs)
+    return CompiledModel(
+        layers, 1, forward, backward, (loss, logits), depth.logits, _weights(depth, depth, range(LOSS, LOSS), 0)
+    )
 
 
 def check(found: CompiledModel, depth: Depth, layers: int) -> None:
@@ -213,11 +238,20 @@ def check(found: CompiledModel, depth: Depth, layers: int) -> None:
 
 
 def between(fewer: Depth, more: Depth, layers: int, step: int) -> CompiledModel:
-    """What ``step`` layers add to ``fewer``, which has so many."""
-    cuts = {name: _cut(fewer.streams[name], more.streams[name]) for name in fewer.streams}
+    """What ``step`` layers add to ``fewer``, which has so many. Where the last place at which their events may stand is
+    in the first layer's backward, whose tensors may be others, they stand half way."""
+    try:
+        return _between(fewer, more, layers, step, 0)
+    except UntraceableError:
+        return _between(fewer, more, layers, step, 0.5)
+
+
+def _between(fewer: Depth, more: Depth, layers: int, step: int, early: float) -> CompiledModel:
+    cuts = {name: _cut(fewer.streams[name], more.streams[name], early) for name in fewer.streams}
     made = {
         name[0]: sum(isinstance(one, Begins) for one in _block(more.streams[name], cut)) for name, cut in cuts.items()
     }
+    made["r"] = made["b"]
     graphs = {name: _graph(fewer.streams[name], more.streams[name], cut, made) for name, cut in cuts.items()}
     loss, logits = (Ends("f", one, other != one) for one, other in zip(fewer.outputs, more.outputs, strict=True))
     front = _front(fewer.streams["backward"], cuts["backward"])
@@ -225,8 +259,8 @@ def between(fewer: Depth, more: Depth, layers: int, step: int) -> CompiledModel:
     return CompiledModel(layers, step, **graphs, outputs=(loss, logits), logits=fewer.logits, weights=weights)
 
 
-def _cut(fewer: Sequence[Event], more: Sequence[Event]) -> _Cut:
-    """Where the events of one more layer stand in ``more``: as late as may be."""
+def _cut(fewer: Sequence[Event], more: Sequence[Event], early: float) -> _Cut:
+    """Where the events of one more layer stand in ``more``: as late as may be, or this part of all places earlier."""
     ours, theirs = _signatures(fewer), _signatures(more)
     count = len(theirs) - len(ours)
     same = next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), len(ours))
@@ -235,7 +269,7 @@ def _cut(fewer: Sequence[Event], more: Sequence[Event]) -> _Cut:
     )
     if count <= 0 or same + behind < len(ours):
         raise UntraceableError("a layer more changes what Inductor makes of the others")
-    return _Cut(same, count)
+    return _Cut(same - int(early * (same + behind - len(ours))), count)
 
 
 def _signatures(events: Sequence[Event]) -> list[object]:
@@ -243,7 +277,8 @@ def _signatures(events: Sequence[Event]) -> list[object]:
     begun = [one for one in events if isinstance(one, Begins)]
     own = "b" if any(isinstance(one, Ends) and one.stream == "b" for one in events) else "f"
     return [
-        one if isinstance(one, Begins) else begun[one.number] if one.stream == own else one.stream for one in events
+        one if isinstance(one, Begins) else (begun[one.number], one.stream) if one.stream in (own, "r") else one.stream
+        for one in events
     ]
 
 

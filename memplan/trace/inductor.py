@@ -300,7 +300,9 @@ def _empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _viewed(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+    """Without the tie that a view has to its base, so that autograd sums into one that nobody else has
+    (``guards.cpp``, ``_reinterpret_tensor``)."""
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset).data
 
 
 def _call_of(text: str) -> ast.FunctionDef:
@@ -349,7 +351,7 @@ Event = int | list[Any]
 """A tensor's number as it ends, or its number, dimensions, dtype and name as it begins."""
 
 
-class _Numbered(Follow):  # type: ignore[no-untyped-call]
+class Numbered(Follow):  # type: ignore[no-untyped-call]
     launched: list[Launched]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -383,7 +385,7 @@ def happened(
     """What ``code`` makes and lets go of, given fake ``arguments`` under their ``numbers``; those that it makes have
     larger ones, and above ``above``. It empties ``arguments``."""
     recording = Recording()
-    follow = _Numbered(recording, lambda: Place(0, FORWARD, ""), sums_in_place=False)
+    follow = Numbered(recording, lambda: Place(0, FORWARD, ""), sums_in_place=False)
     follow.launched = code.launched
     own: dict[int, int] = {}
     with follow:

@@ -176,12 +176,14 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
 
 def compiled(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
     """What ``torch.compile`` makes of the whole model."""
-    from .compiled_model import learnt
+    from . import compiled_model, compiled_replica
 
     def report(done: int) -> None:
         print(PROGRESS, done, max(3, done + 1), file=sys.stderr, flush=True)
 
-    return {**versions, "compiled": learnt(job, data["layers"], report).to_json()}
+    depth = (compiled_model if job.ddp is None else compiled_replica).depth_of
+    found = compiled_model.learnt(job, data["layers"], report, depth)
+    return {**versions, "compiled": found.to_json()}
 
 
 PROGRESS = "memplan-progress"

@@ -279,6 +279,11 @@ def trainer() -> Iterator[str]:
     yield f"--model llama-3-8b {compiled} --trainer transformers --autocast --recompute full"
     yield f"--model llama-3-8b {compiled} --mbs 7"
     yield "--model llama-3-8b --framework ddp --gpus 2 --torch-compile"
+    yield f"--model llama-3-8b {compiled} --trainer transformers --autocast --autocast-parameters bf16"
+    replicas = "--model llama-3.2-1b --framework ddp --gpus 8 --torch-compile --seq 4096"
+    yield f"{replicas} --mbs 2 --gbs 64 --ddp-gradient-sync false"
+    yield f"{replicas} --mbs 2 --gradient-as-bucket-view"
+    yield f"{replicas} --trainer transformers --autocast --autocast-parameters bf16 --gbs 16"
 
 
 def autocast() -> Iterator[str]:

@@ -23,8 +23,8 @@ class Ddp(Framework):
         sizes=frozenset({"dp"}),
         zero=(0, 1),
         sections=(*PYTORCH_SECTIONS, "ddp"),
-        compiled="torch's DDPOptimizer cuts the graph where a bucket of gradients is full, and such graphs are not "
-        "modelled",
+        compiled="",
+        compiled_parts=True,
         losses=("plain", "liger", "cut", "liger-cross-entropy", "unsloth"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )

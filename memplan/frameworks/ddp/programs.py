@@ -81,7 +81,9 @@ def _replicated(plan: ResolvedPlan, options: Options) -> Program:
     tensors = made.parameter_tensors()
     if is_tuned(plan):
         tensors = [one for one in tensors if one.trained]
-        found = ddp.buckets_of_trained(given, tensors, plan.precision.dtype)
+        found = ddp.buckets_of(given, tensors[::-1], plan.precision.dtype)
+    elif plan.compile:
+        found = ddp.buckets_of(given, ddp.ready_in(made.spans[0].module), plan.precision.stored)
     else:
         found = ddp.buckets(given, shape, plan.model.layers, recompute)
     extra = (*made.extra, *found, *ddp.used_map(given, len(tensors)))
@@ -97,6 +99,11 @@ def _replicated(plan: ResolvedPlan, options: Options) -> Program:
 
 def _check(plan: ResolvedPlan) -> None:
     given = plan.ddp
+    for field in ("find_unused_parameters", "static_graph"):
+        if plan.compile and getattr(given, field):
+            raise plan.wrong(f"ddp.{field}", "must be false with torch.compile: not modelled")
+    if plan.compile and min(ddp.limits(given)) < ddp.FIRST_BUCKET:
+        raise plan.wrong("ddp.bucket_cap_mb", "must be at least 1 with torch.compile, whose DDPOptimizer takes no less")
     if given.parameters_as_bucket_view and not plan.layout.zero:
         raise plan.wrong("ddp.parameters_as_bucket_view", "belongs to ZeroRedundancyOptimizer (layout.zero: 1)")
     if is_tuned(plan) and plan.layout.zero:
@@ -152,6 +159,8 @@ class Around(NamedTuple):
 def with_hooks(spans: tuple[Span, ...], gradients: Gradients, around: Around) -> tuple[Span, ...]:
     """``spans`` with the events of DDP's hooks in place of their seams."""
     embedding, head = spans[0].module, spans[-1].module
+    if embedding is head:
+        return (Span(_hooked(embedding, gradients, around, None), spans[0].names),)
     tied = None
     if gradients in (Gradients.KEPT, Gradients.ENDING) and _waits(embedding):
         tied = _arrived(head.first.backward).get(TIED)

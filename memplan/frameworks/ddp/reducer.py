@@ -60,10 +60,10 @@ def buckets(given: Ddp, shape: LayerShape, layers: int, recompute: bool) -> tupl
     return tuple(Hold(0, rounded(size), kept, "ddp_bucket") for size in (found if rebuilt else found[::-1]))
 
 
-def buckets_of_trained(given: Ddp, tensors: Sequence[Parameter], dtype: str) -> tuple[Hold, ...]:
-    """As ``buckets`` where parts are frozen: gradients of ``tensors``, of which those of the last are ready first."""
+def buckets_of(given: Ddp, ready: Sequence[Parameter], dtype: str) -> tuple[Hold, ...]:
+    """As ``buckets`` of parameters whose gradients are ``ready`` in this order."""
     kept = Category.GRADIENTS if given.gradient_as_bucket_view else Category.COMMUNICATION_BUFFERS
-    gradients = (one.elements * ITEMSIZE[one.dtype or dtype] for one in reversed(tensors))
+    gradients = (one.elements * ITEMSIZE[one.dtype or dtype] for one in ready)
     return tuple(Hold(0, rounded(size), kept, "ddp_bucket") for size in bucket_sizes(gradients, *limits(given)))
 
 
@@ -91,6 +91,12 @@ def _parameters(shape: LayerShape, layers: int, recompute: bool) -> tuple[tuple[
                 continue
             order.append(model.id_of(instance, name))
     return model.parameters, tuple(model.parameters[id] for id in order)
+
+
+def ready_in(module: Module) -> list[Parameter]:
+    """A module's parameters in the order in which their gradients are ready."""
+    named = {one.name: one for one in module.parameters}
+    return [named[name] for name in _ready(module)]
 
 
 @lru_cache(maxsize=256)

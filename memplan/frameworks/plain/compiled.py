@@ -24,6 +24,8 @@ CODE = 1
 """Of what is learnt: a larger one makes files of the smaller ones stale."""
 TURNS = 3
 """Depths that differ by a multiple of this are learnt as one (``trace.compiled_model.STEPS``)."""
+BUCKET = 25
+"""MiB of DDP's buckets where nobody says otherwise."""
 
 KNOWN = "with torch.compile, which is modelled with nothing else"
 
@@ -77,8 +79,11 @@ def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
     name = layers_name(job.config)
     config = {key: value for key, value in job.config.items() if key != name}
     fields = {"b": job.b, "s": job.s, "dtype": job.dtype, "autocast": job.autocast, "recompute": job.recompute}
-    turn = plan.model.layers % TURNS
-    return {"compiled": CODE, "config": config, **fields, "trainer": job.trainer is not None, "layers": turn}
+    fields["trainer"] = job.trainer is not None
+    if job.ddp is not None:  # buckets may cut no two layers alike
+        fields["bucket_cap_mb"] = float(job.ddp.bucket_cap_mb or BUCKET)
+    turn = plan.model.layers % TURNS if job.ddp is None else plan.model.layers
+    return {"compiled": CODE, "config": config, **fields, "layers": turn}
 
 
 def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
@@ -100,6 +105,8 @@ def _words(settings: dict[str, Any]) -> str:
         "recompute": "recompute full",
     }
     parts = [settings["autocast"] or settings["dtype"], *(word for key, word in told.items() if settings[key])]
+    if "bucket_cap_mb" in settings:
+        parts.append(f"under ddp with buckets of {settings['bucket_cap_mb']:g} MiB")
     return f"mbs {settings['b']} and seq {settings['s']} in {', '.join(parts)}"
 
 
@@ -107,8 +114,9 @@ def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     """``PlanError`` with the command that learns it, where nobody has."""
     settings = settings_of(plan)
     found: CompiledModel | None = cache.load(settings, CompiledModel)
-    if found is None:
-        ships = ", or with ".join(map(_words, _shipped(plan.model.name)))
+    if found is None or (plan.model.layers != found.layers and not found.repeats):
+        alike = (one for one in _shipped(plan.model.name) if one.keys() == settings.keys())
+        ships = ", or with ".join(map(_words, alike))
         raise plan.wrong(
             "compile",
             f"was not learnt of {plan.model.layers} layers with {_words(settings)}: `memplan trace --learn` with the "
