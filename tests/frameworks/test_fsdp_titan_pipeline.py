@@ -67,7 +67,7 @@ CASES = {
     "tp-interleaved-full": Case(
         replace(V3, layers=4, vocab=1008), (0, 0, 1, 3, 4), 2, 2, "interleaved", "full", together=4, tp=2
     ),
-    "chunked": Case(QWEN_3, (0, 1, 3), 2, 4, rank=1, loss_chunks=4),
+    "chunked": Case(QWEN_3, (0, 2, 3), 2, 3, rank=1, loss_chunks=2),
     "chunked-interleaved": Case(
         replace(QWEN_3, layers=4), (0, 1, 2, 3, 4), 2, 4, "interleaved", "full", 1, loss_chunks=4
     ),
