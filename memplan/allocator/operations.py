@@ -37,8 +37,8 @@ class Listed:
     def begun(self) -> dict[int, int]:
         """By the place of an operation that ends what began in the tape, the place where that was.
 
-        Empty where a gradient's end may make another tensor the gradient (``end_of``), since that depends on what there
-        was before.
+        Empty where a gradient's end may make another tensor the gradient (``takes_over``), since that depends on what
+        there was before.
         """
         under_way: dict[int, int] = {}
         found: dict[int, int] = {}
