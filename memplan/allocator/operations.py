@@ -5,7 +5,7 @@ A module comes many times in a model. What its operations come to wherever it is
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
@@ -37,8 +37,8 @@ class Listed:
     def begun(self) -> dict[int, int]:
         """By the place of an operation that ends what began in the tape, the place where that was.
 
-        Empty where a gradient's end may make another tensor the gradient (``end_of``), since that depends on what there
-        was before.
+        Empty where a gradient's end may make another tensor the gradient (``takes_over``), since that depends on what
+        there was before.
         """
         under_way: dict[int, int] = {}
         found: dict[int, int] = {}
@@ -76,6 +76,17 @@ class Listed:
             elif at in self.begun:
                 by[category] -= size
         return tuple([(category, size) for category, size in enumerate(by) if size])
+
+    @cached_property
+    def sums(self) -> list[list[int]]:
+        """Change of bytes by category before each operation, and behind the last."""
+        by = [0] * len(Category)
+        found = [by]
+        for _, units, size, category, _ in self.known:
+            by = by[:]
+            by[category] += size if units > 0 else -size
+            found.append(by)
+        return found
 
     @cached_property
     def held(self) -> tuple[int, ...]:
@@ -206,18 +217,26 @@ class Operations(Sequence[Operation]):
 
     def change(self, start: int, end: int) -> list[int]:
         """Change of bytes by category through the operations from ``start`` up to ``end``."""
-        by, changed = [0] * len(Category), self.changed
+        by = [0] * len(Category)
         part = bisect_right(self.starts, start) - 1
-        while start < end:
-            own, first, last = self.placed[part].listed, self.starts[part], self.starts[part + 1]
-            if start == first and last <= end:
-                for category, size in own.by:
-                    by[category] += size
-                some = [(at, one) for at, one in own.lasting if one.units < 0]
+        at = start
+        while at < end:
+            own, first, stop = self.placed[part].listed, self.starts[part], min(end, self.starts[part + 1])
+            if len(self.placed) == 1:  # it does not come again
+                for _, units, size, category, _ in own.known[at:stop]:
+                    by[category] += size if units > 0 else -size
             else:
-                some = [*enumerate(own.known[start - first : end - first], start - first)]
-            for at, one in some:
-                _, units, size, category, _ = changed.get(first + at, one)
-                by[category] += size if units > 0 else -size
-            start, part = last, part + 1
+                by = [*map(int.__add__, by, map(int.__sub__, own.sums[stop - first], own.sums[at - first]))]
+            at, part = stop, part + 1
+        places = self.changes
+        for at in places[bisect_left(places, start) : bisect_left(places, end)]:
+            part = bisect_right(self.starts, at) - 1
+            before, now = self.placed[part].listed.known[at - self.starts[part]], self.changed[at]
+            by[before.category] += before.bytes
+            by[now.category] -= now.bytes
         return by
+
+    @cached_property
+    def changes(self) -> list[int]:
+        """Places of ``changed``, all of operations that end."""
+        return sorted(self.changed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -17,12 +17,10 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Brief, Requests, SegmentPool, Step, Stretch
+from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Requests, SegmentPool, Step
 from .caching import AllocatorSettings
 from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
-
-NEVER = -1 << SHIFT
-"""Fewer units than any peak."""
+from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
 
 class Row:
@@ -53,7 +51,7 @@ class Row:
 class ModuleRow(Row):
     """Small steps of modules in a row, whose stretches are those of each module, wherever it is."""
 
-    def __init__(self, placed: Sequence[tuple[_Steps, Placed]]) -> None:
+    def __init__(self, placed: Sequence[tuple[_ModuleSteps, Placed]]) -> None:
         self.placed = [(own, one) for own, one in placed if own.length]
         self.length = sum([own.length for own, _ in self.placed])
         self.parts = [
@@ -70,12 +68,11 @@ class ModuleRow(Row):
         )
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
-        given, places = self.given
+        given, requests, places = self.given
         for place, (small, start, end, outer) in enumerate(self.parts):
-            if place in places and not pool.picky:
-                requests, first = places[place]
-                if pool.give_all(requests, given[first:], blocks) is not None:
-                    break
+            looks = place in places and not pool.picky
+            if looks and pool.give_all(requests, given[places[place] :], blocks) is not None:
+                break
             own = blocks[start:end]
             for slot in outer:
                 own.append(blocks[slot])
@@ -86,10 +83,10 @@ class ModuleRow(Row):
         return 0, limit, -1
 
     @cached_property
-    def given(self) -> tuple[list[Step], dict[int, tuple[set[Requests], int]]]:
-        """Of the last modules, if each gives back all it takes: the steps that give back other blocks; and by the place
-        of a module from which on it is worth looking whether free blocks serve all, the requests and the first of those
-        steps."""
+    def given(self) -> tuple[list[Step], set[Requests], dict[int, int]]:
+        """Of the last modules that each give back all they take: the steps that give back other blocks; all requests;
+        and by the place of a module from which on it is worth looking whether free blocks serve them, the first of
+        those steps."""
         closed = 0
         for place, (own, _) in enumerate(self.placed):
             if any(units > 0 for _, units in own.lasting):
@@ -100,13 +97,14 @@ class ModuleRow(Row):
         for own, one in self.placed[closed:]:
             starts.append(len(found))
             found += [(one.slot(id), units, units << SHIFT, NEVER, -1) for id, units in own.lasting]
-        places, steps, least = {}, 0, 0
+        places: dict[int, int] = {}
+        steps = least = 0
         for place, (own, _) in enumerate(self.placed[closed:]):
             if steps >= least:
-                places[closed + place] = requests, starts[place]
+                places[closed + place] = starts[place]
                 least = 2 * steps + max(FIRST_PART, len(found) // 2)
             steps += own.length
-        return found, places
+        return found, requests, places
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -449,7 +447,7 @@ def _steps(operations: Sequence[Operation]) -> tuple[Runs, Runs, int]:
     return tuple((stream, Row(own, small=True)) for stream, own in small.items()), tuple(runs), total
 
 
-class _Steps:
+class _ModuleSteps:
     """The steps of a module's operations that are all on the main stream, with tensors' ids as slots."""
 
     def __init__(self, own: Listed) -> None:
@@ -491,11 +489,11 @@ class _Steps:
                 before.append((id, units))
         self.lasting = (*before, *taken.items())
         """Ids and units of the blocks that small steps give back and have not taken, and that they take for good."""
-        self.requests = _requests(_order(small))
+        self.requests = requests_of(order_of(small))
         """Of small steps that take none for good."""
 
 
-_steps_of = lru_cache(maxsize=1 << 13)(_Steps)
+_steps_of = lru_cache(maxsize=1 << 13)(_ModuleSteps)
 
 
 MANY = 8
@@ -551,155 +549,3 @@ def _part(operations: Sequence[Operation]) -> Pass:
         by[category] += size if units > 0 else -size
     changed = tuple([(category, size) for category, size in enumerate(by) if size])
     return Pass(alone(operations), small, large, 0, 0, (), (), (), net, changed)
-
-
-MOST_TOGETHER = 8
-"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones that serve."""
-WORTHWHILE = 8
-"""Steps that such a stretch must save: looking whether free blocks serve it takes as long as so many."""
-FIRST_PART = 64
-"""Steps of such a stretch that are run before looking again, at least, and half as many as it gives back blocks that
-were there before, since each of those is looked at; then as many as were run so far, and so many more."""
-LONGEST = 256
-"""Steps from a request on among which the end of such a stretch is looked for."""
-
-
-def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
-    """``steps`` with those in a row together that give back all they take; ``small``: they are steps of small blocks,
-    for whose peaks nobody looks, so that a few may become one."""
-    whole = _stretch(steps)  # as backward is, for the most part
-    if whole is not None:
-        return (whole,)
-    parts: list[list[Sequence[Step]]] = []
-    closed: list[bool] = []
-    ends, stays = _ends(steps)
-    at = 0
-    while at < len(steps):
-        end = _closed(steps, ends, stays[at], at) if steps[at][1] > 0 else None
-        follows = bool(parts) and steps[at][1] < 0
-        if not follows and (not parts or closed[-1] is not (end is not None)):
-            parts.append([])
-            closed.append(end is not None)
-        after = (at if end is None else end) + 1
-        parts[-1].append(steps[at:after])
-        at = after
-    joined: list[Stretch | list[Step]] = []
-    for own, together in zip(parts, closed, strict=True):
-        part = brief = [*chain.from_iterable(own)]
-        if together and small and len(own) < WORTHWHILE:
-            brief = [*chain.from_iterable(map(_brief, own))]
-        made = _stretch(part) if together and len(brief) >= WORTHWHILE else None
-        if made is not None:
-            joined.append(made)
-        elif joined and isinstance(joined[-1], list):
-            joined[-1] += brief
-        else:
-            joined.append(brief)
-    return tuple([Stretch((((), tuple(one)),)) if isinstance(one, list) else one for one in joined])
-
-
-def _brief(steps: Sequence[Step]) -> Sequence[Step]:
-    """Steps that give back what they take as one, unless they give back other blocks, too.
-
-    A free block that is as large as all their requests together serves each of them: what lies behind those that it
-    has served is as large as those to come.
-    """
-    order = _order(steps)
-    total = sum([code for code in order if code > 0])
-    if not total or len(order) < len(steps):
-        return steps
-    return [(0, 0, total, NEVER, Brief(tuple(steps), _requests(order)))]
-
-
-def _order(steps: Sequence[Step]) -> tuple[int, ...]:
-    """As of ``Requests``: of the blocks that ``steps`` take and give back."""
-    held: list[int] = []
-    order: list[int] = []
-    for slot, units, code, _, _ in steps:
-        if units > 0:
-            held.append(slot)
-            order.append(code)
-        elif slot in held:
-            place = held.index(slot)
-            order.append(place - len(held))
-            del held[place]
-    return tuple(order)
-
-
-def _stretch(steps: Sequence[Step]) -> Stretch | None:
-    """Of steps that give back what they take; ``None`` of others, and where it saves too little."""
-    live: dict[int, int] = {}
-    """Places where blocks were taken, by slot,"""
-    held: list[int] = []
-    """and in order."""
-    order: list[int] = []
-    given: list[tuple[int, int]] = []
-    """Places where a block was taken, -1 before the first step, and is given back."""
-    together = 0
-    for at, (slot, units, code, _, _) in enumerate(steps):
-        if units > 0:
-            live[slot] = at
-            held.append(at)
-            order.append(code)
-            together = max(together, len(held))
-            if together > MOST_TOGETHER:
-                return None
-            continue
-        if not units:
-            continue
-        taken = live.pop(slot, -1)
-        given.append((taken, at))
-        if taken >= 0:
-            place = held.index(taken)
-            order.append(place - len(held))
-            del held[place]
-    if live or len(order) < WORTHWHILE:
-        return None
-    places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
-    while 2 * places[-1] + first < len(steps):
-        places.append(2 * places[-1] + first)
-    left = [tuple([steps[at] for taken, at in given if taken < place <= at]) for place in places]
-    ends = [*places[1:], len(steps)]
-    parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])
-    return Stretch(parts, together, _requests(tuple(order)), max([step[3] for step in steps]))
-
-
-_requests = lru_cache(maxsize=1 << 10)(Requests)
-
-
-def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:
-    """By the place of each step that takes a block which is given back later, the place where that happens; and for
-    each place that of the next step, itself included, whose block stays."""
-    found: dict[int, int] = {}
-    given: dict[int, int] = {}
-    last = len(steps)
-    stays = [last] * last
-    for at in reversed(range(len(steps))):
-        slot, units, _, _, _ = steps[at]
-        if units < 0:
-            given[slot] = at
-        elif units > 0 and slot in given:
-            found[at] = given.pop(slot)
-        else:
-            last = at
-        stays[at] = last
-    return found, stays
-
-
-def _closed(steps: Sequence[Step], ends: Mapping[int, int], stays: int, start: int) -> int | None:
-    """Where the shortest stretch from ``start`` on ends that gives back what it takes; ``None`` where there is none:
-    the first block that is taken and ``stays`` is taken at that place."""
-    before = min(stays, start + LONGEST)
-    at = end = start
-    live: set[int] = set()
-    while at <= end < before:
-        slot, units, _, _, _ = steps[at]
-        if units > 0:
-            live.add(slot)
-            if len(live) > MOST_TOGETHER:
-                return None
-            end = max(end, ends[at])
-        else:
-            live.discard(slot)
-        at += 1
-    return end if end < before else None

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import passes, repeats
+from memplan.allocator import repeats
+from memplan.allocator import stretches as cut
 from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.operations import Operation, alone
-from memplan.allocator.passes import NEVER, Pass, parts_of, stretches
+from memplan.allocator.passes import Pass, parts_of
+from memplan.allocator.stretches import NEVER, stretches
 from memplan.tape.events import Category
 
 from .test_blocks import SETTINGS
@@ -56,7 +58,7 @@ def test_what_is_passed_over_changes_nothing(
         held += units
         steps.append((slot, units, units << SHIFT, *((NEVER, -1) if small else (held, at))))
     one_by_one, together = ([0] * (1 + len(wanted)) for _ in range(2))
-    with patch.multiple(passes, FIRST_PART=part, WORTHWHILE=min(part, 8)), patch.object(repeats, "PROBE", part):
+    with patch.multiple(cut, FIRST_PART=part, WORTHWHILE=min(part, 8)), patch.object(repeats, "PROBE", part):
         parts = stretches(steps, small=small)
     run = [step[-1].steps if isinstance(step[-1], Brief) else (step,) for part in parts for step in part.steps]
     assert [*chain.from_iterable(run)] == steps

@@ -1,0 +1,162 @@
+"""Steps in a row as stretches: those together that give back all they take, which free blocks may serve unrun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+
+from .blocks import SHIFT, Brief, Requests, Step, Stretch
+
+NEVER = -1 << SHIFT
+"""Fewer units than any peak."""
+MOST_TOGETHER = 8
+"""Blocks of a stretch that gives back what it takes: of more there are seldom enough free ones that serve."""
+WORTHWHILE = 8
+"""Steps that such a stretch must save: looking whether free blocks serve it takes as long as so many."""
+FIRST_PART = 64
+"""Steps of such a stretch that are run before looking again, at least, and half as many as it gives back blocks that
+were there before, since each of those is looked at; then as many as were run so far, and so many more."""
+LONGEST = 256
+"""Steps from a request on among which the end of such a stretch is looked for."""
+
+
+def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
+    """``steps`` with those in a row together that give back all they take; ``small``: they are steps of small blocks,
+    for whose peaks nobody looks, so that a few may become one."""
+    whole = _stretch(steps)  # as backward is, for the most part
+    if whole is not None:
+        return (whole,)
+    parts: list[list[Sequence[Step]]] = []
+    closed: list[bool] = []
+    ends, stays = _ends(steps)
+    at = 0
+    while at < len(steps):
+        end = _closed(steps, ends, stays[at], at) if steps[at][1] > 0 else None
+        follows = bool(parts) and steps[at][1] < 0
+        if not follows and (not parts or closed[-1] is not (end is not None)):
+            parts.append([])
+            closed.append(end is not None)
+        after = (at if end is None else end) + 1
+        parts[-1].append(steps[at:after])
+        at = after
+    joined: list[Stretch | list[Step]] = []
+    for own, together in zip(parts, closed, strict=True):
+        part = brief = [*chain.from_iterable(own)]
+        if together and small and len(own) < WORTHWHILE:
+            brief = [*chain.from_iterable(map(_brief, own))]
+        made = _stretch(part) if together and len(brief) >= WORTHWHILE else None
+        if made is not None:
+            joined.append(made)
+        elif joined and isinstance(joined[-1], list):
+            joined[-1] += brief
+        else:
+            joined.append(brief)
+    return tuple([Stretch((((), tuple(one)),)) if isinstance(one, list) else one for one in joined])
+
+
+def _brief(steps: Sequence[Step]) -> Sequence[Step]:
+    """Steps that give back what they take as one, unless they give back other blocks, too.
+
+    A free block that is as large as all their requests together serves each of them: what lies behind those that it
+    has served is as large as those to come.
+    """
+    order = order_of(steps)
+    total = sum([code for code in order if code > 0])
+    if not total or len(order) < len(steps):
+        return steps
+    return [(0, 0, total, NEVER, Brief(tuple(steps), requests_of(order)))]
+
+
+def order_of(steps: Sequence[Step]) -> tuple[int, ...]:
+    """As of ``Requests``: of the blocks that ``steps`` take and give back."""
+    held: list[int] = []
+    order: list[int] = []
+    for slot, units, code, _, _ in steps:
+        if units > 0:
+            held.append(slot)
+            order.append(code)
+        elif slot in held:
+            place = held.index(slot)
+            order.append(place - len(held))
+            del held[place]
+    return tuple(order)
+
+
+def _stretch(steps: Sequence[Step]) -> Stretch | None:
+    """Of steps that give back what they take; ``None`` of others, and where it saves too little."""
+    live: dict[int, int] = {}
+    """Places where blocks were taken, by slot,"""
+    held: list[int] = []
+    """and in order."""
+    order: list[int] = []
+    given: list[tuple[int, int]] = []
+    """Places where a block was taken, -1 before the first step, and is given back."""
+    together = 0
+    for at, (slot, units, code, _, _) in enumerate(steps):
+        if units > 0:
+            live[slot] = at
+            held.append(at)
+            order.append(code)
+            together = max(together, len(held))
+            if together > MOST_TOGETHER:
+                return None
+            continue
+        if not units:
+            continue
+        taken = live.pop(slot, -1)
+        given.append((taken, at))
+        if taken >= 0:
+            place = held.index(taken)
+            order.append(place - len(held))
+            del held[place]
+    if live or len(order) < WORTHWHILE:
+        return None
+    places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
+    while 2 * places[-1] + first < len(steps):
+        places.append(2 * places[-1] + first)
+    left = [tuple([steps[at] for taken, at in given if taken < place <= at]) for place in places]
+    ends = [*places[1:], len(steps)]
+    parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])
+    return Stretch(parts, together, requests_of(tuple(order)), max([step[3] for step in steps]))
+
+
+requests_of = lru_cache(maxsize=1 << 10)(Requests)
+
+
+def _ends(steps: Sequence[Step]) -> tuple[dict[int, int], list[int]]:
+    """By the place of each step that takes a block which is given back later, the place where that happens; and for
+    each place that of the next step, itself included, whose block stays."""
+    found: dict[int, int] = {}
+    given: dict[int, int] = {}
+    last = len(steps)
+    stays = [last] * last
+    for at in reversed(range(len(steps))):
+        slot, units, _, _, _ = steps[at]
+        if units < 0:
+            given[slot] = at
+        elif units > 0 and slot in given:
+            found[at] = given.pop(slot)
+        else:
+            last = at
+        stays[at] = last
+    return found, stays
+
+
+def _closed(steps: Sequence[Step], ends: Mapping[int, int], stays: int, start: int) -> int | None:
+    """Where the shortest stretch from ``start`` on ends that gives back what it takes; ``None`` where there is none:
+    the first block that is taken and ``stays`` is taken at that place."""
+    before = min(stays, start + LONGEST)
+    at = end = start
+    live: set[int] = set()
+    while at <= end < before:
+        slot, units, _, _, _ = steps[at]
+        if units > 0:
+            live.add(slot)
+            if len(live) > MOST_TOGETHER:
+                return None
+            end = max(end, ends[at])
+        else:
+            live.discard(slot)
+        at += 1
+    return end if end < before else None
