@@ -64,12 +64,13 @@ class _Family(NamedTuple):
 
 
 class _Limit(NamedTuple):
-    """Seconds of a sequence at least, through a layer, one of the model's first, and both ends; and of any number of
+    """Seconds of a sequence at least, through a layer, one of the model's first, and either end; and of any number of
     them, what the host takes for such layers."""
 
     layer: float = 0.0
     dense: float = 0.0
-    ends: float = 0.0
+    embedding: float = 0.0
+    head: float = 0.0
     host: float = 0.0
     dense_host: float = 0.0
 
@@ -157,15 +158,17 @@ class Clock:
         tiles, bytes and FLOPs grow by as much for every sequence, and what is added to that is never negative: waves
         and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
         their own time and of what they take from those. Nor does it take less than the host, which launches as many
-        products for any number. 0 where sizes do not grow so.
+        products for any number. 0 where sizes do not grow so. Extras that change passes are other losses: of these
+        nothing is reckoned.
         """
         b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
-        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, _passing(point), count > 1)
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, count > 1)
         known = self._limits.get(key)
         if known is None:
-            known = self._limits[key] = self._limit(point)
+            known = self._limits[key] = self._limit(point._replace(extras=()))
+        ends = known.embedding if _passing(point) else known.embedding + known.head
         layer, dense = max(b * known.layer, known.host), max(b * known.dense, known.dense_host)
-        whole = layers * layer + self.first * dense + b * known.ends
+        whole = layers * layer + self.first * dense + b * ends
         slowest = max(whole / point.pp, -(-layers // point.pp) * layer)
         passes = count * slowest if point.vpp > 1 else whole + (count - 1) * slowest
         return passes * (1 - ROUNDED)
@@ -177,10 +180,10 @@ class Clock:
         shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
         times, entries = times_of(shape, replace(rates, power=None), False, False), shape.entries
         layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
-        ends = _whole(times.embedding) + _whole(times.head)
+        embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
         host = [host_seconds(work, rates, shape.host) for work in works]
-        return _Limit(layer / ENDLESS, dense / ENDLESS, ends / ENDLESS, *host)
+        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
