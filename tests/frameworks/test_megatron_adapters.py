@@ -183,6 +183,18 @@ def test_layers_before_the_first_adapter_have_no_backward() -> None:
     assert backwards == {f"layer.{at}": at >= 2 for at in range(6)}
 
 
+def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
+    """``backward_step`` skips an output that requires no gradient; what is received of one ends unread."""
+    layout = {"pp": "4", "gpus": "4", "gbs": "8", "pipeline_layout": "E|t|t|L"}
+    first, *rest = made(**layout)
+    assert not any(one.first.backward for one in _modules(first).values() if one.parameters)  # type: ignore[attr-defined]
+    assert first.kept is not None
+    assert held(first.kept.construction, Category.GRADIENTS) == 0
+    assert framework("megatron").search.fullest(plan_of(**layout))[0] == max(
+        fold_program(one).peak for one in (first, *rest)
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
