@@ -10,7 +10,8 @@ import pytest
 from memplan.assumptions import assumptions
 from memplan.frameworks import framework
 from memplan.frameworks.megatron.programs import programs
-from memplan.layers.module import Options
+from memplan.layers.module import Counted, Options
+from memplan.layers.work import Product
 from memplan.plan.errors import PlanError
 from memplan.plan.lora import adapter_parameters
 from memplan.plan.read import read_plan
@@ -181,6 +182,33 @@ def test_layers_before_the_first_adapter_have_no_backward() -> None:
     (program,) = made(**HYBRID, lora_targets="linear_qkv")
     backwards = {name: bool(one.first.backward) for name, one in _modules(program).items() if "layer" in name}  # type: ignore[attr-defined]
     assert backwards == {f"layer.{at}": at >= 2 for at in range(6)}
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_products_by_hand(tp: str) -> None:
+    """Of 1,024 tokens: forward 2 n k each, backward as much again for inputs, and for both gradients of A and B."""
+    plan = plan_of(tp=tp, gpus=tp, sequence_parallel="true" if tp == "2" else "false")
+    work, t = framework("megatron").time.entries(plan).layer, int(tp)
+
+    def flops(kernels: Counted) -> float:
+        return sum(times * one.flops for one, times in kernels if isinstance(one, Product))
+
+    base = sum(2 * 1024 * n * k for n, k in OF_LAYER) / t
+    adapters = sum(2 * 1024 * 32 * (n + k) for n, k in OF_LAYER) / t
+    assert flops(work.forward) == base + adapters
+    assert flops(work.backward) == base + 2 * adapters
+
+
+def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
+    """``backward_step`` skips an output that requires no gradient; what is received of one ends unread."""
+    layout = {"pp": "4", "gpus": "4", "gbs": "8", "pipeline_layout": "E|t|t|L"}
+    first, *rest = made(**layout)
+    assert not any(one.first.backward for one in _modules(first).values() if one.parameters)  # type: ignore[attr-defined]
+    assert first.kept is not None
+    assert held(first.kept.construction, Category.GRADIENTS) == 0
+    assert framework("megatron").search.fullest(plan_of(**layout))[0] == max(
+        fold_program(one).peak for one in (first, *rest)
+    )
 
 
 @pytest.mark.parametrize(

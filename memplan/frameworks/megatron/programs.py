@@ -137,12 +137,6 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             spans[-1] = Span(module, (*spans[-1].names, label))
         else:
             spans.append(Span(module, (label,)))
-    if leaf:
-        raise PlanError(
-            "lora.targets",
-            list(job.options.tuning.adapters.targets if job.options.tuning and job.options.tuning.adapters else ()),
-            "leaves a pipeline's first chunk without adapters, which then has no backward pass: not modelled",
-        )
     saved = frozenset(id for span in spans for id in span.module.saved_shared)
     batch = ends_of(shape).batch(shape, role)
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
