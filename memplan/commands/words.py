@@ -62,7 +62,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
     change nothing, which are left out. ``unknown``: those that the command has not."""
     from ..formats.own_settings import without_effect
     from ..plan.fields import by_flag
-    from ..plan.near_misses import CHANGES_NOTHING, FILES, SAME
+    from ..plan.near_misses import CHANGES_NOTHING, FILES, MEANT, NOT_MODELLED, SAME
 
     end = words.index("--") if "--" in words else len(words)
     made: list[str] = []
@@ -77,7 +77,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
             1 + bool(rest and re.match(r"[^-]|-[0-9.]", rest[0]))
             if flag in CHANGES_NOTHING
             else without_effect(flag, rest)
-            if word.partition("=")[0] in unknown and flag not in SAME
+            if word.partition("=")[0] in unknown and not any(flag in known for known in (SAME, MEANT, NOT_MODELLED))
             else None
         )
         if many is not None:

@@ -198,7 +198,7 @@ NOT_MODELLED: Mapping[str, str] = {
         "is no flag: tokens of a sequence are --seq, sequences of a step are --gbs",
     ),
     **dict.fromkeys(
-        ("--inference", "--serve", "--serving", "--generate", "--kv-cache", "--max-new-tokens"),
+        ("--inference", "--infer", "--serve", "--serving", "--generate", "--kv-cache", "--max-new-tokens"),
         "inference is not modelled: memplan plans training",
     ),
     **dict.fromkeys(
