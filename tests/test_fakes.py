@@ -75,7 +75,7 @@ def test_what_takes_no_way_through_python_is_the_same() -> None:
     def made(way: object) -> list[object]:
         found: list[object] = []
         with patch.object(FakeTensorMode, "__torch_dispatch__", way), FakeTensorMode():
-            for dtype in (torch.bfloat16, torch.int64):
+            for dtype in (torch.bfloat16,):
                 x, y, wide = torch.empty(4, 6, dtype=dtype), torch.empty(4, 6, dtype=dtype), torch.empty(4, 6)
                 many = [x, wide, x.t(), x.narrow(1, 1, 2), torch.empty(4, 1, dtype=dtype).expand(4, 6)]
                 calls = [
