@@ -35,7 +35,8 @@ class Listed:
 
     @cached_property
     def begun(self) -> dict[int, int]:
-        """By the place of an operation that ends what began in the tape, the place where that was.
+        """By the place of an operation that ends an own tensor which began in the tape, the place where that was: two
+        modules may know others' tensors by one id.
 
         Empty where a gradient's end may make another tensor the gradient (``takes_over``), since that depends on what
         there was before.
@@ -43,18 +44,18 @@ class Listed:
         under_way: dict[int, int] = {}
         found: dict[int, int] = {}
         for at, (slot, units, _, category, _) in enumerate(self.operations):
-            if units > 0:
+            if slot > 0 and units > 0:
                 under_way[slot] = at
             elif slot in under_way:
                 found[at] = under_way.pop(slot)
-            elif category == Category.WORKSPACES:
+            elif units < 0 and category == Category.WORKSPACES:
                 return {}
         ends = [(self.operations[start], self.operations[end]) for end, start in found.items()]
         return {} if any(takes_over(held, end) for held, end in ends) else found
 
     @cached_property
     def lasting(self) -> tuple[tuple[int, Operation], ...]:
-        """What does not both begin and end in the tape, each with its place."""
+        """What is not an own tensor that both begins and ends in the tape, each with its place."""
         passing = {*self.begun, *self.begun.values()}
         return tuple([(at, one) for at, one in enumerate(self.operations) if at not in passing])
 

@@ -483,12 +483,13 @@ class _ModuleSteps:
         taken: dict[int, int] = {}
         before: list[tuple[int, int]] = []
         for id, units, _, _, _ in small:
-            if units > 0:
+            if id > 0 and units > 0:
                 taken[id] = units
             elif not taken.pop(id, 0):
                 before.append((id, units))
         self.lasting = (*before, *taken.items())
-        """Ids and units of the blocks that small steps give back and have not taken, and that they take for good."""
+        """Ids and units of the blocks that small steps give back and have not taken, and that they take for good; of
+        others' tensors, all."""
         self.requests = requests_of(order_of(small))
         """Of small steps that take none for good."""
 

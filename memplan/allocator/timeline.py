@@ -214,7 +214,7 @@ class _Summary(NamedTuple):
 
     names: Sequence[Tensor]
     lasting: list[tuple[int, Operation]]
-    """What does not both begin and end in one of its modules, with its place."""
+    """What is not an own tensor that both begins and ends in one of its modules, with its place."""
     held: list[int]
     """Bytes that are held behind each of its operations more than before it;"""
     begun: dict[int, int]

@@ -96,3 +96,12 @@ def test_modules_take_what_their_events_take_wherever_they_are(
         assert rank.peak * 512 == expected.peak
         assert list(rank.breakdown()[:-1]) == expected.peak_by[:-1]
     assert not rank.allocated
+
+
+def test_tensors_of_others_are_followed_one_by_one() -> None:
+    """What an id that several modules know stands for may be ended by another module."""
+    own = listed(AllocatorSettings(), (3, 8), (-11, 4), (3, -8), (-11, -4), (4, 2))
+    assert [at for at, _ in own.lasting] == [1, 3, 4]
+    assert own.begun == {2: 0}
+    assert own.sums[-1][Category.ACTIVATIONS] == 2 << 9
+    assert own.held == (8 << 9, 12 << 9, 4 << 9, 0, 2 << 9)
