@@ -59,13 +59,14 @@ TEMPLATE: Mapping[str, Mapping[str, object]] = {
     "dataset": {"seq_length": 4096},
 }
 """What pretraining recipes begin with; ``mixed_precision`` is ``bf16_mixed`` there."""
-OF_ADAPTERS: Mapping[str, Mapping[str, object]] = {
+FINE_TUNING: Mapping[str, Mapping[str, object]] = {
     **TEMPLATE,
     "train": {"micro_batch_size": 1, "global_batch_size": 128},
     "ddp": {"check_for_nan_in_grad": True, "grad_reduce_in_fp32": True, "use_distributed_optimizer": True},
     "dataset": {"seq_length": 2048},
 }
-"""The same of recipes with adapters (``_peft_common``)."""
+"""The same of recipes that fine-tune (``_sft_common``), with adapters or without (``_peft_common``)."""
+_FINE_TUNES = re.compile(r"_(?:sft|finetune)(?:_|$)")
 PRECISION = "bf16_mixed"
 _TOLD = {
     "model.tensor_model_parallel_size": "tp",
@@ -78,8 +79,8 @@ _TOLD = {
 """Fields that recipes choose by themselves, and their flags."""
 
 
-def _template(root: Node) -> Mapping[str, Mapping[str, object]]:
-    return OF_ADAPTERS if section_of(root) is not None else TEMPLATE
+def _template(root: Node, recipe: str) -> Mapping[str, Mapping[str, object]]:
+    return FINE_TUNING if section_of(root) is not None or _FINE_TUNES.search(recipe) else TEMPLATE
 
 
 def is_override(word: str) -> bool:
@@ -136,9 +137,9 @@ def _is_mapping(node: Node | None) -> bool:
     return node is not None and isinstance(node.value, dict)
 
 
-def over_template(root: Node) -> Node:
-    """``root`` with what recipes begin with below it."""
-    for section, fields in _template(root).items():
+def over_template(root: Node, recipe: str) -> Node:
+    """``root`` with what recipes like ``recipe`` begin with below it."""
+    for section, fields in _template(root, recipe).items():
         given = root.mapping.get(section, Node({}, root.origin))
         below = {
             name: Node(value, given.origin)
@@ -194,12 +195,12 @@ _FAMILIES: Mapping[str, Family] = {"pretrain_gpt.py": "gpt", "pretrain_hybrid.py
 def told(root: Node, asked: Asked, recipe: str) -> Note | None:
     """Which of a recipe's own choices no override says, and what is taken; ``recipe`` is its name, where that is
     known."""
-    left, template = list[str](), _template(root)
+    left, template = list[str](), _template(root, recipe)
     for path, flag in _TOLD.items():
         paths, (section, _, field) = table.LENGTHS if path in table.LENGTHS else (path,), path.partition(".")
         if not any(said_at(root, one) for one in paths) and flag not in asked.names and flag in by_flag():
             left.append(f"{flag} {template.get(section, {}).get(field, 1)}")
-    if template is OF_ADAPTERS and "dim" not in root.mapping["peft"].mapping and "lora_rank" not in asked.names:
+    if section_of(root) is not None and "dim" not in root.mapping["peft"].mapping and "lora-rank" not in asked.names:
         left.append(f"lora-rank {RANK}")
     if not left and not recipe:
         return None

@@ -82,7 +82,7 @@ def _spoken(launch: Launch) -> Spoken | None:
 def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     """The plan of a recipe's overrides, with the model that ``--model`` names."""
     (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked, recipe)
-    whole = overrides.over_template(root)
+    whole = overrides.over_template(root, recipe)
     given, notes = arguments(whole, asked.strict, by_hand=True)
     given.update(of_data(whole))
     off = {name for name in base if name not in given and _is_turned_off(name, root)}

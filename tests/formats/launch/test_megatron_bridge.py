@@ -600,6 +600,10 @@ def test_a_recipe_with_adapters_begins_as_its_own_template(tmp_path: Path) -> No
     assert (plan.lora.rank, plan.batch.mbs, plan.batch.gbs, plan.batch.seq) == (32, 1, 128, 2048)
     assert not plan.megatron.overlap_grad_reduce
     assert any("gbs 128, seq 2048, lora-rank 32" in one.message for one in found.warnings)
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_sft_config")
+    full = commanded(tmp_path)
+    assert full.plan == plan.model_copy(update={"lora": full.plan.lora})
+    assert full.plan.lora.rank is None
 
 
 def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:
