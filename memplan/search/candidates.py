@@ -404,19 +404,16 @@ class Candidates:
     def _bounded(self, alike: Sequence[Sequence[Point]]) -> list[list[Candidate]] | None:
         """Each of ``alike``, points that take the same time, with bounds of any cut; ``None`` where nobody chooses
         cuts, or some cannot be laid out."""
-        one = alike[0][0] if alike else None
-        clock = self.clock
-        if (
-            one is None
-            or not self.chooses_cut
-            or not has_place(clock.first, clock.layers, (one.pp, one.vpp, clock.alone))
-        ):
+        if not alike or not self.chooses_cut:
+            return None
+        clock, one = self.clock, alike[0][0]
+        if not has_place(clock.first, clock.layers, (one.pp, one.vpp, clock.alone)):
             return None
         try:
             floors = iter(self.needs.of_any_cut([*chain.from_iterable(alike)]))
             return [
                 [Candidate(seconds, floor, point, ()) for point, floor in zip(points, floors)]  # noqa: B905
-                for points, seconds in ((points, self.clock.least(points[0])) for points in alike)
+                for points, seconds in ((points, clock.least(points[0])) for points in alike)
             ]
         except PlanError:
             return None  # counted where its cut is looked for
