@@ -29,6 +29,7 @@ PLANS: tuple[Mapping[str, str], ...] = (
     {"model": "mistral-7b-v0.3", "mbs": "1", "seq": "2048"},
     {"model": "llama-3-8b", "mbs": "1", "seq": "4096"},
     {"model": "llama-3-8b", **LOADED},
+    {"model": "llama-3-8b", **LOADED, "recompute": "full"},
     *({"model": name, **LOADED} for name in ("llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen3-8b")),
     {"model": "llama-3.2-1b", **REPLICAS, "mbs": "2", "seq": "4096"},
     *({"model": name, **LOADED, **REPLICAS} for name in ("llama-3.2-1b", "llama-3.2-3b")),
