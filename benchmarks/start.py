@@ -71,6 +71,7 @@ def lines(commands: Mapping[str, Sequence[str]], aims: Mapping[str, str], runs: 
 LAYERS = (16, 160)
 FEW_BITS = {
     "bf16": (), **{f"fp8 {recipe}": ("--fp8", recipe) for recipe in ("delayed", "tensorwise", "mxfp8")},
+    "fp8 blockwise": ("--fp8", "blockwise", "--gpu", "h200"),  # the last flag of two counts; blockwise runs on Hopper
     "nvfp4": ("--fp4", "nvfp4"),
 }  # fmt: skip
 DEEP = (

@@ -37,13 +37,14 @@ from .units import Sharding, Unit, size
 GATHERING, REDUCING = 1, 2
 """Streams besides the default one."""
 
-OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, INNER, PIECES, UNITS = 0, 2, 4, 6, 7, 8, 10, 14, 20
+OUTPUT, CAST, INPUT, REDUCED, SHARDED, DIVIDED, INNER, UNITS = 0, 2, 4, 6, 7, 8, 10, 20
 """Numbers of buffers among the hooks' (``Scope.HOOKS``). Of the first three there are two, which take turns; from the
 last one on are those that a unit of several modules has for itself. Units of experts have outputs and inputs of their
-own (``INNER``), and copies of what is cut along another dimension than the first (``PIECES``)."""
+own (``INNER``)."""
 
-SCALES = 1 << 20
-"""and from there on are scales of what is gathered in 8 bits."""
+SCALES, PIECES = 1 << 20, 1 << 21
+"""Numbers from which on are scales of what is gathered in 8 bits, and copies of what is cut along another dimension
+than the first: for each parameter of a unit one."""
 
 WHOLE, RESHARDED, GRADIENT, FROM_HOST, LOW = (kind << 16 for kind in range(5))
 WITHIN = 1 << 15
