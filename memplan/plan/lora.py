@@ -281,7 +281,7 @@ def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
     if (own := framework(plan.framework).adaptable(plan)) is not None:
-        wrapped = [layer for target in plan.lora.targets or () for layer in own[target]]
+        wrapped = [layer for target in {*(plan.lora.targets or ())} for layer in own[target]]
         return sum(one.times * rank * (one.outputs + one.inputs) for one in wrapped)
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     once = ("transform", WORD, HEAD)
