@@ -27,6 +27,10 @@ PIPELINE = (
 )
 """Taken for granted with pipeline parallelism."""
 
+CHUNKS = (
+    "the loss in chunks of the last stage reduces its head with every micro-batch; the norm's gradients are counted "
+    "from the first one to the end: an upper bound by them, and with two micro-batches by the head's shard",
+)
 CONTEXT = (
     "context parallelism: keys and values are gathered in every layer; torchtitan asks for FlexAttention there, whose "
     "tensors have the sizes of varlen_attn's, which is estimated (not counted: masks, and what Inductor allocates)",
@@ -217,7 +221,9 @@ def of_float8(plan: ResolvedPlan) -> str:
 def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
     """Of layouts, beside what holds for all of ``fully_shard``."""
     alone = plan.fsdp.code == "torchtitan" and plan.layout.dp * plan.layout.cp == plan.fsdp.replicas
-    parts = ((ONE_SHARD, alone), (PIPELINE, plan.layout.pp > 1), (CONTEXT, plan.layout.cp > 1))
+    staged = plan.layout.pp > 1
+    chunked = staged and plan.loss.kind == "chunked"
+    parts = ((ONE_SHARD, alone), (PIPELINE, staged), (CHUNKS, chunked), (CONTEXT, plan.layout.cp > 1))
     return tuple(one for told, holds in parts if holds for one in told)
 
 
