@@ -74,11 +74,12 @@ def adapted(plan: Plan) -> frozenset[str]:
         return frozenset()
     targets = plan.lora.targets or ()
     if (own := framework(plan.framework).adaptable(plan)) is not None:
-        for target in targets:
-            if target not in own:
-                raise PlanError(
-                    "lora.targets", target, f"must be among {', '.join(own)} in {plan.model.name}", known=tuple(own)
-                )
+        known = tuple(name for name, layers in own.items() if layers)
+        wrong = next((target for target in targets if target not in own or not {*targets} & {*known}), None)
+        if wrong is not None:
+            raise PlanError(
+                "lora.targets", wrong, f"must be among {', '.join(known)} in {plan.model.name}", known=known
+            )
         return frozenset(layer.part for target in targets for layer in own[target])
     names = linear_layers(plan.model)
     found: set[str] = set()

@@ -176,6 +176,12 @@ def test_layers_of_other_kinds() -> None:
     latent = {"model": "moonlight-16b", "lora_targets": "linear_q_proj,linear_kv_down_proj,linear_kv_up_proj"}
     of_layer = 32 * (16 * 192 + 2048) + 32 * (576 + 2048) + 32 * (16 * 256 + 512)
     assert adapter_parameters(plan_of(**latent)) == 2 * of_layer
+    of_others = 32 * (
+        2048 + 16 * 128
+    )  # Bridge's default names a layer that latent attention has not, which is no error
+    dense = {**latent, "layers": "1", "lora_targets": "linear_qkv,linear_proj"}
+    assert adapter_parameters(plan_of(**dense)) == of_others
+    assert "linear_qkv" not in (plan_of(model="moonlight-16b", layers="1").lora.targets or ())
 
 
 def test_layers_before_the_first_adapter_have_no_backward() -> None:
@@ -225,6 +231,10 @@ def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
             "recompute.modules = .*: is not modelled yet with adapters",
         ),
         ({"lora_targets": "q_proj"}, "lora.targets = q_proj: must be among linear_qkv, linear_proj"),
+        (
+            {"model": "moonlight-16b", "lora_targets": "linear_qkv"},
+            "lora.targets = linear_qkv: must be among linear_proj",
+        ),
         ({"use_dora": "true"}, "lora.dora = true: must be left out with framework megatron"),
         ({"lora_dtype": "fp32"}, "lora.dtype = fp32: must be bf16: adapters are in the model's dtype"),
         ({"lora_rank": "30", "tp": "4", "gpus": "4"}, "lora.rank = 30: must be a multiple of tp 4"),

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
-    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A rank's experts share
-    an adapter, which all expert-parallel ranks have alike (``share_expert_adapters``)."""
+    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A name by default that
+    this model has no layer of matches nothing. A rank's experts share an adapter, which all expert-parallel ranks have
+    alike (``share_expert_adapters``)."""
     spec, twice, pattern = plan.model, 2 if plan.model.gated else 1, plan.model.layer_pattern
     routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
     attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (spec.layers, spec.layers - routed)
@@ -55,7 +56,7 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
         features = 2 * inner + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
         named["in_proj"] = [Adaptable(IN, features, spec.hidden, mamba)]
         named["out_proj"] = [Adaptable(OUT, spec.hidden, inner, mamba)]
-    return {name: tuple(several) for name, several in named.items() if any(one.times for one in several)}
+    return {name: tuple([one for one in several if one.times]) for name, several in named.items()}
 
 
 def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
