@@ -74,11 +74,12 @@ def adapted(plan: Plan) -> frozenset[str]:
         return frozenset()
     targets = plan.lora.targets or ()
     if (own := framework(plan.framework).adaptable(plan)) is not None:
-        for target in targets:
-            if target not in own:
-                raise PlanError(
-                    "lora.targets", target, f"must be among {', '.join(own)} in {plan.model.name}", known=tuple(own)
-                )
+        known = tuple(name for name, layers in own.items() if layers)
+        wrong = next((target for target in targets if target not in own or not {*targets} & {*known}), None)
+        if wrong is not None:
+            raise PlanError(
+                "lora.targets", wrong, f"must be among {', '.join(known)} in {plan.model.name}", known=known
+            )
         return frozenset(layer.part for target in targets for layer in own[target])
     names = linear_layers(plan.model)
     found: set[str] = set()
@@ -281,7 +282,7 @@ def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
     if (own := framework(plan.framework).adaptable(plan)) is not None:
-        wrapped = [layer for target in plan.lora.targets or () for layer in own[target]]
+        wrapped = [layer for target in {*(plan.lora.targets or ())} for layer in own[target]]
         return sum(one.times * rank * (one.outputs + one.inputs) for one in wrapped)
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     once = ("transform", WORD, HEAD)

@@ -256,7 +256,7 @@ def _lora(plan: Plan, own: Framework) -> Lora:
     if lora.rank is None:
         return lora
     if (known := own.adaptable(plan)) is not None:
-        every = tuple(known) if lora.targets is None else lora.targets
+        every = tuple(name for name, layers in known.items() if layers) if lora.targets is None else lora.targets
         return lora.model_copy(update={"targets": every, "dtype": lora.dtype or plan.precision.dtype})
     targets = default_targets(plan.model) if lora.targets is None else lora.targets
     made = "bf16" if adapters_in_16_bits(plan) else "fp32"

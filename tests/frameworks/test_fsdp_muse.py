@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from memplan.assumptions import assumptions
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.programs import sharding_of
@@ -92,6 +93,7 @@ def test_what_a_rank_has_of_a_sequence() -> None:
     flags = {**JOB, "model": "llama-3-8b", "fsdp-newest": "true", "seq": "8192", "cp": "4"}
     plan = resolve(read_plan(None, flags).plan)
     assert (plan.layout.dp, sharding_of(plan, plan.fsdp).shards) == (4, 16)
+    assert any("asks for FlexAttention" in one for one in assumptions(plan))
     (program,) = programs_of(plan, Options())
     shapes = [one.shape for one in program.extra if one.name in ("input_ids", "labels", "positions")]
     assert sorted(shapes) == [(1, 2048), (1, 2048), (1, 8192), (1, 8192), (2048,)]

@@ -109,7 +109,7 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
         ({**MEGATRON, "mbs": "3", "gbs": "4"}, "--gbs: batch.gbs = 4: must be a multiple of mbs 3 x dp 1 = 3"),
         ({**MEGATRON, "seq": "4096"}, "--seq: batch.seq = 4096: must be at most 2048, the number of learned positions"),
         ({**MEGATRON, "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework megatron-deepspeed; deepspeed has ZeRO-2"),
-        ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1 with framework megatron-deepspeed; megatron has context parallelism"),
+        ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have context parallelism"),
         ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have expert parallelism"),
         ({**MEGATRON, "vpp": "2"}, "--vpp: layout.vpp = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have virtual stages"),
         ({**MEGATRON, "tp": "4", "sequence_parallel": "true"}, "--sequence-parallel: layout.sequence_parallel = true: must be false"),

@@ -63,6 +63,9 @@ _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
 _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
+SCHEME = ("--peft_scheme", "--peft-scheme")
+"""Of the same script in release 0.3, which calls a recipe without it where that takes none (``load_recipe``)."""
+_NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
 
 
@@ -75,12 +78,13 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         raise refused(error) from None
     training = training_in(reading, source, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
     root, recipe, flags, of_benchmark = Node({}, training.origin), "", dict(asked.flags), dict[str, str]()
+    scheme = ""
     benchmark = BENCHMARK if training.script == "setup_experiment" else {}
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
         value: Value = word
-        if name in OPTIONS or name in (*RECIPE, *benchmark, "--mode"):
+        if name in OPTIONS or name in (*RECIPE, *SCHEME, *benchmark, "--mode"):
             value = () if equals else next(words, ())
             said = text(word).partition("=")[2] if equals else text(value)
         elif is_override(text(word)):
@@ -103,14 +107,20 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             of_benchmark[benchmark[name]] = said
         elif name == "--mode":
             recipe += f"_{said}"
+        elif name in SCHEME:
+            scheme = said
         else:
             root = laid_over(root, [f"{path}={said}" if name in OPTIONS else text(word)], origin)
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
     given = root.mapping.get("peft")
-    if _ADAPTERS.search(recipe) and (given is None or given.mapping):
-        root = laid_over(root, [f"peft._target_={'dora' if _DORA.search(recipe) else 'lora'}"], training.origin)
+    if _NO_SCHEME.search(recipe):
+        scheme = ""
+    elif _ADAPTERS.search(recipe):
+        scheme = scheme or ("dora" if _DORA.search(recipe) else "lora")
+    if scheme and (given is None or (given.mapping and "_target_" not in given.mapping)):
+        root = laid_over(root, [f"peft._target_={scheme}"], training.origin)
     if benchmark:
         said = of_benchmark.get("dtype", "bf16")
         task, gpus, gpu = (

@@ -66,7 +66,7 @@ FINE_TUNING: Mapping[str, Mapping[str, object]] = {
     "dataset": {"seq_length": 2048},
 }
 """The same of recipes that fine-tune (``_sft_common``), with adapters or without (``_peft_common``)."""
-_FINE_TUNES = re.compile(r"_(?:sft|finetune)(?:_|$)")
+_FINE_TUNES = re.compile(r"_(?:sft|finetune|peft|lora|dora)(?:_|$)")
 PRECISION = "bf16_mixed"
 _TOLD = {
     "model.tensor_model_parallel_size": "tp",

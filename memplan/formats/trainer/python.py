@@ -163,7 +163,7 @@ def _trains(node: ast.stmt) -> bool:
     call = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
     of = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
     name = name_of(of) if isinstance(of, ast.Call) else getattr(of, "id", "")
-    return isinstance(call, ast.Call) and name_of(call) == "train" and "train" in name.lower()
+    return isinstance(call, ast.Call) and name_of(call) == "train" and "trainer" in name.lower()
 
 
 class _Reading(Parsed):

@@ -337,7 +337,7 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
 
 def _check_elsewhere(found: Started, written: Node) -> None:
     """Refuses arguments of a script of another tool, some of which the Trainer's are called like."""
-    keys = written.mapping.keys() - {"use_slow_tokenizer"}  # which transformers' own examples have, too
+    keys = written.mapping.keys() - {"use_slow_tokenizer", "policy"}  # which other scripts have, too
     tool = next((one for one in ELSEWHERE if not keys.isdisjoint(one.marks)), None)
     if tool is not None:
         what = f"starts {found.called}, which is {tool.name}'s and not the Trainer's"

@@ -27,6 +27,14 @@ PIPELINE = (
 )
 """Taken for granted with pipeline parallelism."""
 
+CHUNKS = (
+    "the loss in chunks of the last stage reduces its head with every micro-batch; the norm's gradients are counted "
+    "from the first one to the end: an upper bound by them, and with two micro-batches by the head's shard",
+)
+CONTEXT = (
+    "context parallelism: keys and values are gathered in every layer; torchtitan asks for FlexAttention there, whose "
+    "tensors have the sizes of varlen_attn's, which is estimated (not counted: masks, and what Inductor allocates)",
+)
 ONE_SHARD = (
     "fully_shard over one rank, as in torchtitan since 9 April 2026 (#2900; before, without "
     "fully_shard): parameters are copied, no all-gather; gradients are divided by 1.0 "
@@ -213,7 +221,10 @@ def of_float8(plan: ResolvedPlan) -> str:
 def layouts(plan: ResolvedPlan) -> tuple[str, ...]:
     """Of layouts, beside what holds for all of ``fully_shard``."""
     alone = plan.fsdp.code == "torchtitan" and plan.layout.dp * plan.layout.cp == plan.fsdp.replicas
-    return (*(ONE_SHARD if alone else ()), *(PIPELINE if plan.layout.pp > 1 else ()))
+    staged = plan.layout.pp > 1
+    chunked = staged and plan.loss.kind == "chunked"
+    parts = ((ONE_SHARD, alone), (PIPELINE, staged), (CHUNKS, chunked), (CONTEXT, plan.layout.cp > 1))
+    return tuple(one for told, holds in parts if holds for one in told)
 
 
 def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

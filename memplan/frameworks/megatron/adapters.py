@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
-    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A rank's experts share
-    an adapter, which all expert-parallel ranks have alike (``share_expert_adapters``)."""
+    """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A name by default that
+    this model has no layer of matches nothing. A rank's experts share an adapter, which all expert-parallel ranks have
+    alike (``share_expert_adapters``)."""
     spec, twice, pattern = plan.model, 2 if plan.model.gated else 1, plan.model.layer_pattern
     routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
     attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (spec.layers, spec.layers - routed)
@@ -55,7 +56,7 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
         features = 2 * inner + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
         named["in_proj"] = [Adaptable(IN, features, spec.hidden, mamba)]
         named["out_proj"] = [Adaptable(OUT, spec.hidden, inner, mamba)]
-    return {name: tuple(several) for name, several in named.items() if any(one.times for one in several)}
+    return {name: tuple([one for one in several if one.times]) for name, several in named.items()}
 
 
 def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
@@ -106,6 +107,7 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     yield "megatron.transformer_impl", megatron.transformer_impl == "local"
     yield "model.causal", not model.causal
     yield from _of_experts(plan)
+    yield "recompute.modules", _recomputes_leaf(plan)
     for name in ("linear_interval", "layer_blocks", "mtp_layers"):
         yield f"model.{name}", getattr(model, name)
     for name in ("fsdp", "torch_fsdp", "cuda_graphs"):
@@ -120,6 +122,21 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         yield "batch.mbs", plan.batch.mbs > 1
         yield "model.layer_pattern", "G" in model.layer_pattern
     yield "precision.fp4", plan.precision.fp4
+
+
+def _recomputes_leaf(plan: ResolvedPlan) -> bool:
+    """The first layer recomputes something whose input requires no gradient. ``CheckpointWithoutOutput`` then has no
+    inputs, since autograd keeps none (``tensor_parallel/random.py``, ``_recompute``), and a reentrant checkpoint
+    (``mlp``, ``moe``) hands adapters no gradient."""
+    modules, names = frozenset(plan.recompute.modules or ()), adapted(plan)
+    if plan.model.latent_kv_rank:
+        later = "mla_up_proj" in modules and not names & {latent.Q_DOWN, latent.KV_DOWN}
+        if later or "layernorm" in modules:
+            return True
+    if any(one.startswith("self_attention.") for one in names):
+        return False
+    needs = {"mlp", "moe", *(("layernorm",) if plan.model.experts else ())}
+    return bool(modules & needs) or ("moe_act" in modules and f"{EXPERTS}.linear_fc1" not in names)
 
 
 def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:

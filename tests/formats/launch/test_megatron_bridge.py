@@ -575,6 +575,8 @@ def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
     [
         ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
         ("llama3_8b_dora_config peft.dim=8", "peft._target_ = dora: is not modelled yet"),
+        ("llama3_8b_peft_config peft._target_=megatron.bridge.peft.dora.DoRA", "DoRA: is not modelled yet"),
+        ("llama3_8b_peft_config --peft_scheme dora", "peft._target_ = dora: is not modelled yet"),
         ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
         ("$UNKNOWN", "give it as --set UNKNOWN=value"),
     ],
@@ -604,6 +606,10 @@ def test_a_recipe_with_adapters_begins_as_its_own_template(tmp_path: Path) -> No
     full = commanded(tmp_path)
     assert full.plan == plan.model_copy(update={"lora": full.plan.lora})
     assert full.plan.lora.rank is None
+    for words, rank in (("_peft_config peft=none", None), ("_finetune_config --peft_scheme lora", 32)):
+        (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b{words}")
+        same = commanded(tmp_path).plan
+        assert (same.lora.rank, same.batch) == (rank, plan.batch)
 
 
 def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None:

@@ -80,6 +80,8 @@ def test_what_is_no_notebook_is_said(text: str, tmp_path: Path) -> None:
 def test_names_given_anew_behind_the_training_are_another_models(tmp_path: Path) -> None:
     later = f"{TRAIN}NAME_ = 'me/tuned'\nmodel = AutoModelForCausalLM.from_pretrained(NAME_)\n"
     assert plan_of(tmp_path, "later.py", later) == plan_of(tmp_path, "train.py", TRAIN)
+    mode = TRAIN.replace("args =", "pretrained = model\npretrained.train()\nargs =").replace("trainer.train()", "go()")
+    assert plan_of(tmp_path, "mode.py", mode) == plan_of(tmp_path, "train.py", TRAIN)
     assert "NAME_, which only the running script knows" in refusal(later.replace(".train()", ".evaluate()"))
 
 
