@@ -185,6 +185,6 @@ def test_the_allocator_holds_what_tapes_request() -> None:
     plan = {**MIXTURE, "model": "llama-3-8b", "gpus": "4", "gbs": "12", "loss": "chunked"}
     for one in estimate(read_plan(None, plan).plan).stages:
         assert one.allocated is not None
-        beside = one.breakdown[Category.WORKSPACES] + one.breakdown[Category.BLOCK_ROUNDING]
-        assert one.allocated - one.requested == beside < 100 << 20
+        assert 0 <= one.allocated - one.requested < 100 << 20
+        assert one.breakdown[Category.BLOCK_ROUNDING] < 1 << 20
         assert min(one.breakdown) >= 0
