@@ -51,7 +51,7 @@ from .plan.resolve import resolve
 from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict
+from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst
 from .tape.events import Category, Hold
 from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
 from .values import replace
@@ -320,7 +320,7 @@ def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> t
     return _reserved(program, replayed, settings, workspaces).middle + (low + high) // 2, judged
 
 
-def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
+def _most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
     """Of one stage of a resolved plan: the bytes of the device that its worst moment takes where the allocator gives
     nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
     program = kernel_programs(plan)[stage]
@@ -330,6 +330,24 @@ def most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> 
         moments.append(evaluation_peak(evaluation_programs(plan, programs_of(plan, Options()))[stage], replayed) or 0)
     low, high = outside_range(causes(plan, stage, known))
     return max(moments) + (low + high) // 2, max(moments) + high
+
+
+def judged_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, Judged]:
+    """The furthest reading of two stages of a resolved plan that is known, and the verdict on the one that fares worse:
+    the ``fullest`` by its tensors, and the last, whose loss and head leave other blocks in the allocator's cache than
+    layers do."""
+    devices, judged = zip(*(judged_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
+    return max(devices), worst(judged)
+
+
+def most_of_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, int]:
+    """As ``_most_of_stage``, the larger ones of the ``fullest`` stage and the last."""
+    devices, most = zip(*(_most_of_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
+    return max(devices), max(most)
+
+
+def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
+    return {fullest, len(kernel_programs(plan)) - 1}
 
 
 # -- readings ---------------------------------------------------------------------------------------
@@ -453,11 +471,11 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
             found.append((evaluation, stage.allocated, stage.stage))
     if not found:
         return ()
-    evaluation, steady, worst = max(found)
+    evaluation, steady, where = max(found)
     return (
         Notice(
             "evaluation-exceeds-steady",
-            f"evaluation on stage {worst} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
+            f"evaluation on stage {where} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
             "readings are training's, the verdict covers both",
         ),
     )
@@ -489,8 +507,9 @@ __all__ = [
     "estimate",
     "evaluation_programs",
     "fold",
+    "judged_ends",
     "judged_stage",
-    "most_of_stage",
+    "most_of_ends",
     "programs_of",
     "timelines",
 ]

@@ -312,6 +312,8 @@ class _Chunk:
         if frame is base:
             for slot in events.spent:
                 base[slot] = NO_BLOCK
+        elif self.displaced and what != "forward":
+            self._hand_on(events, frame)
         if what == "forward":
             if passes.staying:
                 self.slots.extend([frame[slot] for slot in passes.staying])
@@ -321,6 +323,26 @@ class _Chunk:
                 self.gradients[operation.slot] = operation
                 base[operation.slot] = frame[operation.slot]
             self.left += [(frame, operation) for operation in others]
+
+    def _hand_on(self, events: Pass, frame: list[int]) -> None:
+        """Blocks of ``displaced`` tensors go to where the next micro-batch looks for them."""
+        for operation in events.left:
+            slot = operation.slot
+            if slot in self.displaced and frame[slot] != NO_BLOCK:
+                self.base[slot], frame[slot] = frame[slot], NO_BLOCK
+
+    @cached_property
+    def displaced(self) -> frozenset[int]:
+        """Slots of tensors of hooks, gradients apart, that each micro-batch leaves for the next one to end, as the
+        input of a reduction that is still under way."""
+        if not self.passes.hooks:
+            return frozenset()
+        whats: tuple[What, ...] = ("forward", "loss", "backward")
+        ended = {slot for what in whats for slot in self.passes.of(what, "steady").inherited}
+        left = [self.passes.of("backward", role).left for role in ("first", "steady")]
+        return frozenset(
+            one.slot for own in left for one in own if one.slot in ended and one.category is not Category.GRADIENTS
+        )
 
     def _told_apart(self, what: What, events: Pass) -> tuple[list[Operation], list[Operation]]:
         """What a pass leaves: gradients, and what ends when all micro-batches have."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured
-from ..estimate import estimate, fold, judged_stage
+from ..estimate import estimate, fold, judged_ends
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.lora import ALL_LINEAR, default_targets, last_names
@@ -202,10 +202,10 @@ def stated(base: Plan) -> Suggestion:
 
 
 def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
-    """With the verdict on the fullest stage, or on all where those are few."""
+    """With the verdict on the fullest stage and the last, or on all where those are few."""
     plan = resolve(suggestion.plan)
     if framework(plan.framework).search.chooses_cut:
-        device, judged = judged_stage(plan, suggestion.fullest, known)
+        device, judged = judged_ends(plan, suggestion.fullest, known)
     else:
         whole = estimate(suggestion.plan, known)
         device, judged = whole.peak, whole.judged

@@ -21,7 +21,7 @@ from itertools import count
 from math import inf
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
-from ..estimate import estimate, judged_stage
+from ..estimate import estimate, judged_ends
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -154,7 +154,7 @@ class Search:
         return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
-        """With the replay of the fullest stage alone."""
+        """With the replay of the fullest stage and of the last."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self.replayed += 1
@@ -162,7 +162,7 @@ class Search:
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
-            device, judged = judged_stage(plan, suggestion.fullest, self.known)
+            device, judged = judged_ends(plan, suggestion.fullest, self.known)
             suggestion = replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
             self._fullest[key] = suggestion
         return self._fullest[key]
@@ -176,8 +176,9 @@ class Search:
 
     def fastest(self, wanted: int, within: float = inf) -> list[Suggestion]:
         """The ``wanted`` fastest layouts that fit, one of each kind, which take longer than the first of them by no
-        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest. The fastest of
-        all comes last where the allocator has to give memory back for it, and first where nothing else fits."""
+        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest and the last.
+        The fastest of all comes last where the allocator has to give memory back for it, and first where nothing else
+        fits."""
         found: dict[object, Suggestion] = {}
         retrying: Suggestion | None = None
         latest = inf

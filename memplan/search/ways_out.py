@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from ..device.measured import Measured, least_context
-from ..estimate import most_of_stage
+from ..estimate import most_of_ends
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -167,8 +167,8 @@ def _fitting(
 
 
 def _replay(one: _Tried, known: Measured) -> int:
-    """The most that its fullest stage may take of the device; what it takes in the middle is kept."""
-    device, most = most_of_stage(resolve(one.after.plan), one.after.fullest, known)
+    """The most that its fullest stage or the last may take of the device; what it takes in the middle is kept."""
+    device, most = most_of_ends(resolve(one.after.plan), one.after.fullest, known)
     one.after = replace(one.after, device=device)
     return most
 

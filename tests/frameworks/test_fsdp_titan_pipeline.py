@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from memplan.estimate import programs_of
+from memplan.estimate import estimate, programs_of
 from memplan.frameworks.fsdp.stages import stage_programs
 from memplan.frameworks.fsdp.torchtitan import (
     ActivationCheckpointing,
@@ -22,6 +22,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.schedules.torch_schedules import Place
+from memplan.tape.events import Category
 from memplan.tape.program import fold_program
 
 from ..oracle import fsdp as oracle
@@ -176,3 +177,14 @@ def test_experts_are_counted_in_their_stage() -> None:
     first, second = programs_of(plan, Options())
     counted = [sum(one.name == "expert_bias" for one in program.extra) for program in (first, second)]
     assert counted == [2, 3]
+
+
+def test_the_allocator_holds_what_tapes_request() -> None:
+    """The input of the head's reduction ends with the next micro-batch's, and the weights of norm and head with the
+    next one's forward: in the replay, too, however many there are."""
+    plan = {**MIXTURE, "model": "llama-3-8b", "gpus": "4", "gbs": "12", "loss": "chunked"}
+    for one in estimate(read_plan(None, plan).plan).stages:
+        assert one.allocated is not None
+        assert 0 <= one.allocated - one.requested < 100 << 20
+        assert one.breakdown[Category.BLOCK_ROUNDING] < 1 << 20
+        assert min(one.breakdown) >= 0
