@@ -413,12 +413,12 @@ class Shell:
         wrapped = _wrapped(words) if text(words[0]) == "sbatch" else None
         if wrapped is not None:
             self.reading.job = self.reading.job or _asked_for(words, command)
-            variables, given = self.variables, _exported_by(words)
-            before = variables.values, variables.exported
-            variables.values = {**variables.values, **self.reading.job, **given}
-            variables.exported = variables.exported | given.keys()
+            variables, passed = self.variables, _exported_by(words)
+            outside = variables.values, variables.exported
+            variables.values = {**variables.values, **self.reading.job, **passed}
+            variables.exported = variables.exported | passed.keys()
             self._launch([], wrapped, command.origin)
-            variables.values, variables.exported = before
+            variables.values, variables.exported = outside
             return
         if self._runs_a_script(words, command):
             return
