@@ -15,7 +15,7 @@ from .arithmetic import ArithmeticTextError, evaluate
 from .budget import Budget
 from .conditions import Decision, tested
 from .expansion import Expansion
-from .syntax import Body, Evaluation, Group, Literal, Pipeline, Redirect, Simple
+from .syntax import Body, Chain, Command, Evaluation, Group, Literal, Pipeline, Redirect, Simple
 from .values import (
     Cause,
     ExitError,
@@ -209,11 +209,16 @@ class Written:
         piped: Value | None = None
         if isinstance(command, Pipeline) and not command.negated:
             *firsts, command = command.commands
-            if len(firsts) != 1:
+            if not firsts or self._calls >= DEEPEST_PRINT:
                 return None
-            piped = self.printed((firsts[0],))
+            self._calls += 1
+            piped = self.printed((firsts[0] if len(firsts) == 1 else Pipeline((*firsts,), False, command.origin),))
+            self._calls -= 1
             if piped is None:
                 return None
+        if isinstance(command, Chain):
+            chosen = self._chosen(command)
+            return self.printed((chosen,)) if chosen is not None else None
         if not isinstance(command, Simple) or command.assignments:
             return None
         words = [value for word in command.words for value in self.expansion.fields(word)]
@@ -223,6 +228,20 @@ class Written:
             return self._by_function(own, words[1:])
         content = given if not words else printed(words, given, self._reading.files, budget)
         return None if content is None else _without_last_newlines(content)
+
+    def _chosen(self, chain: Chain) -> Command | None:
+        """The one command that prints of ``[ … ] && echo a || echo b``, where the test can be decided."""
+        first = chain.first
+        if not isinstance(first, Simple) or first.assignments:
+            return None
+        words = [value for word in first.words for value in self.expansion.fields(word)]
+        if not words or text(words[0]) != "[" or text(words[-1]) != "]":
+            return None
+        decision = tested(self.expansion, words[1:-1], first.origin)
+        operators = [operator for operator, _ in chain.rest]
+        if isinstance(decision, Unknown) or operators not in (["&&", "||"], ["&&"], ["||"]):
+            return None
+        return next((command for operator, command in chain.rest if decision == (operator == "&&")), None)
 
     def _by_function(self, body: Body, arguments: list[Value]) -> Value | None:
         """What a function prints, each of whose commands does nothing else."""
@@ -279,9 +298,21 @@ def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Val
         if len(arguments) == 2 and text(arguments[0]) in ("%s", "%s\\n", "%d", "%d\\n"):
             return arguments[1]
         return None
+    if name in ("tr", "sed") and given is not None and all(map(is_known, arguments)):
+        return _in_one_line(name, [text(word) for word in arguments], given)
     if name in ("expr", "bc"):
         expression = joined(arguments, " ", origin) if name == "expr" else given or ()
         return _calculated(expression, name, budget)
+    return None
+
+
+def _in_one_line(name: str, arguments: list[str], given: Value) -> Value | None:
+    """``given`` as ``tr '\\n' ' '`` or ``sed 's/  */ /g'`` has it, with which scripts make one line of
+    several; each stretch from one place by itself, as words are split later."""
+    if name == "tr" and arguments == ["\\n", " "]:
+        return tuple(piece._replace(text=piece.text.replace("\n", " ")) for piece in given)
+    if (name == "tr" and arguments == ["-s", " "]) or (name == "sed" and arguments in ([r"s/  \+/ /g"], ["s/  */ /g"])):
+        return tuple(piece._replace(text=re.sub(" +", " ", piece.text)) for piece in given)
     return None
 
 

@@ -202,7 +202,7 @@ class _Reader:
         return True
 
 
-_OPTION = re.compile(r"--[A-Za-z][\w-]*")
+_OPTION = re.compile(r"--[A-Za-z][\w-]*|(?<![\w./-])[a-z]\w*(?:\.[a-z]\w*)+(?==)")
 RUNS_PYTHON = re.compile(
     r"\.py\b|^(?:trl|llamafactory-cli|axolotl|axolotl\.cli\.train|swift|torchtitan\.train|tune|litgpt|megatron|nemo|automodel|autotrain|xtuner|ludwig|"
     r"openrlhf\.cli\.\w+)$|\brun_train\.sh$|^(?:\w+\.)+\w*(?:train|tune|tuning|sft|dpo|ppo|grpo|rlhf)\w*$"

@@ -221,7 +221,11 @@ class Expansion:
         items = self.variables.items(name)
         if items is None:
             return None
-        key = text(self.one(part.item))
+        said = self.one(part.item)
+        key = text(said)
+        if key not in items and not is_known(said):
+            unknown = self.variables.ledger.unknowns(said)[0]
+            return self._unknown(f"${{{name}[{unknown.shown}]}}", unknown.ask, Cause.OTHER, part.origin)
         if key not in items:
             number = self.number(part.item)
             key = str(number) if isinstance(number, int) else key

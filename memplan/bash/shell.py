@@ -410,6 +410,16 @@ class Shell:
                     if "c" in text(words[flags - 1]):
                         self._launch(words[:position], words[flags], command.origin)
                         return
+        wrapped = _wrapped(words) if text(words[0]) == "sbatch" else None
+        if wrapped is not None:
+            self.reading.job = self.reading.job or _asked_for(words, command)
+            variables, passed = self.variables, _exported_by(words)
+            outside = variables.values, variables.exported
+            variables.values = {**variables.values, **self.reading.job, **passed}
+            variables.exported = variables.exported | passed.keys()
+            self._launch([], wrapped, command.origin)
+            variables.values, variables.exported = outside
+            return
         if self._runs_a_script(words, command):
             return
         if text(words[0]) in _REPEATS or not any(RUNS_PYTHON.search(text(word)) for word in words):
@@ -443,7 +453,9 @@ class Shell:
             variables.exported,
         )
         passed = {name: value for name, value in variables.values.items() if name in given or name in self.reading.job}
-        passed |= {one.name: self.expansion.one(one.value) for one in command.assignments}
+        of_command = {one.name: self.expansion.one(one.value) for one in command.assignments}
+        of_command |= _exported_by(words[:at])
+        passed |= of_command
         started_by, job = self._launcher, self.reading.job
         self._running.add(name)
         try:
@@ -453,7 +465,7 @@ class Shell:
                 return False
             variables.values, variables.positional = dict(passed), words[at + 1 :]
             variables.given = {name: value for name, value in variables.given.items() if not is_position(name)}
-            variables.exported = {*given, *(one.name for one in command.assignments)}
+            variables.exported = {*given, *of_command}
             self._functions.clear()
             self._launcher = (*started_by, *launcher)
             if not job:
@@ -544,6 +556,29 @@ def _beside_the_script(shown: str) -> str:
 
 def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:
     return (Literal(expression, True, origin),)
+
+
+def _wrapped(words: list[Value]) -> Value | None:
+    """The script that ``sbatch --wrap "srun bash train.sh"`` is given (man sbatch)."""
+    for word, behind in pairwise([*words, ()]):
+        if text(word) == "--wrap":
+            return behind
+        if word[:1] and word[0].text.startswith("--wrap="):
+            return (word[0]._replace(text=word[0].text.removeprefix("--wrap=")), *word[1:])
+    return None
+
+
+_EXPORTS = re.compile(r"(?:^|,)([A-Za-z_]\w*)=([^,]*)")
+
+
+def _exported_by(words: list[Value]) -> dict[str, Value]:
+    """Variables that ``--export=ALL,TP=8,PP=2`` of ``sbatch`` or ``srun`` gives the script (man sbatch)."""
+    found: dict[str, Value] = {}
+    for before, word in pairwise([(), *words]):
+        name, equals, said = text(word).partition("=")
+        said = said if name == "--export" and equals else text(word) if text(before) == "--export" else ""
+        found |= {one[1]: (Piece(one[2], word[0].origin),) for one in _EXPORTS.finditer(said)}
+    return found
 
 
 def _asked_for(words: list[Value], command: Simple) -> dict[str, Value]:

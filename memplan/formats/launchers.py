@@ -161,7 +161,8 @@ _ALONE = re.compile(r"(?:.*/)?(?:python[0-9.]*|env|nohup)|-[a-z]+|[A-Z_]+=.*", r
 """Words in front of a script that one process runs."""
 _SCRIPT = re.compile(r"(?:.*/)?([\w.-]+)\.py")
 _PASSED = re.compile(r"(?:-x|-e|--env=|--export=(?:ALL,)?)?([A-Z][A-Z0-9_]*)=(.*)", re.DOTALL)
-_PER_NODE = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus", "--gpus-per-node", "--gpus_per_node")
+_PER_NODE_OF_LAUNCHERS = ("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num-gpus")
+_PER_NODE = (*_PER_NODE_OF_LAUNCHERS, "--gpus-per-node", "--gpus_per_node")
 _NODES = ("--nnodes", "--num_nodes", "--num-nodes", "--num_machines")
 _NODES_OF_SRUN = ("--nodes", "-N")
 _PROCESSES = ("-n", "-np", "--np", "--ntasks", "--num_processes")
@@ -216,6 +217,8 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
     per_node = _number_of(launcher, _PER_NODE)
     said = any(text(word).partition("=")[0] in (*_NODES, *_NODES_OF_SRUN) for word in launcher)
     nodes = _number_of(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else Node(1, started.origin)
+    if not said and per_node is not None and _number_of(launcher, _PER_NODE_OF_LAUNCHERS) is None:
+        nodes = _of_job(reading.job, "SLURM_NNODES") or nodes  # srun's own flags, on each node of the job
     gpus = _included(launcher) or _product(nodes, per_node, started.origin)
     if gpus is None and per_node is None:
         gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)

@@ -204,7 +204,7 @@ def _check_low_precision(plan: ResolvedPlan) -> None:
             require(plan, f"precision.{field}", recipe, must, "low_precision", recipe, recipe)
     if precision.low:
         return
-    fields = ("fp8_parameters", "first_16bit_layers", "last_16bit_layers", "amax_history")
+    fields = ("fp8_format", "fp8_parameters", "first_16bit_layers", "last_16bit_layers", "amax_history")
     for field in fields:
         value = getattr(precision, field)
         if value != type(precision).model_fields[field].default:

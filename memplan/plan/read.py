@@ -163,8 +163,10 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     if wrong:
         raise together([*wrong, *_wrong_in(node)])
     node, chosen = with_implied(node if named is not None else written)
-    from_flag = "experts-imbalance" in flags or "experts-imbalance" in (variant or {})
-    plan = with_routing(validated_plan(node), Path() if from_flag else source.folder)
+    said = {*flags, *(variant or {})}
+    plan = with_routing(validated_plan(node), Path() if "experts-imbalance" in said else source.folder)
+    if "fp8-format" in said and plan.precision.low is None:
+        raise wrong_at("--fp8-format", "needs --fp8, how operands are scaled: delayed is Megatron-LM's own default")
     origins = dict(node.origins())
     if traced and named is not None:
         try:

@@ -7,6 +7,7 @@ overrides by shorter names (``COMMON_OVERRIDE_FIELDS``), and all other words are
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ...bash.shell import read_script
 from ...bash.values import Value, is_known, text
 from ...plan.errors import Node, Origin, PlanError, refused
 from ...plan.hub import twin
+from ...plan.spellings import gpus_called
 from ..files import not_in
 from ..launch import Asked
 from ..launchers import beside, training_in
@@ -43,6 +45,8 @@ BENCHMARK = {
     "--task": "task",
 }
 """Those of ``scripts/performance/setup_experiment.py`` that name one of ``perf_recipes``,"""
+GPU_OF_BENCHMARK = "gpu of the benchmark"
+"""What they are run on, where no flag says it: as a flag that no command line has."""
 _PRECISIONS = {
     "bf16": "bf16_mixed",
     "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
@@ -58,6 +62,8 @@ _RELEASE = re.compile(r"(?<=[a-z])([0-9])([0-9])(?=_)")
 """``llama32_1b`` is Llama 3.2."""
 _MILLIONS = re.compile(r"_([0-9])00m\b")
 """``qwen3_600m`` is called 0.6B elsewhere."""
+_NEMOTRON_3 = {"nano": "30b-a3b", "super": "120b-a12b", "ultra": "550b-a55b"}
+"""Recipes of ``recipes/nemotronh`` name no sizes."""
 _LOW = re.compile(r"fp8|fp4")
 _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
@@ -95,6 +101,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             said = ""
         path = OPTIONS.get(name, name).lstrip("+")
         unknowns = () if is_known(value) else reading.ledger.unknowns(value)
+        if unknowns and all(one.options and not _of_memory(one.options) for one in unknowns):
+            continue  # a condition between overrides such as checkpoint.load
         if unknowns:
             if not is_override(text(word)) or path.startswith(_OF_MEMORY):
                 field = path.partition("=")[0] if is_override(text(word)) or name in OPTIONS else "an override"
@@ -133,6 +141,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
         if gpus != "0" and not asked.names & {"gpus", "dp"}:
             flags["gpus"] = gpus
+        if len(called := gpus_called(gpu)) == 1 and not asked.names & {"gpu", "capacity"}:
+            flags[GPU_OF_BENCHMARK] = called[0]
     _check(recipe, root, asked, training.origin)
     model = model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
@@ -142,6 +152,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     unused = not_in(content, asked.variables())
     left = [one for one in asked.assignments if one.partition("=")[0] in unused]
     return root, replace(asked, flags=flags, assignments=left), recipe
+
+
+def _of_memory(options: Iterable[str]) -> bool:
+    return any(one.lstrip("+").startswith(_OF_MEMORY) or one.startswith("--") for one in options)
 
 
 def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
@@ -165,5 +179,7 @@ def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
 def model_of_recipe(recipe: str, origin: Origin) -> str | None:
     """The built-in model that the recipe ``llama32_1b_pretrain_config`` trains."""
     stem = _MILLIONS.sub(r"_0.\1b", _TASK.sub("", recipe).removesuffix("_config"))
+    series, _, size = stem.rpartition("_")
+    stem = f"{stem}_{_NEMOTRON_3[size]}" if series == "nemotron_3" and size in _NEMOTRON_3 else stem
     names = (stem.replace("_", "-"), _RELEASE.sub(r"\1.\2", stem).replace("_", "-"))
     return next((found for name in names if (found := twin(name, Node(name, origin))) is not None), None)

@@ -22,7 +22,7 @@ from ..training_scripts import launched
 from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
-from .command import started
+from .command import GPU_OF_BENCHMARK, started
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -91,6 +91,9 @@ def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
     launch = _with_adapters(launch, root)
+    if isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
+        plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
+        launch = replace(launch, source=replace(launch.source, plan=plan))
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

@@ -423,6 +423,7 @@ def test_variables_of_the_machine_are_passed_over() -> None:
         ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=4", "srun --nodes=3 sh -c", 12),
         ("#SBATCH --ntasks=24", "srun", 24),
         ("#SBATCH --nodes=4 --ntasks-per-node=8", "srun -n 16", 16),
+        ("#SBATCH --nodes=2", "srun --ntasks-per-node=8 --gpus-per-node=8", 16),
     ],
 )
 def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus: int) -> None:

@@ -570,6 +570,33 @@ def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
     assert any("llama3_8b_pretrain_config is Python, which is not run" in one.message for one in found.warnings)
 
 
+def test_a_script_that_puts_its_overrides_together_is_followed(tmp_path: Path) -> None:
+    """As ``examples/models/gpt_oss/slurm_sft.sh`` and those of Nemotron 3 do: lines made one by ``tr`` and ``sed``, a
+    size that a test chooses, and a checkpoint that may be there, which changes no memory."""
+    script = """#SBATCH --nodes=2
+SAVE=/results
+if [ -f "$SAVE/latest.txt" ]; then MORE="checkpoint.load=$SAVE checkpoint.finetune=False"
+else MORE="checkpoint.pretrained_checkpoint=/base"
+fi
+CP=2
+OVERRIDES=" \\
+  model.tensor_model_parallel_size=2 \\
+  model.context_parallel_size=$CP   $MORE
+  dataset.offline_packing_specs.pad_seq_to_mult=$([ "$CP" -gt 1 ] && echo $((CP * 2)) || echo 1) \\
+  dataset.seq_length=4096"
+CMD="python run_recipe.py --recipe nemotron_3_nano_pretrain_config"
+CMD="$CMD $(echo "$OVERRIDES" | tr '\\n' ' ' | sed 's/  \\+/ /g')"
+srun --ntasks-per-node=8 bash -c "$CMD"
+"""
+    (tmp_path / "run.sh").write_text(script)
+    plan = commanded(tmp_path).plan
+    assert (plan.model.name, plan.hardware.gpus, plan.batch.seq) == ("nemotron-3-nano-30b-a3b", 16, 4096)
+    assert (plan.layout.tp, plan.layout.cp) == (2, 2)
+    (tmp_path / "run.sh").write_text(script.replace("checkpoint.load", "train.micro_batch_size=4 checkpoint.load"))
+    with pytest.raises(PlanError, match="cannot be decided"):
+        commanded(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [
@@ -623,7 +650,8 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
     (tmp_path / "run.sh").write_text(text)
     plan = commanded(tmp_path).plan
     assert (plan.model.name, plan.hardware.gpus, plan.layout.tp, plan.batch.gbs) == ("llama-3-8b", 16, 2, 32)
-    assert (plan.precision.fp8, plan.batch.seq) == ("tensorwise", 8192)
+    assert (plan.precision.fp8, plan.batch.seq, plan.hardware.gpu) == ("tensorwise", 8192, "h100-80gb")
+    assert commanded(tmp_path, gpu="h200").plan.hardware.gpu == "h200"
     (tmp_path / "run.sh").write_text(text.replace("-ng 16", "-ng many"))
     with pytest.raises(PlanError, match="num_gpus = many: must be a whole number"):
         commanded(tmp_path)

@@ -146,6 +146,12 @@ def test_variables_from_outside_stand_over_the_script() -> None:
     assert read_script("python a.py $1", "s", {"1": "one"}).started[0].words[-1][0].text == "one"
 
 
+def test_an_item_whose_index_is_not_known_is_not_known() -> None:
+    """A job of an array chooses by its number: neither an empty item nor what stands for one."""
+    assert words("A=(1 2); T=${A[$ID]}; python a.py ${T:-4} ${A[1]} ${A[7]:-3}")[2:] == ["${A[$ID]}", "2", "3"]
+    assert words("A=(1 2); T=${A[$ID]}; python a.py ${T:-4}", ID="1")[2:] == ["2"]
+
+
 def test_guards_that_exit_are_passed() -> None:
     script = 'if [ $# -lt 1 ]; then echo usage; exit 1; fi\n[ -d "$1" ] || { echo no; exit 2; }\npython a.py --ok'
     assert words(script) == ["python", "a.py", "--ok"]
@@ -214,6 +220,9 @@ INNER = "#SBATCH --nodes=2\nA=$1; python a.py $A ${B:-none} ${C:-none} ${D:-none
         ("chmod +x inner.sh", None),
         ("sbatch --nodes=4 inner.sh w", "w none c d 4"),
         ("sbatch -N 4 --exclusive inner.sh w", "w none c d 4"),
+        ("sbatch -N4 --export=ALL,D=e,B=f inner.sh w", "w f c e 4"),
+        ('sbatch -N 4 --export=ALL,D=e --wrap="bash inner.sh w"', "w none c e 4"),
+        ("sbatch -N 4 --wrap 'D=f bash inner.sh w'", "w none c f 4"),
         ("sbatch -N $HOW_MANY inner.sh w", None),
         ("sbatch elsewhere inner.sh w", None),
         ("bash elsewhere.sh w", None),
