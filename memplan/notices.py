@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from .device.gpus import GPUS
 from .frameworks import framework
 from .layers.module import hold_bytes
+from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
 from .plan.releases import sdpa_kernel
 from .plan.resolved import ResolvedPlan
@@ -22,6 +23,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
     return tuple(
         notice
         for source in (
+            _targets,
             _logits,
             _compiled,
             _managed_states,
@@ -33,6 +35,16 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
         )
         for notice in source(plan, programs)
     )
+
+
+def _targets(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Names beside others that no layer has: an adapter less than was meant, if one is misspelt."""
+    if nothing := left_out(plan):
+        yield Notice(
+            "targets-left-out",
+            f"nothing in {plan.model.name} is called {' or '.join(nothing)} (lora.targets): peft goes on without; "
+            f"{named_layers(plan)}",
+        )
 
 
 def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

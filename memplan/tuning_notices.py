@@ -33,7 +33,6 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     return (
         f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(targets)}: {count:,} trained "
         f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
-        *([f"nothing in {plan.model.name} is called {' or '.join(nothing)}: peft goes on without"] if nothing else []),
         *([_OF_DORA] if lora.dora else []),
         *([_saved(plan)] if whole else []),
     )

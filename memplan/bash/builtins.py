@@ -294,7 +294,7 @@ def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Val
         return (*joined(shown, " ", origin), Piece("\n", origin))
     if name == "printf":
         if len(arguments) == 1 and "%" not in text(arguments[0]):
-            return arguments[0]
+            return tuple(piece._replace(text=piece.text.replace("\\n", "\n")) for piece in arguments[0])
         if len(arguments) == 2 and text(arguments[0]) in ("%s", "%s\\n", "%d", "%d\\n"):
             return arguments[1]
         return None

@@ -116,7 +116,7 @@ def _words_of(content: str, source: str, framework: str, given: Mapping[str, str
         where = Origin(source, 1 + content.count("\n", 0, drafted.start()))
         raise PlanError("--algorithm", drafted[1], problem, origin=where)
     try:
-        training = training_in(reading, source)
+        training = training_in(reading, source, folder)
     except PlanError as error:
         raise _other_model(content, source, arguments) or error from None
     reading.ledger.budget.spend(_WORD * len(training.words), training.origin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 from . import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from .hostfile import hosts_of
 from .in_flags import in_flags
 from .settings import taken_apart
 
@@ -185,6 +187,14 @@ class Training:
     """Where the script starts further trainings, which are not read."""
     on_all: bool = False
     """There is a process on every GPU that the launcher finds, and nothing says how many these are."""
+    hostfile: str = ""
+    """The file that lists the hosts, where it is not there and nothing else says how many GPUs there are."""
+
+    def check_hosts(self) -> None:
+        """``PlanError`` where the GPUs are those of hosts that nothing here lists."""
+        if self.hostfile:
+            problem = "is not here, and lists the hosts that the launcher starts on: say --gpus N for all of them"
+            raise PlanError("--hostfile", self.hostfile, problem, origin=self.origin)
 
     def spread(self) -> tuple[int, int] | None:
         """Processes, and GPUs that they see, where these are several for each: ``python`` alone, and ``swift``, whose
@@ -206,21 +216,24 @@ def is_megatron(word: str) -> bool:
     return word.partition("=")[0] in _MARKS
 
 
-def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> Training:
-    """The command in ``reading`` that trains, known by one of its words; the first of several."""
+def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_megatron) -> Training:
+    """The command in ``reading`` of a script in ``folder`` that trains, known by one of its words; the first of
+    several."""
     found = [(one, start) for one in reading.started if (start := _script_of(one.words, marks)) is not None]
     if not found:
         raise _no_training(reading, source)
     started, start = found[0]
     others = {other.origin for other, _ in found[1:]} - {started.origin}
     launcher = started.words[:start]
-    per_node = _number_of(launcher, _PER_NODE)
+    hosts = hosts_of(launcher, partial(_hostfile, reading, folder))
+    per_node = hosts.per_node or _number_of(launcher, _PER_NODE)
     said = any(text(word).partition("=")[0] in (*_NODES, *_NODES_OF_SRUN) for word in launcher)
-    nodes = _number_of(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else Node(1, started.origin)
+    alone = None if hosts.missing else Node(1, started.origin)
+    nodes = _number_of(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else alone
     if not said and per_node is not None and _number_of(launcher, _PER_NODE_OF_LAUNCHERS) is None:
         nodes = _of_job(reading.job, "SLURM_NNODES") or nodes  # srun's own flags, on each node of the job
-    gpus = _included(launcher) or _product(nodes, per_node, started.origin)
-    if gpus is None and per_node is None:
+    gpus = hosts.gpus or _product(nodes, per_node, started.origin)
+    if gpus is None and per_node is None and not hosts.missing:
         gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
         gpus = gpus or _gpus_of_job(reading.job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
@@ -243,7 +256,16 @@ def training_in(reading: Reading, source: str, marks: IsMark = is_megatron) -> T
         launcher,
         tuple(sorted(others, key=lambda o: o.line or 0)),
         on_all,
+        hosts.missing if gpus is None else "",
     )
+
+
+def _hostfile(reading: Reading, folder: Path, name: str) -> str | None:
+    """The text of the file ``name``, which the script writes itself or finds."""
+    if (written := reading.files.get(name)) is not None:
+        return text(written) if is_known(written) else None
+    path = found_from(name, folder)
+    return read_text(path) if is_there(path) else None
 
 
 def _starts_on_all(launcher: Sequence[Value]) -> bool:
@@ -268,18 +290,6 @@ def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, 
         return _of_job(job, "SLURM_NTASKS")
     nodes = nodes or _of_job(job, "SLURM_NNODES")
     return _product(nodes, tasks or _of_job(job, "SLURM_NTASKS_PER_NODE"), origin)
-
-
-def _included(launcher: Sequence[Value]) -> Node | None:
-    """GPUs that ``deepspeed --include host:0,1@other:0,1`` names (``parse_resource_filter`` of its runner)."""
-    words = [text(word) for word in launcher]
-    at = next((n for n, word in enumerate(words) if word.partition("=")[0] in ("--include", "-i")), None)
-    if at is None or "deepspeed" not in {word.rpartition("/")[2] for word in words[:at]}:
-        return None
-    said = words[at].partition("=")[2] or "".join(words[at + 1 : at + 2])
-    hosts = re.fullmatch(r"""["']?((?:[\w.-]+:[0-9]+(?:,[0-9]+)*@?)+)["']?""", said)
-    origin = launcher[at][0].origin
-    return Node(sum(len(host.partition(":")[2].split(",")) for host in hosts[1].split("@")), origin) if hosts else None
 
 
 def _gpus_of_job(job: Mapping[str, Value], origin: Origin) -> Node | None:

@@ -95,12 +95,12 @@ def adapted(plan: Plan) -> frozenset[str]:
         matched |= {part for name, part in ends.items() if f".{name}".endswith(f".{target}")}
         found |= matched
         if target in NOT_ADAPTED and not matched:
-            problem = f"is not modelled as a target in {plan.model.name}; {_named(plan)}"
+            problem = f"is not modelled as a target in {plan.model.name}; {named_layers(plan)}"
             raise PlanError("lora.targets", target, problem)
     if found & {WORD, HEAD}:
         _check_tables(plan, found & {WORD, HEAD})
     if targets and not found:
-        wrong, problem = ", ".join(targets), f"matches nothing in {plan.model.name}; {_named(plan)}"
+        wrong, problem = ", ".join(targets), f"matches nothing in {plan.model.name}; {named_layers(plan)}"
         raise PlanError("lora.targets", wrong, problem, known=(*last_names(plan.model), ALL_LINEAR))
     return frozenset(found)
 
@@ -198,7 +198,8 @@ def refuse_apart(plan: Plan, where: str) -> None:
         raise plan.wrong("lora.targets", f"{problem}device-map")
 
 
-def _named(plan: Plan) -> str:
+def named_layers(plan: Plan) -> str:
+    """What targets may be called, as a part of a sentence."""
     named = f"its linear layers are {', '.join(last_names(plan.model))}"
     return named if plan.model.experts else f"{named}; {ALL_LINEAR} names them all"
 

@@ -133,6 +133,10 @@ GPTQ_CASTS: Version = (0, 16)
 TRL_NOT_REENTRANT: Version = (0, 27)
 """``SFTConfig.__post_init__`` asks for ``use_reentrant=False``."""
 
+TRL_FORCES_REENTRANCE: Version = (0, 28)
+"""Beside adapters under ZeRO-3, ``SFTTrainer.__init__`` sets ``use_reentrant`` to true, whatever was asked for; the
+trainers of 1.16 all do."""
+
 TRL_16_BIT_ADAPTERS: Version = (0, 26)
 """4-bit models are not prepared (``prepare_model_for_kbit_training``), and adapters beside them are cast to bf16;
 before, they are prepared, and with bf16 head and embeddings are cast back (``trainer/utils.py``,
@@ -181,6 +185,12 @@ def reentrant(plan: Plan) -> bool:
     if has_trl(plan) and release(plan, "trl") >= TRL_NOT_REENTRANT:
         return False
     return release(plan, "transformers") < NOT_REENTRANT
+
+
+def forces_reentrance(plan: Plan) -> bool:
+    """Whether trl makes checkpoints reentrant that were asked for without reentrance."""
+    adapted = plan.lora.rank is not None and plan.layout.zero == 3 and plan.recompute.mode == "full"
+    return adapted and has_trl(plan) and release(plan, "trl") >= TRL_FORCES_REENTRANCE
 
 
 def casts_back(plan: Plan) -> bool:

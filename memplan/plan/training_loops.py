@@ -84,6 +84,7 @@ DPO = TrainingLoop(
     masks=("attention_mask", "completion_mask"),
     reference="in-step",
     fields=("precompute_ref_log_probs",),
+    evaluates=True,
     untimed="the reference's forward pass",
 )
 OF_LLAMA_FACTORY = TrainingLoop(

@@ -160,6 +160,20 @@ def test_nothing_is_gathered_by_one_rank_or_below_stage_3() -> None:
         assert not codes & {"zero3-gathering", "zero3-traffic"}
 
 
+def test_trl_forces_reentrant_checkpoints_beside_adapters() -> None:
+    """Under ZeRO-3, since 0.28 (``sft_trainer.py``)."""
+    flags = {**GPT2, "zero": "3", "lora-rank": "8", "recompute": "full"}
+    for own, told in (
+        ({"versions": "trl=0.28.0"}, True),
+        ({"versions": "trl=0.27.0"}, False),
+        ({"trainer": "dpo"}, True),
+        ({"trainer": "dpo", "zero": "2"}, False),
+        ({}, False),
+    ):
+        codes = {one.code for one in estimated(**{**flags, **own}).warnings}
+        assert ("checkpoints-when-sharded" in codes) is told
+
+
 def test_host_and_nvme_of_a_node() -> None:
     flags = {**GPT2, "gpus": "16", "gpus-per-node": "8", "zero": "3", "offload-optimizer": "nvme"}
     report = estimated(**flags)

@@ -232,6 +232,16 @@ def test_estimates_are_deterministic() -> None:
         ({"heads": 12, "kv_heads": 3, "tp": 2}, "layout.tp = 2: must divide the 3 key/value heads"),
         ({"fp32_residual": "true"}, "has no recipe for fp32 residual connections"),
         (
+            {
+                "model": "bert-5.1b",
+                "norm_place": "pre",
+                "embedding_norm": "false",
+                "final_norm": "true",
+                "packed_sequences": "true",
+            },
+            "has no recipe for packed sequences with encoders",
+        ),
+        (
             {"optimizer": "sgd", "zero": 1},
             "optimizer.name = sgd: must be adam, adamw or muon with the distributed optimizer",
         ),

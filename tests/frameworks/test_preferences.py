@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.estimate import estimate, programs_of
+from memplan.estimate import estimate, evaluation_programs, programs_of
 from memplan.frameworks.plain.programs import layer_shape
 from memplan.frameworks.plain.trainer import SCALARS
 from memplan.layers.module import Options
@@ -20,9 +20,9 @@ from memplan.plan.framework_sections import Trainer
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold, rounded
-from memplan.tape.program import Program
+from memplan.tape.program import Program, fold_evaluation, static
 
-from ..oracle.trl_step import COMPLETION, LENGTH, MODEL, PAIRS, RANK, SAMPLES
+from ..oracle.trl_step import COMPLETION, EVALUATED, LENGTH, MODEL, PAIRS, RANK, SAMPLES
 
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps.json").read_text())
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
@@ -69,7 +69,10 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
     flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
-    (program,) = programs_of(plan(**flags), Options())
+    chosen = plan(**flags, eval_mbs=EVALUATED * PAIRS)
+    (program,) = programs_of(chosen, Options())
+    (evaluation,) = evaluation_programs(chosen, (program,))
+    assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=1e-3)
     assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
     kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
     held = kept + sum(one.bytes for one in program.extra if one.category is not Category.INPUTS)
@@ -394,6 +397,8 @@ def test_batches_are_of_pairs() -> None:
         ({"loss": "liger"}, "must be plain"),
         ({"versions": "trl=0.20.0"}, "must be 1.16: the releases that are followed of trl's dpo"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
+        ({"trainer": "reward", "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
+        ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),
         ({"framework": "fsdp", "gpus": 4, "reshard_to": 2}, "must be left out with the reference"),
         (
             {"framework": "fsdp", "gpus": 2, **GROUPED, "keeps_reference": "true"},

@@ -68,6 +68,16 @@ def test_dora_trains_a_norm_for_every_output() -> None:
     assert sum(trained(one)) == adapter_parameters(one) == 3 * (16 * 2 * 4096 + 4096)
 
 
+def test_a_target_that_names_nothing_is_told() -> None:
+    """peft leaves it out where others match (``tuners_utils.py``, ``inject_adapter``)."""
+    found = [
+        {one.code: one.message for one in estimate(plan(model="llama-3-8b", lora_rank=8, lora_targets=given)).warnings}
+        for given in ("q_proj,output_proj", "q_proj")
+    ]
+    assert "called output_proj (lora.targets): peft goes on without" in found[0]["targets-left-out"]
+    assert "targets-left-out" not in found[1]
+
+
 def test_gradients_and_states_are_of_adapters_alone() -> None:
     """fp32 adapters over a bf16 model: 8 bytes of states each."""
     one = plan(model="llama-3-8b", lora_rank=16, lora_targets="q_proj,v_proj")

@@ -181,6 +181,7 @@ def tuned() -> Iterator[str]:
     dpo = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer dpo --gpus 8 --framework fsdp"
     for version in (1, 2):
         yield f"{dpo} --fsdp-version {version}"
+        yield f"{dpo} --fsdp-version {version} --eval-mbs 4"
         yield f"{dpo} --fsdp-version {version} --lora-rank 8 --recompute full"
     yield f"{dpo} --gbs 64 --no-gradient-sync --no-reshard-after-forward"
     sft = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --trainer sft"

@@ -43,6 +43,8 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 40_000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 PAIRS, LENGTH, RANK = 2, 96, 8
+EVALUATED = 3
+"""Times as many pairs as a step of training has."""
 SAMPLES, COMPLETION = 4, 72
 LLAMA: dict[str, Any] = {"model_type": "llama", **MODEL}
 EXPERTS: dict[str, Any] = {
@@ -166,7 +168,25 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any
         inputs |= {"ref_chosen_logps": torch.zeros(PAIRS), "ref_rejected_logps": torch.zeros(PAIRS)}
     models = [one for one in (model, reference) if one is not None]
     how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute}
-    return how | peaks(models, inputs, lambda: loss(model, inputs))
+    found = how | peaks(models, inputs, lambda: loss(model, inputs))
+    model.eval()
+    repeated = {name: torch.cat([one] * EVALUATED) for name, one in inputs.items()}
+    return found | {"evaluation": evaluation_peak(models, repeated, lambda: loss(model, repeated))}
+
+
+def evaluation_peak(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[[], Any]) -> int:
+    """How much more than before ``prediction_step`` holds at most, where it keeps no logits (``compute_metrics``)."""
+    trace = Trace()
+    follow = Follow(trace)
+    for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
+        follow.adopt(tensor, "given")
+    start, live, most = len(trace.changes), 0, 0
+    with follow, torch.no_grad():
+        loss_of()
+    for change in trace.changes[start:]:
+        live += change.sign * change.bytes
+        most = max(most, live)
+    return most
 
 
 def paired(model: Any, reference: Any, *, precomputed: bool) -> Callable[[Any, Any], Any]:

@@ -82,7 +82,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
     except ScriptError as error:
         raise refused(error) from None
-    training = training_in(reading, source, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
+    training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
     root, recipe, flags, of_benchmark = Node({}, training.origin), "", dict(asked.flags), dict[str, str]()
     scheme = ""
     benchmark = BENCHMARK if training.script == "setup_experiment" else {}

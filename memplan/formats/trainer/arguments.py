@@ -79,19 +79,18 @@ def _loss_alone(reader: Reader) -> None:
 
 
 def no_evaluation(reader: Reader) -> None:
-    """Evaluation of trl's trainers is not modelled: one of no more sequences than training has takes less, and others
-    are refused."""
+    """Evaluation of these trainers is not modelled: one of no more sequences than training has takes less, and others
+    are refused, where no flag names another size."""
     arguments: Arguments = reader.settings
-    if not _evaluates(arguments):
+    if not _evaluates(arguments) or "eval-mbs" in reader.context:
         return
     size = arguments.node("per_device_eval_batch_size") or Node(8, arguments.where("eval_strategy"))
     trained = reader.building.items["batch.mbs"].value
     if isinstance(size.value, int) and isinstance(trained, int) and size.value > trained:
         raise size.wrong(
             "per_device_eval_batch_size",
-            f"must be at most per_device_train_batch_size, {trained}, in trl's trainers, whose larger "
-            f"evaluations are not modelled: with per_device_eval_batch_size {trained}, or without eval_strategy, the "
-            "estimate is of training",
+            f"must be at most per_device_train_batch_size, {trained}, in this trainer, whose larger evaluations are "
+            f"not modelled: --eval-mbs {trained} leaves this one out, and the estimate is of training",
         )
 
 

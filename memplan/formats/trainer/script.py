@@ -121,7 +121,9 @@ TRAINS = frozenset(
 
 
 def _check_spread(training: Training, asked: Asked) -> None:
-    """Refuses several GPUs for a process, unless a flag says who runs where."""
+    """Refuses hosts that nobody lists, and several GPUs for a process, unless a flag says who runs where."""
+    if not asked.names & {"gpus", "dp"}:
+        training.check_hosts()
     spread = training.spread()
     if spread is None or asked.names & {"gpus", "dp", "framework"}:
         return
@@ -172,10 +174,10 @@ def with_written(flags: dict[str, Node], reading: Reading, wrong: list[PlanError
 def _training(reading: Reading, source: str, folder: Path) -> Training:
     """The command that trains: with the Trainer's arguments, or by a Python file in which they stand."""
     try:
-        return training_in(reading, source, is_trainer(holds_arguments(folder)))
+        return training_in(reading, source, folder, is_trainer(holds_arguments(folder)))
     except PlanError as error:
         with suppress(PlanError):
-            return training_in(reading, source, python_in(folder))
+            return training_in(reading, source, folder, python_in(folder))
         raise error from None
 
 

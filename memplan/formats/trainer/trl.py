@@ -206,7 +206,7 @@ _DPO = Loop(
     rows=(
         _NO_LIGER,
         Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
-        Row("eval_strategy", "", read=no_evaluation),
+        *EVALUATION_OF_LOSS,
     ),
 )
 

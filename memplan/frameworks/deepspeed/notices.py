@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ...plan.releases import forces_reentrance
 from ...plan.resolved import ResolvedPlan
 from ...result import Notice
 from ...tape.program import Program, ranks_on_node
@@ -97,6 +98,12 @@ def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
         yield _away(plan, program)
     if plan.layout.zero == 3 and plan.hardware.gpus != 1:
         yield from _sharded(plan, program)
+    if forces_reentrance(plan):
+        yield Notice(
+            "checkpoints-when-sharded",
+            "trl makes checkpoints reentrant (use_reentrant: true) with adapters under ZeRO-3: they are taken to hold "
+            "what others hold",
+        )
 
 
 PINNED = "; not counted: PyTorch rounds pinned tensors up to a power of two, up to twice their bytes"

@@ -59,12 +59,13 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong(
             "loss.logits_to_keep", f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
         )
-    beside = () if plan.loop.loss_of == "labels" else ("evaluation_batches",)
-    for field in (*beside, *(() if plan.trainer.kind.evaluates else ("evaluation_mbs",))):
-        if getattr(plan.trainer, field) is not None:
-            raise plan.wrong(
-                f"trainer.{field}", f"must be left out with trainer.loop {loop}, which is modelled in training"
-            )
+    if plan.trainer.evaluation_batches is not None and plan.loop.loss_of != "labels":
+        raise plan.wrong(
+            "trainer.evaluation_batches", f"must be left out with trainer.loop {loop}, whose logits are not kept"
+        )
+    if not plan.trainer.kind.evaluates and (plan.trainer.evaluation_mbs or 0) > plan.batch.mbs:
+        problem = f"must be at most batch.mbs, {plan.batch.mbs}, with trainer.loop {loop}: larger ones are not modelled"
+        raise plan.wrong("trainer.evaluation_mbs", problem)
 
 
 def _check_experts(plan: ResolvedPlan) -> None:

@@ -106,6 +106,7 @@ def _uncovered_packing(shape: CoreShape) -> Iterator[str]:
         return
     spec = shape.spec
     others = {
+        "encoders, whose scripts know none": not spec.causal or shape.decoder > 0,
         "context parallelism": shape.cp > 1,
         "local layers": shape.implementation == "local",
         "unfused attention": shape.attention == "unfused",

@@ -454,6 +454,18 @@ def test_launchers() -> None:
     assert gpus("torchrun --nproc_per_node=4 --nnodes 3") == 12
     assert gpus("python3 -m torch.distributed.run --nproc-per-node 2") == 2
     assert gpus("deepspeed --num_gpus 8 --num_nodes 2") == 16
+    assert gpus("printf '# two\\na slots=4\\nb slots=8\\n' > hosts\ndeepspeed --hostfile hosts") == 12
+    hosts = "cat > hosts <<E\na slots=4\nb slots=8\nE\ndeepspeed -H hosts"
+    assert [gpus(f"{hosts} {more}") for more in ("--num_nodes 1", "--num_gpus 2", "-i a:1@b", "--exclude=a")] == [
+        4,
+        4,
+        9,
+        8,
+    ]
+    assert gpus("deepspeed --hostfile '' --num_gpus 8") == gpus("deepspeed -i a:0,1,2,3@b:0,1,2,3 -H none") == 8
+    assert "hardware.gpus: is needed" in error_of(lambda: gpus("deepspeed --hostfile none --num_gpus 8"))
+    assert "--include = c: names c, which the hostfile does not list" in error_of(lambda: gpus(f"{hosts} -i c"))
+    assert "has an entry that DeepSpeed refuses, 'a 4'" in error_of(lambda: gpus("echo a 4 > h\ndeepspeed -H h"))
     assert gpus("srun -N 4 --ntasks-per-node=8 python -u") == 32
     assert gpus("srun -n 4 --ntasks-per-node=1 torchrun --nproc_per_node 8 --nnodes 4") == 32
     assert gpus("mpirun -np 8 -x NCCL_DEBUG=INFO python") == 8

@@ -268,8 +268,7 @@ def test_pairs_of_trls_dpo(tmp_path: Path) -> None:
     assert (made.recompute.mode, made.precision.dtype, made.sequences) == ("none", "fp16", 4)
     with pytest.raises(PlanError, match="several of trl's trainers"):
         plan(tmp_path, {**DPO, "beta": 0.1})
-    with pytest.raises(PlanError, match="at most per_device_train_batch_size"):
-        plan(tmp_path, {**DPO, "eval_strategy": "steps"}, trainer="dpo")
+    assert plan(tmp_path, {**DPO, "eval_strategy": "steps"}, trainer="dpo").trainer.evaluation_mbs == 8
 
 
 REWARD = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 2, "use_peft": True}
@@ -285,6 +284,10 @@ def test_scores_of_trls_reward_trainer(tmp_path: Path) -> None:
     given = {**REWARD, "lora_task_type": "SEQ_CLS", "lora_modules_to_save": ["wte"]}
     assert plan(tmp_path, given, trainer="reward").lora.modules_to_save == ("wte", "score")
     assert plan(tmp_path, REWARD, trainer="reward").lora.modules_to_save is None
+    with pytest.raises(PlanError, match=r"at most per_device_train_batch_size, 2, .* --eval-mbs 2 leaves"):
+        plan(tmp_path, {**REWARD, "eval_strategy": "steps"}, trainer="reward")
+    given = {**REWARD, "eval_strategy": "steps"}
+    assert plan(tmp_path, given, trainer="reward", **{"eval-mbs": "2"}).trainer.evaluation_mbs == 2
     made = plan(tmp_path, {**REWARD, "use_liger_kernel": True}, trainer="reward", model="llama-3-8b")
     assert (made.kernels.norm, made.loss.kind) == ("liger", "plain")
 
