@@ -72,7 +72,7 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     chosen = plan(**flags, eval_mbs=EVALUATED * PAIRS)
     (program,) = programs_of(chosen, Options())
     (evaluation,) = evaluation_programs(chosen, (program,))
-    assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=1e-3)
+    assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=4e-4)
     assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
     kept = sum(one.bytes(one.dtype or "bf16") for one in program.parameter_tensors())
     held = kept + sum(one.bytes for one in program.extra if one.category is not Category.INPUTS)
