@@ -146,6 +146,11 @@ def flags_of_launch(
         missing = [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]
         if missing and not gpus and not locks:
             raise wrong_at(missing[0], "no such file")
+        of_script = given[0].endswith((".sh", ".bash", ".slurm", ".sbatch")) and not gpus and not locks
+        if of_script and not any(Path(one).exists() for one in given[1:]):
+            set_by = " ".join(f"--set {n}={one}" for n, one in enumerate(given[1:], 1))
+            problem = f"no file: arguments of a script are given as {given[0]} {set_by}"
+            raise wrong_at("command line", f"{' and '.join(given[1:])}: {problem}")
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise wrong_at("command line", f"{' and '.join(given)} {problem}")
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}

@@ -52,6 +52,7 @@ READ = frozenset(
         "eval_accumulation_steps",
         "prediction_loss_only",
         "model_name_or_path",
+        "config_name",
         "deepspeed",
         "fsdp",
         "fsdp_config",
@@ -89,6 +90,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         "label_smoothing_factor": ((None, 0, 0.0), "the Trainer's own loss is not modelled; the model's is"),
         "neftune_noise_alpha": ((None,), "noise on the embeddings is not modelled"),
+        "config_overrides": ((None,), "a model made of a kind and sizes is described by flags: --layers, --hidden"),
         "parallelism_config": ((None,), "Accelerate's parallelism is not modelled around the Trainer"),
         "optim_target_modules": ((None,), "optimizers of some modules (GaLore, APOLLO) are not modelled"),
         "use_cpu": ((None, False), "there is no device then"),
@@ -133,7 +135,7 @@ WITHOUT_EFFECT = frozenset(
     remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics
     do_train do_eval do_predict resume_from_checkpoint local_rank dataset_name dataset_config dataset_config_name
-    train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers config_name tokenizer_name
+    train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers model_type tokenizer_name
     cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
     eval_packing

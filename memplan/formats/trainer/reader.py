@@ -614,7 +614,7 @@ ROWS = (
     ),
     Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
     Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
-    Row("model_name_or_path", "model", kind="any", without_effect=_given_by("model")),
+    Row("model_name_or_path", "model", kind="any", older=("config_name",), without_effect=_given_by("model")),
     Row("num_labels", "model.labels", read=_labels),
     Row(RESIZED, "model.vocab", read=_resized),
     Row("attn_implementation", "attention", kind="any"),

@@ -1,0 +1,1 @@
+torchrun --nproc_per_node 8 run_clm.py --model_type llama --config_name meta-llama/Llama-3.1-8B --tokenizer_name gpt2 --per_device_train_batch_size 1 --bf16 --output_dir out --do_train --block_size 1024
