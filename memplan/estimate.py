@@ -333,21 +333,21 @@ def _most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) ->
 
 
 def judged_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, Judged]:
-    """The furthest reading of two stages of a resolved plan that is known, and the verdict on the one that fares worse:
-    the ``fullest`` by its tensors, and the last, whose loss and head leave other blocks in the allocator's cache than
-    layers do."""
+    """The furthest reading of some stages of a resolved plan that is known, and the verdict on the worst of them:
+    the ``fullest`` by its tensors, and the first and the last, whose embedding, head and loss leave other blocks in the
+    allocator's cache than layers do."""
     devices, judged = zip(*(judged_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
     return max(devices), worst(judged)
 
 
 def most_of_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, int]:
-    """As ``_most_of_stage``, the larger ones of the ``fullest`` stage and the last."""
+    """As ``_most_of_stage``, the largest of the same stages."""
     devices, most = zip(*(_most_of_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
     return max(devices), max(most)
 
 
 def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
-    return {fullest, len(kernel_programs(plan)) - 1}
+    return {0, fullest, len(kernel_programs(plan)) - 1}
 
 
 # -- readings ---------------------------------------------------------------------------------------

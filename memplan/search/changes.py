@@ -202,7 +202,7 @@ def stated(base: Plan) -> Suggestion:
 
 
 def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
-    """With the verdict on the fullest stage and the last, or on all where those are few."""
+    """With the verdict on the fullest stage and those at the ends, or on all where those are few."""
     plan = resolve(suggestion.plan)
     if framework(plan.framework).search.chooses_cut:
         device, judged = judged_ends(plan, suggestion.fullest, known)

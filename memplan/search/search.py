@@ -154,7 +154,7 @@ class Search:
         return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
-        """With the replay of the fullest stage and of the last."""
+        """With the replay of the fullest stage and of those at the ends."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self.replayed += 1
@@ -176,7 +176,7 @@ class Search:
 
     def fastest(self, wanted: int, within: float = inf) -> list[Suggestion]:
         """The ``wanted`` fastest layouts that fit, one of each kind, which take longer than the first of them by no
-        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest and the last.
+        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest and the ends.
         The fastest of all comes last where the allocator has to give memory back for it, and first where nothing else
         fits."""
         found: dict[object, Suggestion] = {}

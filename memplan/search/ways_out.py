@@ -167,7 +167,7 @@ def _fitting(
 
 
 def _replay(one: _Tried, known: Measured) -> int:
-    """The most that its fullest stage or the last may take of the device; what it takes in the middle is kept."""
+    """The most that its fullest stage or one at an end may take of the device; what it takes in the middle is kept."""
     device, most = most_of_ends(resolve(one.after.plan), one.after.fullest, known)
     one.after = replace(one.after, device=device)
     return most

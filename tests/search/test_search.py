@@ -123,7 +123,8 @@ def test_estimates_of_a_few(name: str) -> None:
     for suggestion in search.fastest(2):
         whole = estimate(suggestion.plan)
         assert max(stage.requested for stage in whole.stages) == suggestion.requested
-        assert suggestion.device == whole.stages[suggestion.fullest].headline or suggestion.device == whole.peak
+        assert suggestion.device == whole.peak  # whichever stage has it
+        assert suggestion.judged.verdict is whole.judged.verdict
 
 
 CUT = [

@@ -26,6 +26,20 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
         {"model": "gpt2-large", "gpu": "a100-40gb", "trainer": "transformers", "eval-mbs": "256", "seq": "1024"},
     ),
     "deepspeed": (None, {"model": "llama-3-8b", "framework": "deepspeed", "gpus": "4", "gpu": "a100-40gb"}),
+    "adapters in stages": (
+        None,
+        {
+            **{
+                "model": "llama-3-8b",
+                "layers": "4",
+                "framework": "megatron",
+                "gpu": "a100-40gb",
+                "gpus": "2",
+                "pp": "2",
+            },
+            **{"mbs": "8", "gbs": "64", "seq": "8192", "lora-rank": "16"},
+        },
+    ),
     "no recipe": (None, {"model": "smollm3-3b", "gpu": "rtx-4090", "seq": "2048"}),
     "no recipe, sharded": (
         None,

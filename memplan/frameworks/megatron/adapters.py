@@ -97,7 +97,8 @@ def check_adapters(plan: ResolvedPlan) -> None:
         raise PlanError("lora.rank", rank, f"must be a multiple of tp {plan.layout.tp}, whose ranks divide it")
     for field, applies in _not_modelled(plan):
         if applies:
-            raise plan.wrong(field, "is not modelled yet with adapters (lora.rank)")
+            instead = "; --etp 1 is, and without --etp it is tp" if field == "layout.etp" else ""
+            raise plan.wrong(field, f"is not modelled yet with adapters (lora.rank){instead}")
 
 
 def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:

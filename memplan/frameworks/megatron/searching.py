@@ -10,6 +10,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Options
 from ...plan.checks import listed
+from ...plan.errors import PlanError
 from ...plan.megatron_layout import layout_text
 from ...plan.plan import Plan
 from ...plan.resolved import ResolvedPlan
@@ -416,6 +417,10 @@ def _even(pp: int, vpp: int, layers: int, microbatches: int) -> tuple[StageLoad,
 HYBRIDS, LINEAR = HybridSearch(), LinearSearch()
 
 
+REFUSED = 1 << 60
+"""Bytes of a stage that is refused though the plan's own are not, as one without an adapter: no GPU has so many."""
+
+
 class Peaks:
     """Requested bytes of any stage of a resolved plan, whatever it holds; all layers have the precision of most."""
 
@@ -438,10 +443,16 @@ class Peaks:
         return bounds.least <= limit and self(stage, cut) <= limit
 
     def _computed(self, stage: int, cut: tuple[ChunkLayers, ...]) -> int:
-        return fold_program(self._program(stage, cut)).peak
+        try:
+            return fold_program(self._program(stage, cut)).peak
+        except PlanError:
+            return REFUSED
 
     def _between(self, stage: int, cut: tuple[ChunkLayers, ...]) -> Range:
-        return between(self._program(stage, cut))
+        try:
+            return between(self._program(stage, cut))
+        except PlanError:
+            return Range(REFUSED, REFUSED)
 
     def _program(self, stage: int, cut: tuple[ChunkLayers, ...]) -> Program:
         return self._stages.program(stage, tuple(_entries(chunk, self._has_mtp, self._first) for chunk in cut))
