@@ -26,6 +26,9 @@ from .time import check_timed, published_error
 
 Objective = Literal["time", "memory", "gpus"]
 
+UNLIMITED = 1 << 60
+"""Bytes that every layout fits into."""
+
 STEPS, POINTS = 0.1, 8
 """Memory by which a point of the front must be below the faster one before it, and how many there are at most."""
 
@@ -131,6 +134,9 @@ class Sought:
 
     def _closest(self, search: Search) -> Suggestion | None:
         smallest = search.smallest()
+        if smallest is None and search.counts().too_large:  # by bounds: not one was a candidate
+            search = Search(search.space, Clock(search.space), UNLIMITED, self._beyond, self.report, self.known)
+            smallest = search.smallest()
         return search.estimated(smallest) if smallest is not None else None
 
     def _fewest_gpus(self, top: int, within: float) -> tuple[Search, list[Suggestion]]:

@@ -66,3 +66,13 @@ def test_every_recommendation_leaves_the_reserve() -> None:
 @pytest.mark.parametrize("first", range(8))
 def test_every_recommendation_of_many_leaves_the_reserve(first: int) -> None:
     assert sum(recommended(seed) for seed in range(1000 + first, 1400, 8)) > 10
+
+
+def test_where_bounds_leave_no_layout_the_closest_is_named() -> None:
+    """It is no rule that refuses them: the answer was that no layout runs."""
+    plan = read_plan(None, {"model": "llama-3-8b", "framework": "megatron", "gpu": "rtx-4090", "gbs": "32"}).plan
+    found = suggest(plan, {})
+    assert not found.best
+    assert found.counts.too_large == found.counts.considered
+    assert found.closest is not None
+    assert found.closest.judged.verdict.fits is False
