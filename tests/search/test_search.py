@@ -97,7 +97,7 @@ def candidates(search: Search, many: int) -> list[Candidate]:
     return found
 
 
-@pytest.mark.parametrize("many", [30, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [50, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPACES)
 def test_what_the_search_says_is_what_the_estimate_says(name: str, many: int) -> None:
     """Bytes exactly, of the plan that is written; seconds but for rounding."""

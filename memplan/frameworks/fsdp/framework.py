@@ -50,7 +50,10 @@ class Fsdp(Framework):
         "(layers that torchtitan compiles by itself are --compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
-        shards_as_zero={3: "fsdp shards so without a stage of ZeRO (beside tp or pp with --fsdp-code torchtitan)"},
+        shards_as_zero={
+            3: "fsdp shards so without a stage of ZeRO (with --fsdp-code torchtitan beside tp or pp, and with "
+            "--fsdp-newest beside cp alone)"
+        },
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
         sections=("fsdp", "lora", "quantisation", "kernels", "trainer"),
