@@ -165,7 +165,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     node, chosen = with_implied(node if named is not None else written)
     said = {*flags, *(variant or {})}
     plan = with_routing(validated_plan(node), Path() if "experts-imbalance" in said else source.folder)
-    if "fp8-format" in said and plan.precision.low is None:
+    if "fp8-format" in said and plan.precision.low is None and plan.precision.fp8_format == "hybrid":
+        # The default, which nothing tells from one that was not said once the plan is read; another is refused there.
         raise wrong_at("--fp8-format", "needs --fp8, how operands are scaled: delayed is Megatron-LM's own default")
     origins = dict(node.origins())
     if traced and named is not None:

@@ -200,9 +200,8 @@ FLAGS: dict[str, st.SearchStrategy[str]] = {
 @settings(deadline=None)
 @given(st.sampled_from(["gpt2", "llama-3-8b", "bert-large"]), st.fixed_dictionaries({}, optional=FLAGS))
 def test_resolving_gives_a_plan_or_one_line_and_twice_changes_nothing(model: str, flags: dict[str, Any]) -> None:
-    read = read_plan(None, {"model": model, **flags})
-    line = error_of(lambda: resolve(read.plan))
+    line = error_of(lambda: resolve(read_plan(None, {"model": model, **flags}).plan))
     assert len(line.splitlines()) <= 1
     if not line:
-        once = resolve(read.plan)
+        once = resolve(read_plan(None, {"model": model, **flags}).plan)
         assert resolve(once) == once
