@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..formats import ALSO_CALLED, ELSEWHERE, FORMATS, READ, reader
+from ..formats import ALSO_CALLED, FORMATS, READ, reader
+from ..formats.elsewhere import ELSEWHERE
 from ..plan.errors import wrong_at
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan

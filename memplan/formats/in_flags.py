@@ -6,7 +6,7 @@ import re
 
 from ..plan.errors import Node, one_line
 from ..plan.hub import twin
-from . import Elsewhere
+from .elsewhere import Elsewhere
 
 
 def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:

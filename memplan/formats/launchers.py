@@ -20,7 +20,7 @@ from ..bash.values import Reading, Started, Unknown, Value, is_known, origin_of,
 from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from . import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .hostfile import hosts_of
 from .in_flags import in_flags
 from .settings import taken_apart

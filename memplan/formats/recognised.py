@@ -10,7 +10,8 @@ from ..plan.errors import Node, Origin, PlanError, wrong_at
 from ..plan.library import examples
 from ..plan.text import folder_of, is_there, path_of
 from ..plan.yaml_events import parse_yaml
-from . import ELSEWHERE, FORMATS
+from . import FORMATS
+from .elsewhere import ELSEWHERE
 from .in_flags import in_flags
 from .launchers import MAPPINGS, IsMark, found_from, started_by
 from .megatron_bridge.overrides import HINTS, are_overrides

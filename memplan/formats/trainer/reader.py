@@ -24,10 +24,10 @@ from ...plan.read import Source
 from ...plan.saved_dtype import SAVED, TAKEN
 from ...plan.text import folder_of, path_of
 from ...plan.yaml_events import parse_yaml
-from .. import ELSEWHERE, OF_SCRIPTS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
+from ..elsewhere import ELSEWHERE, OF_SCRIPTS
 from ..in_flags import in_flags
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
