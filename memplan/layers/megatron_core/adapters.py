@@ -10,12 +10,11 @@ Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-paralle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator, exchanged
 from . import local, te
 from .shape import CoreShape
@@ -172,23 +171,19 @@ def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tens
     like, dtype = x.shape, x.dtype
     whole = (like[0] * shape.t, *like[1:])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_scattered", COMMUNICATION)]
-
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
-    return r.empty(whole, dtype, name).by(r.node((x,), (), backward, work=done))
+    return r.empty(whole, dtype, name).by(
+        r.node((x,), (), fresh(x, f"grad_{name}_scattered", COMMUNICATION), work=done)
+    )
 
 
 def _scattered_first(r: Recorder, x: Tensor, like: Shape, name: str) -> Tensor:
     """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
     whole, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(whole, dtype, f"grad_{name}_gathered", COMMUNICATION)]
-
     work = Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
     seen = x.view(*like)
-    seen.node = r.node((x,), (), backward, work=work)
+    seen.node = r.node((x,), (), fresh(x, f"grad_{name}_gathered", COMMUNICATION), work=work)
     return seen
 
 
@@ -200,11 +195,8 @@ def _gathered_last(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tenso
     like, dtype = x.shape, x.dtype
     whole = (*like[:-1], like[-1] * shape.t)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_own_part")]
-
     received = r.empty((like[0] * shape.t, *like[1:]), dtype, f"{name}_received", COMMUNICATION)
     joined = r.empty(whole, dtype, f"{name}_gathered")
     del received
     work = Operator((Exchange("all-gather", size_of(whole, dtype)),))
-    return joined.by(r.node((x,), (), backward, work=work))
+    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_own_part"), work=work))

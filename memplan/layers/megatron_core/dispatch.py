@@ -12,6 +12,7 @@ from math import prod
 from ...tape.events import Category, Hold
 from .. import ops
 from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..module import hold_bytes
 from ..work import NOTHING, Exchange, Operator, exchanged
 from .shape import CoreShape
@@ -148,12 +149,15 @@ def _permuted(
     kept = flat.view(count)
     order = r.empty((count,), "int64", "sorted_indices")
     copy = r.empty(probabilities.shape[::-1], dtype, "probabilities_transposed")
-    like = probabilities.shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_probabilities_permuted")]
-
-    weights = r.output((probabilities,), (kept,), backward, (count,), dtype, "permuted_probabilities")
+    weights = r.output(
+        (probabilities,),
+        (kept,),
+        fresh(probabilities, "grad_probabilities_permuted"),
+        (count,),
+        dtype,
+        "permuted_probabilities",
+    )
     del copy, flat, kept
     transposed.clear()
     return _selected(r, x, order), weights, order
@@ -161,12 +165,10 @@ def _permuted(
 
 def _selected(r: Recorder, x: Tensor, order: Tensor) -> Tensor:
     """``index_select`` of rows: saves the indices; backward adds into zeros of the whole."""
-    like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_permuted_tokens")]
-
-    return r.output((x,), (order,), backward, (*order.shape, x.shape[-1]), dtype, "permuted_tokens")
+    return r.output(
+        (x,), (order,), fresh(x, "grad_permuted_tokens"), (*order.shape, x.shape[-1]), x.dtype, "permuted_tokens"
+    )
 
 
 def permuted_at_once(
@@ -194,10 +196,7 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
     ``index_add_`` saves the rows, too, whose shape its backward takes (``derivatives.yaml``, ``expand_as(source)``)."""
     assert shape.experts is not None
     kept: tuple[Tensor, ...] = (order,)
-    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[-1])
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_unpermuted_tokens")]
+    dtype, whole = x.dtype, (tokens, x.shape[-1])
 
     if not shape.experts.permute_fusion and shape.deterministic:
         zeros = r.empty(whole, dtype, "unpermuted_zeros")
@@ -206,7 +205,7 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
         kept = (order, x)
     else:
         out = r.empty(whole, dtype, "unpermuted_tokens")
-    return out.by(r.node((x,), kept, backward))
+    return out.by(r.node((x,), kept, fresh(x, "grad_unpermuted_tokens")))
 
 
 def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
@@ -216,11 +215,8 @@ def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
         return x
     like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_exchanged")]
-
     done = exchanged("all-to-all", max(count, like[0]) * size_of(like[1:], dtype), "all-to-all", "ep")
-    return r.output((x,), (), backward, (count, *like[1:]), dtype, "exchanged", work=done)
+    return r.output((x,), (), fresh(x, "grad_exchanged"), (count, *like[1:]), dtype, "exchanged", work=done)
 
 
 def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
@@ -228,11 +224,9 @@ def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     assert shape.experts is not None
     if shape.experts.etp == 1:
         return x
-    like, dtype, whole = x.shape, x.dtype, (count, *x.shape[1:])
+    dtype, whole = x.dtype, (count, *x.shape[1:])
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "etp")
-    return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_gathered")], whole, dtype, "gathered", work=done
-    )
+    return r.output((x,), (), fresh(x, "grad_gathered"), whole, dtype, "gathered", work=done)
 
 
 def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) -> Tensor:
@@ -277,14 +271,14 @@ def _sorted_back(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
         return _copied(r, x, "tokens_in_order", shape)
     rows, like, dtype = r.empty((x.shape[0],), "int32", "chunk_row_id_map_back"), x.shape, x.dtype
     out = r.empty(like, dtype, "tokens_in_order")
-    return out.by(r.node((x,), (rows,), lambda r, gradients: [r.empty(like, dtype, "grad_restored")]))
+    return out.by(r.node((x,), (rows,), fresh(x, "grad_restored")))
 
 
 def _copied(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``split`` and ``cat``, whose gradient is put together again; or ``transpose`` and ``contiguous``, whose gradient
     is copied by the exchange before."""
     like, dtype = x.shape, x.dtype
-    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], like, dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), like, dtype, name)
 
 
 # -- all-gather ----------------------------------------------------------------------------------------
@@ -331,9 +325,9 @@ def _all_gathered(
 
 
 def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:
-    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[1])
+    dtype, whole = x.dtype, (tokens, x.shape[1])
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_probabilities_gathered")],
+        (x,), (), fresh(x, "grad_probabilities_gathered"),
         whole, dtype, "probabilities_gathered", work=_of_all(whole, dtype),
     )  # fmt: skip
 
@@ -358,13 +352,12 @@ def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
 
 def _part(r: Recorder, x: Tensor, size: Shape) -> Tensor:
     """Columns of the rank's experts, copied; backward fills the whole."""
-    like, dtype = x.shape, x.dtype
     return r.output(
         (x,),
         (),
-        lambda r, gradients: [r.empty(like, dtype, "grad_local_probabilities")],
+        fresh(x, "grad_local_probabilities"),
         size,
-        dtype,
+        x.dtype,
         "local_probabilities",
     )
 

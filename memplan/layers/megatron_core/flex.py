@@ -17,6 +17,7 @@ from math import ceil, comb
 from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Recorder, Tensor, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator, Stream
 from . import dispatch
 from .shape import CoreShape
@@ -132,13 +133,10 @@ def _top_k(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor
 
 def _chosen(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``setup_metadata``: the chosen experts' probabilities (T, k), and their indices in int64."""
-    like, dtype, few = probabilities.shape, probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
+    dtype, few = probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
     values, indices = r.empty(few, dtype, "token_probabilities"), r.empty(few, "int64", "token_indices")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_token_probabilities")]
-
-    values.node = r.node((probabilities,), (indices,), backward)
+    values.node = r.node((probabilities,), (indices,), fresh(probabilities, "grad_token_probabilities"))
     return values, indices
 
 
@@ -239,12 +237,11 @@ def _sent_by_hybrid_ep(
 
 def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) -> Tensor:
     """``FusedCombine`` or ``HybridEPCombine``: (T, h); backward sends gradients as tokens were sent."""
-    like, dtype, size = x.shape, x.dtype, (shape.routed.own, x.shape[1])
+    dtype, size = x.dtype, (shape.routed.own, x.shape[1])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_rows_combined")]
-
-    return r.output((x,), handle, backward, size, dtype, "tokens_combined", work=_exchange(x, shape))
+    return r.output(
+        (x,), handle, fresh(x, "grad_rows_combined"), size, dtype, "tokens_combined", work=_exchange(x, shape)
+    )
 
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:

@@ -18,6 +18,7 @@ from typing import Any
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
+from ..gradients import fresh, fresh_each
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
 from . import adapters, grouped_chain, local, offload, te, te_facts
@@ -180,10 +181,7 @@ def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
     """A copy with padding or without, whose gradient is a copy, too."""
     like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}")]
-
-    return r.output((x,), (), backward, (rows, *like[1:]), dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), (rows, *like[1:]), dtype, name)
 
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
@@ -215,12 +213,16 @@ def _clamped(r: Recorder, x: Tensor) -> Tensor:
 
 
 def _weighted(r: Recorder, x: Tensor, scale: Tensor, width: int) -> Tensor:
-    like, dtype, one, kind = x.shape, x.dtype, scale.shape, scale.dtype
+    like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_expert_swiglu"), r.empty(one, kind, "grad_expert_probabilities")]
-
-    return r.output((x, scale), (x, scale), backward, (*like[:-1], width), dtype, "expert_swiglu")
+    return r.output(
+        (x, scale),
+        (x, scale),
+        fresh_each((x, "grad_expert_swiglu"), (scale, "grad_expert_probabilities")),
+        (*like[:-1], width),
+        dtype,
+        "expert_swiglu",
+    )
 
 
 def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:

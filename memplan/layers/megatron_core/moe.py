@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ...values import replace
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import adapters, dispatch, flex, graphs, grouped, grouped_chain, local, router, te
@@ -206,10 +207,10 @@ def _gated(r: Recorder, x: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _whole(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    like, dtype, full = x.shape, x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
+    dtype, full = x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
     done = exchanged("all-gather", size_of(full, dtype), "reduce-scatter")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_scattered")], full, dtype, "shared_gathered",
+        (x,), (), fresh(x, "grad_shared_scattered"), full, dtype, "shared_gathered",
         work=done,
     )  # fmt: skip
 
@@ -218,6 +219,6 @@ def _part(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
     done = exchanged("reduce-scatter", size_of(like, dtype), "all-gather")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_gathered")], part, dtype, "shared_scattered",
+        (x,), (), fresh(x, "grad_shared_gathered"), part, dtype, "shared_scattered",
         work=done,
     )  # fmt: skip
