@@ -231,6 +231,9 @@ def joined(*modules: Passes) -> Passes:
     )
 
 
+Change = Callable[[Tape], Tape]
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
     """One entry of a rank's layer list, in every role that it plays.
@@ -257,6 +260,18 @@ class Module:
     @cached_property
     def evaluation_fold(self) -> Excursion:
         return fold_once(self.evaluation)
+
+    def changed(self, forward: Change | None = None, backward: Change | None = None) -> Module:
+        """The module whose tapes ``forward`` has changed, those of evaluation, too, and ``backward``."""
+
+        def tapes(own: Tapes) -> Tapes:
+            onward = forward(own.forward) if forward else own.forward
+            return replace(own, forward=onward, backward=backward(own.backward) if backward else own.backward)
+
+        steady = tapes(self.steady)
+        first = steady if self.first is self.steady else tapes(self.first)
+        evaluation = forward(self.evaluation) if forward else self.evaluation
+        return replace(self, first=first, steady=steady, evaluation=evaluation)
 
     @cached_property
     def largest_id(self) -> int:

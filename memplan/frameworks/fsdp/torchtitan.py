@@ -21,7 +21,7 @@ from ...layers.edges import with_waiting_gradient
 from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
-from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ...layers.module import LEFT, Interface, Module, Options, Run, build, hold_bytes
 from ...layers.titan_models import TABLE
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
@@ -206,10 +206,7 @@ def _cast_first(block: Module) -> Module:
         at = next((i for i, event in enumerate(events) if isinstance(event, Hold)), 0)
         return tape if not events else Stretch([events[at], *events[:at], *events[at + 1 :]])
 
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=turned(own.forward))
-
-    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=turned(block.evaluation))
+    return block.changed(turned)
 
 
 @lru_cache(maxsize=1024)
@@ -273,24 +270,14 @@ def _first(block: Module, embedding: Module) -> Module:
         casts = sum(isinstance(one, Hold) and one.name == TABLE for one in tape[:1])
         return (*tape[:casts], *ahead(tape[casts:], waited))
 
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=ahead_of(own.forward))
-
-    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=ahead_of(block.evaluation))
+    return block.changed(ahead_of)
 
 
 @lru_cache(maxsize=1024)
 def _sent(embedding: Module) -> Module:
     """``embedding`` as a stage of its own, whose collective is waited for as soon as its output is sent."""
     waited = _waited(embedding)
-
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=behind(own.forward, waited))
-
-    evaluation = behind(embedding.evaluation, waited)
-    return replace(
-        embedding, first=tapes(embedding.first), steady=tapes(embedding.steady), evaluation=evaluation, left=()
-    )
+    return replace(embedding.changed(lambda tape: behind(tape, waited)), left=())
 
 
 def _waited(embedding: Module) -> Tape:

@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...families import family
-from ...layers.module import Module, Parameter, Tapes, hold_bytes
+from ...layers.module import Module, Parameter, hold_bytes
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
-from ...values import replace
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
@@ -140,11 +139,8 @@ def with_reference(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool
 
 @lru_cache(maxsize=64)
 def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool) -> Module:
-    def tapes(one: Tapes) -> Tapes:
-        return replace(one, forward=_inserted(one.forward, passed(own, head.largest_id + 1, keeps_input)))
-
-    evaluation = _inserted(head.evaluation, passed(own, head.largest_id + 1, keeps_input))
-    return replace(head, first=tapes(head.first), steady=tapes(head.steady), evaluation=evaluation)
+    events = passed(own, head.largest_id + 1, keeps_input)
+    return head.changed(lambda tape: _inserted(tape, events))
 
 
 def _inserted(tape: Tape, events: Tape) -> Tape:

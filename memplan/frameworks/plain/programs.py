@@ -150,15 +150,10 @@ def with_kept_input(layer: Module) -> Module:
     def without(tape: Tape) -> Tape:
         return tuple(event for event in tape if not _is_drop_of_input(event))
 
-    def renamed(tapes: Tapes) -> Tapes:
-        backward = tuple(
-            event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tapes.backward
-        )
-        return replace(tapes, forward=without(tapes.forward), backward=backward)
+    def renamed(tape: Tape) -> Tape:
+        return tuple(event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tape)
 
-    return replace(
-        layer, first=renamed(layer.first), steady=renamed(layer.steady), evaluation=without(layer.evaluation)
-    )
+    return layer.changed(without, renamed)
 
 
 def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
