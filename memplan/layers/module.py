@@ -298,7 +298,8 @@ class Run:
     """Like ``until_end``, and cast to fp32 first, once autocast has ended."""
 
 
-Recipe = Callable[[Recorder, Tensor | None], Run]
+Recipe = Callable[[Recorder, Tensor], Run]
+"""Of a module that has no input, it takes a tensor of nothing."""
 RecorderKind = TypeVar("RecorderKind", bound=Recorder)
 
 
@@ -439,13 +440,18 @@ def _hold(tapes: Tapes, id: int) -> Hold:
     return next(event for event in tapes.forward if isinstance(event, Hold) and event.tensor == id)
 
 
+def _input(recorder: Recorder, interface: Interface, *, drops: bool) -> Tensor:
+    if interface.shape is None:
+        return recorder.outside((0,), interface.dtype)
+    return recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=drops)
+
+
 def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, _Ids]:
     leaf = None
-    x = None
-    if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=not options.keeps_input)
-        if interface.requires_grad:
-            x, leaf = recorder.leaf(x)
+    x: Tensor | None
+    x = _input(recorder, interface, drops=not options.keeps_input)
+    if interface.shape is not None and interface.requires_grad:
+        x, leaf = recorder.leaf(x)
 
     def hook(kind: Hook) -> None:
         if options.seams:
@@ -512,9 +518,9 @@ def _convert(recorder: Recorder, run: Run) -> None:
 
 def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> Tape:
     """Forward without a graph, on a fresh ``recorder`` that records none."""
-    x, recorder.evaluates = None, True
-    if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=True)
+    recorder.evaluates = True
+    x: Tensor | None
+    x = _input(recorder, interface, drops=True)
     if options.seams:
         recorder.seam(name, Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)

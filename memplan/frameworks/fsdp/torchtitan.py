@@ -171,8 +171,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     shape, titan = of.shape, of.titan
     low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         if of.compiled:
             return Run(compiled.block(r, x, shape, mode, low))
         hidden, table = x, titan.table and titan.table(r, shape)
@@ -215,16 +214,14 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     tied = frozenset({"word.weight"}) if shape.spec.tied_embeddings else frozenset[str]()
     apart = tied if of.chunks is not None else frozenset[str]()  # hooks have taken the head's gradient long before
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
+    def embed(r: Recorder, x: Tensor) -> Run:
         return Run(of.titan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
 
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def norm(r: Recorder, x: Tensor) -> Run:
         normed = ((t > 1 and of.titan.norm_of_parts) or of.titan.norm)(r, x, "final_norm")
         return Run(tensor_parallel.gathered(r, normed, t, "head_input") if t > 1 and of.chunks else normed)
 
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         if of.chunks is not None:
             return Run(None, loss=chunked_head(r, x, shape, _of_chunk(of.chunks, of.low_head), t))
         if t == 1:
@@ -232,8 +229,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
             return Run(of.titan.around_head(r, product) if of.titan.around_head else product(r))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
 
-    def loss(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def loss(r: Recorder, x: Tensor) -> Run:
         if of.compiled_loss:
             labels = r.outside((shape.b, shape.s), "int64", Category.INPUTS)
             return Run(None, loss=titan_loss.compiled(r, x, labels, averages=True))

@@ -532,7 +532,7 @@ def _ends(
     """Embedding, final norm (``None`` for post-norm models), head with loss."""
     spec = shape.spec
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
+    def embed(r: Recorder, x: Tensor) -> Run:
         _, embedding = transformers_code(shape)
         embedded = embedding(r, shape)
         shared = embedded.shared
@@ -541,13 +541,11 @@ def _ends(
         ids[FULL_MASK] = shared.full_mask
         return Run(embedded.hidden, embedded.frame, ids)
 
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         return Run(None, until_end=returned, loss=loss)
 
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def norm(r: Recorder, x: Tensor) -> Run:
         return Run(ends.final_norm(r, x, shape))
 
     interface = hidden_interface(shape)

@@ -105,8 +105,7 @@ def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code
     """One layer of the family, recomputed in backward where ``recompute``."""
     recipe_of, _ = transformers_code(shape, code)
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         shared = shared_tensors(r, shape, ended)
         hidden = x
         if recompute and shape.reentrant:
@@ -185,7 +184,7 @@ def end_modules(
     """
     spec = shape.spec
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
+    def embed(r: Recorder, x: Tensor) -> Run:
         _, embedding = transformers_code(shape, code)
         embedded = embedding(r, shape)
         shared = embedded.shared
@@ -195,8 +194,7 @@ def end_modules(
         frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
         return Run(embedded.hidden, frame, ids)
 
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
@@ -204,8 +202,7 @@ def end_modules(
             return Run(None, converted=returned, loss=loss)
         return Run(None, until_end=returned, loss=loss)
 
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def norm(r: Recorder, x: Tensor) -> Run:
         return Run(ends.final_norm(r, x, shape))
 
     interface = hidden_interface(shape, requires_grad, options.autocast, dtype)

@@ -87,9 +87,7 @@ def duplicated(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, o
 
 def parameters(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: bool) -> tuple[Tensor, Tensor]:
     """A and B on this rank, of a layer with ``n`` outputs and ``k`` inputs as a whole."""
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    rank, t, dtype = r.tuning.adapters.rank, shape.t, shape.dtype
+    rank, t, dtype = r.adapters.rank, shape.t, shape.dtype
     down = (rank // t, k) if columns else (rank, k // t)
     return (
         r.parameter(f"{name}.{DOWN}.weight", down, dtype),
@@ -113,10 +111,7 @@ def of_experts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape)
 def parameters_of_experts(r: Recorder, name: str, n: int, k: int, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """Those of a rank's experts. They are an expert's where there are expert-parallel ranks
     (``ColumnParallelLinear.expert_parallel``)."""
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    assert shape.experts is not None
-    rank, apart = r.tuning.adapters.rank, shape.experts.ep > 1
+    rank, apart = r.adapters.rank, shape.mixture.ep > 1
     return (
         r.parameter(f"{name}.{DOWN}.weight", (rank, k), shape.dtype, expert=apart),
         r.parameter(f"{name}.{UP}.weight", (n, rank), shape.dtype, expert=apart),
@@ -161,9 +156,7 @@ def _summed(alone: CoreShape, shape: CoreShape) -> CoreShape:
 
 
 def _dropped(r: Recorder, x: Tensor, name: str) -> Tensor:
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    return ops.dropout(r, x, r.tuning.adapters.dropout, f"{name}_adapter_dropout")
+    return ops.dropout(r, x, r.adapters.dropout, f"{name}_adapter_dropout")
 
 
 def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:

@@ -33,8 +33,7 @@ def dispatched(
 ) -> Dispatched:
     """(s, b, h) through the experts that each token was sent to, to the same shape; and what ``MoELayer.forward``'s
     variables hold until it returns."""
-    assert shape.experts is not None
-    way = _all_gathered if shape.experts.dispatcher == "allgather" else _all_to_all
+    way = _all_gathered if shape.mixture.dispatcher == "allgather" else _all_to_all
     return way(r, hidden, probabilities, chosen, experts, shape)
 
 
@@ -115,8 +114,7 @@ def remembered(shape: CoreShape) -> tuple[list[Hold], list[Hold]]:
 
 def _count_rows(r: Recorder, shape: CoreShape) -> None:
     """``preprocess``: how many tokens every rank has for every expert, int64, where that is not the capacity."""
-    experts = shape.experts
-    assert experts is not None
+    experts = shape.mixture
     ranks = experts.ep * experts.etp
     if ranks > 1 and not experts.padded:
         r.ran(Exchange("all-gather", 8.0 * shape.spec.experts * ranks, "experts"))
@@ -138,8 +136,7 @@ def _permuted(
     r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, shape: CoreShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``permute`` with probabilities: rows (P, h), their probabilities (P,) and what restores the order."""
-    assert shape.experts is not None
-    if shape.experts.permute_fusion:
+    if shape.mixture.permute_fusion:
         return permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
     count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
     transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
@@ -194,11 +191,10 @@ def permuted_at_once(
 def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
     """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where. Deterministic
     ``index_add_`` saves the rows, too, whose shape its backward takes (``derivatives.yaml``, ``expand_as(source)``)."""
-    assert shape.experts is not None
     kept: tuple[Tensor, ...] = (order,)
     dtype, whole = x.dtype, (tokens, x.shape[-1])
 
-    if not shape.experts.permute_fusion and shape.deterministic:
+    if not shape.mixture.permute_fusion and shape.deterministic:
         zeros = r.empty(whole, dtype, "unpermuted_zeros")
         out = r.empty(whole, dtype, "unpermuted_tokens")
         del zeros
@@ -210,8 +206,7 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
 
 def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """``all_to_all``: a fresh tensor in either direction, and ``x`` itself where there is one rank."""
-    assert shape.experts is not None
-    if shape.experts.ep == 1:
+    if shape.mixture.ep == 1:
         return x
     like, dtype = x.shape, x.dtype
 
@@ -221,8 +216,7 @@ def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
 
 def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """All-gather over ranks of one expert; backward reduce-scatters."""
-    assert shape.experts is not None
-    if shape.experts.etp == 1:
+    if shape.mixture.etp == 1:
         return x
     dtype, whole = x.dtype, (count, *x.shape[1:])
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "etp")
@@ -231,8 +225,7 @@ def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
 
 def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) -> Tensor:
     """Reduce-scatter over ranks of one expert, in the dtype of probabilities."""
-    assert shape.experts is not None
-    if shape.experts.etp == 1:
+    if shape.mixture.etp == 1:
         return x
     dtype = x.dtype
     x = ops.cast(r, x, wide, "reduced_cast")
@@ -247,8 +240,7 @@ def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) 
 def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``sort_chunks_by_idxs``, or a transposed copy where every expert has as many rows: fresh tensors; the fused
     kernel saves a map of rows in int32."""
-    assert shape.experts is not None
-    fused = shape.experts.permute_fusion and not shape.experts.padded
+    fused = shape.mixture.permute_fusion and not shape.mixture.padded
     rows = [r.empty((x.shape[0],), "int32", "chunk_row_id_map")] if fused else []
     made = []
     like = [(one.shape, one.dtype) for one in (x, weights)]
@@ -266,8 +258,7 @@ def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[
 
 def _sorted_back(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """The same of the experts' output."""
-    assert shape.experts is not None
-    if not shape.experts.permute_fusion or shape.experts.padded:
+    if not shape.mixture.permute_fusion or shape.mixture.padded:
         return _copied(r, x, "tokens_in_order", shape)
     rows, like, dtype = r.empty((x.shape[0],), "int32", "chunk_row_id_map_back"), x.shape, x.dtype
     out = r.empty(like, dtype, "tokens_in_order")

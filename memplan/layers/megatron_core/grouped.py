@@ -103,8 +103,7 @@ def parameters(shape: CoreShape, name: str = "") -> tuple[tuple[str, Shape], ...
 
 
 def _parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
-    experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
-    assert experts is not None
+    experts, inner, h = shape.mixture, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
     first = inner * (2 if shape.spec.gated else 1)
     weights = ((FC1, (first, h)), (FC2, (h, inner)))
     biases = shape.spec.mlp_bias
@@ -126,13 +125,12 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
 def experts(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
     """(N, h) and the probability of each row (N,) to (N, h). With ``moe_apply_probs_on_input`` rows are multiplied
     by it in its dtype and cast back, and it is one from then on."""
-    assert shape.experts is not None
     if shape.spec.router_weighs_inputs:
         wide = ops.multiply(r, x, weights.view(*weights.shape, 1), "expert_input_weighted")
         x = ops.cast(r, wide, x.dtype, "expert_input")
         del wide
         weights = r.empty(weights.shape, weights.dtype, "probabilities_of_one")
-    return _grouped(r, x, weights, shape) if shape.experts.grouped else _sequential(r, x, weights, shape)
+    return _grouped(r, x, weights, shape) if shape.mixture.grouped else _sequential(r, x, weights, shape)
 
 
 def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
@@ -169,8 +167,7 @@ def padded_rows(rows: int, shape: CoreShape) -> int | None:
     """Rows of this rank's experts, each padded to what quantised products or grouped tensors want (``Fp8Padding``);
     ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads
     (``skip_routed_expert_padding``), and where a capacity is such a multiple."""
-    experts, count, multiple = shape.experts, shape.local_experts, shape.multiple_of_rows
-    assert experts is not None
+    experts, count, multiple = shape.mixture, shape.local_experts, shape.multiple_of_rows
     if not multiple or experts.router_pads or experts.dispatcher == "hybridep":
         return None
     total = up(-(-rows // count), multiple) * count

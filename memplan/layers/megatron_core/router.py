@@ -232,8 +232,7 @@ def _sinkhorn(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Te
 
 def _dropped(r: Recorder, probs: Tensor, chosen: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``apply_router_token_dropping``: every expert's most probable tokens, as many as its capacity."""
-    experts = shape.experts
-    assert experts is not None
+    experts = shape.mixture
     assert experts.capacity_factor is not None
     capacity = min(shape.capacity, probs.shape[0])
     made = [r.empty((capacity, probs.shape[1]), probs.dtype, "capacity_best")]
