@@ -27,7 +27,7 @@ from itertools import count
 from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core import mtp
 from ...layers.recompute import RERUN
-from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
+from ...tape.events import Category, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...tape.program import Span
 from ...values import dataclass
 from .fsdp import Bucket, Sharding, doubled, sites_of
@@ -175,7 +175,7 @@ class Hooks:
 
     def _drop(self, hold: Hold | None) -> None:
         if hold is not None:
-            self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+            self.events.append(hold.end)
 
     def _is_unit(self, place: int) -> bool:
         return any(self.buckets[at].unit is not None for at in self.ids(place))

@@ -159,7 +159,7 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
     gathered: dict[int, int] = {}
     for place, span in enumerate(own):
         if place == len(own) - 1:
-            result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+            result += [hold.end for hold in frame]
             frame = []
         for _ in span.names[:1]:
             events, left = _numbered(span.module.evaluation, first, given, gathered)
@@ -172,9 +172,9 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
             outputs = left[-1:] if place else _hidden(left)
             frame += [hold for hold in left if hold not in outputs]
             given = outputs[0] if outputs else None
-    result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+    result += [hold.end for hold in frame]
     if given is not None:
-        result.append(Drop(given.tensor, given.bytes, given.category))
+        result.append(given.end)
     return tuple(result)
 
 
@@ -201,7 +201,7 @@ def _numbered(tape: Tape, first: int, given: Hold | None, gathered: dict[int, in
             left[hold.tensor] = hold
             events.append(hold)
         elif isinstance(event, Drop) and event.tensor == INPUT and given is not None:
-            events.append(Drop(given.tensor, given.bytes, given.category))
+            events.append(given.end)
         elif isinstance(event, Drop) and event.tensor > 0:
             events.append(event._replace(tensor=first + event.tensor))
             del left[first + event.tensor]

@@ -43,7 +43,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
-from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
+from ...tape.events import INPUT, Category, Drop, Event, Stretch, Tape, drops
 from ...tape.program import Program, Span
 from ...values import replace
 from . import compiled, preferences, trainer
@@ -222,14 +222,10 @@ def end_modules(
 def returns(embedding: Module, kept: frozenset[int]) -> Module:
     """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
     layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
-    frame = _drops(embedding.left)
-    ended = _drops(hold for hold in embedding.shares if hold.tensor not in kept)
+    frame = drops(embedding.left)
+    ended = drops(hold for hold in embedding.shares if hold.tensor not in kept)
     tapes = Tapes(frame + ended, (), 0, 0)
-    return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
-
-
-def _drops(holds: Iterable[Hold]) -> Tape:
-    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
+    return Module("return", tapes, tapes, frame + drops(embedding.shares), ())
 
 
 def _everything(embedding: Module) -> frozenset[int]:
@@ -553,7 +549,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         step, clipping = trainer_step(trained, plan.optimizer, dtype, options.kernel_workspaces)
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
-        step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
+        step = Stretch((FOUND_INF, *step, FOUND_INF.end))
         clipping += bool(clipping)
     return Program(
         stage=stage,
