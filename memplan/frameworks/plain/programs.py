@@ -168,6 +168,27 @@ def hidden_interface(
     return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
 
 
+def embedding_recipe(shape: LayerShape, code: str = "current") -> Recipe:
+    """The family's embedding, and what layers share."""
+    _, embedding = transformers_code(shape, code)
+
+    def recipe(r: Recorder, x: Tensor) -> Run:
+        embedded = embedding(r, shape)
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
+        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
+        return Run(embedded.hidden, frame, ids)
+
+    return recipe
+
+
+def norm_recipe(shape: LayerShape) -> Recipe:
+    """The norm behind the layers."""
+    return lambda r, x: Run(ends.final_norm(r, x, shape))
+
+
 @lru_cache(maxsize=1024)
 def end_modules(
     shape: LayerShape,
@@ -184,16 +205,6 @@ def end_modules(
     """
     spec = shape.spec
 
-    def embed(r: Recorder, x: Tensor) -> Run:
-        _, embedding = transformers_code(shape, code)
-        embedded = embedding(r, shape)
-        shared = embedded.shared
-        kept = embedded.hidden if keeps_embedded(shape) else None
-        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
-        ids[FULL_MASK] = shared.full_mask
-        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
-        return Run(embedded.hidden, frame, ids)
-
     def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
@@ -202,17 +213,14 @@ def end_modules(
             return Run(None, converted=returned, loss=loss)
         return Run(None, until_end=returned, loss=loss)
 
-    def norm(r: Recorder, x: Tensor) -> Run:
-        return Run(ends.final_norm(r, x, shape))
-
     interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
     tuning = options.tuning
     normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
-    last_norm = build("final_norm", norm, interface, options) if spec.final_norm else None
+    last_norm = build("final_norm", norm_recipe(shape), interface, options) if spec.final_norm else None
     given = last_norm.first.output_dtype if last_norm is not None else interface.dtype
     return (
-        build("embedding", embed, Interface(None, shape.dtype), options, tied),
+        build("embedding", embedding_recipe(shape, code), Interface(None, shape.dtype), options, tied),
         last_norm,
         build("head", head, replace(interface, dtype=given, requires_grad=requires_grad or normed), options),
     )
