@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -379,17 +380,21 @@ class Shell:
                 variables.exported -= {one} - exported
 
     def _call(self, name: str, arguments: list[Value]) -> Decision:
-        self._calls += 1
-        if self._calls > DEEPEST_CALL:
-            self._calls -= 1
-            return True
+        if self._calls < DEEPEST_CALL:
+            with self._called(arguments):
+                return self.run(self._functions[name])
+        return True
+
+    @contextmanager
+    def _called(self, arguments: list[Value]) -> Iterator[None]:
+        """What is followed has ``arguments`` of its own, and ends at ``return``."""
         before, self.variables.positional = self.variables.positional, arguments
+        self._calls += 1
         try:
-            return self.run(self._functions[name])
+            yield
         except LeaveError as leave:
             if leave.kind != "return":
                 raise
-            return True
         finally:
             self.variables.positional = before
             self._calls -= 1
@@ -508,11 +513,10 @@ class Shell:
 
     def follow(self, script: Value, origin: Origin) -> Decision:
         """Follows ``script``, which the script itself has put together."""
-        self._calls += 1
-        if self._calls > DEEPEST_CALL:
-            self._calls -= 1
+        if self._calls >= DEEPEST_CALL:
             return True
         self.reading.ledger.made(script)
+        self._calls += 1
         try:
             return self.run(parse(text(script), _pieces_of(script, origin), self._budget))
         finally:
@@ -530,17 +534,8 @@ class Shell:
         found = self._beside(name) if name and self._calls < DEEPEST_CALL else None
         if found is None:
             return False
-        before = self.variables.positional
-        self.variables.positional = words[1:] or before
-        self._calls += 1
-        try:
+        with self._called(words[1:] or self.variables.positional):
             self.follow_file(cleaned(found[0]), found[1])
-        except LeaveError as leave:
-            if leave.kind != "return":
-                raise
-        finally:
-            self.variables.positional = before
-            self._calls -= 1
         return True
 
 
