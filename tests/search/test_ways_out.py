@@ -26,6 +26,13 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
         {"model": "gpt2-large", "gpu": "a100-40gb", "trainer": "transformers", "eval-mbs": "256", "seq": "1024"},
     ),
     "deepspeed": (None, {"model": "llama-3-8b", "framework": "deepspeed", "gpus": "4", "gpu": "a100-40gb"}),
+    "tensor parallel": (
+        None,
+        {
+            **{"model": "mistral-7b", "framework": "megatron", "gpus": "8", "gpu": "a100-40gb"},
+            **{"tp": "2", "seq": "8192"},
+        },
+    ),
     "adapters in stages": (
         None,
         {
@@ -50,7 +57,8 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_is_named_fits(name: str) -> None:
-    """Each is what the estimate of the changed plan says, which needs no retry."""
+    """Each is what the estimate of the changed plan says, which needs no retry, and a step trains on as much: one of
+    half the sequences would take half the time."""
     plan = read_plan(*TOO_LARGE[name], traced=True).plan
     whole = estimate(plan)
     assert whole.fits is False
@@ -59,6 +67,7 @@ def test_what_is_named_fits(name: str) -> None:
     assert all(way.fits for way in ways)
     for way in ways:
         after = estimate(changed(plan, dict(way.fields)))
+        assert after.plan.batch.gbs == whole.plan.batch.gbs, way.what
         assert after.judged.verdict in (Verdict.FITS, Verdict.UNKNOWN), way.what
         assert not after.judged.retries
         assert way.gained > 0
