@@ -92,9 +92,9 @@ class _Parser(WordReader):
             self._blank()
             if self.text.startswith(";;", self.at):
                 break
-            if self.text[self.at : self.at + 1] in (";", "&"):
-                self.at += 1
-            elif self.text[self.at : self.at + 1] not in ("\n", ")", "") and not self._at_end(ends):
+            if self._skips(";", "&"):
+                continue
+            if self.text[self.at : self.at + 1] not in ("\n", ")", "") and not self._at_end(ends):
                 raise self.unexpected()
         self._depth -= 1
         return tuple(commands)
@@ -126,9 +126,8 @@ class _Parser(WordReader):
         commands = [self._command()]
         while True:
             self._blank()
-            if self.text[self.at : self.at + 1] != "|" or self.text.startswith("||", self.at):
+            if self.text.startswith("||", self.at) or not self._skips("|&", "|"):
                 break
-            self.at += 2 if self.text.startswith("|&", self.at) else 1
             self._blank_lines()
             commands.append(self._command())
         return commands[0] if len(commands) == 1 and not negated else Pipeline(tuple(commands), negated, origin)
@@ -142,8 +141,7 @@ class _Parser(WordReader):
             return Function(function[1] or function[2], body.body if isinstance(body, Group) else (body,), origin)
         if self.text.startswith("((", self.at) and (expression := self._evaluation()) is not None:
             return Evaluation(expression, origin)
-        if self.text.startswith("(", self.at):
-            self.at += 1
+        if self._skips("("):
             group = Group(self.body(frozenset()), origin)
             self._expect(")")
             return self._with_redirects(group)
@@ -169,7 +167,7 @@ class _Parser(WordReader):
 
     # --- compound commands
 
-    def _braces(self) -> Command:
+    def _braces(self) -> Group:
         origin = self._origin()
         self._take("{")
         body = self.body(frozenset({"}"}))
@@ -217,15 +215,10 @@ class _Parser(WordReader):
                 self._take("in")
                 words = self._words()
         self._blank()
-        if self.text[self.at : self.at + 1] == ";":
-            self.at += 1
+        self._skips(";")
         self._blank_lines()
-        body = self._braces_body() if self._reserved() == "{" else self._do()
+        body = self._braces().body if self._reserved() == "{" else self._do()
         return For(name, words, body, origin)
-
-    def _braces_body(self) -> Body:
-        group = self._braces()
-        return group.body if isinstance(group, Group) else ()
 
     def _case(self) -> Command:
         origin = self._origin()
@@ -240,8 +233,7 @@ class _Parser(WordReader):
             if self._reserved() == "esac":
                 self._take("esac")
                 return Case(word, tuple(arms), origin)
-            if self.text[self.at : self.at + 1] == "(":
-                self.at += 1
+            self._skips("(")
             patterns: list[Word] = []
             while True:
                 self._blank()
@@ -250,16 +242,12 @@ class _Parser(WordReader):
                     raise self.unexpected()
                 patterns.append(pattern)
                 self._blank()
-                if self.text[self.at : self.at + 1] != "|":
+                if not self._skips("|"):
                     break
-                self.at += 1
             self._expect(")")
             arms.append((tuple(patterns), self.body(frozenset({"esac"}))))
             self._blank_lines()
-            if self.text.startswith(";;", self.at):
-                self.at += 3 if self.text.startswith(";;&", self.at) else 2
-            elif self.text.startswith(";&", self.at):
-                self.at += 2
+            self._skips(";;&", ";;", ";&")
 
     def _test(self) -> Command:
         origin = self._origin()
@@ -340,8 +328,7 @@ class _Parser(WordReader):
         items: list[tuple[Word | None, Word]] = []
         while True:
             self._blank_lines()
-            if self.text.startswith(")", self.at):
-                self.at += 1
+            if self._skips(")"):
                 return tuple(items)
             key = _KEY.match(self.text, self.at)
             index = None

@@ -134,9 +134,8 @@ class WordReader(ABC):
         self.at += 1
         inner = self.quoted_text('"')
         parts.extend(inner or (Literal("", True, origin),))
-        if not self.text.startswith('"', self.at):
+        if not self._skips('"'):
             raise ScriptError('ends inside a quotation: a " is missing', origin)
-        self.at += 1
 
     def quoted_text(self, end: str | None) -> Word:
         """Text with expansions up to ``end``: a double quote, ``""`` for a here-document, nothing for arithmetic."""
@@ -194,8 +193,7 @@ class WordReader(ABC):
             if expression is not None:
                 return Arithmetic(expression, self.text[start : self.at], quoted, origin)
             self.at -= 1
-        if self.text.startswith("$(", self.at):
-            self.at += 2
+        if self._skips("$("):
             body = self.nested()
             return Substitution(body, self.text[start : self.at], quoted, origin)
         if self.text.startswith("${", self.at):
@@ -219,13 +217,9 @@ class WordReader(ABC):
         match = _BACKQUOTED.match(self.text, self.at)
         if match is None:
             raise self._error("ends inside a quotation: a ` is missing")
-        if self._depth >= DEEPEST:
-            raise self._error("is nested too deeply to be a launch script")
+        inner = self._within(re.sub(r"\\([\\`$])", r"\1", match[1]), lambda _: origin)
         self.at = match.end()
-        inner = type(self)(re.sub(r"\\([\\`$])", r"\1", match[1]), lambda _: origin, self._budget)
-        inner._depth = self._depth + 1
-        body = inner.body(frozenset())
-        return Substitution(body, match[0], quoted, origin)
+        return Substitution(inner.body(frozenset()), match[0], quoted, origin)
 
     def _braced(self, quoted: bool, origin: Origin) -> Part:
         """``${…}``."""
@@ -252,8 +246,7 @@ class WordReader(ABC):
             operator = match[0] if not prefix else "indirect"
             self.at = match.end()
             operand = self._operand(quoted, "/}" if operator in ("/", "//") else "}")
-            if self.text.startswith("/", self.at):
-                self.at += 1
+            if self._skips("/"):
                 replacement = self._operand(quoted, "}")
         self._expect("}")
         self._depth -= 1
@@ -302,11 +295,15 @@ class WordReader(ABC):
 
     def _inner(self, start: int, end: int) -> Word:
         """A stretch of the text as a word with expansions, in which quotes are text: arithmetic, or an index."""
-        inner = type(self)(self.text[start:end], self._shifted(start), self._budget)
-        inner._depth = self._depth + 1
-        if inner._depth > DEEPEST:
+        return self._within(self.text[start:end], self._shifted(start)).quoted_text(None)
+
+    def _within(self, text: str, origin_at: OriginAt) -> WordReader:
+        """A reader of ``text``, which stands inside of this one's."""
+        if self._depth >= DEEPEST:
             raise self._error("is nested too deeply to be a launch script")
-        return inner.quoted_text(None)
+        inner = type(self)(text, origin_at, self._budget)
+        inner._depth = self._depth + 1
+        return inner
 
     def _shifted(self, start: int) -> OriginAt:
         return lambda offset: self._origin_at(start + offset)
@@ -321,32 +318,35 @@ class WordReader(ABC):
             self.at = match.end()
         return match
 
+    def _skips(self, *signs: str) -> bool:
+        """Goes past the first of ``signs`` that stands here; whether one does."""
+        sign = next((one for one in signs if self.text.startswith(one, self.at)), "")
+        self.at += len(sign)
+        return sign != ""
+
     def _part(self, origin: Origin) -> None:
         """Charges one part of a word at ``origin``."""
         self._budget.make(1, 0, origin, steps=_PART)
 
-    def _blank(self) -> bool:
+    def _blank(self) -> None:
         """Skips blanks, continued lines and a comment."""
         self._matched(_BLANK)
         before = self.text[self.at - 1 : self.at]
         if self.text.startswith("#", self.at) and (before in ("", ";", "(", "&", "|", ")") or before.isspace()):
             self._matched(_COMMENT)
-        return True
 
     def _blank_lines(self) -> None:
         while True:
             self._blank()
-            if not self.text.startswith("\n", self.at):
+            if not self._skips("\n"):
                 return
-            self.at += 1
             self._budget.spend(_LINE)
             self.line_ended()
 
     def _expect(self, character: str) -> None:
         self._blank_lines() if character == ")" else None
-        if not self.text.startswith(character, self.at):
+        if not self._skips(character):
             raise self._error(f"is not a shell script that can be read: a `{character}` is missing")
-        self.at += 1
 
     def unexpected(self) -> ScriptError:
         what = self.text[self.at : self.at + 10].split()[:1]

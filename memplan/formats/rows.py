@@ -141,6 +141,8 @@ class Row:
     older: tuple[str, ...] = ()
     """Other names by which it is read."""
     least: int | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The framework's values that are not modelled, and what to say of each."""
     read: Callable[[Any], None] | None = None
     """In place of this table's own reading."""
     without_effect: Callable[[Any], str] = useful
@@ -196,12 +198,12 @@ class Building:
         """Sets ``path`` of the plan; the settings ``names`` became it."""
         self.said[path] = names
         self.items[path] = node = node if isinstance(node, Node) else Node(node, self.origin)
-        for name in names:
-            self.because(name, f"{path} = {shown(node.plain())}")
+        self.because(names, f"{path} = {shown(node.plain())}")
 
-    def because(self, name: str, text: str) -> None:
-        """Says what became of the setting ``name``."""
-        self.became.setdefault(name, []).append(text)
+    def because(self, names: str | Iterable[str], text: str) -> None:
+        """Says what became of a setting, or of each of several."""
+        for name in (names,) if isinstance(names, str) else names:
+            self.became.setdefault(name, []).append(text)
 
     def note(self, code: str, message: str) -> None:
         """Tells the reader something that is no error."""
@@ -235,8 +237,7 @@ def read_rows(rows: Iterable[Row], reader: Reader) -> None:
     for row in rows:
         reason = row.without_effect(reader)
         if reason:
-            for name in row.names:
-                reader.building.because(name, reason)
+            reader.building.because(row.names, reason)
         elif row.read is not None:
             row.read(reader)
         elif (node := _read(row, reader)) is not None:
@@ -248,6 +249,8 @@ def _read(row: Row, reader: Reader) -> Node | None:
     settings: Values = reader.settings
     node = settings.value(row)
     if node is not None:
+        if (problem := row.refused.get(str(node.value))) is not None:
+            raise node.wrong(row.name, problem)
         if row.least is not None and isinstance(node.value, int) and node.value < row.least:
             raise node.wrong(row.name, f"must be at least {row.least}")
         known = isinstance(node.value, (str, bool)) and node.value in row.words

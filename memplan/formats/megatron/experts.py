@@ -147,16 +147,6 @@ def _balancing(reader: Reader) -> None:
         reader.building.put("model.router_aux_loss", node, COEFFICIENT)
 
 
-def _score(reader: Reader) -> None:
-    name = "--moe-router-score-function"
-    node = reader.settings.word(name)
-    if node is None:
-        return
-    if node.value == "sqrtsoftplus":
-        raise node.wrong(name, "is not modelled yet; softmax and sigmoid are")
-    reader.building.put("model.router_score", node, name)
-
-
 def _jitter(reader: Reader) -> None:
     """How much is no matter of memory or time."""
     name = "--moe-input-jitter-eps"
@@ -201,15 +191,11 @@ def _flex(plan: Plan) -> bool:
     return mixed(plan) and plan.experts.dispatcher == "flex"
 
 
-def _flex_backend(reader: Reader) -> None:
-    name, items = "--moe-flex-dispatcher-backend", reader.building.items
-    node = reader.settings.word(name)
-    if items["experts.dispatcher"].value != "flex":
-        reader.building.because(name, "no effect without --moe-token-dispatcher-type flex")
-    elif node is not None and node.value == "ncclep":
-        raise PlanError(name, "ncclep", "is not modelled yet; deepep and hybridep are", origin=node.origin)
-    elif node is not None:
-        reader.building.put("experts.flex_backend", node, name)
+def _without_flex(reader: Reader) -> str:
+    if reason := without_experts(reader):
+        return reason
+    flex = reader.building.items["experts.dispatcher"].value == "flex"
+    return "" if flex else "no effect without --moe-token-dispatcher-type flex"
 
 
 def _projected(plan: Plan) -> bool:
@@ -301,7 +287,8 @@ ROWS: Sequence[Row] = (
     of_experts("--moe-shared-expert-intermediate-size", "model.shared_expert_ffn", when=_shared),
     switch_of_experts("--moe-shared-expert-gate", "model.shared_expert_gate"),
     of_experts(
-        "--moe-router-score-function", "model.router_score", "word", read=_score,
+        "--moe-router-score-function", "model.router_score", "word", LEFT,
+        refused={"sqrtsoftplus": "is not modelled yet; softmax and sigmoid are"},
         when=lambda plan: mixed(plan) and plan.model.router_score != "softmax",
     ),
     switch_of_experts("--moe-router-pre-softmax", "model.router_score_first"),
@@ -328,7 +315,10 @@ ROWS: Sequence[Row] = (
     ),
     of_experts("--expert-tensor-parallel-size", "layout.etp", default=LEFT),
     of_experts("--moe-token-dispatcher-type", "experts.dispatcher", "word", "allgather"),
-    of_experts("--moe-flex-dispatcher-backend", "experts.flex_backend", "word", read=_flex_backend, when=_flex),
+    Row(
+        "--moe-flex-dispatcher-backend", "experts.flex_backend", "EXPERTS", "word", without_effect=_without_flex,
+        when=_flex, refused={"ncclep": "is not modelled yet; deepep and hybridep are"},
+    ),
     switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
     switch_of_experts("--moe-use-grouped-tensor", "experts.grouped_tensor", read=_grouped_tensor),
     of_experts(

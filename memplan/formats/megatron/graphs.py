@@ -43,8 +43,7 @@ def _graphs(reader: Reader) -> None:
     if node.value == "local" and blocks and not any(one.value != "full" for one in modules):
         node = Node("none", node.origin)  # layers make no graphs of their own then (``create_mcore_cudagraph_manager``)
     if node.value == "none":
-        for name in (*names, WARMUP, IMPLEMENTATION, *OLDER):
-            reader.building.because(name, f"no effect without {IMPLEMENTATION}")
+        reader.building.because((*names, WARMUP, IMPLEMENTATION, *OLDER), f"no effect without {IMPLEMENTATION}")
         return
     put("megatron.cuda_graphs", node, IMPLEMENTATION, *OLDER)
     for one in modules:

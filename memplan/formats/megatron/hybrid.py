@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...plan.errors import Node, PlanError
-from ...plan.megatron_layout import layout_text, stages
+from ...plan.megatron_layout import Stages, layout_text, stages
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
 from ..rows import NEEDED, Reader, Row, elsewhere, switch
@@ -159,17 +159,22 @@ def _heads(reader: Reader) -> Node:
     return Node(inner // size.value, size.origin)
 
 
-def _written(plan: Plan) -> str:
-    """The pattern, cut where the plan's stages are, and what predicts further tokens."""
-    pattern, pipeline, layout = plan.model.layer_pattern, plan.pipeline, plan.layout
-    further = f"/{plan.model.mtp_pattern}" * plan.model.mtp_layers
-    if layout.pp == 1:
-        return pattern + further
-    held = stages(
+def stages_of(plan: Plan) -> Stages:
+    """What each stage and virtual chunk of ``plan`` holds."""
+    layout, pipeline = plan.layout, plan.pipeline
+    return stages(
         plan.model.layers, layout.pp, layout.vpp, pipeline.first_layers, pipeline.last_layers,
         pipeline.count_embedding, pipeline.count_loss, pipeline.layout,
     )  # fmt: skip
-    parts = [stage[chunk].layers for chunk in range(layout.vpp) for stage in held]
+
+
+def _written(plan: Plan) -> str:
+    """The pattern, cut where the plan's stages are, and what predicts further tokens."""
+    pattern = plan.model.layer_pattern
+    further = f"/{plan.model.mtp_pattern}" * plan.model.mtp_layers
+    if plan.layout.pp == 1:
+        return pattern + further
+    parts = [stage[chunk].layers for chunk in range(plan.layout.vpp) for stage in stages_of(plan)]
     return "|".join("".join(pattern[layer] for layer in part) for part in parts) + further
 
 
@@ -179,15 +184,7 @@ def settled(plan: Plan) -> dict[str, Any]:
         return {}
     cut: dict[str, Any] = {"first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False}
     if plan.layout.pp > 1:
-        counts = [
-            [len(chunk.layers) for chunk in stage]
-            for stage in stages(
-                plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline.first_layers,
-                plan.pipeline.last_layers, plan.pipeline.count_embedding, plan.pipeline.count_loss,
-                plan.pipeline.layout,
-            )
-        ]  # fmt: skip
-        cut["layout"] = layout_text(counts)
+        cut["layout"] = layout_text([[len(chunk.layers) for chunk in stage] for stage in stages_of(plan)])
     return {"pipeline": plan.pipeline.model_copy(update=cut)}
 
 

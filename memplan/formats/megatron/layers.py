@@ -94,8 +94,7 @@ def _packing(reader: Reader) -> None:
     if not any(map(settings.has, names)):
         return
     if reader.context.family not in ("gpt", "hybrid"):
-        for name in names:
-            reader.building.because(name, "not read by this model's script")
+        reader.building.because(names, "not read by this model's script")
         return
     without = "--no-create-attention-mask-in-dataloader"
     if settings.has(names[0]) and not any(map(settings.has, (without, names[1]))):

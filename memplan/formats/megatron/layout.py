@@ -133,8 +133,7 @@ def _decoder(reader: Reader) -> None:
     settings, building, is_t5 = reader.settings, reader.building, reader.context.family == "t5"
     layers, name = settings.integer(DECODER_LAYERS), "--decoder-seq-length"
     if not is_t5:
-        building.because(DECODER_LAYERS, "no effect: the model has no decoder of its own")
-        building.because(name, "no effect: the model has no decoder of its own")
+        building.because((DECODER_LAYERS, name), "no effect: the model has no decoder of its own")
         return
     building.because(DECODER_LAYERS, "not read: the decoder has as many layers as the encoder")
     encoder = building.size("model.layers")

@@ -82,8 +82,7 @@ def _parameters(reader: Reader) -> None:
     stored = any(map(reader.settings.has, names))
     where = reader.settings.where(*names)
     if stored and runs_torch(reader):
-        for name in names:
-            reader.building.because(name, f"Megatron-LM turns it off with {TORCH}")
+        reader.building.because(names, f"Megatron-LM turns it off with {TORCH}")
         return
     reader.building.put("precision.fp8_parameters", Node(stored, where), *names)
     if reader.settings.has(REUSED):
@@ -93,8 +92,7 @@ def _parameters(reader: Reader) -> None:
 def _ends(reader: Reader) -> None:
     settings = reader.settings
     if not settings.has(ENDS):
-        for name in (START, END):
-            reader.building.because(name, f"no effect without {ENDS}")
+        reader.building.because((START, END), f"no effect without {ENDS}")
         return
     for name, field in ((START, "first"), (END, "last")):
         count = settings.integer(name) or Node(1, settings.where(ENDS))

@@ -6,7 +6,7 @@ from ...plan.errors import Node, PlanError
 from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import NEEDED, OFF, Reader, Row, elsewhere, switch
+from ..rows import LEFT, NEEDED, OFF, Reader, Row, elsewhere, switch
 from . import blocks, experts, hybrid
 from .vocabulary import tokens_of
 
@@ -60,12 +60,6 @@ def _without_rotary(reader: Reader) -> str:
     return "" if rotary else "no effect without rotary positions of whole heads"
 
 
-def _quick_geglu(reader: Reader) -> None:
-    name = "--quick-geglu"
-    if reader.settings.has(name):
-        reader.building.put("model.activation", Node("quick_geglu", reader.settings.where(name)), name)
-
-
 def _squared_relu(reader: Reader) -> None:
     name = "--squared-relu"
     if not reader.settings.has(name):
@@ -73,15 +67,6 @@ def _squared_relu(reader: Reader) -> None:
     if reader.settings.has("--swiglu"):
         raise reader.settings.wrong(name, "must be left out with --swiglu")
     reader.building.put("model.activation", Node("relu2", reader.settings.where(name)), name)
-
-
-def _sinks(reader: Reader) -> None:
-    name = "--softmax-type"
-    kind = reader.settings.word(name)
-    if kind is not None and kind.value == "off-by-one":
-        raise kind.wrong(name, "is not modelled yet; vanilla and learnable are")
-    if kind is not None:
-        reader.building.put("model.attention_sinks", Node(kind.value == "learnable", kind.origin), name)
 
 
 def _without_weight(plan: Plan) -> bool:
@@ -249,7 +234,7 @@ MODEL = (
         "--quick-geglu",
         "model.activation",
         "MODEL",
-        read=_quick_geglu,
+        {True: "quick_geglu", False: LEFT},
         value=lambda plan: plan.model.activation == "quick_geglu",
     ),
     switch(
@@ -271,8 +256,8 @@ MODEL = (
         "model.attention_sinks",
         "MODEL",
         "word",
-        read=_sinks,
-        value=lambda plan: "learnable",
+        words={"vanilla": False, "learnable": True},
+        refused={"off-by-one": "is not modelled yet; vanilla and learnable are"},
         when=lambda plan: plan.model.attention_sinks,
     ),
     switch("--attention-output-gate", "model.attention_gate", "MODEL"),

@@ -111,16 +111,14 @@ NOT_READ = ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16", "--
 
 def put_torch_dtype(reader: Reader, dtype: str) -> None:
     """``fully_shard`` is told none, and there is no buffer of gradients (``get_megatron_ddp_config``)."""
-    for name in NOT_READ:
-        reader.building.because(name, f"not read with {TORCH}: gradients have the parameters' dtype")
+    reader.building.because(NOT_READ, f"not read with {TORCH}: gradients have the parameters' dtype")
     reader.building.put("precision.gradients", Node(dtype, reader.settings.where(TORCH)), *NOT_READ)
 
 
 def put_dtypes(reader: Reader, dtype: str) -> None:
     """Of main gradients and of their reduction; ``auto`` is the dtype of parameters, and that of main gradients."""
     settings, building = reader.settings, reader.building
-    for name in NOT_READ:
-        building.because(name, f"not read by Megatron-FSDP; {GRADIENTS} is")
+    building.because(NOT_READ, f"not read by Megatron-FSDP; {GRADIENTS} is")
     main = settings.word(MAIN)
     if main is not None and main.value != "fp32":
         raise main.wrong(MAIN, "is not modelled yet; fp32 is")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from ...plan.errors import ABSENT, Node, PlanError
-from ...plan.megatron_layout import stages
 from ...plan.megatron_section import OffloadModule
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, switch
 from . import sharding
+from .hybrid import stages_of
 
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out")
 _OTHER_MODULES = ("gdp_in_proj", "gdp_qkv", "mhc")
@@ -57,15 +57,6 @@ def _accumulates_in_fp32(plan: Plan) -> bool:
     return not sharding.is_sharded(plan) and plan.precision.dtype != "fp32" and plan.precision.gradients == "fp32"
 
 
-def _optimizer(reader: Reader) -> None:
-    name = "--optimizer"
-    kind = reader.settings.word(name) or Node("adam", reader.settings.origin)
-    kind = Node("muon", kind.origin) if kind.value == "dist_muon" else kind
-    if kind.value not in ("adam", "sgd", "muon"):
-        raise kind.wrong(name, "is not modelled yet; adam, sgd and muon are")
-    reader.building.put("optimizer.name", kind, name)
-
-
 def its_optimizer(plan: Plan) -> Any:
     """Adam is AdamW there (``OptimizerConfig.decoupled_weight_decay``)."""
     return plan.optimizer.algorithm.megatron
@@ -78,8 +69,10 @@ def _recompute(reader: Reader) -> None:
     if settings.has("--recompute-activations"):
         name, mode = "--recompute-activations", Node("selective", settings.where("--recompute-activations"))
     if mode is None:
-        for unused in ("--recompute-method", "--recompute-num-layers", "--recompute-modules"):
-            building.because(unused, "no effect without --recompute-granularity")
+        building.because(
+            ("--recompute-method", "--recompute-num-layers", "--recompute-modules"),
+            "no effect without --recompute-granularity",
+        )
         return
     building.put("recompute.mode", mode, name)
     if mode.value == "selective":
@@ -131,18 +124,7 @@ def _in_full(plan: Plan) -> bool:
 
 def largest_chunk(plan: Plan) -> int:
     """Layers of the virtual stage of Megatron-Core that has most."""
-    pipeline, layout = plan.pipeline, plan.layout
-    found = stages(
-        plan.model.layers,
-        layout.pp,
-        layout.vpp,
-        pipeline.first_layers,
-        pipeline.last_layers,
-        pipeline.count_embedding,
-        pipeline.count_loss,
-        pipeline.layout,
-    )
-    return max(len(chunk.layers) for stage in found for chunk in stage)
+    return max(len(chunk.layers) for stage in stages_of(plan) for chunk in stage)
 
 
 OFFLOAD = "--optimizer-cpu-offload"
@@ -164,8 +146,7 @@ def _offloading(reader: Reader) -> None:
     """Modules whose saved tensors go to the host, each once."""
     settings, building, name = reader.settings, reader.building, "--offload-modules"
     if not settings.has(OFFLOADING):
-        for unused in (name, *_OFFLOADING_PARTS):
-            building.because(unused, f"no effect without {OFFLOADING}")
+        building.because((name, *_OFFLOADING_PARTS), f"no effect without {OFFLOADING}")
         return
     modules = settings.words(name)
     if not modules:
@@ -213,7 +194,16 @@ TRAINING = (
         read=elsewhere,
         value=_accumulates_in_fp32,
     ),
-    Row("--optimizer", "optimizer.name", "OPTIMIZER", read=_optimizer, value=its_optimizer),
+    Row(
+        "--optimizer",
+        "optimizer.name",
+        "OPTIMIZER",
+        "word",
+        "adam",
+        words={"adam": "adam", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"},
+        refused=dict.fromkeys(("lion", "soap", "adaptive_muon"), "is not modelled yet; adam, sgd and muon are"),
+        value=its_optimizer,
+    ),
     Row("--clip-grad", "megatron.clip_grad", "OPTIMIZER", "number"),
     switch("--use-distributed-optimizer", "layout.zero", "OPTIMIZER", {True: 1, False: 0}),
     Row(

@@ -45,14 +45,6 @@ def plan_of(settings: Settings, context: Context) -> Building:
     return building
 
 
-def _activation(reader: Reader) -> None:
-    name = "--glu-activation"
-    glu = reader.settings.word(name) or Node("gelu", reader.settings.origin)
-    if glu.value not in ("gelu", "swiglu"):
-        raise glu.wrong(name, "is not modelled yet; swiglu is")
-    reader.building.put("model.activation", glu, name)
-
-
 def _vocabulary(reader: Reader) -> None:
     settings, building, context = reader.settings, reader.building, reader.context
     padded = settings.integer("--pad-vocab-size-to")
@@ -157,7 +149,13 @@ ROWS = (
     ),
     *DROPOUTS,
     switch("--embed-layernorm", "model.embedding_norm", "MODEL"),
-    Row("--glu-activation", "model.activation", read=_activation),
+    Row(
+        "--glu-activation",
+        "model.activation",
+        kind="word",
+        default="gelu",
+        refused=dict.fromkeys(("geglu", "liglu", "reglu"), "is not modelled yet; swiglu is"),
+    ),
     *PARALLEL,
     Row("--vocab-size", "model.vocab", read=_vocabulary),
     Row("--pp-partition-method", "pipeline.partition", "", "word"),

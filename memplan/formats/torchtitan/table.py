@@ -95,8 +95,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     if vocabulary is not None:
         building.put("model.vocab", vocabulary)
     if "model" in flags:
-        for key in (*names, *flavours):
-            building.because(key, "--model instead")
+        building.because((*names, *flavours), "--model instead")
         return
     flavour = settings.word(*flavours, default="debugmodel")
     key = settings.name(*flavours)
@@ -119,8 +118,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     spec, sizes = found
     debug = plain.startswith("debugmodel")
     building.put("model.base", Node(spec, flavour.origin))
-    for one in (*names, *flavours):
-        building.because(one, f"model = {'torchtitan-debugmodel' if debug else spec}")
+    building.because((*names, *flavours), f"model = {'torchtitan-debugmodel' if debug else spec}")
     if debug:
         building.put("model.name", Node("torchtitan-debugmodel", flavour.origin))
         for field, size in sizes.items():
@@ -210,8 +208,7 @@ def _shards(reader: Reader) -> None:
         found = settings.given.get(name)
         problem = "takes the GPUs that are left: say how many there are with --gpus N"
         raise PlanError(name, found.plain() if found else ABSENT, problem, origin=settings.where(name))
-    for name in SHARD:
-        building.because(name, "layout.dp: the GPUs that are left")
+    building.because(SHARD, "layout.dp: the GPUs that are left")
 
 
 def _reshard(reader: Reader) -> None:
@@ -223,8 +220,7 @@ def _reshard(reader: Reader) -> None:
         raise PlanError(settings.name(*RESHARD), "always", problem, origin=policy.origin)
     if policy.value == "never":
         building.put("fsdp.reshard_after_forward", Node(False, policy.origin), *RESHARD)
-    for name in RESHARD:
-        building.because(name, "fsdp.reshard_after_forward: false with pipeline stages")
+    building.because(RESHARD, "fsdp.reshard_after_forward: false with pipeline stages")
 
 
 def _graphs(reader: Reader) -> None:
@@ -291,8 +287,7 @@ def _module_names(plan: Plan) -> list[list[str]] | None:
 def _optimizer(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     if "optimizer" in reader.context:
-        for name in ("optimizer.param_groups", "optimizer.name", "optimizer.weight_decay"):
-            building.because(name, "--optimizer instead")
+        building.because(("optimizer.param_groups", "optimizer.name", "optimizer.weight_decay"), "--optimizer instead")
         _implementation(settings, building)
         return
     kind, decay = _group(settings) if settings.has("optimizer.param_groups") else _named(settings)
@@ -356,12 +351,10 @@ def _recompute(reader: Reader) -> None:
     key, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     own = {"recompute", "recompute-per-operator", "recompute-every"} & {*flags}
     mode = _mode(settings)
-    for name in _POLICY:
-        building.because(name, f"--{min(own)} instead" if own else f"{mode.value} recompute")
+    building.because(_POLICY, f"--{min(own)} instead" if own else f"{mode.value} recompute")
     building.because("activation_checkpoint.early_stop", "the estimate stops early")
     if own:
-        building.because(key, f"--{min(own)} instead")
-        building.because(option, f"--{min(own)} instead")
+        building.because((key, option), f"--{min(own)} instead")
         return
     if mode.value == "memory_budget":
         raise mode.wrong(key, "is not modelled: Inductor's partitioner chooses what is saved for backward")
