@@ -194,7 +194,13 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
 
 
-def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) -> Estimate:
+Replays = dict[int, Replayed]
+"""Of one plan, by stage: what was replayed already, and then what is."""
+
+
+def estimate(
+    plan: Plan, known: Measured = NOTHING, stage: int | None = None, replays: Replays | None = None
+) -> Estimate:
     """The whole report, with what is ``known`` of the user's own GPUs; of one ``stage`` alone where that is named.
     ``PlanError`` where the plan contradicts itself or is not modelled."""
     begin_plan()
@@ -206,7 +212,7 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
     every = kernel_programs(plan), evaluation_programs(plan, programs)
     with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    replayed = replay(with_workspaces, settings, workspaces)
+    replayed = _replayed(with_workspaces, settings, workspaces, {} if replays is None else replays)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     reserved = [
         _reserved(program, one, settings, workspaces) for program, one in zip(with_workspaces, replayed, strict=True)
@@ -220,6 +226,15 @@ def estimate(plan: Plan, known: Measured = NOTHING, stage: int | None = None) ->
     notices = (*warnings(plan, programs), *reading_warnings(plan, stages), *_moment_warnings(stages))
     taken = (*taken_assumptions(plan, known, stages), *assumptions(plan), *outside_assumptions(plan, stages))
     return Estimate(plan, capacity, headroom, stages, notices, taken)
+
+
+def _replayed(
+    programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold], known: Replays
+) -> tuple[Replayed, ...]:
+    """``replay`` of the stages that are not ``known``, which then are."""
+    left = [program for program in programs if program.stage not in known]
+    known |= zip([program.stage for program in left], replay(left, settings, workspaces), strict=True)
+    return tuple(known[program.stage] for program in programs)
 
 
 def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -307,13 +322,15 @@ def timelines(
         yield timeline(programs[at], settings, workspaces, peak)
 
 
-def judged_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, Judged]:
+def judged_stage(
+    plan: ResolvedPlan, stage: int, known: Measured = NOTHING, replays: Replays | None = None
+) -> tuple[int, Judged]:
     """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
     whole report, but that what is tight there does not fit here."""
     program = kernel_programs(plan)[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    (replayed,) = replay((program,), settings, workspaces)
+    (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
     outside = causes(plan, stage, known)
     low, high = outside_range(outside)
     judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=False)
@@ -332,11 +349,14 @@ def _most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) ->
     return max(moments) + (low + high) // 2, max(moments) + high
 
 
-def judged_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, Judged]:
+def judged_ends(
+    plan: ResolvedPlan, fullest: int, known: Measured = NOTHING, replays: Replays | None = None
+) -> tuple[int, Judged]:
     """The furthest reading of some stages of a resolved plan that is known, and the verdict on the worst of them:
     the ``fullest`` by its tensors, and the first and the last, whose embedding, head and loss leave other blocks in the
     allocator's cache than layers do."""
-    devices, judged = zip(*(judged_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
+    stages = _ends(plan, fullest)
+    devices, judged = zip(*(judged_stage(plan, stage, known, replays) for stage in stages), strict=True)
     return max(devices), worst(judged)
 
 

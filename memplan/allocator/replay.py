@@ -647,7 +647,7 @@ def states(program: Program, *, named: bool = False) -> Iterator[Hold]:
 
 def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
     """The end of every tensor that ``tape`` holds."""
-    return (Drop(one.tensor, one.bytes, one.category) for one in tape if isinstance(one, Hold))
+    return (one.end for one in tape if isinstance(one, Hold))
 
 
 def _holds(states: Sequence[State], parameters: Iterable[Parameter], named: bool) -> Iterator[Hold]:

@@ -20,6 +20,7 @@ from .conditions import RUNS_PYTHON, Decision, effects_of, negated, tested_twice
 from .origin import Origin, ScriptError
 from .parser import parse
 from .patterns import shell_pattern
+from .slurm import Request, requested, requested_by, variables_of
 from .syntax import (
     DECLARATIONS,
     Assignment,
@@ -53,7 +54,6 @@ from .values import (
     cleaned,
     is_known,
     is_position,
-    slurm_variables,
     text,
 )
 
@@ -92,9 +92,8 @@ def read_script(script: str, source: str, given: Mapping[str, str] | None = None
     ledger = Ledger(Budget(Origin(source)))
     outside = {name: (Piece(cleaned(value), Origin(f"--set {name}")),) for name, value in (given or {}).items()}
     script = cleaned(script)
-    job = slurm_variables(script, source)
-    shell = Shell(Variables(outside, ledger, dict(job)), beside)
-    shell.reading.job = job
+    shell = Shell(Variables(outside, ledger), beside)
+    shell.ask(requested(script, source, ledger))
     try:
         shell.follow_file(script, source)
     except (ExitError, LeaveError):
@@ -138,6 +137,8 @@ class Shell:
         self.failed: ValueError | None = None
         """Why the first of the scripts that this one runs could not be read."""
         self._launcher: tuple[Value, ...] = ()
+        self._job: Mapping[str, Value] = {}
+        self._loops: list[str] = []
         self._follow: dict[type, Callable[[Any], Decision]] = {
             Simple: self._simple,
             Chain: self._chain,
@@ -151,6 +152,11 @@ class Shell:
             Group: lambda group: self.run(group.body),
             Function: self._define,
         }
+
+    def ask(self, request: Request) -> None:
+        """What is followed from here on is part of a job that makes this ``request`` of Slurm."""
+        self._job = variables_of(request)
+        self.variables.values |= self._job
 
     def run(self, body: Body) -> Decision:
         decision: Decision = True
@@ -191,8 +197,19 @@ class Shell:
 
     def _pipeline(self, pipeline: Pipeline) -> Decision:
         decision: Decision = True
-        for command in pipeline.commands:
+        *firsts, last = pipeline.commands
+        for command in firsts:
             decision = self._command(command)
+        if firsts and isinstance(last, Simple) and not last.assignments:
+            words = [value for word in last.words for value in self.expansion.fields(word)]
+            written = firsts[0] if len(firsts) == 1 else Pipeline((*firsts,), False, last.origin)
+            if (
+                words
+                and _READS.fullmatch(text(words[0]))
+                and self._reads(words, last, self.written.printed((written,)))
+            ):
+                return True
+        decision = self._command(last)
         return negated(decision) if pipeline.negated else decision
 
     def _if(self, command: If) -> Decision:
@@ -244,10 +261,13 @@ class Shell:
             values = list((self.variables.items("@") or {}).values())
         else:
             values = [value for word in command.words for value in self.expansion.fields(word)]
+        several = len(values) > 1 and command.name not in self.variables.given
+        self._loops += [command.name] * several
         for value in values[:MOST_ROUNDS]:
             self.variables.assign(command.name, value)
             if not self._round(command.body):
                 break
+        del self._loops[len(self._loops) - several :]
         return True
 
     def _round(self, body: Body) -> bool:
@@ -402,11 +422,8 @@ class Shell:
     def start(self, words: list[Value], command: Simple) -> None:
         """Keeps a command that runs a Python file; follows one that is given to another shell, or to ``sbatch``."""
         self._budget.spend(_WORD * len(words))
-        if _READS.fullmatch(text(words[0])) and all(text(word).startswith("-") for word in words[1:]):
-            given = self.written.input_of(command.redirects)
-            if given is not None and "c" not in "".join(text(word)[1:2] for word in words[1:]):
-                self._launch([], given, command.origin)
-                return
+        if self._reads(words, command, self.written.input_of(command.redirects)):
+            return
         for position, word in enumerate(words[:-2]):
             if _SHELL.fullmatch(text(word)):
                 flags = position + 1
@@ -417,13 +434,10 @@ class Shell:
                         return
         wrapped = _wrapped(words) if text(words[0]) == "sbatch" else None
         if wrapped is not None:
-            self.reading.job = self.reading.job or _asked_for(words, command)
-            variables, passed = self.variables, _exported_by(words)
-            outside = variables.values, variables.exported
-            variables.values = {**variables.values, **self.reading.job, **passed}
-            variables.exported = variables.exported | passed.keys()
-            self._launch([], wrapped, command.origin)
-            variables.values, variables.exported = outside
+            with self._job_of(words, command):
+                self.variables.values |= (passed := _exported_by(words))
+                self.variables.exported = self.variables.exported | passed.keys()
+                self._launch([], wrapped, command.origin)
             return
         if self._runs_a_script(words, command):
             return
@@ -437,7 +451,36 @@ class Shell:
         }
         for assignment in command.assignments:
             environment[assignment.name] = self.expansion.one(assignment.value)
-        self.reading.started.append(Started((*self._launcher, *words), environment, command.origin))
+        given = {name: value for name, value in self.variables.given.items() if name.startswith("SLURM_")}
+        job = {**self._job, **given}
+        words = [*self._launcher, *words]
+        self.reading.started.append(Started((*words,), environment, command.origin, job, (*self._loops,)))
+
+    def _reads(self, words: list[Value], command: Simple, given: Value | None) -> bool:
+        """Follows ``given``, the standard input of a shell or of ``sbatch``."""
+        flags = "".join(text(word)[1:2] for word in words[1:])
+        plain = words and _READS.fullmatch(text(words[0])) and all(text(word).startswith("-") for word in words[1:])
+        if not plain or given is None or "c" in flags:
+            return False
+        with self._job_of(words, command, text(given)):
+            self._launch([], given, command.origin)
+        return True
+
+    @contextmanager
+    def _job_of(self, words: list[Value], command: Simple, script: str = "", source: str = "") -> Iterator[None]:
+        """What is followed within is the job that the command ``words`` start: one of its own by ``sbatch``, or where
+        there is none yet. Nothing comes back."""
+        variables = self.variables
+        before = self._job, variables.values, variables.exported
+        variables.values = dict(variables.values)
+        try:
+            if text(words[0]) == "sbatch" or not self._job:
+                ledger, origin = self.reading.ledger, command.origin
+                asked = {**requested(script, source or origin.source, ledger), **requested_by(words, origin, ledger)}
+                self.ask(asked)
+            yield
+        finally:
+            self._job, variables.values, variables.exported = before
 
     def _runs_a_script(self, words: list[Value], command: Simple) -> bool:
         """Follows ``bash train.sh 8 4096``, ``./train.sh`` and ``srun bash train.sh`` as a process of its own: what is
@@ -457,14 +500,15 @@ class Shell:
             (variables.values, variables.positional, variables.exported, variables.given),
             variables.exported,
         )
-        passed = {name: value for name, value in variables.values.items() if name in given or name in self.reading.job}
+        passed = {name: value for name, value in variables.values.items() if name in given or name in self._job}
         of_command = {one.name: self.expansion.one(one.value) for one in command.assignments}
         of_command |= _exported_by(words[:at])
         passed |= of_command
-        started_by, job = self._launcher, self.reading.job
+        started_by = self._launcher
         self._running.add(name)
         try:
-            found = self._beside(name)
+            made = self.reading.files.get(name, self.reading.files.get(f"./{name}"))
+            found = self._beside(name) if made is None else (text(made), command.origin.source)
             if found is None:
                 self.reading.missing.append((name, command.origin))
                 return False
@@ -473,10 +517,11 @@ class Shell:
             variables.exported = {*given, *of_command}
             self._functions.clear()
             self._launcher = (*started_by, *launcher)
-            if not job:
-                self.reading.job = slurm_variables(cleaned(found[0]), found[1]) | _asked_for(words[:at], command)
-                variables.values |= self.reading.job
-            self.follow_file(cleaned(found[0]), found[1])
+            with self._job_of(words[:at] or words, command, *found):
+                if made is None:
+                    self.follow_file(cleaned(found[0]), found[1])
+                else:
+                    self.follow(made, command.origin)
         except (ExitError, LeaveError):
             pass
         except ValueError as error:
@@ -574,13 +619,6 @@ def _exported_by(words: list[Value]) -> dict[str, Value]:
         said = said if name == "--export" and equals else text(word) if text(before) == "--export" else ""
         found |= {one[1]: (Piece(one[2], word[0].origin),) for one in _EXPORTS.finditer(said)}
     return found
-
-
-def _asked_for(words: list[Value], command: Simple) -> dict[str, Value]:
-    """Variables of the job that ``sbatch``'s own flags ask for."""
-    flags = " ".join(map(text, words))
-    asked = slurm_variables(f"#SBATCH {flags}", "") if "sbatch" in flags else {}
-    return {name: (value[0]._replace(origin=command.origin),) for name, value in asked.items()}
 
 
 _REPEATS = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -40,6 +40,8 @@ class Cause(Enum):
     COMMAND = "is the output of a command, which is not run"
     CONDITION = "depends on a condition that cannot be decided"
     PLACEHOLDER = "is still to be filled in"
+    RANGE = "is a range, from which Slurm chooses"
+    LATE = "stands behind a command, where sbatch reads no more"
     OTHER = "cannot be followed"
 
 
@@ -223,6 +225,10 @@ class Started:
     words: tuple[Value, ...]
     environment: Mapping[str, Value]
     origin: Origin
+    job: Mapping[str, Value] = field(default_factory=dict)
+    """Variables of the job of Slurm that it is part of."""
+    loops: tuple[str, ...] = ()
+    """Variables of the loops around it, outermost first, that take several values."""
 
 
 @dataclass(slots=True)
@@ -238,8 +244,6 @@ class Reading:
     missing: list[tuple[str, Origin]] = field(default_factory=list)
     """Scripts that the script runs as processes of their own, and that are not there."""
     ledger: Ledger = field(default_factory=Ledger)
-    job: Mapping[str, Value] = field(default_factory=dict)
-    """Variables of the job that the script's ``#SBATCH`` lines ask for."""
 
 
 class ExitError(Exception):
@@ -251,54 +255,3 @@ class LeaveError(Exception):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-
-
-_DIRECTIVE = re.compile(r"#SBATCH[ \t]+(.*)")
-_OPTION = re.compile(
-    r"(--nodes|-N|--ntasks-per-node|--ntasks|-n|--gpus-per-node|--gpus|-G|--gres)[= \t]*"
-    r"(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)\b"
-)
-_KIND = re.compile(
-    r"(?:--gpus-per-node|--gpus-per-task|--gpus|-G|--gres)[= \t]*(?:gpu:)?([A-Za-z][\w.-]*)(?::\d+)?(?![\w:.-])"
-    r"|(?:--constraint|-C)[= \t]*[\"']?([\w.&|-]+)"
-)
-"""The kind of GPU: ``--gres=gpu:h100:8``, ``--gpus-per-node=a100:4``, ``-C a100``."""
-_VARIABLES = {
-    "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "--ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "-n": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "--gres": ("SLURM_GPUS_ON_NODE",),
-    "--gpus": ("SLURM_GPUS",),
-    "-G": ("SLURM_GPUS",),
-}
-
-
-def slurm_variables(script: str, source: str) -> dict[str, Value]:
-    """Variables of the job that the directives of ``script`` ask for."""
-    found: dict[str, Value] = {}
-    for directive, origin in _directives(script, source):
-        for option in _OPTION.finditer(directive):
-            found.update(dict.fromkeys(_VARIABLES[option[1]], (Piece(option[2], origin),)))
-    return found
-
-
-def slurm_kinds(script: str, source: str) -> list[Piece]:
-    """What the directives of ``script`` say of the kind of GPU, or of nodes: ``h100``."""
-    return [
-        Piece(word, origin)
-        for directive, origin in _directives(script, source)
-        for option in _KIND.finditer(directive)
-        for word in re.split(r"[&|]", option[1] or option[2])
-        if word and word != "gpu"
-    ]
-
-
-def _directives(script: str, source: str) -> Iterator[tuple[str, Origin]]:
-    lines = enumerate(script.split("\n"), 1) if "#SBATCH" in script else ()
-    for number, line in lines:
-        directive = _DIRECTIVE.match(line)
-        if directive is not None:
-            yield directive[1].partition("#")[0], Origin(source, number)

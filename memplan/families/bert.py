@@ -6,6 +6,7 @@ from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_BERT, PLAIN
 from ..layers.ends import Embedded, token_ids, word_embeddings
+from ..layers.gradients import fresh
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, layer_norm, linear
 from ..plan.spec import ModelSpec
 from .base import Config, Family, ModuleNames, Submodules, key
@@ -59,7 +60,7 @@ def bert_scores(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
     The pooler runs before ``BertModel.forward`` returns: the embedding's output, which is dropped then where no node
     saved it (under autocast), waits that long, and here ends before."""
     whole, dtype, spec = hidden.shape, hidden.dtype, shape.spec
-    first = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_of_tokens")])
+    first = r.node((hidden,), (), fresh(hidden, "grad_hidden_of_tokens"))
     x = linear(r, Tensor(hidden.storage, (whole[0], whole[2]), dtype, first), "pooler", spec.hidden, True)
     x = ops.tanh(r, x, "pooled")
     x = ops.dropout(r, x, spec.hidden_dropout, "pooled_dropout")

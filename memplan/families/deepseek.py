@@ -77,10 +77,9 @@ def expanded(r: Recorder, low: Tensor, k_rot: Tensor, shape: LayerShape) -> tupl
 
 def interleaved_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb_interleave``: pairs of neighbours by the first half of the tables."""
-    assert shared.cos is not None
-    assert shared.sin is not None
     half = q.shape[-1] // 2
-    tables = shared.cos.view(1, shared.cos.shape[1], half), shared.sin.view(1, shared.sin.shape[1], half)
+    cos, sin = (table.view(1, table.shape[1], half) for table in shared.tables)
+    tables = cos, sin
     q_even, q_odd = (ops.slice_last(r, q, half, f"query_{part}") for part in ("even", "odd"))
     k_even, k_odd = (ops.slice_last(r, k, half, f"key_{part}") for part in ("even", "odd"))
     q_out = rotary_of_halves(r, q_even, q_odd, tables, "query")

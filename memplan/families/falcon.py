@@ -9,6 +9,7 @@ from ..layers import ops
 from ..layers.autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..layers.coverage import GPT2
 from ..layers.ends import Embedded
+from ..layers.gradients import fresh
 from ..layers.huggingface import (
     Heads,
     LayerShape,
@@ -33,19 +34,15 @@ def taken(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
     The gradient is put into zeros of the size of ``x``, in place (``TensorAdvancedIndexing.cpp``, ``index_backward``).
     """
     index = r.empty((1,), "int64", f"{name}_index")
-    whole, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Gradients:
-        return [r.empty(whole, dtype, f"grad_{name}")]
-
-    return r.output((x,), (index,), backward, shape, x.dtype, name, work=looked_up(shape, x.dtype))
+    return r.output((x,), (index,), fresh(x, f"grad_{name}"), shape, x.dtype, name, work=looked_up(shape, x.dtype))
 
 
 def divided_in_place(r: Recorder, x: Tensor) -> Tensor:
     """``x /= c``."""
     shape, dtype = x.shape, x.dtype
     work = Operator((Stream(2 * size_of(shape, dtype)),))
-    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, "grad_scores_divided")], work=work)
+    node = r.node((x,), (), fresh(x, "grad_scores_divided"), work=work)
     return Tensor(x.storage, shape, dtype, node)
 
 

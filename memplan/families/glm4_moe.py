@@ -18,9 +18,9 @@ from .phi3 import turned
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb``: as many features of each head turned as the tables have; the rest is appended when both
     are."""
-    assert shared.cos is not None
-    q_rot, q_pass = halves(r, q, shared.cos.shape[-1], "query")
-    k_rot, k_pass = halves(r, k, shared.cos.shape[-1], "key")
+    cos, _ = shared.tables
+    q_rot, q_pass = halves(r, q, cos.shape[-1], "query")
+    k_rot, k_pass = halves(r, k, cos.shape[-1], "key")
     q_turned, k_turned = turned(r, q_rot, shared, "query"), turned(r, k_rot, shared, "key")
     q_out = ops.cat_last(r, q_turned, q_pass, "query_rotary")
     del q_turned

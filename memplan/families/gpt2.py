@@ -9,6 +9,7 @@ from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_GPT, GPT2, MEGATRON_GPT
 from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
+from ..layers.gradients import fresh
 from ..layers.huggingface import Heads, LayerShape, Shared, activation, attention, batched, layer_norm, linear, product
 from ..plan.spec import ModelSpec
 from ..values import replace
@@ -95,7 +96,7 @@ def where_masked(r: Recorder, x: Tensor, s: int) -> Tensor:
     return r.output(
         (x,),
         (condition,),
-        lambda r, gradients: (r.empty(shape, dtype, "grad_scores_masked"),),
+        fresh(x, "grad_scores_masked"),
         shape,
         dtype,
         "scores_masked",

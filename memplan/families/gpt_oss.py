@@ -24,11 +24,9 @@ def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, T
     """``apply_rotary_pos_emb``: both halves of a head by the same angles."""
 
     def turned(x: Tensor, name: str) -> Tensor:
-        assert shared.cos is not None
-        assert shared.sin is not None
         half = (*x.shape[:-1], x.shape[-1] // 2)
         first, second = ops.split(r, x, [half, half], name)
-        return rotary_of_halves(r, first, second, (shared.cos, shared.sin), name)
+        return rotary_of_halves(r, first, second, shared.tables, name)
 
     q_out = turned(q, "query")
     k_out = turned(k, "key")

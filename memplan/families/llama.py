@@ -131,10 +131,8 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
         shared = replace(shared, cos=cos, sin=sin)
     if r.kernels is None or r.kernels.rope is None:
         return (family(shape.spec.family).rotary or rotary)(r, q, k, shared)
-    assert shared.cos is not None
-    assert shared.sin is not None
     copied = head_by_head(shape)
-    return r.kernels.rope(r, q, k, (shared.cos, shared.sin), (copied["query"], copied["key"]))
+    return r.kernels.rope(r, q, k, shared.tables, (copied["query"], copied["key"]))
 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:

@@ -32,10 +32,9 @@ def heads_of(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
 
 def turned(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
     """``x * cos + rotate_half(x) * sin``."""
-    assert shared.cos is not None
-    assert shared.sin is not None
-    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
-    half = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    cos, sin = shared.tables
+    kept = ops.multiply(r, x, cos, f"{name}_cos")
+    half = ops.multiply(r, rotate_half(r, x, name), sin, f"{name}_sin")
     return ops.add(r, kept, half, f"{name}_turned")
 
 

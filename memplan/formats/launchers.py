@@ -17,7 +17,8 @@ from typing import TypeAlias
 from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
 from ..bash.values import Reading, Started, Unknown, Value, is_known, origin_of, text
-from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
+from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, scalar, wrong_at
+from ..plan.notes import Note
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
@@ -183,18 +184,18 @@ class Training:
     environment: Mapping[str, Value]
     launcher: tuple[Value, ...] = ()
     """The words in front of the script."""
-    others: tuple[Origin, ...] = ()
-    """Where the script starts further trainings, which are not read."""
+    others: tuple[str, ...] = ()
+    """Where the script starts further trainings, which are not read, or what else makes them."""
     on_all: bool = False
     """There is a process on every GPU that the launcher finds, and nothing says how many these are."""
-    hostfile: str = ""
-    """The file that lists the hosts, where it is not there and nothing else says how many GPUs there are."""
+    unsaid: PlanError | None = None
+    """What would say how many GPUs there are, and is not known: hosts that nothing here lists, a value."""
 
-    def check_hosts(self) -> None:
-        """``PlanError`` where the GPUs are those of hosts that nothing here lists."""
-        if self.hostfile:
-            problem = "is not here, and lists the hosts that the launcher starts on: say --gpus N for all of them"
-            raise PlanError("--hostfile", self.hostfile, problem, origin=self.origin)
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """That the script starts further trainings."""
+        told = one_line(f"only the first training at {self.origin} was read; {'; '.join(self.others)}")
+        return (Note("several-trainings", told),) if self.others else ()
 
     def spread(self) -> tuple[int, int] | None:
         """Processes, and GPUs that they see, where these are several for each: ``python`` alone, and ``swift``, whose
@@ -223,19 +224,19 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
     if not found:
         raise _no_training(reading, source)
     started, start = found[0]
-    others = {other.origin for other, _ in found[1:]} - {started.origin}
-    launcher = started.words[:start]
+    launcher, job = started.words[:start], started.job
     hosts = hosts_of(launcher, partial(_hostfile, reading, folder))
     per_node = hosts.per_node or _number_of(launcher, _PER_NODE)
     said = any(text(word).partition("=")[0] in (*_NODES, *_NODES_OF_SRUN) for word in launcher)
     alone = None if hosts.missing else Node(1, started.origin)
     nodes = _number_of(launcher, (*_NODES, *_NODES_OF_SRUN)) if said else alone
     if not said and per_node is not None and _number_of(launcher, _PER_NODE_OF_LAUNCHERS) is None:
-        nodes = _of_job(reading.job, "SLURM_NNODES") or nodes  # srun's own flags, on each node of the job
+        nodes = _of_job(job, "SLURM_NNODES", nodes)  # srun's own flags, on each node of the job
     gpus = hosts.gpus or _product(nodes, per_node, started.origin)
     if gpus is None and per_node is None and not hosts.missing:
-        gpus = _processes(launcher, nodes if said else None, reading.job, started.origin)
-        gpus = gpus or _gpus_of_job(reading.job, started.origin)
+        is_told = any(text(word).partition("=")[0] in _PER_NODE_OF_LAUNCHERS for word in launcher)
+        gpus = None if is_told else _processes(launcher, nodes if said else None, job, started.origin)
+        gpus = gpus or _gpus_of_job(job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
     if gpus is None and not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT):
         per_node = _of_job(environment, "NPROC_PER_NODE")
@@ -254,10 +255,53 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
         per_node,
         environment,
         launcher,
-        tuple(sorted(others, key=lambda o: o.line or 0)),
+        _others([one for one, _ in found]),
         on_all,
-        hosts.missing if gpus is None else "",
+        _unsaid(started, launcher, hosts.missing, reading) if gpus is None else None,
     )
+
+
+def _others(found: Sequence[Started]) -> tuple[str, ...]:
+    """What else starts trainings beside the first of ``found``: other lines, and its own, where it starts several that
+    differ."""
+    first, *rest = found
+    again = [one for one in rest if one.origin == first.origin and _seen_of(one) != _seen_of(first)]
+    lines = {one.origin for one in rest} - {first.origin}
+    shown = [str(origin.line or origin) for origin in sorted(lines, key=lambda o: o.line or 0)]
+    told = [f"others start at line {', '.join(shown)}"] if shown else []
+    if again:
+        which = f"; --set {first.loops[-1]}=value reads another round of its loop" if first.loops else ""
+        told.append(f"its line starts {len(again)} more with other values{which}")
+    return tuple(told)
+
+
+def _seen_of(started: Started) -> tuple[list[str], dict[str, str]]:
+    return [*map(text, started.words)], {name: text(value) for name, value in started.job.items()}
+
+
+_OF_NUMBERS = (*_NODES, *_NODES_OF_SRUN, *_PER_NODE, *_PROCESSES, *_PER_NODE_OF_SRUN)
+
+
+def _unsaid(started: Started, launcher: Sequence[Value], hosts: str, reading: Reading) -> PlanError | None:
+    """Why nobody knows how many GPUs the command has; nothing where nothing begins to say it."""
+    if hosts:
+        problem = "is not here, and lists the hosts that the launcher starts on: say --gpus N for all of them"
+        return PlanError("--hostfile", hosts, problem, origin=started.origin)
+    for flag, value in pairwise([*launcher, ()]):
+        name, equals, _ = text(flag).partition("=")
+        value = flag if equals else value
+        if name in _OF_NUMBERS and (unknowns := reading.ledger.unknowns(value)):
+            return _needed(unknowns[0], started)
+    unknowns = [one for name in _COUNTS_OF_JOB for one in reading.ledger.unknowns(started.job.get(name, ()))]
+    return _needed(unknowns[0], started) if unknowns else None
+
+
+_COUNTS_OF_JOB = ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE")
+
+
+def _needed(unknown: Unknown, started: Started) -> PlanError:
+    problem = f"is needed, and {unknown.why}{' or' if unknown.ask else '; give it as'} --gpus N"
+    return PlanError("hardware.gpus", ABSENT, problem, origin=started.origin)
 
 
 def _hostfile(reading: Reading, folder: Path, name: str) -> str | None:
@@ -294,13 +338,16 @@ def _processes(launcher: Sequence[Value], nodes: Node | None, job: Mapping[str, 
 
 def _gpus_of_job(job: Mapping[str, Value], origin: Origin) -> Node | None:
     """GPUs that a job of Slurm asks for: in all, or on each node."""
-    nodes = _of_job(job, "SLURM_NNODES") or Node(1, origin)
+    nodes = _of_job(job, "SLURM_NNODES", Node(1, origin))
     return _of_job(job, "SLURM_GPUS") or _product(nodes, _of_job(job, "SLURM_GPUS_ON_NODE"), origin)
 
 
-def _of_job(job: Mapping[str, Value], name: str) -> Node | None:
+def _of_job(job: Mapping[str, Value], name: str, otherwise: Node | None = None) -> Node | None:
+    """What ``job`` says; ``otherwise`` where it says nothing, and nothing where what it says is not known."""
     value = job.get(name)
-    return scalar(text(value), value[0].origin) if value else None
+    if not value:
+        return otherwise
+    return scalar(text(value), value[0].origin) if is_known(value) else None
 
 
 RUNNERS = ("-m", "trl", "llamafactory-cli", "axolotl", "swift")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..bash.values import slurm_kinds
+from ..bash.slurm import slurm_kinds
 from ..plan.errors import Node, PlanError
 from ..plan.spellings import gpus_called
 from ..plan.text import text_at

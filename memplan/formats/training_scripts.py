@@ -94,7 +94,8 @@ def launched(
     gpus = asked.gpus or (training.gpus if training is not None else None)
     if gpus is None and not asked.names & {"gpus", "dp"}:
         problem = "is needed: the launch file does not say how many GPUs there are; give it as --gpus N"
-        raise PlanError("hardware.gpus", ABSENT, problem, origin=words.origin)
+        unsaid = training.unsaid if training is not None else None
+        raise unsaid or PlanError("hardware.gpus", ABSENT, problem, origin=words.origin)
     context = Context(
         family or _family(words, settings),
         training.script if training is not None else name,
@@ -291,9 +292,7 @@ def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
     if unset:
         names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")
         yield Note("variable-unset", one_line(f"not set, and not needed for memory: {names}"))
-    if words.training is not None and words.training.others:
-        lines = ", ".join(str(origin.line or origin) for origin in words.training.others)
-        yield Note("several-trainings", f"only the training at {words.origin} was read; others start at line {lines}")
+    yield from words.training.notes if words.training is not None else ()
 
 
 def _unset(words: Words) -> list[str]:

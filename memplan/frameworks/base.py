@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..values import dataclass
 
@@ -161,6 +162,16 @@ class Supports:
     """torch cuts its graph into parts."""
 
 
+class Parts(NamedTuple):
+    """Objects of a framework's room by module and name, ``module:name`` from the room's folder on: they are loaded when
+    they are asked for."""
+
+    search: str
+    time: str
+    running: str
+    programs: str = ".programs:programs"
+
+
 class Framework:
     """One framework. A room overrides what differs; what stands here holds for plain PyTorch in one process.
 
@@ -172,24 +183,31 @@ class Framework:
     configuration: str | None = None
     """The format (``memplan.formats``) that says its plans; ``None`` where that is Python alone."""
 
+    parts: Parts
+
+    def _loaded(self, part: str) -> Any:
+        module, name = part.split(":")
+        return getattr(import_module(module, type(self).__module__.rpartition(".")[0]), name)
+
     def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         """One program for every stage."""
-        raise NotImplementedError
+        made: tuple[Program, ...] = self._loaded(self.parts.programs)(plan, options)
+        return made
 
     @cached_property
     def search(self) -> FrameworkSearch:
         """What a search for a layout asks."""
-        raise NotImplementedError
+        return cast("FrameworkSearch", self._loaded(self.parts.search)())
 
     @cached_property
     def time(self) -> FrameworkTime:
         """What the time of a step asks."""
-        raise NotImplementedError
+        return cast("FrameworkTime", self._loaded(self.parts.time)())
 
     @cached_property
     def running(self) -> FrameworkRunning:
         """What runs for its plans here."""
-        raise NotImplementedError
+        return cast("FrameworkRunning", self._loaded(self.parts.running)())
 
     # -- defaults: what a field means that a plan leaves out ----------------------------------------
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .megatron_core.offload import Group
     from .megatron_core.precision import Low
     from .recompute import Frame
-    from .tuning import Packed, Tuning
+    from .tuning import Adapters, Packed, Tuning
 
 
 class Storage:
@@ -386,6 +386,13 @@ class Recorder:
             leaf.expert, leaf.low, leaf.gathered = expert, low, gathered
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
+
+    @property
+    def adapters(self) -> Adapters:
+        """What is on layers that have adapters."""
+        assert self.tuning is not None
+        assert self.tuning.adapters is not None
+        return self.tuning.adapters
 
     def original(self, name: str, shape: Shape, dtype: str) -> None:
         """The frozen parameter of which ``name`` is a trained copy."""

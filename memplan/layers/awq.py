@@ -69,7 +69,7 @@ class Awq(Packed):
         unpacked = work.Stream((0.5 + ITEMSIZE[self.dtype]) * n * k)
         copied = work.Stream((1 + sequences) * ITEMSIZE[dtype] * n * k)
         product = work.linear(rows, n, k, dtype, needs_weight=False)
-        done = work.Operator((unpacked, *(product.forward or ())), (unpacked, copied, *(product.backward or ())))
+        done = product.after((unpacked,), (unpacked, copied))
         out.node = r.node((x,), (x,), backward, work=done)
         return ops.copied_gradient(r, out, name) if layer.strided else out
 

@@ -371,8 +371,7 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
 
     saved = [hidden, lse, valids, *([average] if average is not None else [])]
     product = linear(n, v, h, dtype)
-    again = product.forward or ()  # backward computes the logits again, which are never written
-    work = Operator(product.forward, (*again, *(product.backward or ())))
+    work = product.after((), product.forward or ())  # backward computes the logits again, which are never written
     total.node = r.node((hidden, weight), saved, backward, work=work)
     del nll
     return total

@@ -77,7 +77,7 @@ class Gptq(Packed):
 
         unpacked = work.Stream((0.5 + ITEMSIZE[self.dtype]) * n * k)
         product = work.linear(prod(shape[:-1]), n, k, dtype, needs_weight=False)
-        done = work.Operator((unpacked, *(product.forward or ())), (unpacked, *(product.backward or ())))
+        done = product.after((unpacked,), (unpacked,))
         out.node = r.node((x,), (), backward, work=done)
         if not layer.bias:
             return out

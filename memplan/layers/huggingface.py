@@ -139,6 +139,13 @@ class Shared:
     full_mask: Tensor | None = None
     """The mask of layers without a window, where ``mask`` is that of those with one."""
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, where layers are handed them."""
+        assert self.cos is not None
+        assert self.sin is not None
+        return self.cos, self.sin
+
 
 Layer = Callable[[Recorder, Tensor, Shared, LayerShape], Tensor]
 
@@ -448,10 +455,9 @@ def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
-    assert shared.cos is not None
-    assert shared.sin is not None
-    kept = ops.multiply(r, x, shared.cos, f"{name}_cos")
-    turned = ops.multiply(r, rotate_half(r, x, name), shared.sin, f"{name}_sin")
+    cos, sin = shared.tables
+    kept = ops.multiply(r, x, cos, f"{name}_cos")
+    turned = ops.multiply(r, rotate_half(r, x, name), sin, f"{name}_sin")
     return ops.add(r, kept, turned, f"{name}_rotary", issue=work.STRIDED)  # heads before tokens, and behind
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, incoming
-from .work import Operator, linear
+from .work import linear
 
 TOKENS, VOCABULARY = 4096, 32_768
 """Of a tile (``TOKEN_CHUNK_SIZE``, ``_CHUNKED_LOGPROB_CHUNK_SIZE``)."""
@@ -122,7 +122,7 @@ def by_tiles(r: Recorder, x: Tensor, weight: Tensor, targets: Tensor, outputs: S
         return [cast_x, cast_w]
 
     product = linear(n, v, h, compute)
-    work = Operator(product.forward, (*(product.forward or ()), *(product.backward or ())))
+    work = product.after((), product.forward or ())
     kept = (x, weight, targets, log_z, made[1] if "entropy" in outputs else log_z)
     node = r.node((x, weight), kept, backward, outputs=len(made), work=work)
     del buffers, statistics, log_z

@@ -18,6 +18,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, incoming, size_of
+from .gradients import fresh
 from .module import STALE
 from .recompute import recomputed_reentrant
 from .reductions import summed
@@ -91,12 +92,10 @@ def row_parallel(r: Recorder, x: Tensor, name: str, shape: ParallelShape) -> Ten
     out = ops.linear(r, x, weight, name=name, parallel=shape.ranks.row)
     if not shape.sequence_parallel:
         return out
-    full, dtype = out.shape, out.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(full, dtype, f"grad_{name}_gathered")]
-
-    return r.empty(shape.hidden, dtype, f"{name}_scattered").by(r.node((out,), (), backward, work=NOTHING))
+    return r.empty(shape.hidden, out.dtype, f"{name}_scattered").by(
+        r.node((out,), (), fresh(out, f"grad_{name}_gathered"), work=NOTHING)
+    )
 
 
 def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: float) -> Tensor:

@@ -231,6 +231,9 @@ def joined(*modules: Passes) -> Passes:
     )
 
 
+Change = Callable[[Tape], Tape]
+
+
 @dataclass(frozen=True, eq=False)
 class Module:
     """One entry of a rank's layer list, in every role that it plays.
@@ -258,6 +261,18 @@ class Module:
     def evaluation_fold(self) -> Excursion:
         return fold_once(self.evaluation)
 
+    def changed(self, forward: Change | None = None, backward: Change | None = None) -> Module:
+        """The module whose tapes ``forward`` has changed, those of evaluation, too, and ``backward``."""
+
+        def tapes(own: Tapes) -> Tapes:
+            onward = forward(own.forward) if forward else own.forward
+            return replace(own, forward=onward, backward=backward(own.backward) if backward else own.backward)
+
+        steady = tapes(self.steady)
+        first = steady if self.first is self.steady else tapes(self.first)
+        evaluation = forward(self.evaluation) if forward else self.evaluation
+        return replace(self, first=first, steady=steady, evaluation=evaluation)
+
     @cached_property
     def largest_id(self) -> int:
         """Of the module's own tensors."""
@@ -283,7 +298,8 @@ class Run:
     """Like ``until_end``, and cast to fp32 first, once autocast has ended."""
 
 
-Recipe = Callable[[Recorder, Tensor | None], Run]
+Recipe = Callable[[Recorder, Tensor], Run]
+"""Of a module that has no input, it takes a tensor of nothing."""
 RecorderKind = TypeVar("RecorderKind", bound=Recorder)
 
 
@@ -424,13 +440,18 @@ def _hold(tapes: Tapes, id: int) -> Hold:
     return next(event for event in tapes.forward if isinstance(event, Hold) and event.tensor == id)
 
 
+def _input(recorder: Recorder, interface: Interface, *, drops: bool) -> Tensor:
+    if interface.shape is None:
+        return recorder.outside((0,), interface.dtype)
+    return recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=drops)
+
+
 def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, _Ids]:
     leaf = None
-    x = None
-    if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=not options.keeps_input)
-        if interface.requires_grad:
-            x, leaf = recorder.leaf(x)
+    x: Tensor | None
+    x = _input(recorder, interface, drops=not options.keeps_input)
+    if interface.shape is not None and interface.requires_grad:
+        x, leaf = recorder.leaf(x)
 
     def hook(kind: Hook) -> None:
         if options.seams:
@@ -497,9 +518,9 @@ def _convert(recorder: Recorder, run: Run) -> None:
 
 def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> Tape:
     """Forward without a graph, on a fresh ``recorder`` that records none."""
-    x, recorder.evaluates = None, True
-    if interface.shape is not None:
-        x = recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=True)
+    recorder.evaluates = True
+    x: Tensor | None
+    x = _input(recorder, interface, drops=True)
     if options.seams:
         recorder.seam(name, Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)

@@ -15,6 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from .gradients import fresh
 from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
@@ -301,10 +302,9 @@ def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
     early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces and r.masks_first else []
     out = r.empty(x.shape, x.dtype, name)
     mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
-    shape, dtype = x.shape, x.dtype
-    done = work.Operator(issue=(work.DROPOUT.of(prod(shape)), 0))
+    done = work.Operator(issue=(work.DROPOUT.of(prod(x.shape)), 0))
 
-    out.node = r.node((x,), (mask,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")], work=done)
+    out.node = r.node((x,), (mask,), fresh(x, f"grad_{name}"), work=done)
     return out
 
 
@@ -352,11 +352,8 @@ def log_softmax(r: Recorder, x: Tensor, name: str = "log_probabilities") -> Tens
     out = r.empty(x.shape, x.dtype, name, Category.LOGITS)
     shape, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, "grad_logits", Category.LOGITS)]
-
     each = (work.Stream(4.0 * size_of(shape, dtype), 1, True),)
-    out.node = r.node((x,), (out,), backward, work=work.Operator(each, each))
+    out.node = r.node((x,), (out,), fresh(x, "grad_logits", Category.LOGITS), work=work.Operator(each, each))
     return out
 
 
@@ -367,14 +364,11 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     weight = r.empty((), x.dtype, "total_weight")
     shape, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, "grad_log_probabilities", Category.LOGITS)]
-
     # forward reads the labels' elements alone; backward fills zeros
     done = work.Operator(
         (work.Stream(2 * size_of(labels.shape, dtype)),), (work.Stream(size_of(shape, dtype), 2, True),)
     )
-    out.node = r.node((x,), (x, labels, weight), backward, work=done)
+    out.node = r.node((x,), (x, labels, weight), fresh(x, "grad_log_probabilities", Category.LOGITS), work=done)
     return out
 
 
@@ -400,13 +394,12 @@ def tanh(r: Recorder, x: Tensor, name: str = "tanh") -> Tensor:
 
 def mean_last(r: Recorder, x: Tensor, name: str = "mean") -> Tensor:
     """``x.mean(-1, keepdim=True)``: saves nothing; the gradient is expanded and divided (full size)."""
-    shape, dtype = x.shape, x.dtype
     return r.empty((*x.shape[:-1], 1), x.dtype, name).by(
         r.node(
             (x,),
             (),
-            lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")],
-            work=work.Operator(issue=(0, work.STRIDED.of(prod(shape)))),
+            fresh(x, f"grad_{name}"),
+            work=work.Operator(issue=(0, work.STRIDED.of(prod(x.shape)))),
         )
     )
 
@@ -446,11 +439,10 @@ def sliced_whole(r: Recorder, x: Tensor, times: int, name: str, category: Catego
 
 def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
     """A view of part of the last dimension; ``slice_backward`` fills a tensor of the whole size."""
-    whole, dtype = x.shape, x.dtype
     shape = (*x.shape[:-1], width)
     done = work.Operator(issue=(0, work.STRIDED.of(prod(shape))))
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")], work=done)
-    return Tensor(x.storage, shape, dtype, node)
+    node = r.node((x,), (), fresh(x, f"grad_{name}_slice"), work=done)
+    return Tensor(x.storage, shape, x.dtype, node)
 
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
@@ -467,6 +459,5 @@ def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
 def expanded(r: Recorder, x: Tensor, shape: Shape, name: str, *, copies: bool) -> Tensor:
     """``expand`` then ``reshape`` to ``shape``: a copy or a view; backward sums to the size before."""
     out = r.empty(shape, x.dtype, name) if copies else Tensor(x.storage, shape, x.dtype)
-    before, dtype = x.shape, x.dtype
-    out.node = r.node((x,), (), lambda r, gradients: [r.empty(before, dtype, f"grad_{name}_sum")])
+    out.node = r.node((x,), (), fresh(x, f"grad_{name}_sum"))
     return out

@@ -19,6 +19,7 @@ from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor
 from .ends import cross_entropy
+from .gradients import fresh
 from .huggingface import LayerShape
 
 
@@ -72,7 +73,7 @@ def taken(r: Recorder, logits: Tensor, last: Tensor) -> Tensor:
     whole, dtype = logits.shape, logits.dtype
     rows = r.empty(whole[:1], "int64", "rows")
     out = r.empty((whole[0], whole[2]), dtype, "scores")
-    node = r.node((logits,), (rows, last), lambda r, gradients: [r.empty(whole, dtype, "grad_scores_of_tokens")])
+    node = r.node((logits,), (rows, last), fresh(logits, "grad_scores_of_tokens"))
     return out.by(node)
 
 

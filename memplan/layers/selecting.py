@@ -12,6 +12,7 @@ from math import prod
 
 from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from .gradients import fresh
 from .work import REPEATED, Operator
 
 
@@ -20,7 +21,7 @@ def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
     shape, dtype = x.shape, x.dtype
     values = r.empty((*shape[:-1], k), dtype, f"{name}_values")
     indices = r.empty((*shape[:-1], k), "int64", f"{name}_indices")
-    node = r.node((x,), (indices,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")])
+    node = r.node((x,), (indices,), fresh(x, f"grad_{name}"))
     return values.by(node), indices
 
 
@@ -29,7 +30,7 @@ def largest_last(r: Recorder, x: Tensor, name: str) -> Tensor:
     shape, dtype = x.shape, x.dtype
     values = r.empty((*shape[:-1], 1), dtype, name)
     where = r.empty(values.shape, "int64", f"{name}_indices")
-    return values.by(r.node((x,), (where,), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")]))
+    return values.by(r.node((x,), (where,), fresh(x, f"grad_{name}")))
 
 
 def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
@@ -53,30 +54,25 @@ def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:
     chosen = (*indices.shape, *shape[1:]) if of_rows else indices.shape
     done = Operator(issue=(0, REPEATED.of(0, -(-prod(indices.shape) // shape[0])) if of_rows else 0))
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{name}")]
-
-    return r.output((x,), (indices,), backward, chosen, dtype, name, work=done)
+    return r.output((x,), (indices,), fresh(x, f"grad_{name}"), chosen, dtype, name, work=done)
 
 
 def scattered(r: Recorder, values: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
     """``torch.full(shape, c).scatter_(-1, indices, values)``: saves the indices, by which the gradient is gathered."""
-    like, dtype = values.shape, values.dtype
-    out = r.empty(shape, dtype, name)
-    return out.by(r.node((values,), (indices,), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_values")]))
+    out = r.empty(shape, values.dtype, name)
+    return out.by(r.node((values,), (indices,), fresh(values, f"grad_{name}_values")))
 
 
 def repeated_rows(r: Recorder, x: Tensor, times: int, name: str) -> Tensor:
     """``x.repeat(times, 1)`` of (n, h): the gradient is summed."""
     like, dtype = x.shape, x.dtype
     shape = (times * like[0], *like[1:])
-    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_sum")], shape, dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}_sum"), shape, dtype, name)
 
 
 def picked(r: Recorder, x: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
     """``x[i, j]`` to ``shape``, with indices that are views of one tensor, which is saved."""
-    like, dtype = x.shape, x.dtype
-    return r.output((x,), (indices,), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], shape, dtype, name)
+    return r.output((x,), (indices,), fresh(x, f"grad_{name}"), shape, x.dtype, name)
 
 
 def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor, name: str) -> Tensor:
@@ -105,8 +101,7 @@ def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
     rows' own dtype."""
     rows, h = x.shape
     summed = set_by_autocast(r, "sum") or x.dtype
-    like, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_rows")])
+    node = r.node((x,), (), fresh(x, f"grad_{name}_rows"))
     return r.empty((rows // k, h), summed, name).by(node)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
+from .gradients import fresh
 from .work import Exchange, Kind, Operator, Stream, Work, looked_up
 
 PARTIAL = "partial"
@@ -104,14 +105,14 @@ def everywhere(r: Recorder, x: Tensor, t: int, name: str) -> Tensor:
     out = all_gather(r, shape, dtype, t, name)
     size = size_of(shape, dtype)
     work = Operator(_moved("all-gather", t * size, shape), (Stream(2 * size),))
-    return out.by(r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_part")], work=work))
+    return out.by(r.node((x,), (), fresh(x, f"grad_{name}_part"), work=work))
 
 
 def summed_back(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``x`` itself, whose gradient is a sum over ranks (``Replicate``, with ``Partial`` gradients)."""
     shape, dtype = x.shape, x.dtype
     work = Operator((), (Exchange("all-reduce", size_of(shape, dtype)),))
-    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_reduced")], work=work)
+    node = r.node((x,), (), fresh(x, f"grad_{name}_reduced"), work=work)
     return Tensor(x.storage, shape, dtype, node)
 
 
@@ -187,13 +188,13 @@ def masked(r: Recorder, shape: Shape) -> tuple[Tensor, Tensor]:
 def gathered_logits(r: Recorder, x: Tensor, t: int) -> Tensor:
     """``Shard(-1)`` to ``Replicate``: (b, s, v) from every rank's (b, s, v / t); backward copies this rank's part."""
     b, s, v = x.shape
-    part, dtype = x.shape, x.dtype
+    dtype = x.dtype
     received = r.empty((b * t, s, v), dtype, "logits_received", LOGITS)
     out = r.empty((b, s, v * t), dtype, "logits_gathered", LOGITS)
     del received
     size = size_of(out.shape, dtype)
     work = Operator((Exchange("all-gather", size), Stream(2 * size, 1, True)))
-    out.node = r.node((x,), (), lambda r, gradients: [r.empty(part, dtype, "grad_logits_part", LOGITS)], work=work)
+    out.node = r.node((x,), (), fresh(x, "grad_logits_part", LOGITS), work=work)
     return out
 
 

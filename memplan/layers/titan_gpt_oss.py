@@ -20,6 +20,7 @@ from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .experts import grouped_product
 from .flash_kernels import Call, Release
 from .fused_attention import allocates
+from .gradients import fresh
 from .huggingface import LayerShape, Shared, linear, rotary_one
 from .tensor_parallel import tagged
 from .titan_moe import divided, fused_rms_norm, normalises, put, with_zeros
@@ -347,10 +348,7 @@ def chosen_rows(r: Recorder, x: Tensor, indices: Tensor, kept: int, name: str) -
     shape, dtype = x.shape, x.dtype
     of = tagged(f"grad_{name}_rows", kept)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, of)]
-
-    return r.output((x,), (indices,), backward, (indices.shape[0], shape[1]), dtype, f"{name}_rows")
+    return r.output((x,), (indices,), fresh(x, of), (indices.shape[0], shape[1]), dtype, f"{name}_rows")
 
 
 def clamped_gate(r: Recorder, x: Tensor, f: int) -> Tensor:
@@ -408,4 +406,4 @@ def scattered_sum(r: Recorder, zeros: Tensor, tokens: Tensor, rows: Tensor) -> T
         names = ("scatter_index", "scatter_sorted", "scatter_order", "scatter_range")
         sorting = [r.empty((like[0],), "int64", name, Category.WORKSPACES) for name in names]
         del sorting
-    return out.by(r.node((rows,), (tokens,), lambda r, gradients: [r.empty(like, dtype, "grad_rows_of_experts")]))
+    return out.by(r.node((rows,), (tokens,), fresh(rows, "grad_rows_of_experts")))

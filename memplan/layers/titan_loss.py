@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..tape.events import Category
 from .autograd import Gradients, Recorder, Shape, Tensor, size_of
+from .gradients import fresh
 from .tensor_parallel import reduced
 from .work import Exchange, Operator, Stream
 
@@ -31,10 +32,7 @@ def compiled(r: Recorder, logits: Tensor, labels: Tensor, *, averages: bool = Fa
     size = size_of(shape, dtype)
     work = Operator((Stream(2 * size, 2, True),), (Stream(2 * size, 1, True),))
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, "grad_logits", LOGITS)]
-
-    loss.node = r.node((logits,), saved, backward, work=work)
+    loss.node = r.node((logits,), saved, fresh(logits, "grad_logits", LOGITS), work=work)
     return loss
 
 

@@ -16,6 +16,7 @@ from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from . import tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming, size_of
+from .gradients import fresh
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
 from .work import NOTHING, Exchange, exchanged
@@ -148,7 +149,7 @@ def _reordered_part(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec) -
 def part_of_rows(r: Recorder, x: Tensor, parts: int) -> Tensor:
     """The first of so many equal parts, a view; the gradient is that of all rows, nought elsewhere."""
     whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_part_of_rows")])
+    node = r.node((x,), (), fresh(x, "grad_part_of_rows"))
     return Tensor(x.storage, (whole[0] // parts, *whole[1:]), dtype, node)
 
 
@@ -324,7 +325,7 @@ def all_to_all(r: Recorder, x: Tensor, name: str) -> Tensor:
     node = r.node(
         (x,),
         (),
-        lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}")],
+        fresh(x, f"grad_{name}"),
         work=exchanged("all-to-all", size_of(shape, dtype), "all-to-all", "ep"),
     )
     return r.empty(shape, dtype, name).by(node)

@@ -338,9 +338,7 @@ def lora(r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
 def adapted_embedding(r: Recorder, weight: Tensor, indices: Tensor, vocab: int) -> Tensor:
     """``lora.Embedding.forward``: behind the base layer's rows of ``weight`` (v, h), those of one matrix, seen the
     other way round, times the other."""
-    assert r.tuning is not None
-    adapters = r.tuning.adapters
-    assert adapters is not None
+    adapters = r.adapters
     result = r.embedded(ops.embedding(r, weight, indices, "word_embeddings"))
     dtype, h = result.dtype, result.shape[-1]
     table = transposed(r, r.parameter("word.lora_embedding_A", (adapters.rank, vocab), dtype), "word.lora_embedding_A")
@@ -388,9 +386,7 @@ class Factors:
 
 def matrices(r: Recorder, name: str, shape: Shape, dtype: str) -> Factors:
     """The adapter's two parameters beside the weight ``name`` (E, m, n): (m, r E) and (r E, n)."""
-    assert r.tuning is not None
-    adapters = r.tuning.adapters
-    assert adapters is not None
+    adapters = r.adapters
     e, m, n = shape
     down = r.parameter(f"{name}.lora_A.weight", (adapters.rank * e, n), dtype)
     return Factors(r.parameter(f"{name}.lora_B.weight", (m, adapters.rank * e), dtype), down)
@@ -399,9 +395,7 @@ def matrices(r: Recorder, name: str, shape: Shape, dtype: str) -> Factors:
 def factors(r: Recorder, name: str, both: Factors, dtype: str) -> Factors:
     """``ParamWrapper.get_delta_factors``: views by expert, cast to the weight's dtype; the gradient of the first is
     laid out anew."""
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    rank = r.tuning.adapters.rank
+    rank = r.adapters.rank
     (m, columns), n = both.lhs.shape, both.rhs.shape[-1]
     e = columns // rank
     up = ops.copied_gradient(r, both.lhs, f"{name}.lora_B").view(e, m, rank)
@@ -420,9 +414,7 @@ def folded(r: Recorder, weight: Tensor, made: Factors | None, name: str) -> Tens
     """``torch.baddbmm(W, lhs, rhs, alpha=scaling)`` (``_LoraFactorsProxy.forward``): saves both factors."""
     if made is None:
         return weight
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    scales = r.tuning.adapters.scaled
+    scales = r.adapters.scaled
     lhs, rhs = made.lhs, made.rhs
     shapes, dtype = (lhs.shape, rhs.shape), weight.dtype
     e, m, n = weight.shape

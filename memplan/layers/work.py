@@ -210,6 +210,14 @@ class Operator(NamedTuple):
     issue: tuple[int, int] = (0, 0)
     """As of ``Stream``, of what follows from tensors in each direction."""
 
+    def after(self, forward: Work, backward: Work) -> Operator:
+        """Other kernels run first in each direction."""
+        return Operator((*forward, *(self.forward or ())), (*backward, *(self.backward or ())))
+
+    def then(self, forward: Work, backward: Work) -> Operator:
+        """Other kernels run last."""
+        return Operator((*(self.forward or ()), *forward), (*(self.backward or ()), *backward))
+
 
 def exchanged(kind: Kind, size: float, back: Kind, axis: Axis = "tp") -> Operator:
     """A collective of ``size`` bytes, and its gradient's."""
@@ -248,7 +256,7 @@ def linear_four_bit(tokens: int, n: int, k: int, dtype: str, whole: str) -> Oper
     unpacked = Stream((0.5 + ITEMSIZE[whole]) * n * k, issue=FOUR_BITS.of(n * k))
     product = linear(tokens, n, k, dtype, needs_weight=False)
     calls = Stream(0, FOUR_BIT_CALLS), Stream(0, FOUR_BIT_CALLS_BACKWARD)
-    return Operator((calls[0], unpacked, *(product.forward or ())), (calls[1], unpacked, *(product.backward or ())))
+    return product.after((calls[0], unpacked), (calls[1], unpacked))
 
 
 def batched(shape: Shape, k: int, dtype: str, *, needs_x: bool = True, needs_y: bool = True) -> Operator:

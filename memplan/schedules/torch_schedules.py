@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from ..tape.events import ZERO, Category, Drop, Excursion, Hold, change, compose, fold
+from ..tape.events import ZERO, Category, Excursion, Hold, change, compose, fold
 from ..tape.program import Action, Chunk, Exchanged, Role, What
 from ..values import dataclass
 
@@ -379,7 +379,7 @@ class Pipelined:
         hold = self.begun(action.chunk, action.tensor)
         if action.what in ("begin", "begin_all"):
             return change(hold.bytes * (action.microbatch if action.what == "begin_all" else 1), hold.category)
-        merged = (hold, Drop(hold.tensor, hold.bytes, hold.category))
+        merged = (hold, hold.end)
         return fold(merged).within(f"{action.microbatch}/forward/outputs")
 
     @cached_property

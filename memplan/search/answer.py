@@ -207,16 +207,28 @@ TRIED = 3
 
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
-    """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest."""
+    """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest.
+    Every stage is replayed of that one alone: stages at the ends rule out, or rule in another one of ``best``."""
     if not best:
         return best
     fastest = best[0]
+    longest = fastest.seconds * (1 + within)
+
+    def is_worth(one: Suggestion) -> bool:
+        is_sure = one.is_safe and one.judged.retries <= fastest.judged.retries
+        return is_sure and one.needs < fastest.needs
+
     for roomy in search.roomier(fastest, within)[:TRIED]:
-        whole = search.estimated(roomy)
-        is_sure = whole.is_safe and whole.judged.retries <= fastest.judged.retries
-        if is_sure and whole.needs < fastest.needs:
-            whole = _with_more_room(search, whole, best, fastest.seconds * (1 + within))
-            return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
+        ends = search.replayed_fullest(roomy)
+        if not is_worth(ends):
+            continue
+        whole = _with_more_room(search, ends, best, longest)
+        if whole is ends:
+            whole = search.estimated(roomy, again=True)
+            if not is_worth(whole):
+                continue
+            whole = _with_more_room(search, whole, best, longest)
+        return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
     return best
 
 

@@ -123,7 +123,9 @@ def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Other sizes leave another number of replicas: the batch of a step is kept, as work and time are compared."""
     layout, own = plan.layout, framework(plan.framework)
+    batch = {"batch.gbs": plan.batch.gbs, "batch.accumulation": None}
     dp = layout.dp or 1
     for zero in range(layout.zero + 1, max(own.supports.zero) + 1):
         if dp * layout.cp > 1:
@@ -132,7 +134,7 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
     for name in ("tp", "pp", "cp") if own.search.chooses_cut else ():
         size = 2 * getattr(layout, name)
         if dp % 2 == 0 and name in own.supports.sizes:
-            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS}
+            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS, **batch}
             if name == "tp" and shards_sequence:
                 fields["layout.sequence_parallel"] = True
             yield Proposal(f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus})
@@ -141,7 +143,7 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
         yield Proposal("sequence parallelism", {"layout.sequence_parallel": True})
     if plan.hardware.gpus is not None and "dp" in own.supports.sizes:
         gpus = 2 * plan.hardware.gpus
-        fields = {"hardware.gpus": gpus, "layout.dp": None, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
+        fields = {"hardware.gpus": gpus, "layout.dp": None, **batch}
         yield Proposal(f"{gpus:,} GPUs", fields, "twice the GPUs")
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
-from ..estimate import estimate, judged_ends
+from ..estimate import Replays, estimate, judged_ends
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
@@ -57,6 +57,7 @@ class Search:
         self._wholes: dict[tuple[Point, StageLayers], Suggestion] = {}
         self._fullest: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What went through the allocator: of every stage, and of the fullest alone."""
+        self._replays: defaultdict[tuple[Point, StageLayers], Replays] = defaultdict(dict)
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
@@ -142,12 +143,13 @@ class Search:
         fields = fields_of(self.space.base.framework, candidate.cut) if chosen else ()
         return self.space.plan(candidate.point, dict(fields))
 
-    def estimated(self, suggestion: Suggestion) -> Suggestion:
-        """With the allocator's replay of every stage, and the parts of its time."""
-        self.replayed += 1
+    def estimated(self, suggestion: Suggestion, *, again: bool = False) -> Suggestion:
+        """With the allocator's replay of every stage, and the parts of its time. ``again``: it was counted as its ends
+        were replayed."""
+        self.replayed += not again
         key = (suggestion.point, suggestion.cut)
         if key not in self._wholes:
-            whole = estimate(suggestion.plan, self.known)
+            whole = estimate(suggestion.plan, self.known, replays=self._replays[key])
             step = ranking_time(resolve(suggestion.plan))
             suggestion = replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
             self._wholes[key] = suggestion
@@ -162,7 +164,7 @@ class Search:
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
-            device, judged = judged_ends(plan, suggestion.fullest, self.known)
+            device, judged = judged_ends(plan, suggestion.fullest, self.known, self._replays[key])
             suggestion = replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
             self._fullest[key] = suggestion
         return self._fullest[key]

@@ -113,6 +113,11 @@ class Hold(NamedTuple):
     dtype: str = ""
     stream: int = 0
 
+    @property
+    def end(self) -> Drop:
+        """The tensor's."""
+        return Drop(self.tensor, self.bytes, self.category)
+
 
 OWN_POOL = 16
 """Streams from here on are memory pools of their own, whose static tensors stay for good."""
@@ -124,6 +129,11 @@ class Drop(NamedTuple):
     tensor: int
     bytes: int
     category: Category
+
+
+def drops(holds: Iterable[Hold]) -> tuple[Drop, ...]:
+    """The end of each of ``holds``."""
+    return tuple([hold.end for hold in holds])
 
 
 END_OF_GRADIENT = Scope.GRADIENTS.id((1 << 24) - 1)

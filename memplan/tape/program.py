@@ -594,4 +594,4 @@ def evaluation_beyond(program: Program, limit: int) -> tuple[str, Hold] | None:
 def drop_all(holds: Sequence[Hold], start: int) -> Tape:
     """A tape that holds ``holds`` one after the other, then drops them. Ids from ``start``."""
     taken = tuple(hold._replace(tensor=start + i) for i, hold in enumerate(holds))
-    return (*taken, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in taken))
+    return (*taken, *(hold.end for hold in taken))

@@ -212,3 +212,11 @@ def test_every_framework_says_what_it_is() -> None:
         assert isinstance(one.search, FrameworkSearch)
         assert isinstance(one.time, FrameworkTime)
         assert isinstance(one.running, FrameworkRunning)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_every_part_of_a_room_is_what_is_asked_for(name: str) -> None:
+    one = framework(name)
+    assert isinstance(one.search, FrameworkSearch)
+    assert isinstance(one.time, FrameworkTime)
+    assert isinstance(one.running, FrameworkRunning)

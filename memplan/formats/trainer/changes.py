@@ -188,7 +188,7 @@ _ALIKE = "a reference of the policy's size and dtype is modelled; --trainer dpo 
 
 _REFERENCE_SECOND = ("DPOTrainer", "KTOTrainer")
 """Trainers of trl whose second parameter is ``ref_model`` (``trainer/dpo_trainer.py``)."""
-_WEIGHTS = ("quantization_config",)
+WEIGHTS = ("quantization_config",)
 
 
 def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | None) -> None:
@@ -207,11 +207,12 @@ def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | Non
             script.ask("ref_model", f"is another model than the policy: {_ALIKE}", made.lineno)
         if not loaded or model is None:
             continue
-        if any(_said(script, loaded[0], name) != _said(script, model, name) for name in ("", *LOADED, *_WEIGHTS)):
+        if any(said_of(script, loaded[0], name) != said_of(script, model, name) for name in ("", *LOADED, *WEIGHTS)):
             script.ask("ref_model", f"is loaded otherwise than the model: {_ALIKE}", loaded[0].lineno)
 
 
-def _said(script: Parsed, call: ast.Call, name: str) -> object:
+def said_of(script: Parsed, call: ast.Call, name: str) -> object:
+    """What ``call``, which loads a model, is given as ``name``; the model's own name where that is empty."""
     given = script.keyword(call, name or "pretrained_model_name_or_path")
     if not name and call.args:
         given = call.args[0]

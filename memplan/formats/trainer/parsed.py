@@ -122,6 +122,11 @@ class Parsed:
             return False
         return None if None in holds else True
 
+    def either(self, one: ast.Call, other: ast.Call) -> bool:
+        """Whether a condition leads to ``one`` and its other branch to ``other``."""
+        needed = {id(test): is_true for test, is_true in self.tests.get(id(one), ())}
+        return any(needed.get(id(test), is_true) != is_true for test, is_true in self.tests.get(id(other), ()))
+
     def value(self, given: ast.expr) -> object:
         """What ``given`` is without running anything: a literal, a name for one, an argument of the command line."""
         return self.settled.value(given)

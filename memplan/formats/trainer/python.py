@@ -19,7 +19,7 @@ from ...values import dataclass
 from ..elsewhere import OF_UNSLOTH
 from ..in_flags import in_flags
 from ..launchers import IsMark, found_from
-from . import changes
+from . import changes, several
 from .keys import FROM_PRETRAINED, FROM_SCRATCH, K_BIT, LOADED_BY, READ
 from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
 from .syntax import UNKNOWN, name_of, owner_of
@@ -79,8 +79,18 @@ _OTHER_WEIGHTS = re.compile(
 )
 """Of ``transformers.utils.quantization_config`` but bitsandbytes': how the base's weights are stored."""
 _WEIGHTS = re.compile(f"BitsAndBytesConfig|{_OTHER_WEIGHTS.pattern}")
-_OF_ARGUMENTS = ("get_peft_config", "get_quantization_config")
-"""trl's functions that make both of its arguments (``trainer/utils.py``)."""
+_OF_ARGUMENTS: Mapping[str, Sequence[str]] = {
+    "get_peft_config": (
+        *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+        *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
+    ),
+    "get_quantization_config": (
+        *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+    ),
+}
+"""trl's functions that make adapters and weights of its arguments, and which (``trainer/utils.py``)."""
+_ARGUMENTS = "ModelConfig"
+"""trl's class that has them (``trainer/model_config.py``)."""
 _ADAPTERS = re.compile("LoraConfig")
 
 
@@ -153,17 +163,24 @@ def _parsed(text: str, source: str) -> ast.Module:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         origin = Origin(source, getattr(error, "lineno", None))
         raise UnreadError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=origin) from None
-    last = max((n for n, node in enumerate(module.body) if _trains(node)), default=len(module.body))
+    made = {
+        target.id
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and name_of(node.value).endswith("Trainer")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    last = max((n for n, node in enumerate(module.body) if _trains(node, made)), default=len(module.body))
     module.body = module.body[: last + 1]  # names that are given anew behind it are another model's
     return module
 
 
-def _trains(node: ast.stmt) -> bool:
+def _trains(node: ast.stmt, trainers: Collection[str]) -> bool:
     """Whether ``node`` is ``trainer.train()`` by itself, outside functions and conditions."""
     call = node.value if isinstance(node, (ast.Expr, ast.Assign)) else None
     of = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
     name = name_of(of) if isinstance(of, ast.Call) else getattr(of, "id", "")
-    return isinstance(call, ast.Call) and name_of(call) == "train" and "trainer" in name.lower()
+    return isinstance(call, ast.Call) and name_of(call) == "train" and (name in trainers or "trainer" in name.lower())
 
 
 class _Reading(Parsed):
@@ -173,8 +190,8 @@ class _Reading(Parsed):
                 raise self.refused(in_flags(OF_UNSLOTH, self.keywords(), f"is of {package}: {why}"), None)
         configs = self.of(*_CONFIGS)
         parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
+        several.undecided(self)
         if parser and self.settled.is_started and not configs:
-            self.undecided()
             configs = parser[:1]
         if not configs and not parser:  # trl's trainers make their own arguments where they are given none
             parser = configs = self.of(*_TRAINERS)[:1]
@@ -186,6 +203,7 @@ class _Reading(Parsed):
             raise self.refused(f"makes the Trainer's arguments in lines {lines}; {INSTEAD}", configs[1])
         config = configs[0]
         changes.liger(self)
+        self.of_arguments()
         model = self.model()
         for name, keys in (("BitsAndBytesConfig", _QUANTISED), ("LoraConfig", _LORA)):
             for call in self.of(name):
@@ -199,10 +217,13 @@ class _Reading(Parsed):
         own = changes.subclasses(self, *_TRAINERS, "Trainer", "Seq2SeqTrainer")
         trainers = self.of(*_TRAINERS, *(name for name, base in own.items() if base in _TRAINERS))
         calls = [*trainers, *self.of("Trainer", "Seq2SeqTrainer", *(name for name in own if name not in _TRAINERS))]
+        several.check_alone(self, calls, own)
         for call in calls:
             for keyword in call.keywords:
                 if keyword.arg in _BESIDE:
                     self.put(keyword.arg, keyword.value)
+                elif keyword.arg == "model_init_kwargs":  # of trl's trainers, before their configurations had it
+                    self.take_mapping(keyword.value, LOADED)
             self.check_made(self.keyword(call, "peft_config"), "adapters", "lora_r", _ADAPTERS)
             self.optimizer_of(call)
         if config in parser:
@@ -252,14 +273,16 @@ class _Reading(Parsed):
             wrong,
         )
 
-    def undecided(self) -> None:
-        """Asks for adapters and weights that the script makes under a condition that the command does not decide."""
-        for name, key in (("LoraConfig", "lora_r"), ("BitsAndBytesConfig", "load_in_4bit")):
-            for call in self.of(name):
-                if self.stands(call) is None and FLAGS[key] not in self.asked:
-                    self.ask(
-                        name, f"is made where only the running script knows: say it with --{FLAGS[key]}", call.lineno
-                    )
+    def of_arguments(self) -> None:
+        """What the script gives trl's ``ModelConfig`` itself, as far as it hands that on."""
+        made = self.of(_ARGUMENTS) if "trl" in self.imported else []
+        if len(made) > 1:
+            problem = f"makes trl's {_ARGUMENTS} in lines {made[0].lineno} and {made[1].lineno}; {INSTEAD}"
+            raise self.refused(problem, made[1])
+        for call in made:
+            self.settled.give({one.arg: self.value(one.value) for one in call.keywords if one.arg is not None})
+            for function in self.of(*_OF_ARGUMENTS):
+                self.take(call, {key: key for key in _OF_ARGUMENTS[name_of(function)]})
 
     def model(self) -> ast.Call | None:
         """The model that is loaded, or that a trainer of trl's is given by name."""
@@ -269,7 +292,8 @@ class _Reading(Parsed):
             if not any(changes.ANOTHER.search(name) for name in changes.names_of(self, call))
         ]
         known = _SCORING if self.of("RewardTrainer", "RewardConfig") else _MODELS
-        models = [call for call in loaded if known.fullmatch(owner_of(call))]
+        takers = self.of(*_TRAINERS, "Trainer", "Seq2SeqTrainer", "get_peft_model", K_BIT)
+        models = several.trained(self, [call for call in loaded if known.fullmatch(owner_of(call))], takers)
         if not models and not self.of(*_TRAINERS, *(name for name, script in _CONFIGS.items() if script)):
             models = [call for call in loaded if _SCORING.fullmatch(owner_of(call))]
             self.labels(models[:1])
@@ -354,7 +378,8 @@ class _Reading(Parsed):
         """Asks for weights or adapters that no configuration of the script's own says."""
         here = given is None or self.value(given) is None or any(made.fullmatch(name_of(call)) for call in self.calls)
         source = self.once.get(given.id, given) if isinstance(given, ast.Name) else given
-        here = here or (isinstance(source, ast.Call) and name_of(source) in _OF_ARGUMENTS)
+        of_arguments = isinstance(source, ast.Call) and name_of(source) in _OF_ARGUMENTS
+        here = here or (of_arguments and (self.settled.is_started or bool(self.of(_ARGUMENTS))))
         if given is not None and not here and FLAGS[key] not in self.asked:
             problem = f"takes {what} from {one_line(ast.unparse(given))[:60]}, which only the running script knows: "
             problem += f"say it with --{FLAGS[key]}"
@@ -385,10 +410,12 @@ class _Reading(Parsed):
 
     def optimizer_of(self, call: ast.Call) -> None:
         """An optimizer that the script makes itself is none that the arguments name."""
-        given = self.keyword(call, "optimizers")
-        if given is not None and "optimizer" not in self.asked:
-            problem = "is an optimizer that the script makes itself: say which (--optimizer adamw)"
-            self.wrong.append(PlanError("optimizers", ABSENT, problem, origin=Origin(self.source, given.lineno)))
+        for key in ("optimizers", "optimizer_cls_and_kwargs"):
+            given = self.keyword(call, key)
+            named = given is not None and self.value(given) is not None
+            if given is not None and named and "optimizer" not in self.asked:
+                problem = "is an optimizer that the script makes itself: say which (--optimizer adamw)"
+                self.wrong.append(PlanError(key, ABSENT, problem, origin=Origin(self.source, given.lineno)))
 
 
 _REGEX = ("re", "regex")

@@ -106,6 +106,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if said is not None:
         variables |= said.environment
     found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
+    notes = (*notes, *training.notes)
     found = replace(found, said=said, called=training.script, notes=notes)
     return with_launcher(found, launcher, by_trl=by_trl)
 
@@ -122,8 +123,8 @@ TRAINS = frozenset(
 
 def _check_spread(training: Training, asked: Asked) -> None:
     """Refuses hosts that nobody lists, and several GPUs for a process, unless a flag says who runs where."""
-    if not asked.names & {"gpus", "dp"}:
-        training.check_hosts()
+    if training.unsaid is not None and not asked.names & {"gpus", "dp"}:
+        raise training.unsaid
     spread = training.spread()
     if spread is None or asked.names & {"gpus", "dp", "framework"}:
         return

@@ -112,6 +112,10 @@ class Settled:
         self.arguments = {} if flags is None else {**dict.fromkeys(off, False), **self.declared, **self._said(flags)}
         self._used: set[str] = set()
 
+    def give(self, arguments: Mapping[str, object]) -> None:
+        """``arguments`` that the script says itself, by the names of their attributes."""
+        self.arguments = {**self.arguments, **arguments}
+
     def _said(self, flags: Mapping[str, object]) -> dict[str, object]:
         """``flags`` by the names of their arguments."""
         meant = [(*self.options.get(flag, (flag, _GIVEN)), value) for flag, value in flags.items()]
@@ -130,6 +134,8 @@ class Settled:
             return len(many) if isinstance(many, (list, dict, str)) else UNKNOWN
         if found is not UNKNOWN or depth > _DEPTH:
             return found
+        if isinstance(given, ast.Call) and ast.unparse(given.func) == "torch.cuda.is_available":
+            return True
         if isinstance(given, ast.Attribute) and given.attr in self.arguments:
             self._used.add(given.attr)
             return self.arguments[given.attr]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 
 class Unknown:
@@ -54,7 +54,8 @@ def pairs_of(given: ast.expr) -> list[tuple[str, ast.expr]] | None:
 
 
 def bound_once(module: ast.AST) -> dict[str, ast.expr]:
-    """Names to which ``module``, or a function, gives one value, and nothing else anywhere."""
+    """Names to which ``module``, or a function, gives one value, or one literal again and again, and nothing else
+    anywhere."""
     given: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(module):
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -65,7 +66,15 @@ def bound_once(module: ast.AST) -> dict[str, ast.expr]:
             given.setdefault(name, []).append(node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None)
         for name in _bound_otherwise(node, simple):
             given.setdefault(name, []).append(None)
-    return {name: values[0] for name, values in given.items() if len(values) == 1 and values[0] is not None}
+    return {name: values[0] for name, values in given.items() if values[0] is not None and _is_one(values)}
+
+
+def _is_one(values: Sequence[ast.expr | None]) -> bool:
+    """Whether there is one of ``values``, or all are the same literal."""
+    if len(values) == 1:
+        return True
+    plain = [UNKNOWN if one is None else literal(one, {}) for one in values]
+    return plain[0] is not UNKNOWN and all(type(one) is type(plain[0]) and one == plain[0] for one in plain)
 
 
 def constants(once: Mapping[str, ast.expr]) -> dict[str, object]:

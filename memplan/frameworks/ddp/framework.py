@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base import PYTORCH_SECTIONS, Framework, Supports
+from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...layers.module import Options
     from ...plan.resolved import ResolvedPlan
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
-    from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
     from ..base import Communicator
 
 
 class Ddp(Framework):
     name = "ddp"
+    parts = Parts(".searching:DdpSearch", ".timing:DdpTime", ".running:DdpRunning")
     supports = Supports(
         sizes=frozenset({"dp"}),
         zero=(0, 1),
@@ -47,29 +42,6 @@ class Ddp(Framework):
         from .notices import assumptions
 
         return assumptions(plan)
-
-    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
-
-        return programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import DdpSearch
-
-        return DdpSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from .running import DdpRunning
-
-        return DdpRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import DdpTime
-
-        return DdpTime()
 
 
 FRAMEWORK = Ddp()

@@ -217,7 +217,7 @@ def _with_copy(tape: Tape, id: int) -> Tape:
     at, end = max((i, one) for i, one in enumerate(tape) if isinstance(one, Drop) and one.category is Category.LOGITS)
     logits = next(one for one in tape if isinstance(one, Hold) and one.tensor == end.tensor)
     copy = logits._replace(tensor=id, name="logits_cloned")
-    return (*tape[:at], copy, *tape[at:], Drop(copy.tensor, copy.bytes, copy.category))
+    return (*tape[:at], copy, *tape[at:], copy.end)
 
 
 def _with_ends(module: Module, waiting: Mapping[str, int], tied: Hold | None) -> Tape:
@@ -230,7 +230,7 @@ def _with_ends(module: Module, waiting: Mapping[str, int], tied: Hold | None) ->
             own = arrived[seam.name]
             taken.add(own.tensor)
             ended = Drop(waiting[seam.name], own.bytes, Category.GRADIENTS)
-            return Drop(own.tensor, own.bytes, own.category), ended
+            return own.end, ended
         if seam.hook is Hook.AFTER_BACKWARD and tied is not None and TIED not in waiting:
             return (Drop(KEPT_TIED, tied.bytes, Category.GRADIENTS),)
         return ()

@@ -33,10 +33,6 @@ class Tapes:
         return Hold(Scope.BUCKETS.id(self.last), size, category, name, (elements,), dtype)
 
 
-def drop(hold: Hold) -> Drop:
-    return Drop(hold.tensor, hold.bytes, hold.category)
-
-
 @dataclass
 class ScatteringBucket:
     """Stage 3: one bucket, which is static; every reduction scatters into this rank's gradient shards."""
@@ -83,7 +79,7 @@ class ScatteringBucket:
         if self.zero.offload_optimizer != "none":
             events += self._offloaded(shards)
         events += self.beside
-        events += [drop(hold) for hold in held]
+        events += [hold.end for hold in held]
         self.elements, self.waiting, self.beside = 0, [], []
         return tuple(events)
 
@@ -95,11 +91,11 @@ class ScatteringBucket:
             events.append(back)
             if self.last_microbatch:
                 norm = self.tapes.hold("norm_fp64", min(n, 250_000_000), "fp64", TEMPORARIES)
-                events += [norm, drop(norm)]
+                events += [norm, norm.end]
                 if self.accumulates != "fp32":
                     wide = self.tapes.hold("shard_fp32", n, "fp32", TEMPORARIES)
-                    events += [wide, drop(wide)]
-            events.append(drop(back))
+                    events += [wide, wide.end]
+            events.append(back.end)
         return tuple(events)
 
 
@@ -147,13 +143,13 @@ class ReducingBucket:
             self.beside.append(Drop(Scope.GRADIENTS.id(id), size, Category.GRADIENTS))
             return before, True
         clone = Hold(Scope.COPIES.id(id), size, Category.GRADIENTS, "oversized_gradient", (elements,), self.dtype)
-        self.beside.append(drop(clone))
+        self.beside.append(clone.end)
         return (*before, clone), False  # another stream may still write to the original
 
     def finished(self) -> Tape:
-        events = [*self._reduced(), *(drop(hold) for hold in self.buffers), *self.late]
+        events = [*self._reduced(), *(hold.end for hold in self.buffers), *self.late]
         if not self.first and not self.compact:
-            events += [drop(hold) for hold in self.partition.values()]
+            events += [hold.end for hold in self.partition.values()]
         return tuple(events)
 
     @property
@@ -180,7 +176,7 @@ class ReducingBucket:
         events += [flat] if flat is not None else []
         if self.compact:
             events += self._widened()
-        events += [drop(flat)] if flat is not None else []
+        events += [flat.end] if flat is not None else []
         away = self.zero.offload_optimizer != "none"
         if away:
             events += self._offloaded()
@@ -204,7 +200,7 @@ class ReducingBucket:
             for name, dtype in (("norm_fp64", "fp64"), ("slice_fp32", "fp32")):
                 if dtype != self.dtype:
                     hold = self.tapes.hold(name, n, dtype, TEMPORARIES)
-                    events += [hold, drop(hold)]
+                    events += [hold, hold.end]
         return events
 
     def _own(self) -> list[int]:
@@ -226,7 +222,7 @@ class ReducingBucket:
         events: list[Event] = []
         for n in self._own():
             hold = self.tapes.hold("slice_fp32", n, "fp32", TEMPORARIES)
-            events += [hold, drop(hold)]
+            events += [hold, hold.end]
         return events
 
     def _group(self, id: int) -> Group:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base import Framework, Supports
+from ..base import Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...layers.module import Options
     from ...plan.plan import Plan
     from ...plan.resolved import ResolvedPlan
     from ...plan.section import Dtype
     from ...result import Notice
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
     from ..base import Communicator
 
 FUSED = ("liger", "cut")
@@ -28,6 +23,7 @@ OWN_IS_DEFAULT = "left out, it is DeepSpeed's own FusedAdam: --optimizer adamw"
 
 class Deepspeed(Framework):
     name = "deepspeed"
+    parts = Parts(".searching:DeepspeedSearch", ".timing:DeepspeedTime", ".validating:DeepspeedRunning")
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
@@ -102,29 +98,6 @@ class Deepspeed(Framework):
     def described(self, plan: Plan) -> list[str]:
         places = {"optimizer": plan.deepspeed.offload_optimizer, "parameters": plan.deepspeed.offload_param}
         return [f"{what} on {place}" for what, place in places.items() if place != "none"]
-
-    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
-
-        return programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import DeepspeedSearch
-
-        return DeepspeedSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from .validating import DeepspeedRunning
-
-        return DeepspeedRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import DeepspeedTime
-
-        return DeepspeedTime()
 
 
 FRAMEWORK = Deepspeed()

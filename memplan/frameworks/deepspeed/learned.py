@@ -37,7 +37,6 @@ def learnt_program(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     """What ``fit`` comes to on the rank that needs most."""
     zero = zero_of(plan)
     b, s = plan.batch.mbs, plan.batch.seq
-    assert s is not None
     with fields_of_a_plan(plan):
         check_settings(plan, zero)
         check_model(plan)
@@ -83,7 +82,6 @@ def _unrolled(rank: Rank, setting: Setting) -> tuple[Rank, OneChunk]:
 def learnt_model(plan: ResolvedPlan) -> Model:
     """That of ``plan``'s architecture, with hooks."""
     b, s, fit = plan.batch.mbs, plan.batch.seq, fit_of(plan)
-    assert s is not None
     piece = piece_of(plan, fit, b, s)
     return _model(piece, row_of(plan, fit, piece), b, s, False, plan.precision.dtype)
 

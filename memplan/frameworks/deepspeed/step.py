@@ -19,7 +19,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...optimizers.steps import step_temporaries
 from ...plan.plan import Optimizer
-from ...tape.events import Category, Drop, Event, Hold, Scope, Tape, fold, rounded
+from ...tape.events import Category, Drop, Event, Hold, Scope, Tape, drops, fold, rounded
 from ...values import dataclass
 from ..plain.hooked import Model
 from . import states as zero_states
@@ -57,16 +57,12 @@ class Ids:
         return Hold(self.last, rounded(size), category, name, (elements,), dtype)
 
 
-def drops(holds: Iterable[Hold]) -> list[Event]:
-    return [Drop(hold.tensor, hold.bytes, hold.category) for hold in holds]
-
-
 def norms(ids: Ids, sizes: Iterable[int]) -> list[Event]:
     """``vector_norm(gradient.to(float64))``, one tensor at a time."""
     events: list[Event] = []
     for n in sizes:
         hold = ids.hold("norm_fp64", n, "fp64", TEMPORARIES)
-        events += [hold, *drops([hold])]
+        events += [hold, hold.end]
     return events
 
 
@@ -94,7 +90,7 @@ def flattened(
     if dtype == "fp32":
         return ([flat] if flat else []), [], flat
     wide = ids.hold(f"{name}/gradients_fp32", elements, "fp32", GRADIENT)
-    return [*([flat] if flat else []), wide], (drops([flat]) if flat else []), wide
+    return [*([flat] if flat else []), wide], ([flat.end] if flat else []), wide
 
 
 def partitioned(
@@ -149,7 +145,7 @@ def behind_reduction(model: Model, zero: Zero, groups: Sequence[Group], rank: in
     ids.last = 1 << 20
     taken = ids.hold("gradient_reduction", 0, model.dtype, COMMUNICATION)._replace(bytes=most)
     kept = [hold._replace(tensor=taken.tensor + 1 + at) for at, hold in enumerate(bucket.partition.values())]
-    before = (taken, *drops([taken])) if most else ()
+    before = (taken, taken.end) if most else ()
     return Step(before, (*kept, *step.before, *drops(kept), *step.after))
 
 
@@ -160,10 +156,10 @@ def with_sums(model: Model, groups: Sequence[Group], optimizer: Optimizer, dtype
     before: list[Event] = []
     for parameter in map(model.parameters.__getitem__, model.trained):
         cast = ids.hold(f"{parameter.name}/grad_fp32", parameter.elements, "fp32", GRADIENT)
-        before += [cast, *drops([cast])]
+        before += [cast, cast.end]
     for group in groups:
         copy = ids.hold(f"{group.name}/allreduce", group.padded, dtype, COMMUNICATION)
-        before += [copy, *drops([copy])]
+        before += [copy, copy.end]
     for group in groups:
         before += update(ids, optimizer, group.name, group.share)
     return Step(tuple(before), ())
@@ -182,7 +178,7 @@ def sharded(
         found = ids.hold("is_inf", total, "bool", TEMPORARIES)
         events += [absolute, found, *drops([absolute, found])]
         found = ids.hold("is_nan", total, "bool", TEMPORARIES)
-        events += [found, *drops([found])]
+        events += [found, found.end]
     for group in sub_groups:
         events += norms(ids, (shards[id] for id in group))
     for at, group in enumerate(sub_groups):
@@ -200,7 +196,7 @@ def unpartitioned(model: Model, groups: Sequence[Group], optimizer: Optimizer, d
     trained = [model.parameters[id] for id in model.trained]
     for size in _allreduced([model.parameters[id].elements for id in model.trained]):
         hold = ids.hold("allreduce_flat", size, dtype, COMMUNICATION)
-        before += [hold, *drops([hold])]
+        before += [hold, hold.end]
     if dtype == "fp32":
         return Step((*before, *_updated(ids, optimizer, trained)), ())
     casts = {
@@ -209,7 +205,7 @@ def unpartitioned(model: Model, groups: Sequence[Group], optimizer: Optimizer, d
     }
     if not zero_states.is_fused_adam(optimizer):
         for cast in casts.values():
-            before += [cast, *drops([cast])]  # the overflow check, one at a time
+            before += [cast, cast.end]  # the overflow check, one at a time
         held = list(casts.values())
         return Step((*before, *held, *_updated(ids, optimizer, trained), *drops(held)), ())
     flats: list[Hold] = []

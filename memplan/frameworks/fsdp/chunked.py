@@ -17,7 +17,7 @@ from functools import cached_property
 from ...layers.fused_losses import CHUNKS, HeadLoss
 from ...layers.module import Parameter
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Drop, Hold, Scope, Tape
+from ...tape.events import Hold, Scope, Tape
 from ...values import replace
 from .hooks import GRADIENTS, Explicit, Gradient, Role
 from .titan import titan_of_plan
@@ -133,7 +133,7 @@ class ChunkedHooks(Explicit):
         head = of_head(self.units[at].parameters)
         kept = self._gradient(head.elements, self.sharding.reduce)
         self.opening = (kept,)
-        end = Drop(kept.tensor, kept.bytes, kept.category)
+        end = kept.end
         self.gradients[at] = [Gradient(end, head.elements, head.elements, kept.tensor)]
         role, self.role = self.role, Role.STEADY if self.adds else Role.FIRST
         super().post_backward(at)

@@ -191,7 +191,7 @@ class FlatHooks:
         return hold
 
     def drop(self, hold: Hold) -> None:
-        self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+        self.events.append(hold.end)
 
     def take(self) -> Tape:
         events = tuple(self.events)

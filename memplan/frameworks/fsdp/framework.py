@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
 from ...plan.lora import refuse_apart
-from ..base import SHARDED, Framework, Supports
+from ..base import SHARDED, Framework, Parts, Supports
 
 if TYPE_CHECKING:
     from ...layers.module import Options
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ...plan.resolved import ResolvedPlan
     from ...result import Notice
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
     from ..base import Communicator
 
 SAVING = (
@@ -43,6 +39,7 @@ NO_INTEGERS = "Cannot flatten integer dtype tensors"
 
 class Fsdp(Framework):
     name = "fsdp"
+    parts = Parts(".searching:FsdpSearch", ".timing:FsdpTime", ".running:FsdpRunning")
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
@@ -236,24 +233,6 @@ class Fsdp(Framework):
         from . import flat, programs
 
         return flat.programs(plan, options) if plan.fsdp.version == "1" else programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import FsdpSearch
-
-        return FsdpSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from .running import FsdpRunning
-
-        return FsdpRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import FsdpTime
-
-        return FsdpTime()
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:

@@ -189,7 +189,7 @@ class Hooks:
         return hold
 
     def drop(self, hold: Hold) -> None:
-        self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+        self.events.append(hold.end)
 
     def id(self, kind: str, unit: int, index: int = 0) -> int:
         """Of a tensor that only this unit's hooks know, if one module holds the unit; else one for the whole model."""
@@ -452,13 +452,13 @@ class Hooks:
         dtype = self.sharding.reduce if end.tensor == one.kept else self.sharding.compute
         hold = self.hold(one.placed, one.elements, dtype, GRADIENTS, "redistributed_gradient")
         self.events.append(end)
-        return Drop(hold.tensor, hold.bytes, hold.category)
+        return hold.end
 
     def _kept(self, one: Gradient) -> tuple[Hold, Drop]:
         """A gradient's copy in the reduction's dtype, which waits for a micro-batch that reduces."""
         dtype = self.sharding.reduce
         hold = Hold(one.kept, size(one.whole, dtype), GRADIENTS, "unsharded_gradient", (one.whole,), dtype)
-        return hold, Drop(hold.tensor, hold.bytes, hold.category)
+        return hold, hold.end
 
     def _reduced(self, at: int, elements: int) -> None:
         """The reduce-scatter's output becomes the sharded gradient, or is added to it, or goes to the host."""

@@ -45,7 +45,6 @@ def program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     given = plan.fsdp
     check_settings(plan, given)
     b, s = plan.batch.mbs, plan.batch.seq
-    assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = told_apart(row_of(plan, fit, piece))
     check_dtype(in_compute(plan), piece, plan.precision.dtype)
@@ -148,7 +147,6 @@ def told_apart(row: tuple[Places, ...]) -> tuple[Places, ...]:
 def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model:
     """Every layer is a unit, and so is the model (``programs.transformers_model``)."""
     given, b, s = plan.fsdp, plan.batch.mbs, plan.batch.seq
-    assert s is not None
     made, adapters = seamed(piece, row, b, s), plan.lora.dtype
     if adapters is not None:
         made = tuple(replace(one, module=with_stored(one.module, given.parameters, adapters)) for one in made)

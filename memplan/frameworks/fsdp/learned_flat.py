@@ -27,7 +27,6 @@ def flat_program_of(plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
     given, ranks = plan.fsdp, plan.layout.dp
     flat.check(plan, given)
     b, s = plan.batch.mbs, plan.batch.seq
-    assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = told_apart(row_of(plan, fit, piece))
     compute, trained = plan.precision.dtype, plan.lora.dtype or plan.precision.dtype

@@ -63,10 +63,7 @@ def with_pass(spans: tuple[Span, ...], own: Sequence[Span], keeps_input: bool) -
         ended = [one for one in rest if isinstance(one, Drop) and (one.tensor == INPUT or one.category in OF_HOOKS)]
         return (*tape[:at], *ended, *inserted, *(one for one in rest if one not in ended))
 
-    first = replace(head.first, forward=behind(head.first.forward))
-    steady = replace(head.steady, forward=behind(head.steady.forward))
-    made = replace(head, first=first, steady=steady, evaluation=behind(head.evaluation))
-    return (*others, Span(made, last.names))
+    return (*others, Span(head.changed(behind), last.names))
 
 
 OF_HOOKS = (Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS)

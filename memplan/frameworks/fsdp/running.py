@@ -113,7 +113,6 @@ def _torchtitan_job(plan: ResolvedPlan, stage: int) -> Job:
     check_stage(stage, plan.layout.pp)
     spec, optimizer, layout, batch = plan.model, plan.optimizer, plan.layout, plan.batch
     recompute = recompute_of(plan, plan.fsdp)
-    assert batch.seq is not None
     torchtitan = Torchtitan(
         hidden=spec.hidden,
         heads=spec.heads,

@@ -414,24 +414,20 @@ def _kept_loss(module: Module) -> Module:
     tapes = module.first
     ids = {named_hold(tapes.forward, "loss").tensor, named_hold(tapes.backward, "grad_loss").tensor}
 
-    def kept(tapes: Tapes) -> Tapes:
-        return replace(tapes, backward=insert(tapes.backward, lambda seam: (seam,), ids))
-
-    return replace(module, first=kept(module.first), steady=kept(module.steady))
+    return module.changed(backward=lambda tape: insert(tape, lambda seam: (seam,), ids))
 
 
 @lru_cache(maxsize=64)
 def _given(head: Module, category: Category) -> Module:
     """The last module, whose output's gradient the loss has held as ``category``."""
 
-    def given(tapes: Tapes) -> Tapes:
-        backward = tuple(
+    def given(tape: Tape) -> Tape:
+        return tuple(
             event._replace(category=category) if isinstance(event, Drop) and event.tensor == GRAD_OUTPUT else event
-            for event in tapes.backward
+            for event in tape
         )
-        return replace(tapes, backward=backward)
 
-    return replace(head, first=given(head.first), steady=given(head.steady))
+    return head.changed(backward=given)
 
 
 def stage_units(names: Sequence[str], *, first: bool, last: bool, ends_apart: bool) -> list[Unit]:

@@ -21,7 +21,7 @@ from ...layers.edges import with_waiting_gradient
 from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
-from ...layers.module import LEFT, Interface, Module, Options, Run, Tapes, build, hold_bytes
+from ...layers.module import LEFT, Interface, Module, Options, Run, build, hold_bytes
 from ...layers.titan_models import TABLE
 from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
@@ -171,8 +171,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     shape, titan = of.shape, of.titan
     low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         if of.compiled:
             return Run(compiled.block(r, x, shape, mode, low))
         hidden, table = x, titan.table and titan.table(r, shape)
@@ -206,10 +205,7 @@ def _cast_first(block: Module) -> Module:
         at = next((i for i, event in enumerate(events) if isinstance(event, Hold)), 0)
         return tape if not events else Stretch([events[at], *events[:at], *events[at + 1 :]])
 
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=turned(own.forward))
-
-    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=turned(block.evaluation))
+    return block.changed(turned)
 
 
 @lru_cache(maxsize=1024)
@@ -218,16 +214,14 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     tied = frozenset({"word.weight"}) if shape.spec.tied_embeddings else frozenset[str]()
     apart = tied if of.chunks is not None else frozenset[str]()  # hooks have taken the head's gradient long before
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
+    def embed(r: Recorder, x: Tensor) -> Run:
         return Run(of.titan.embedding(r, shape)) if t == 1 else Run(*torchtitan_tp.embedding(r, shape, t))
 
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def norm(r: Recorder, x: Tensor) -> Run:
         normed = ((t > 1 and of.titan.norm_of_parts) or of.titan.norm)(r, x, "final_norm")
         return Run(tensor_parallel.gathered(r, normed, t, "head_input") if t > 1 and of.chunks else normed)
 
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         if of.chunks is not None:
             return Run(None, loss=chunked_head(r, x, shape, _of_chunk(of.chunks, of.low_head), t))
         if t == 1:
@@ -235,8 +229,7 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
             return Run(of.titan.around_head(r, product) if of.titan.around_head else product(r))
         return Run(torchtitan_tp.output(r, x, shape, t, parallel_loss=of.parallel_loss))
 
-    def loss(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def loss(r: Recorder, x: Tensor) -> Run:
         if of.compiled_loss:
             labels = r.outside((shape.b, shape.s), "int64", Category.INPUTS)
             return Run(None, loss=titan_loss.compiled(r, x, labels, averages=True))
@@ -273,24 +266,14 @@ def _first(block: Module, embedding: Module) -> Module:
         casts = sum(isinstance(one, Hold) and one.name == TABLE for one in tape[:1])
         return (*tape[:casts], *ahead(tape[casts:], waited))
 
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=ahead_of(own.forward))
-
-    return replace(block, first=tapes(block.first), steady=tapes(block.steady), evaluation=ahead_of(block.evaluation))
+    return block.changed(ahead_of)
 
 
 @lru_cache(maxsize=1024)
 def _sent(embedding: Module) -> Module:
     """``embedding`` as a stage of its own, whose collective is waited for as soon as its output is sent."""
     waited = _waited(embedding)
-
-    def tapes(own: Tapes) -> Tapes:
-        return replace(own, forward=behind(own.forward, waited))
-
-    evaluation = behind(embedding.evaluation, waited)
-    return replace(
-        embedding, first=tapes(embedding.first), steady=tapes(embedding.steady), evaluation=evaluation, left=()
-    )
+    return replace(embedding.changed(lambda tape: behind(tape, waited)), left=())
 
 
 def _waited(embedding: Module) -> Tape:

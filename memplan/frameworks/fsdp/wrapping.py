@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...tape.events import Category, Drop, Event, Hold, Tape, rounded
+from ...tape.events import Category, Event, Hold, Tape, rounded
 from .hooks import GATHERING
 
 BUCKET = 250 << 20
@@ -71,7 +71,7 @@ class _Wrapping:
         return hold
 
     def drop(self, holds: Iterable[Hold]) -> None:
-        self.events += [Drop(one.tensor, one.bytes, one.category) for one in holds]
+        self.events += [one.end for one in holds]
 
     def send(self, parts: Sequence[int]) -> None:
         """The broadcast of parameters of these bytes."""

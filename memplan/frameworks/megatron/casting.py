@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ...layers.autograd import Shape
 from ...layers.megatron_core.precision import Low
-from ...tape.events import Category, Drop, Event, Hold, rounded
+from ...tape.events import Category, Event, Hold, drops, rounded
 
 
 def cast(shards: Sequence[int], low: Low, weights: Sequence[Shape], ids: Iterator[int]) -> list[Event]:
@@ -30,13 +30,9 @@ def cast(shards: Sequence[int], low: Low, weights: Sequence[Shape], ids: Iterato
     events = list[Event](holds)
     for elements in shards if low.per_tensor and low.turns else ():
         turned = _hold(elements, "shard_transposed", ids)
-        events += [turned, *ends([turned])]
-    return [*events, *ends(holds)]
+        events += [turned, turned.end]
+    return [*events, *drops(holds)]
 
 
 def _hold(size: int, name: str, ids: Iterator[int]) -> Hold:
     return Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
-
-
-def ends(holds: Sequence[Hold]) -> list[Drop]:
-    return [Drop(hold.tensor, hold.bytes, hold.category) for hold in holds]

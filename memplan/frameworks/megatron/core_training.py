@@ -59,7 +59,6 @@ def host_batch(plan: ResolvedPlan) -> Batch:
 
 def _collated(plan: ResolvedPlan) -> Batch:
     b, s = plan.batch.mbs, plan.batch.seq
-    assert s is not None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, plan.model.vocab, (b, s + 1), generator=generator)
     batch = {

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...plan.megatron_layout import stages, times
-from ..base import SHARDED, Framework, Supports
+from ..base import SHARDED, Framework, Parts, Supports
 
 if TYPE_CHECKING:
     from ...device.facts import Cause
-    from ...layers.module import Options
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ...plan.resolved import ResolvedPlan
     from ...plan.section import Dtype
     from ...result import Notice
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
     from ..base import Adaptable, Communicator
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
@@ -46,6 +41,7 @@ OPTIMIZER_ASSUMPTIONS = {
 
 class Megatron(Framework):
     name = "megatron"
+    parts = Parts(".searching:MegatronSearch", ".timing:MegatronTime", ".validating:MegatronRunning")
     configuration = "megatron"
     measured_code = "megatron"
     own_streams = True
@@ -222,29 +218,6 @@ class Megatron(Framework):
 
     def saving(self, plan: ResolvedPlan) -> str:
         return SAVING if plan.optimizer.precision_aware else super().saving(plan)
-
-    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
-
-        return programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import MegatronSearch
-
-        return MegatronSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from .validating import MegatronRunning
-
-        return MegatronRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import MegatronTime
-
-        return MegatronTime()
 
     def sharded(self, plan: ResolvedPlan) -> str:
         strategy = plan.megatron.fsdp

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import count
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core import mtp
-from ...layers.module import Module, Tapes
 from ...layers.recompute import RERUN
-from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
+from ...tape.events import Category, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...tape.program import Span
-from ...values import dataclass, replace
+from ...values import dataclass
 from .fsdp import Bucket, Sharding, doubled, sites_of
 from .fsdp_buffers import BUFFERS, columns_of, gathered
 
@@ -176,7 +175,7 @@ class Hooks:
 
     def _drop(self, hold: Hold | None) -> None:
         if hold is not None:
-            self.events.append(Drop(hold.tensor, hold.bytes, hold.category))
+            self.events.append(hold.end)
 
     def _is_unit(self, place: int) -> bool:
         return any(self.buckets[at].unit is not None for at in self.ids(place))
@@ -331,7 +330,7 @@ class _Passes:
         return found
 
 
-def _inserted(tape: Tape, inserted: Inserted) -> Tape:
+def _inserted(inserted: Inserted, tape: Tape) -> Tape:
     left = {key: iter(tapes) for key, tapes in inserted.items()}
 
     def at(seam: Seam) -> Tape:
@@ -363,15 +362,6 @@ def with_hooks(
             found[last] = [*found[last][:-1], (*found[last][-1], *hooks.take())]
         backward.append(found)
     return tuple(
-        Span(_hooked(module, before, behind), (name,))
+        Span(module.changed(partial(_inserted, before), partial(_inserted, behind)), (name,))
         for (module, name), before, behind in zip(modules, forward, reversed(backward), strict=True)
     )
-
-
-def _hooked(module: Module, forward: Inserted, backward: Inserted) -> Module:
-    def tapes(inner: Tapes) -> Tapes:
-        return replace(inner, forward=_inserted(inner.forward, forward), backward=_inserted(inner.backward, backward))
-
-    steady = tapes(module.steady)
-    first = steady if module.first is module.steady else tapes(module.first)
-    return replace(module, first=first, steady=steady, evaluation=_inserted(module.evaluation, forward))

@@ -12,9 +12,9 @@ from math import prod
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core.precision import Part
-from ...tape.events import Category, Event, Hold, Stretch, rounded
+from ...tape.events import Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
-from .casting import cast, ends
+from .casting import cast
 from .fsdp import Bucket, Sharding, doubled
 from .states import Piece, Rules, optimized
 
@@ -68,7 +68,7 @@ def keep(buckets: Sequence[Bucket], rules: Rules, sharding: Sharding, ahead: Seq
         hold(bucket.elements // share, "fp32", Category.MAIN_PARAMETERS, "main_weight_buffer")
         if not whole:
             temporary += originals(bucket) if sharding.meta else made[at]
-        construction += ends(temporary)
+        construction += drops(temporary)
     gradients = sum(one.elements // (sharding.of(one) if sharding.shards_gradients else 1) for one in buckets)
     hold(gradients, rules.gradients, Category.GRADIENTS, "main_grad_buffer", sharding.pool())
     fullest = {
@@ -133,5 +133,5 @@ def _quantised(
             shards = [elements for bucket in own for _, elements in bucket.shares(*of)]
             weights = [member.parameter.shape for bucket in own for member in bucket.members]
             yield from cast(shards, bucket.low, weights, ids)
-        yield from ends(holds)
+        yield from drops(holds)
         batch.clear()

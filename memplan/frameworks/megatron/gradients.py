@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...plan.errors import PlanError
-from ...tape.events import Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.events import Category, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import replace
 from .states import Chunk, Rules, buffers_of
@@ -62,7 +62,7 @@ def with_fp32(kept: Kept, chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -
     if most:
         made.append(Hold(next(ids), most, Category.COMMUNICATION_BUFFERS, "gradients_received"))
         made.append(Hold(next(ids), summed, Category.TEMPORARIES, "gradients_summed"))
-    ends: list[Event] = [Drop(one.tensor, one.bytes, one.category) for one in made]
+    ends: list[Event] = [one.end for one in made]
     own = [
         Hold(next(ids), rounded(4 * one.elements), Category.GRADIENTS, "main_grad_in_fp32", one.shape, "fp32")
         for chunk in chunks

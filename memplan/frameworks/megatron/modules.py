@@ -78,8 +78,7 @@ def layers_module(
 ) -> Module:
     """One layer, or a group of layers under one recompute (``_checkpointed_forward``)."""
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         if not recomputed:
             return Run(_layers(r, x, shapes))
         if all(map(replaced.is_empty, shapes)):
@@ -118,10 +117,9 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
 
     known = ends_of(shape)
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
+    def recipe(r: Recorder, x: Tensor) -> Run:
         if name == "embedding":
             return Run(known.embedding(r, shape, tied_here=tied_here))
-        assert x is not None
         if name == "head" and shape.overlap is not None:
             r.seam(overlapped.TAIL, Hook.PIECE)
         if name in known.others:
@@ -159,8 +157,7 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
 def mtp_module(shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options) -> Module:
     """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer))
 
     present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()

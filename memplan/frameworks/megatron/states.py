@@ -19,7 +19,7 @@ from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
 from ...optimizers.steps import step_temporaries
-from ...tape.events import OWN_POOL, Category, Drop, Event, Hold, Stretch, rounded
+from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
 from ...values import dataclass, replace
 from . import clipping
@@ -215,7 +215,7 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
             pieces[which] += own
             shards[which] += [piece.elements for piece in own if is_low(members[0])]
         if rules.in_buffers:
-            construction += [Drop(hold.tensor, hold.bytes, hold.category) for hold in originals[at]]
+            construction += [hold.end for hold in originals[at]]
     if rules.dealt:
         pieces = [
             _dealt([p for chunk in tensors for p in chunk if p.expert is experts], one) for experts, one in optimizers
@@ -323,7 +323,7 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     step: list[Event] = []
     if rules.counts_zeros and sizes:
         mask = Hold(next(ids), rounded(max(sizes)), Category.TEMPORARIES, "nonzero_mask", (max(sizes),), "bool")
-        step += [mask, Drop(mask.tensor, mask.bytes, mask.category)]
+        step += [mask, mask.end]
     for decays in (True, False):  # parameter groups: matrices, and what has no weight decay
         group = [piece.elements for piece in pieces if piece.decays is decays]
         casts = [
@@ -334,14 +334,14 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
         if rules.in_torch is not None:
             given = [Parameter("", (n,)) for n in group]
             casts += [hold._replace(tensor=next(ids)) for hold in step_temporaries(rules.in_torch, given, "fp32")]
-        step += [*casts, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in casts)]
+        step += [*casts, *(hold.end for hold in casts)]
     matrices: list[Shape] = [piece.orthogonal for piece in pieces if piece.orthogonal]
     if matrices:
         m, n = sorted(max(matrices, key=prod))
         made = [("orthogonal_update", (m, n))] * 2 + [("gram_matrix", (m, m)), ("gram_update", (m, m))]
         temporary = Category.TEMPORARIES
         rounds = [Hold(next(ids), rounded(4 * a * b), temporary, name, (a, b), "fp32") for name, (a, b) in made]
-        step += [*rounds, *(Drop(hold.tensor, hold.bytes, hold.category) for hold in rounds)]
+        step += [*rounds, *(hold.end for hold in rounds)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
 
 
@@ -388,7 +388,7 @@ def offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
 def _passing(ids: Iterator[int], size: int, name: str) -> list[Event]:
     """A tensor that ends at once; none of no bytes."""
     hold = Hold(next(ids), rounded(size), Category.TEMPORARIES, name)
-    return [hold, Drop(hold.tensor, hold.bytes, hold.category)] if size else []
+    return [hold, hold.end] if size else []
 
 
 def saved(kept: Kept, rules: Rules) -> int:

@@ -150,7 +150,7 @@ def _built(units: Sequence[Unit], dtype: str, given: TorchFsdp, ids: Iterator[in
             piece = shard(one, given.sharding.shards)
             held = size(piece.elements, dtype)
             yield Hold(next(ids), held, Category.PARAMETERS, f"{one.name}/shard", piece.shape, dtype, BUILDING)
-        yield from (Drop(hold.tensor, hold.bytes, hold.category) for hold in originals)
+        yield from (hold.end for hold in originals)
 
 
 Owned = Sequence[tuple[int, Parameter, Parameter]]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..base import OLD_BLOCK_SIZE, Framework, Supports
+from ..base import OLD_BLOCK_SIZE, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...layers.module import Options
     from ...plan.plan import AttentionImplementation, LossKind, Plan
     from ...plan.resolved import ResolvedPlan
     from ...result import Notice
     from ...schedules.partition import Entry
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
     from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
     from ..base import Communicator
 
 
@@ -27,6 +22,9 @@ LONGEST_LIST = 12
 
 class MegatronDeepspeed(Framework):
     name = "megatron-deepspeed"
+    parts = Parts(
+        ".searching:MegatronDeepspeedSearch", ".timing:MegatronDeepspeedTime", "...trace.framework:OtherRunning"
+    )
     configuration = "megatron-deepspeed"
     measured_code = "megatron-deepspeed"
     holds_workspaces = True
@@ -92,29 +90,6 @@ class MegatronDeepspeed(Framework):
         from .notices import assumptions
 
         return assumptions(plan)
-
-    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
-
-        return programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import MegatronDeepspeedSearch
-
-        return MegatronDeepspeedSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from ...trace.framework import OtherRunning
-
-        return OtherRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import MegatronDeepspeedTime
-
-        return MegatronDeepspeedTime()
 
     def cut_field(self, plan: Plan, *, whole: bool) -> str:
         partition = plan.pipeline.partition

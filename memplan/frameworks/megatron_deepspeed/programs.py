@@ -73,8 +73,7 @@ def parallel_shape(plan: Plan) -> ParallelShape:
 def layer_module(shape: ParallelShape, group: int, options: Options) -> Module:
     """One layer (``group`` 0), or a group of layers under one recompute."""
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         if not group:
             return Run(layer(r, x, shape))
         return Run(recomputed_reentrant(r, lambda r, hidden: _layers(r, hidden, shape, group), (x,)))
@@ -96,23 +95,19 @@ def end_module(name: str, shape: ParallelShape, loss: Loss, tied_here: bool, opt
     b, s, h = shape.b, shape.s, shape.spec.hidden
     outer, inner = (b, s, h), (s, b, h)
 
-    def embedding(r: Recorder, x: Tensor | None) -> Run:
+    def embedding(r: Recorder, x: Tensor) -> Run:
         return Run(ends.embedding(r, shape))
 
-    def transpose_in(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def transpose_in(r: Recorder, x: Tensor) -> Run:
         return Run(ends.transposed(r, x, inner))
 
-    def transpose_out(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def transpose_out(r: Recorder, x: Tensor) -> Run:
         return Run(ends.transposed(r, x, outer))
 
-    def final_norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def final_norm(r: Recorder, x: Tensor) -> Run:
         return Run(ends.final_norm(r, x))
 
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         if shape.spec.positions == "learned" and not tied_here:
             r.parameter("position.weight", (shape.spec.positions_max, h), shape.dtype)
         if loss.kind == "adaptive-softmax":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...layers.module import Module, Tapes
-from ...tape.events import Drop, Hold, Scope, Tape, behind, renamed
+from ...tape.events import Drop, Hold, Scope, behind, renamed
 from ...tape.program import Span
 from ...values import replace
 
@@ -26,9 +26,7 @@ def outlived(spans: tuple[Span, ...]) -> tuple[Span, ...]:
         module, drops = _named(span.module, len(ended))
         made.append(replace(span, module=module))
         ended += drops
-    first = foremost.module
-    closing = tuple(ended)
-    module = replace(first, first=_ended(first.first, closing), steady=_ended(first.steady, closing))
+    module = foremost.module.changed(backward=lambda tape: behind(tape, tuple(ended)))
     return (replace(foremost, module=module), *made)
 
 
@@ -53,7 +51,3 @@ def _named(module: Module, count: int) -> tuple[Module, list[Drop]]:
 def _renamed(tapes: Tapes, ids: list[int]) -> Tapes:
     own = dict(zip(tapes.contexts, ids, strict=True))
     return replace(tapes, forward=renamed(tapes.forward, own), backward=renamed(tapes.backward, own))
-
-
-def _ended(tapes: Tapes, drops: Tape) -> Tapes:
-    return replace(tapes, backward=behind(tapes.backward, drops))

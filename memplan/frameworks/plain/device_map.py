@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ...plan.errors import ABSENT, PlanError
-from ..base import PYTORCH_SECTIONS, Framework, Supports
+from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...layers.module import Options
     from ...plan.plan import Hardware, Layout, Plan
     from ...plan.resolved import ResolvedPlan
-    from ...search.framework import FrameworkSearch
-    from ...search.time.framework import FrameworkTime
-    from ...tape.program import Program
-    from ...trace.framework import FrameworkRunning
 
 
 class DeviceMap(Framework):
     name = "device-map"
+    parts = Parts(".searching:DeviceMapSearch", ".timing:DeviceMapTime", ".running:DeviceMapRunning")
     stage_word = "device"
     configuration = "device-map"
     supports = Supports(
@@ -59,29 +54,6 @@ class DeviceMap(Framework):
             "embedding and head are on the first device, final norm on the last; "
             "masks and rotary tables that later devices copy are not counted",
         )
-
-    def programs(self, plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
-        from . import programs
-
-        return programs.programs(plan, options)
-
-    @cached_property
-    def search(self) -> FrameworkSearch:
-        from .searching import DeviceMapSearch
-
-        return DeviceMapSearch()
-
-    @cached_property
-    def running(self) -> FrameworkRunning:
-        from .running import DeviceMapRunning
-
-        return DeviceMapRunning()
-
-    @cached_property
-    def time(self) -> FrameworkTime:
-        from .timing import DeviceMapTime
-
-        return DeviceMapTime()
 
     def cut_field(self, plan: Plan, *, whole: bool) -> str:
         if plan.device_map is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...families import family as family_of
 from ...families.base import Submodules, place
-from ...layers import ends, fused_losses
+from ...layers import fused_losses
 from ...layers.autograd import DERIVED, Accumulate, Backward, Gradients, Leaf, Node, Recorder, Shape, Tensor, Unsummed
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import LayerShape
@@ -27,19 +27,17 @@ from ...layers.work import NOTHING, Operator
 from ...tape.events import INPUT, Category, Hook
 from ...values import dataclass, replace
 from .programs import (
-    COS,
     EMBEDDED,
     FULL_MASK,
     MASK,
-    POSITIONS,
-    SIN,
+    embedding_recipe,
     hidden_interface,
     keeps_embedded,
     layer_names,
     layer_recipe,
     leaves_embedding,
+    norm_recipe,
     returns,
-    transformers_code,
     with_kept_input,
 )
 from .rows import with_leaf
@@ -532,31 +530,17 @@ def _ends(
     """Embedding, final norm (``None`` for post-norm models), head with loss."""
     spec = shape.spec
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
-        _, embedding = transformers_code(shape)
-        embedded = embedding(r, shape)
-        shared = embedded.shared
-        kept = embedded.hidden if keeps_embedded(shape) else None
-        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
-        ids[FULL_MASK] = shared.full_mask
-        return Run(embedded.hidden, embedded.frame, ids)
-
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         return Run(None, until_end=returned, loss=loss)
-
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
-        return Run(ends.final_norm(r, x, shape))
 
     interface = hidden_interface(shape)
     tied = frozenset({TIED}) if spec.tied_embeddings else frozenset()
     outputs = {TIED: "embedding_scaled"} if family_of(spec.family).scale_in_embedding else {}
     how = (options, spec.family, bias_first)
     return (
-        _hooked("embedding", embed, Interface(None, shape.dtype), *how, tied, outputs),
-        _hooked("final_norm", norm, interface, *how) if spec.final_norm else None,
+        _hooked("embedding", embedding_recipe(shape), Interface(None, shape.dtype), *how, tied, outputs),
+        _hooked("final_norm", norm_recipe(shape), interface, *how) if spec.final_norm else None,
         _hooked("head", head, interface, *how),
     )
 

@@ -45,7 +45,6 @@ def program_of(
     """What ``fit`` comes to under ``plan``, with what its framework puts in front of the model and keeps of gradients
     (``PlainRunning.learnt_front``, ``learnt_buckets``)."""
     b, s = plan.batch.mbs, plan.batch.seq
-    assert s is not None
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
     dtype = plan.precision.stored

@@ -24,7 +24,6 @@ def has_work(plan: ResolvedPlan) -> bool:
 
 
 def _piece(plan: ResolvedPlan) -> Piece:
-    assert plan.batch.seq is not None
     return piece_of(plan, fit_of(plan), plan.batch.mbs, plan.batch.seq)
 
 
@@ -50,7 +49,6 @@ def stages_of(plan: ResolvedPlan) -> Work:
 
 def _alike(plan: ResolvedPlan) -> tuple[Alike, ...]:
     piece, fit = _piece(plan), fit_of(plan)
-    assert plan.batch.seq is not None
     return alike(piece, row_of(plan, fit, piece), plan.batch.mbs, plan.batch.seq, plan.microbatches > 1)
 
 

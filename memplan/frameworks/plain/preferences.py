@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...families import family
-from ...layers.module import Module, Parameter, Tapes, hold_bytes
+from ...layers.module import Module, Parameter, hold_bytes
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
-from ...values import replace
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
@@ -140,11 +139,8 @@ def with_reference(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool
 
 @lru_cache(maxsize=64)
 def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool) -> Module:
-    def tapes(one: Tapes) -> Tapes:
-        return replace(one, forward=_inserted(one.forward, passed(own, head.largest_id + 1, keeps_input)))
-
-    evaluation = _inserted(head.evaluation, passed(own, head.largest_id + 1, keeps_input))
-    return replace(head, first=tapes(head.first), steady=tapes(head.steady), evaluation=evaluation)
+    events = passed(own, head.largest_id + 1, keeps_input)
+    return head.changed(lambda tape: _inserted(tape, events))
 
 
 def _inserted(tape: Tape, events: Tape) -> Tape:
@@ -163,7 +159,7 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
     gathered: dict[int, int] = {}
     for place, span in enumerate(own):
         if place == len(own) - 1:
-            result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+            result += [hold.end for hold in frame]
             frame = []
         for _ in span.names[:1]:
             events, left = _numbered(span.module.evaluation, first, given, gathered)
@@ -176,9 +172,9 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
             outputs = left[-1:] if place else _hidden(left)
             frame += [hold for hold in left if hold not in outputs]
             given = outputs[0] if outputs else None
-    result += [Drop(hold.tensor, hold.bytes, hold.category) for hold in frame]
+    result += [hold.end for hold in frame]
     if given is not None:
-        result.append(Drop(given.tensor, given.bytes, given.category))
+        result.append(given.end)
     return tuple(result)
 
 
@@ -205,7 +201,7 @@ def _numbered(tape: Tape, first: int, given: Hold | None, gathered: dict[int, in
             left[hold.tensor] = hold
             events.append(hold)
         elif isinstance(event, Drop) and event.tensor == INPUT and given is not None:
-            events.append(Drop(given.tensor, given.bytes, given.category))
+            events.append(given.end)
         elif isinstance(event, Drop) and event.tensor > 0:
             events.append(event._replace(tensor=first + event.tensor))
             del left[first + event.tensor]

@@ -43,7 +43,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
-from ...tape.events import INPUT, Category, Drop, Event, Hold, Stretch, Tape
+from ...tape.events import INPUT, Category, Drop, Event, Stretch, Tape, drops
 from ...tape.program import Program, Span
 from ...values import replace
 from . import compiled, preferences, trainer
@@ -105,8 +105,7 @@ def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code
     """One layer of the family, recomputed in backward where ``recompute``."""
     recipe_of, _ = transformers_code(shape, code)
 
-    def recipe(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def recipe(r: Recorder, x: Tensor) -> Run:
         shared = shared_tensors(r, shape, ended)
         hidden = x
         if recompute and shape.reentrant:
@@ -150,15 +149,10 @@ def with_kept_input(layer: Module) -> Module:
     def without(tape: Tape) -> Tape:
         return tuple(event for event in tape if not _is_drop_of_input(event))
 
-    def renamed(tapes: Tapes) -> Tapes:
-        backward = tuple(
-            event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tapes.backward
-        )
-        return replace(tapes, forward=without(tapes.forward), backward=backward)
+    def renamed(tape: Tape) -> Tape:
+        return tuple(event._replace(tensor=EMBEDDED) if _is_drop_of_input(event) else event for event in tape)
 
-    return replace(
-        layer, first=renamed(layer.first), steady=renamed(layer.steady), evaluation=without(layer.evaluation)
-    )
+    return layer.changed(without, renamed)
 
 
 def _is_drop_of_input(event: Event) -> TypeGuard[Drop]:
@@ -172,6 +166,27 @@ def hidden_interface(
     from_norm = autocast is not None and shape.spec.norm_place == "post"
     dtype = dtype or ("fp32" if from_norm else shape.dtype)
     return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
+
+
+def embedding_recipe(shape: LayerShape, code: str = "current") -> Recipe:
+    """The family's embedding, and what layers share."""
+    _, embedding = transformers_code(shape, code)
+
+    def recipe(r: Recorder, x: Tensor) -> Run:
+        embedded = embedding(r, shape)
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
+        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
+        return Run(embedded.hidden, frame, ids)
+
+    return recipe
+
+
+def norm_recipe(shape: LayerShape) -> Recipe:
+    """The norm behind the layers."""
+    return lambda r, x: Run(ends.final_norm(r, x, shape))
 
 
 @lru_cache(maxsize=1024)
@@ -190,18 +205,7 @@ def end_modules(
     """
     spec = shape.spec
 
-    def embed(r: Recorder, x: Tensor | None) -> Run:
-        _, embedding = transformers_code(shape, code)
-        embedded = embedding(r, shape)
-        shared = embedded.shared
-        kept = embedded.hidden if keeps_embedded(shape) else None
-        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
-        ids[FULL_MASK] = shared.full_mask
-        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
-        return Run(embedded.hidden, frame, ids)
-
-    def head(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
+    def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
@@ -209,18 +213,14 @@ def end_modules(
             return Run(None, converted=returned, loss=loss)
         return Run(None, until_end=returned, loss=loss)
 
-    def norm(r: Recorder, x: Tensor | None) -> Run:
-        assert x is not None
-        return Run(ends.final_norm(r, x, shape))
-
     interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
     tuning = options.tuning
     normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
     tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
-    last_norm = build("final_norm", norm, interface, options) if spec.final_norm else None
+    last_norm = build("final_norm", norm_recipe(shape), interface, options) if spec.final_norm else None
     given = last_norm.first.output_dtype if last_norm is not None else interface.dtype
     return (
-        build("embedding", embed, Interface(None, shape.dtype), options, tied),
+        build("embedding", embedding_recipe(shape, code), Interface(None, shape.dtype), options, tied),
         last_norm,
         build("head", head, replace(interface, dtype=given, requires_grad=requires_grad or normed), options),
     )
@@ -230,14 +230,10 @@ def end_modules(
 def returns(embedding: Module, kept: frozenset[int]) -> Module:
     """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
     layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
-    frame = _drops(embedding.left)
-    ended = _drops(hold for hold in embedding.shares if hold.tensor not in kept)
+    frame = drops(embedding.left)
+    ended = drops(hold for hold in embedding.shares if hold.tensor not in kept)
     tapes = Tapes(frame + ended, (), 0, 0)
-    return Module("return", tapes, tapes, frame + _drops(embedding.shares), ())
-
-
-def _drops(holds: Iterable[Hold]) -> Tape:
-    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
+    return Module("return", tapes, tapes, frame + drops(embedding.shares), ())
 
 
 def _everything(embedding: Module) -> frozenset[int]:
@@ -561,7 +557,7 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
         step, clipping = trainer_step(trained, plan.optimizer, dtype, options.kernel_workspaces)
     if plan.precision.autocast and plan.precision.dtype == "fp16":
         extra += SCALER
-        step = Stretch((FOUND_INF, *step, Drop(FOUND_INF.tensor, FOUND_INF.bytes, FOUND_INF.category)))
+        step = Stretch((FOUND_INF, *step, FOUND_INF.end))
         clipping += bool(clipping)
     return Program(
         stage=stage,

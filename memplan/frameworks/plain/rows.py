@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from ...layers.module import Module, Options, Tapes
+from ...layers.module import Module, Options
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Drop, Event, behind
+from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace
 from .tuned import frozen_layer, trains_layers
@@ -112,13 +112,10 @@ def with_leaf(embedding: Module, layer: Module, embedded: int) -> tuple[Module, 
     def is_drop(event: Event) -> bool:
         return isinstance(event, Drop) and event.tensor == embedded
 
-    def ended(tapes: Tapes) -> Tapes:
-        return replace(tapes, backward=behind(tapes.backward, (Drop(embedded, output.bytes, output.category),)))
+    def ended(tape: Tape) -> Tape:
+        return behind(tape, (Drop(embedded, output.bytes, output.category),))
 
-    def kept(tapes: Tapes) -> Tapes:
-        return replace(tapes, backward=tuple(event for event in tapes.backward if not is_drop(event)))
+    def kept(tape: Tape) -> Tape:
+        return tuple(event for event in tape if not is_drop(event))
 
-    return (
-        replace(embedding, first=ended(embedding.first), steady=ended(embedding.steady)),
-        replace(layer, first=kept(layer.first), steady=kept(layer.steady)),
-    )
+    return embedding.changed(backward=ended), layer.changed(backward=kept)

@@ -10,12 +10,11 @@ Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-paralle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator, exchanged
 from . import local, te
 from .shape import CoreShape
@@ -88,9 +87,7 @@ def duplicated(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, o
 
 def parameters(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: bool) -> tuple[Tensor, Tensor]:
     """A and B on this rank, of a layer with ``n`` outputs and ``k`` inputs as a whole."""
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    rank, t, dtype = r.tuning.adapters.rank, shape.t, shape.dtype
+    rank, t, dtype = r.adapters.rank, shape.t, shape.dtype
     down = (rank // t, k) if columns else (rank, k // t)
     return (
         r.parameter(f"{name}.{DOWN}.weight", down, dtype),
@@ -114,10 +111,7 @@ def of_experts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape)
 def parameters_of_experts(r: Recorder, name: str, n: int, k: int, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """Those of a rank's experts. They are an expert's where there are expert-parallel ranks
     (``ColumnParallelLinear.expert_parallel``)."""
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    assert shape.experts is not None
-    rank, apart = r.tuning.adapters.rank, shape.experts.ep > 1
+    rank, apart = r.adapters.rank, shape.mixture.ep > 1
     return (
         r.parameter(f"{name}.{DOWN}.weight", (rank, k), shape.dtype, expert=apart),
         r.parameter(f"{name}.{UP}.weight", (n, rank), shape.dtype, expert=apart),
@@ -162,9 +156,7 @@ def _summed(alone: CoreShape, shape: CoreShape) -> CoreShape:
 
 
 def _dropped(r: Recorder, x: Tensor, name: str) -> Tensor:
-    assert r.tuning is not None
-    assert r.tuning.adapters is not None
-    return ops.dropout(r, x, r.tuning.adapters.dropout, f"{name}_adapter_dropout")
+    return ops.dropout(r, x, r.adapters.dropout, f"{name}_adapter_dropout")
 
 
 def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
@@ -172,23 +164,19 @@ def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tens
     like, dtype = x.shape, x.dtype
     whole = (like[0] * shape.t, *like[1:])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_scattered", COMMUNICATION)]
-
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
-    return r.empty(whole, dtype, name).by(r.node((x,), (), backward, work=done))
+    return r.empty(whole, dtype, name).by(
+        r.node((x,), (), fresh(x, f"grad_{name}_scattered", COMMUNICATION), work=done)
+    )
 
 
 def _scattered_first(r: Recorder, x: Tensor, like: Shape, name: str) -> Tensor:
     """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
     whole, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(whole, dtype, f"grad_{name}_gathered", COMMUNICATION)]
-
     work = Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
     seen = x.view(*like)
-    seen.node = r.node((x,), (), backward, work=work)
+    seen.node = r.node((x,), (), fresh(x, f"grad_{name}_gathered", COMMUNICATION), work=work)
     return seen
 
 
@@ -200,11 +188,8 @@ def _gathered_last(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tenso
     like, dtype = x.shape, x.dtype
     whole = (*like[:-1], like[-1] * shape.t)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_own_part")]
-
     received = r.empty((like[0] * shape.t, *like[1:]), dtype, f"{name}_received", COMMUNICATION)
     joined = r.empty(whole, dtype, f"{name}_gathered")
     del received
     work = Operator((Exchange("all-gather", size_of(whole, dtype)),))
-    return joined.by(r.node((x,), (), backward, work=work))
+    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_own_part"), work=work))

@@ -12,6 +12,7 @@ from functools import lru_cache
 from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor, incoming, size_of
+from ..gradients import fresh
 from ..module import SHARED, Module, Tapes, hold_bytes
 from ..work import Exchange, Operator
 from . import local
@@ -98,9 +99,8 @@ def pooler(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``Pooler``: dense and tanh of the first token, (b, h). The gradient of the rest is made as zeros."""
     if shape.sequence_parallel:
         hidden = _gathered(r, hidden, shape)
-    whole, dtype = hidden.shape, hidden.dtype
-    node = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_pooler_select")])
-    first = Tensor(hidden.storage, hidden.shape[1:], dtype, node)
+    node = r.node((hidden,), (), fresh(hidden, "grad_pooler_select"))
+    first = Tensor(hidden.storage, hidden.shape[1:], hidden.dtype, node)
     return ops.tanh(r, _dense(r, first, "pooler", shape.spec.hidden, shape), "pooler_tanh")
 
 

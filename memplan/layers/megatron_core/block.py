@@ -16,6 +16,7 @@ from ...tape.events import Category
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..gradients import fresh
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import (
@@ -439,9 +440,8 @@ def _gathered_last(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
 
 def _cut(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
     """A slice, whose gradient fills zeros as large as ``x``."""
-    like, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")])
-    return Tensor(x.storage, size, dtype, node)
+    node = r.node((x,), (), fresh(x, f"grad_{name}"))
+    return Tensor(x.storage, size, x.dtype, node)
 
 
 def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
@@ -469,10 +469,7 @@ def _l2_normed(r: Recorder, x: Tensor, name: str) -> Tensor:
     like, dtype = x.shape, x.dtype
     root = r.empty((*like[:-1], 1), "fp32", f"{name}_reciprocal_root")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_normed")]
-
-    return r.output((x,), (x, root), backward, like, dtype, f"{name}_normed")
+    return r.output((x,), (x, root), fresh(x, f"grad_{name}_normed"), like, dtype, f"{name}_normed")
 
 
 def _split(r: Recorder, x: Tensor, shapes: Sequence[Shape], shape: CoreShape) -> list[Tensor]:

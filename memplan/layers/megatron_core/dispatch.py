@@ -12,6 +12,7 @@ from math import prod
 from ...tape.events import Category, Hold
 from .. import ops
 from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..module import hold_bytes
 from ..work import NOTHING, Exchange, Operator, exchanged
 from .shape import CoreShape
@@ -32,8 +33,7 @@ def dispatched(
 ) -> Dispatched:
     """(s, b, h) through the experts that each token was sent to, to the same shape; and what ``MoELayer.forward``'s
     variables hold until it returns."""
-    assert shape.experts is not None
-    way = _all_gathered if shape.experts.dispatcher == "allgather" else _all_to_all
+    way = _all_gathered if shape.mixture.dispatcher == "allgather" else _all_to_all
     return way(r, hidden, probabilities, chosen, experts, shape)
 
 
@@ -114,8 +114,7 @@ def remembered(shape: CoreShape) -> tuple[list[Hold], list[Hold]]:
 
 def _count_rows(r: Recorder, shape: CoreShape) -> None:
     """``preprocess``: how many tokens every rank has for every expert, int64, where that is not the capacity."""
-    experts = shape.experts
-    assert experts is not None
+    experts = shape.mixture
     ranks = experts.ep * experts.etp
     if ranks > 1 and not experts.padded:
         r.ran(Exchange("all-gather", 8.0 * shape.spec.experts * ranks, "experts"))
@@ -137,8 +136,7 @@ def _permuted(
     r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, shape: CoreShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``permute`` with probabilities: rows (P, h), their probabilities (P,) and what restores the order."""
-    assert shape.experts is not None
-    if shape.experts.permute_fusion:
+    if shape.mixture.permute_fusion:
         return permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
     count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
     transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
@@ -148,12 +146,15 @@ def _permuted(
     kept = flat.view(count)
     order = r.empty((count,), "int64", "sorted_indices")
     copy = r.empty(probabilities.shape[::-1], dtype, "probabilities_transposed")
-    like = probabilities.shape
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_probabilities_permuted")]
-
-    weights = r.output((probabilities,), (kept,), backward, (count,), dtype, "permuted_probabilities")
+    weights = r.output(
+        (probabilities,),
+        (kept,),
+        fresh(probabilities, "grad_probabilities_permuted"),
+        (count,),
+        dtype,
+        "permuted_probabilities",
+    )
     del copy, flat, kept
     transposed.clear()
     return _selected(r, x, order), weights, order
@@ -161,12 +162,10 @@ def _permuted(
 
 def _selected(r: Recorder, x: Tensor, order: Tensor) -> Tensor:
     """``index_select`` of rows: saves the indices; backward adds into zeros of the whole."""
-    like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_permuted_tokens")]
-
-    return r.output((x,), (order,), backward, (*order.shape, x.shape[-1]), dtype, "permuted_tokens")
+    return r.output(
+        (x,), (order,), fresh(x, "grad_permuted_tokens"), (*order.shape, x.shape[-1]), x.dtype, "permuted_tokens"
+    )
 
 
 def permuted_at_once(
@@ -192,53 +191,41 @@ def permuted_at_once(
 def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreShape) -> Tensor:
     """``unpermute``: rows are added at their tokens' places, (T, h); saves what says where. Deterministic
     ``index_add_`` saves the rows, too, whose shape its backward takes (``derivatives.yaml``, ``expand_as(source)``)."""
-    assert shape.experts is not None
     kept: tuple[Tensor, ...] = (order,)
-    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[-1])
+    dtype, whole = x.dtype, (tokens, x.shape[-1])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_unpermuted_tokens")]
-
-    if not shape.experts.permute_fusion and shape.deterministic:
+    if not shape.mixture.permute_fusion and shape.deterministic:
         zeros = r.empty(whole, dtype, "unpermuted_zeros")
         out = r.empty(whole, dtype, "unpermuted_tokens")
         del zeros
         kept = (order, x)
     else:
         out = r.empty(whole, dtype, "unpermuted_tokens")
-    return out.by(r.node((x,), kept, backward))
+    return out.by(r.node((x,), kept, fresh(x, "grad_unpermuted_tokens")))
 
 
 def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """``all_to_all``: a fresh tensor in either direction, and ``x`` itself where there is one rank."""
-    assert shape.experts is not None
-    if shape.experts.ep == 1:
+    if shape.mixture.ep == 1:
         return x
     like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_exchanged")]
-
     done = exchanged("all-to-all", max(count, like[0]) * size_of(like[1:], dtype), "all-to-all", "ep")
-    return r.output((x,), (), backward, (count, *like[1:]), dtype, "exchanged", work=done)
+    return r.output((x,), (), fresh(x, "grad_exchanged"), (count, *like[1:]), dtype, "exchanged", work=done)
 
 
 def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """All-gather over ranks of one expert; backward reduce-scatters."""
-    assert shape.experts is not None
-    if shape.experts.etp == 1:
+    if shape.mixture.etp == 1:
         return x
-    like, dtype, whole = x.shape, x.dtype, (count, *x.shape[1:])
+    dtype, whole = x.dtype, (count, *x.shape[1:])
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "etp")
-    return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_gathered")], whole, dtype, "gathered", work=done
-    )
+    return r.output((x,), (), fresh(x, "grad_gathered"), whole, dtype, "gathered", work=done)
 
 
 def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) -> Tensor:
     """Reduce-scatter over ranks of one expert, in the dtype of probabilities."""
-    assert shape.experts is not None
-    if shape.experts.etp == 1:
+    if shape.mixture.etp == 1:
         return x
     dtype = x.dtype
     x = ops.cast(r, x, wide, "reduced_cast")
@@ -253,8 +240,7 @@ def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) 
 def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``sort_chunks_by_idxs``, or a transposed copy where every expert has as many rows: fresh tensors; the fused
     kernel saves a map of rows in int32."""
-    assert shape.experts is not None
-    fused = shape.experts.permute_fusion and not shape.experts.padded
+    fused = shape.mixture.permute_fusion and not shape.mixture.padded
     rows = [r.empty((x.shape[0],), "int32", "chunk_row_id_map")] if fused else []
     made = []
     like = [(one.shape, one.dtype) for one in (x, weights)]
@@ -272,19 +258,18 @@ def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[
 
 def _sorted_back(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """The same of the experts' output."""
-    assert shape.experts is not None
-    if not shape.experts.permute_fusion or shape.experts.padded:
+    if not shape.mixture.permute_fusion or shape.mixture.padded:
         return _copied(r, x, "tokens_in_order", shape)
     rows, like, dtype = r.empty((x.shape[0],), "int32", "chunk_row_id_map_back"), x.shape, x.dtype
     out = r.empty(like, dtype, "tokens_in_order")
-    return out.by(r.node((x,), (rows,), lambda r, gradients: [r.empty(like, dtype, "grad_restored")]))
+    return out.by(r.node((x,), (rows,), fresh(x, "grad_restored")))
 
 
 def _copied(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``split`` and ``cat``, whose gradient is put together again; or ``transpose`` and ``contiguous``, whose gradient
     is copied by the exchange before."""
     like, dtype = x.shape, x.dtype
-    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], like, dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), like, dtype, name)
 
 
 # -- all-gather ----------------------------------------------------------------------------------------
@@ -331,9 +316,9 @@ def _all_gathered(
 
 
 def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:
-    like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[1])
+    dtype, whole = x.dtype, (tokens, x.shape[1])
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_probabilities_gathered")],
+        (x,), (), fresh(x, "grad_probabilities_gathered"),
         whole, dtype, "probabilities_gathered", work=_of_all(whole, dtype),
     )  # fmt: skip
 
@@ -358,13 +343,12 @@ def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
 
 def _part(r: Recorder, x: Tensor, size: Shape) -> Tensor:
     """Columns of the rank's experts, copied; backward fills the whole."""
-    like, dtype = x.shape, x.dtype
     return r.output(
         (x,),
         (),
-        lambda r, gradients: [r.empty(like, dtype, "grad_local_probabilities")],
+        fresh(x, "grad_local_probabilities"),
         size,
-        dtype,
+        x.dtype,
         "local_probabilities",
     )
 

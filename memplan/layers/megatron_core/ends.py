@@ -7,12 +7,12 @@ reduce-scatters. Shapes: s sequence, b micro-batch, n = s b, h hidden, v padded 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from ...tape.events import Category, Drop, Hold, Tape
+from ...tape.events import Category, Hold, Tape, drops
 from ...values import replace
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
@@ -66,9 +66,9 @@ def batch(shape: CoreShape, role: Role) -> Module:
         id: hold for id, hold in _arriving(shape, role).items() if shape.cp > 1 or id not in _inputs(shape, role)
     }
     others = tuple(hold for id, hold in arrived.items() if id not in _inputs(shape, role))
-    whole: Tape = tuple(arrived.values()) + _drops(others)
+    whole: Tape = tuple(arrived.values()) + drops(others)
     if shape.cp > 1:
-        cut = tuple(event for hold in kept for event in (hold, *_drops([arrived[hold.tensor]])))
+        cut = tuple(event for hold in kept for event in (hold, arrived[hold.tensor].end))
         forward: Tape = whole + cut
     else:
         forward = kept + whole + _merged(shape)
@@ -82,14 +82,14 @@ def batch_ends(batch: Module, saved: frozenset[int]) -> Module:
 
     ``saved`` are the ids that the stage's modules keep (``Module.saved_shared``).
     """
-    tapes = Tapes(_drops(hold for hold in batch.shares if hold.tensor not in saved), (), 0, 0)
-    return Module("batch_ends", tapes, tapes, _drops(batch.shares), ())
+    tapes = Tapes(drops(hold for hold in batch.shares if hold.tensor not in saved), (), 0, 0)
+    return Module("batch_ends", tapes, tapes, drops(batch.shares), ())
 
 
 @lru_cache(maxsize=1024)
 def batch_released(batch: Module, saved: frozenset[int]) -> Module:
     """The end of a stage's backward: the other inputs end. In front of the stage's first module."""
-    tapes = Tapes((), _drops(hold for hold in batch.shares if hold.tensor in saved), 0, 0)
+    tapes = Tapes((), drops(hold for hold in batch.shares if hold.tensor in saved), 0, 0)
     return Module("batch_released", tapes, tapes, (), ())
 
 
@@ -99,7 +99,7 @@ def _merged(shape: CoreShape) -> Tape:
         return ()
     size = (shape.packed, shape.s // shape.packed + 1)
     arrived = Hold(1 << 20, hold_bytes(size, "int32"), INPUTS, "documents_of_each", size, "int32")
-    return (arrived, *_drops([arrived]))
+    return (arrived, arrived.end)
 
 
 def _inputs(shape: CoreShape, role: Role) -> tuple[int, ...]:
@@ -146,10 +146,6 @@ def _arriving(shape: CoreShape, role: Role) -> dict[int, Hold]:
     whole = replace(shape, s=shape.s * shape.cp, cp=1)
     every = (_input(whole, id) for id in _inputs(shape, "only"))
     return {hold.tensor: hold._replace(tensor=i, name=f"{hold.name}_whole") for i, hold in enumerate(every, 1)}
-
-
-def _drops(holds: Iterable[Hold]) -> Tape:
-    return tuple(Drop(hold.tensor, hold.bytes, hold.category) for hold in holds)
 
 
 def input_of(r: Recorder, shape: CoreShape, id: int) -> Tensor:

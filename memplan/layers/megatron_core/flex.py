@@ -17,6 +17,7 @@ from math import ceil, comb
 from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Recorder, Tensor, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator, Stream
 from . import dispatch
 from .shape import CoreShape
@@ -28,8 +29,7 @@ NVLINK_PEERS = 8
 def arriving(shape: CoreShape) -> int:
     """N: tokens of all ranks that have an expert here, where each chooses k of E with equal chances. With more rows
     than the mean there are as many times more of them, but never more than all."""
-    experts, spec = shape.experts, shape.spec
-    assert experts is not None
+    experts, spec = shape.mixture, shape.spec
     k, e, every = spec.expert_top_k, shape.local_experts, spec.experts
     some = 1 - comb(every - e, k) / comb(every, k)
     rows_of_one = k * e / every / some
@@ -41,10 +41,9 @@ def dispatched(
 ) -> dispatch.Dispatched:
     """(s, b, h) through the experts that each token was sent to, to the same shape; held are the tokens that arrived,
     and their probabilities."""
-    assert shape.experts is not None
     own = hidden.shape
     flat = hidden.view(shape.routed.own, own[-1])
-    way = _deep_ep if shape.experts.dispatcher == "deepep" else _hybrid_ep
+    way = _deep_ep if shape.mixture.dispatcher == "deepep" else _hybrid_ep
     out, held = way(r, flat, probabilities, experts, shape)
     return out.view(*own), held
 
@@ -64,8 +63,7 @@ class Flight:
 def preprocessed(r: Recorder, hidden: Tensor, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Flight]:
     """``dispatch_preprocess``: tokens (T, h), and probabilities of the chosen experts, or of all."""
     flight = Flight()
-    assert shape.experts is not None
-    if shape.experts.dispatcher == "deepep":
+    if shape.mixture.dispatcher == "deepep":
         probabilities, flight.indices = _chosen(r, probabilities, shape)
     return hidden.view(shape.routed.own, hidden.shape[-1]), probabilities, flight
 
@@ -132,20 +130,16 @@ def _top_k(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor
 
 def _chosen(r: Recorder, probabilities: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``setup_metadata``: the chosen experts' probabilities (T, k), and their indices in int64."""
-    like, dtype, few = probabilities.shape, probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
+    dtype, few = probabilities.dtype, (probabilities.shape[0], shape.spec.expert_top_k)
     values, indices = r.empty(few, dtype, "token_probabilities"), r.empty(few, "int64", "token_indices")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_token_probabilities")]
-
-    values.node = r.node((probabilities,), (indices,), backward)
+    values.node = r.node((probabilities,), (indices,), fresh(probabilities, "grad_token_probabilities"))
     return values, indices
 
 
 def _layout(r: Recorder, shape: CoreShape, n: int) -> list[Tensor]:
     """``get_dispatch_layout`` and what ``dispatch`` hands on to ``combine`` and to both backward passes."""
-    assert shape.experts is not None
-    ranks, tokens = shape.experts.ep, shape.routed.own
+    ranks, tokens = shape.mixture.ep, shape.routed.own
     nodes = max(1, ranks // NVLINK_PEERS)
     handle = [r.empty((tokens, ranks), "bool", "tokens_in_ranks")]
     if nodes == 1:
@@ -213,8 +207,7 @@ def _hybrid_ep(
 def _sent_by_hybrid_ep(
     r: Recorder, x: Tensor, probabilities: Tensor, shape: CoreShape
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    assert shape.experts is not None
-    tokens, ranks, count = shape.routed.own, shape.experts.ep, shape.routed.held
+    tokens, ranks, count = shape.routed.own, shape.mixture.ep, shape.routed.held
     everyone = (tokens * ranks, shape.local_experts)
     wide = ops.cast(r, probabilities, "fp32", "token_probabilities_fp32")
     handle = [
@@ -239,22 +232,20 @@ def _sent_by_hybrid_ep(
 
 def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) -> Tensor:
     """``FusedCombine`` or ``HybridEPCombine``: (T, h); backward sends gradients as tokens were sent."""
-    like, dtype, size = x.shape, x.dtype, (shape.routed.own, x.shape[1])
+    dtype, size = x.dtype, (shape.routed.own, x.shape[1])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_rows_combined")]
-
-    return r.output((x,), handle, backward, size, dtype, "tokens_combined", work=_exchange(x, shape))
+    return r.output(
+        (x,), handle, fresh(x, "grad_rows_combined"), size, dtype, "tokens_combined", work=_exchange(x, shape)
+    )
 
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:
     """A token crosses the network once for each node, and links once for each rank
     (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``). HybridEP copies between its buffer and rows by expert in
     a kernel of its own (``executor.cu``, ``dispatch_postprocess``, ``combine_preprocess``)."""
-    assert shape.experts is not None
     size = arriving(shape) * size_of(x.shape[1:], x.dtype)
     sent = Exchange("all-to-all", size, "ep", choices=(shape.spec.expert_top_k, shape.spec.experts))
-    if shape.experts.dispatcher == "deepep":
+    if shape.mixture.dispatcher == "deepep":
         return Operator((sent,), (sent,))
     sorts = Stream(size + size_of(x.shape, x.dtype))
     return Operator((sent, sorts), (sorts, sent))

@@ -17,6 +17,7 @@ from math import prod
 from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..work import Operator, Stream
+from . import te
 from .shape import CoreShape
 
 OLDEST = (2, 8)
@@ -113,8 +114,5 @@ def _work(r: Recorder, like: Shape, shape: CoreShape, wide: int, f: int) -> Oper
     column = shape.ranks.column(tokens, wide, h, dtype, shape.added(r.summed))
     row = shape.ranks.row(tokens, h, f, dtype, shape.added(r.summed))
     normed, inner, out = (size_of(size, dtype) for size in (like, (tokens, wide), (tokens, f)))
-    assert None not in (column.forward, column.backward, row.forward, row.backward)
-    return Operator(
-        (Stream(2 * normed), *(column.forward or ()), Stream(inner + out), *(row.forward or ())),
-        (*(row.backward or ()), Stream(2 * inner + out), *(column.backward or ()), Stream(5 * normed, 2)),
-    )
+    row = row.after((Stream(inner + out),), ()).then((), (Stream(2 * inner + out),))
+    return te.behind_norm(column.then(row.forward or (), ()).after((), row.backward or ()), normed)

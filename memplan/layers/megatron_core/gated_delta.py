@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ...values import dataclass, replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..work import Operator, Product, Scan, Stream
 from . import mamba, te
 from .gated_delta_torch import CHUNK, chunked
@@ -355,8 +356,8 @@ def _to_heads(r: Recorder, x: Tensor, at: Sizes, cp: int) -> Tensor:
 
 def _of_rank(r: Recorder, x: Tensor, size: Shape, *, copies: bool) -> Tensor:
     """``get_parameter_local_cp``: a copy of parts, or a slice; backward fills a tensor of the whole size."""
-    whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_parameter_slice")])
+    dtype = x.dtype
+    node = r.node((x,), (), fresh(x, "grad_parameter_slice"))
     if copies:
         return r.empty(size, dtype, "parameter_of_rank").by(node)
     return Tensor(x.storage, size, dtype, node)

@@ -12,6 +12,7 @@ from math import prod
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from ..gradients import fresh
 from ..work import Operator, Stream
 
 CHUNK = 64
@@ -173,9 +174,8 @@ def _next(r: Recorder, state: Tensor, of_chunk: tuple[Tensor, Tensor, Tensor]) -
 
 def _part(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
     """A slice or one index of ``x``, whose gradient fills zeros as large as ``x``."""
-    like, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}_part")])
-    return Tensor(x.storage, size, dtype, node)
+    node = r.node((x,), (), fresh(x, f"grad_{name}_part"))
+    return Tensor(x.storage, size, x.dtype, node)
 
 
 def _assigned(r: Recorder, base: Tensor, x: Tensor, name: str) -> Tensor:

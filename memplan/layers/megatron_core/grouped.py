@@ -18,6 +18,7 @@ from typing import Any
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
+from ..gradients import fresh, fresh_each
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
 from . import adapters, grouped_chain, local, offload, te, te_facts
@@ -102,8 +103,7 @@ def parameters(shape: CoreShape, name: str = "") -> tuple[tuple[str, Shape], ...
 
 
 def _parameters(shape: CoreShape) -> Iterator[tuple[str, Shape]]:
-    experts, inner, h = shape.experts, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
-    assert experts is not None
+    experts, inner, h = shape.mixture, shape.spec.expert_ffn // shape.expert_ranks, shape.spec.expert_hidden
     first = inner * (2 if shape.spec.gated else 1)
     weights = ((FC1, (first, h)), (FC2, (h, inner)))
     biases = shape.spec.mlp_bias
@@ -125,13 +125,12 @@ def dummy_gradients(shape: CoreShape) -> frozenset[Shape]:
 def experts(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
     """(N, h) and the probability of each row (N,) to (N, h). With ``moe_apply_probs_on_input`` rows are multiplied
     by it in its dtype and cast back, and it is one from then on."""
-    assert shape.experts is not None
     if shape.spec.router_weighs_inputs:
         wide = ops.multiply(r, x, weights.view(*weights.shape, 1), "expert_input_weighted")
         x = ops.cast(r, wide, x.dtype, "expert_input")
         del wide
         weights = r.empty(weights.shape, weights.dtype, "probabilities_of_one")
-    return _grouped(r, x, weights, shape) if shape.experts.grouped else _sequential(r, x, weights, shape)
+    return _grouped(r, x, weights, shape) if shape.mixture.grouped else _sequential(r, x, weights, shape)
 
 
 def _grouped(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
@@ -168,8 +167,7 @@ def padded_rows(rows: int, shape: CoreShape) -> int | None:
     """Rows of this rank's experts, each padded to what quantised products or grouped tensors want (``Fp8Padding``);
     ``None`` where nothing is copied for it: in other products in 16 bits, behind a router or HybridEP that pads
     (``skip_routed_expert_padding``), and where a capacity is such a multiple."""
-    experts, count, multiple = shape.experts, shape.local_experts, shape.multiple_of_rows
-    assert experts is not None
+    experts, count, multiple = shape.mixture, shape.local_experts, shape.multiple_of_rows
     if not multiple or experts.router_pads or experts.dispatcher == "hybridep":
         return None
     total = up(-(-rows // count), multiple) * count
@@ -180,10 +178,7 @@ def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
     """A copy with padding or without, whose gradient is a copy, too."""
     like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}")]
-
-    return r.output((x,), (), backward, (rows, *like[1:]), dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), (rows, *like[1:]), dtype, name)
 
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:
@@ -215,12 +210,16 @@ def _clamped(r: Recorder, x: Tensor) -> Tensor:
 
 
 def _weighted(r: Recorder, x: Tensor, scale: Tensor, width: int) -> Tensor:
-    like, dtype, one, kind = x.shape, x.dtype, scale.shape, scale.dtype
+    like, dtype = x.shape, x.dtype
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_expert_swiglu"), r.empty(one, kind, "grad_expert_probabilities")]
-
-    return r.output((x, scale), (x, scale), backward, (*like[:-1], width), dtype, "expert_swiglu")
+    return r.output(
+        (x, scale),
+        (x, scale),
+        fresh_each((x, "grad_expert_swiglu"), (scale, "grad_expert_probabilities")),
+        (*like[:-1], width),
+        dtype,
+        "expert_swiglu",
+    )
 
 
 def linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, original: bool = False) -> Tensor:

@@ -13,6 +13,7 @@ from ...tape.events import Category, Hold
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Stream, exchanged
@@ -175,9 +176,6 @@ def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     other, then put side by side; of the gradient a rank copies its part."""
     like, dtype, whole = x.shape, x.dtype, (*x.shape[:-1], shape.t * x.shape[-1])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_part")]
-
     received = r.empty((shape.t * like[0], *like[1:]), dtype, f"{name}_received", Category.COMMUNICATION_BUFFERS)
     copy = r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
     del copy
@@ -187,7 +185,7 @@ def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
         (Exchange("all-gather", size_of(whole, dtype)), Stream(2 * size_of(whole, dtype))),
         (Stream(2 * size_of(like, dtype)),),
     )
-    return joined.by(r.node((x,), (), backward, work=work))
+    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_part"), work=work))
 
 
 def _own_tokens(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, copies: bool) -> Tensor:
@@ -195,20 +193,22 @@ def _own_tokens(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, copies: 
     their gradients are gathered."""
     like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_gathered", Category.COMMUNICATION_BUFFERS)]
-
     done = (Stream(2 * size_of(part, dtype)),) if copies else ()
-    node = r.node((x,), (), backward, work=Operator(done, (Exchange("all-gather", size_of(like, dtype)),)))
+    node = r.node(
+        (x,),
+        (),
+        fresh(x, f"grad_{name}_gathered", Category.COMMUNICATION_BUFFERS),
+        work=Operator(done, (Exchange("all-gather", size_of(like, dtype)),)),
+    )
     if copies:
         return r.empty(part, dtype, f"{name}_own").by(node)
     return Tensor(x.storage, part, dtype, node)
 
 
 def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    like, dtype, full = x.shape, x.dtype, (shape.s, *x.shape[1:])
+    dtype, full = x.dtype, (shape.s, *x.shape[1:])
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_rotated_key_scattered")],
+        (x,), (), fresh(x, "grad_rotated_key_scattered"),
         full, dtype, "rotated_key_gathered", work=exchanged("all-gather", size_of(full, dtype), "reduce-scatter"),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from ...plan.layer_blocks import LINEAR
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from ..gradients import fresh
 from ..reductions import summed
 from ..work import NOTHING, Operator, Stream, in_place, scaled_scores
 from .ends import input_of, mask_id
@@ -194,9 +195,9 @@ def linear(
 
     inputs = (x, weight) if bias is None else (x, weight, bias)
     work = parallel(prod(whole[:-1]), n, k, dtype, shape.added(r.summed))
-    if has_bias and work.forward is not None and work.backward is not None:
+    if has_bias:
         biased = size_of((*whole[:-1], n), dtype)  # a sum of its own, and a reduction of the gradient
-        work = Operator((*work.forward, Stream(2 * biased)), (*work.backward, Stream(biased)))
+        work = work.then((Stream(2 * biased),), (Stream(biased),))
     node = r.node(inputs, (x, weight), backward, work=work)
     out = r.empty((*whole[:-1], n), dtype, name)
     if has_bias:
@@ -225,13 +226,9 @@ def row_linear(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, bias: boo
     out = linear(r, x, weight, None, name, shape, columns=False)
     if not shape.sequence_parallel:
         return out, kept
-    full, dtype = out.shape, out.dtype
-    scattered = r.empty(shape.hidden, dtype, f"{name}_scattered")
+    scattered = r.empty(shape.hidden, out.dtype, f"{name}_scattered")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(full, dtype, f"grad_{name}_gathered")]
-
-    return scattered.by(r.node((out,), (), backward, work=NOTHING)), kept
+    return scattered.by(r.node((out,), (), fresh(out, f"grad_{name}_gathered"), work=NOTHING)), kept
 
 
 # -- norm -------------------------------------------------------------------------------------------
@@ -351,7 +348,7 @@ def _scores(r: Recorder, q: Tensor, k: Tensor) -> Tensor:
 def _leaf(r: Recorder, x: Tensor, name: str) -> Tensor:
     """An input of a recomputed region, whose transposed gradient is copied when it arrives (``AccumulateGrad``)."""
     shape, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(shape, dtype, f"grad_{name}_copied")])
+    node = r.node((x,), (), fresh(x, f"grad_{name}_copied"))
     return Tensor(x.storage, shape, dtype, node)
 
 

@@ -19,6 +19,7 @@ from ...tape.events import Category
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..gradients import fresh
 from ..work import Operator, exchanged
 from . import adapters, local
 from .mamba_scan import Sizes, chunks_backward, convolution, scan_forward, scan_work, work_of
@@ -319,8 +320,8 @@ def _cp2hp(r: Recorder, x: Tensor, size: Shape) -> Tensor:
 def reordered(r: Recorder, x: Tensor, size: Shape, name: str) -> Tensor:
     """``cat`` of parts of ``x``, whose gradients are views that ``split``'s backward puts together, as in
     ``_undo_attention_load_balancing`` and ``_redo_…``."""
-    like, dtype, name = x.shape, x.dtype, f"{name}_reordered"
-    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], size, dtype, name)
+    dtype, name = x.dtype, f"{name}_reordered"
+    return r.output((x,), (), fresh(x, f"grad_{name}"), size, dtype, name)
 
 
 def exchanged_by(r: Recorder, x: Tensor, *, slices: bool) -> Tensor:
@@ -342,7 +343,7 @@ def _of_rank(r: Recorder, x: Tensor, at: Sizes, name: str) -> Tensor:
     whole, dtype = x.shape, x.dtype
     convolution = name.startswith("conv1d")
     size = (at.m if convolution else at.a, *whole[1:])
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, f"grad_{name}_slice")])
+    node = r.node((x,), (), fresh(x, f"grad_{name}_slice"))
     if convolution:
         return r.empty(size, dtype, f"{name}_of_rank").by(node)
     return Tensor(x.storage, size, dtype, node)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ...values import replace
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import adapters, dispatch, flex, graphs, grouped, grouped_chain, local, router, te
@@ -78,8 +79,7 @@ def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
 
 def parameters(r: Recorder, shape: CoreShape) -> None:
     """In the order in which modules register: router, projections, experts, shared experts."""
-    spec, experts = shape.spec, shape.experts
-    assert experts is not None
+    spec, experts = shape.spec, shape.mixture
     r.parameter(router.WEIGHT, (spec.experts, spec.hidden), shape.dtype)
     if spec.mlp_bias:
         r.parameter("mlp.router.bias", (spec.experts,), shape.dtype)
@@ -111,8 +111,7 @@ def _forward(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         probabilities, chosen = router.route(r, hidden, shape)
     with graphs.captured(r, shape, "moe_preprocess"):
         sent = projected(r, hidden, DOWN, shape)
-    assert shape.experts is not None
-    way = flex if shape.experts.flex else dispatch
+    way = flex if shape.mixture.flex else dispatch
     out, held = way.dispatched(
         r, sent, probabilities, chosen, lambda r, x, weights: grouped.experts(r, x, weights, shape), shape
     )
@@ -165,9 +164,8 @@ def shared_experts(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     """``SharedExpertMLP.forward``. Beside the exchange of tokens (``pre_forward_comm`` to ``post_forward_comm``) the
     input is gathered outside of the projection, which saves it whole."""
     (f, _), _ = shared_sizes(shape)
-    assert shape.experts is not None
-    apart = shape.experts.shared_overlap and shape.sequence_parallel
-    if shape.experts.shared_chain:
+    apart = shape.mixture.shared_overlap and shape.sequence_parallel
+    if shape.mixture.shared_chain:
         return _chained(r, hidden, shape)
     inner_shape = replace(shape, sequence_parallel=False) if apart else shape
     x = _whole(r, hidden, shape) if apart else hidden
@@ -206,10 +204,10 @@ def _gated(r: Recorder, x: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _whole(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    like, dtype, full = x.shape, x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
+    dtype, full = x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
     done = exchanged("all-gather", size_of(full, dtype), "reduce-scatter")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_scattered")], full, dtype, "shared_gathered",
+        (x,), (), fresh(x, "grad_shared_scattered"), full, dtype, "shared_gathered",
         work=done,
     )  # fmt: skip
 
@@ -218,6 +216,6 @@ def _part(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
     done = exchanged("reduce-scatter", size_of(like, dtype), "all-gather")
     return r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_shared_gathered")], part, dtype, "shared_scattered",
+        (x,), (), fresh(x, "grad_shared_gathered"), part, dtype, "shared_scattered",
         work=done,
     )  # fmt: skip

@@ -281,12 +281,10 @@ class LowOperands(Operands):
     def work(self, r: Recorder, done: Operator) -> Operator:
         """Casts beside the products, of the weight in the first micro-batch of a step."""
         layer, low = self.layer, self.low
-        assert done.forward is not None
-        assert done.backward is not None
         casts = [low.work(layer.like)]
         if r.first_microbatch and not low.parameters:
             casts.append(low.work(layer.weight))
-        return Operator((*casts, *done.forward), (low.work(layer.out), *done.backward))
+        return done.after(casts, (low.work(layer.out),))
 
 
 class Members:
@@ -380,9 +378,7 @@ class LowMembers(Members):
             del scales
 
     def work(self, r: Recorder, done: Operator) -> Operator:
-        assert done.forward is not None
-        assert done.backward is not None
-        return Operator((self.low.work(self.like), *done.forward), (self.low.work(self.out), *done.backward))
+        return done.after((self.low.work(self.like),), (self.low.work(self.out),))
 
 
 def members(shape: CoreShape, name: str, like: Shape, out: Shape, *, original: bool, trained: bool) -> Members:

@@ -243,8 +243,7 @@ class _Layer:
         self, r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | Flight]:
         shape = self.shape
-        assert shape.experts is not None
-        if shape.experts.flex:
+        if shape.mixture.flex:
             return flex.preprocessed(r, x, probabilities, shape)
         return dispatch.preprocessed(r, x, probabilities, chosen, shape)
 

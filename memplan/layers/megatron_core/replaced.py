@@ -7,10 +7,11 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...plan.layer_blocks import LINEAR, NONE
-from ..autograd import Gradients, Recorder, Tensor, size_of
+from ..autograd import Recorder, Tensor, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator
 from . import local, te
 from .shape import CoreShape
@@ -64,10 +65,7 @@ def recomputed_nothing(r: Recorder, hidden: Tensor) -> Tensor:
     one = r.empty((1,), dtype, "viewless")
     del one
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_copied")]
-
-    return Tensor(hidden.storage, like, dtype, r.node((hidden,), (), backward))
+    return Tensor(hidden.storage, like, dtype, r.node((hidden,), (), fresh(hidden, "grad_copied")))
 
 
 def _gathered(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
@@ -81,8 +79,5 @@ def _gathered(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     joined = r.empty(whole, dtype, f"{name}_gathered")
     del received
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_of_rank")]
-
     done = Operator((Exchange("all-gather", size_of(whole, dtype)),))
-    return joined.by(r.node((x,), (), backward, work=done))
+    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_of_rank"), work=done))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..gradients import fresh
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product
 from .shape import CoreShape
@@ -49,10 +50,7 @@ def _jittered(r: Recorder, x: Tensor) -> Tensor:
     noise = r.empty(like, dtype, "router_noise")
     made.clear()
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_router_jittered")]
-
-    return r.output((x,), (noise,), backward, like, dtype, "router_jittered")
+    return r.output((x,), (noise,), fresh(x, "grad_router_jittered"), like, dtype, "router_jittered")
 
 
 def gating(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
@@ -123,23 +121,17 @@ def _fused_top_k(r: Recorder, logits: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = r.empty(like, dtype, "router_probabilities_spread")
     chosen, scores = r.empty(like, "bool", "routing_map"), r.empty(like, "fp32", "router_scores")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_router_logits")]
-
-    return probabilities.by(r.node((logits,), (chosen, scores), backward)), chosen
+    return probabilities.by(r.node((logits,), (chosen, scores), fresh(logits, "grad_router_logits"))), chosen
 
 
 def _fused_balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     """``FusedComputeScoresForMoEAuxLoss``, which saves scores in fp32 beside those that it returns, and
     ``FusedAuxLoss``, which saves two numbers and the tokens of each expert."""
-    like, dtype = logits.shape, logits.dtype
+    like = logits.shape
     scores = r.empty(like, "fp32", "aux_scores")
     chosen, inner = r.empty(like, "bool", "routing_map"), r.empty(like, "fp32", "aux_scores_inner")
 
-    def of_logits(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_aux_logits")]
-
-    scores.node = r.node((logits,), (inner,), of_logits)
+    scores.node = r.node((logits,), (inner,), fresh(logits, "grad_aux_logits"))
     experts = like[1] * (shape.b if shape.spec.router_balancing == "seq_aux_loss" else 1)
     tokens = r.empty((experts,), "int64", "tokens_per_expert")
     loss, numbers = r.empty((), "fp32", "aux_loss"), r.empty((2,), "fp32", "aux_numbers")
@@ -158,9 +150,9 @@ def _chosen_scores(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tenso
     biased = ops.add_constant(r, scores, "router_scores_biased")
     _, indices = _best(r, biased, shape)
     del biased
-    few, whole, dtype = indices.shape, scores.shape, scores.dtype
+    few, dtype = indices.shape, scores.dtype
     gathered = r.output(
-        (scores,), (scores, indices), lambda r, gradients: [r.empty(whole, dtype, "grad_router_gathered")],
+        (scores,), (scores, indices), fresh(scores, "grad_router_gathered"),
         few, dtype, "router_gathered",
     )  # fmt: skip
     return gathered, indices
@@ -197,19 +189,18 @@ def _normalised(r: Recorder, scores: Tensor) -> Tensor:
 
 def _spread(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
     """``zeros_like(logits).scatter(1, indices, probs)``: saves the indices; backward gathers."""
-    few, dtype = probs.shape, probs.dtype
+    dtype = probs.dtype
     zeros = [r.empty(whole, dtype, "router_zeros")]
     out = r.empty(whole, dtype, "router_probabilities_spread")
     zeros.clear()
-    return out.by(r.node((probs,), (indices,), lambda r, gradients: [r.empty(few, dtype, "grad_router_spread")]))
+    return out.by(r.node((probs,), (indices,), fresh(probs, "grad_router_spread")))
 
 
 def _placed(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
     """``zeros_like(logits).index_put_((rows, indices), probs)`` of deterministic algorithms: saves rows, too."""
-    few, dtype = probs.shape, probs.dtype
-    out = r.empty(whole, dtype, "router_probabilities_spread")
+    out = r.empty(whole, probs.dtype, "router_probabilities_spread")
     rows = r.empty((whole[0], 1), "int64", "router_rows")
-    return out.by(r.node((probs,), (rows, indices), lambda r, gradients: [r.empty(few, dtype, "grad_router_spread")]))
+    return out.by(r.node((probs,), (rows, indices), fresh(probs, "grad_router_spread")))
 
 
 def _map(r: Recorder, logits: Tensor) -> Tensor:
@@ -241,8 +232,7 @@ def _sinkhorn(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Te
 
 def _dropped(r: Recorder, probs: Tensor, chosen: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``apply_router_token_dropping``: every expert's most probable tokens, as many as its capacity."""
-    experts = shape.experts
-    assert experts is not None
+    experts = shape.mixture
     assert experts.capacity_factor is not None
     capacity = min(shape.capacity, probs.shape[0])
     made = [r.empty((capacity, probs.shape[1]), probs.dtype, "capacity_best")]

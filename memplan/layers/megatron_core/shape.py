@@ -285,6 +285,12 @@ class CoreShape(HashedOnce):
         return (self.packed, self.s // self.packed) if self.packed else (self.b, self.s)
 
     @property
+    def mixture(self) -> ExpertShape:
+        """``experts`` of a layer that has them."""
+        assert self.experts is not None
+        return self.experts
+
+    @property
     def local_experts(self) -> int:
         """Experts of this rank, whole or a part of each (etp)."""
         return self.spec.experts // self.experts.ep if self.experts is not None else 0
@@ -297,10 +303,9 @@ class CoreShape(HashedOnce):
     @property
     def capacity(self) -> int:
         """Rows of one rank's tokens that an expert takes (``get_capacity``)."""
-        assert self.experts is not None
-        assert self.experts.capacity_factor is not None
-        mean = self.local_s * self.b * self.spec.expert_top_k / self.spec.experts
-        return ceil(mean * self.experts.capacity_factor)
+        factor = self.mixture.capacity_factor
+        assert factor is not None
+        return ceil(self.local_s * self.b * self.spec.expert_top_k / self.spec.experts * factor)
 
     @property
     def multiple_of_rows(self) -> int:
@@ -312,8 +317,7 @@ class CoreShape(HashedOnce):
     @property
     def routed(self) -> Routed:
         """``MoEAlltoAllTokenDispatcher.preprocess``; capacity: ``get_capacity`` of a rank's own tokens."""
-        experts, spec = self.experts, self.spec
-        assert experts is not None
+        experts, spec = self.mixture, self.spec
         own = self.local_s * self.b
         sent = own * spec.expert_top_k
         if experts.padded:

@@ -20,6 +20,7 @@ from ...tape.events import Category, Drop, Hold, Tape
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..gradients import fresh
 from ..module import SHARED, Module, Tapes, hold_bytes
 from . import local, te
 from .ends import (
@@ -172,9 +173,8 @@ def _by_heads(r: Recorder, x: Tensor, size: Shape, shape: CoreShape) -> Tensor:
     """A view, whose gradient is copied where core attention itself returns it: transposed."""
     if shape.attention != "local" or "core_attn" in shape.recompute_modules:
         return x.view(*size)
-    whole, dtype = x.shape, x.dtype
-    node = r.node((x,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_query_by_heads")])
-    return Tensor(x.storage, size, dtype, node)
+    node = r.node((x,), (), fresh(x, "grad_query_by_heads"))
+    return Tensor(x.storage, size, x.dtype, node)
 
 
 def crossing(shape: CoreShape) -> CoreShape:

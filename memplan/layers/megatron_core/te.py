@@ -16,6 +16,7 @@ from typing import Any
 
 from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
+from ..gradients import fresh
 from ..work import Exchange, Operator, Stream
 from . import te_facts
 from .operands import Linear, Operands, operands
@@ -65,10 +66,7 @@ def activation(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``TEActivationOp``: ``SwiGLU`` or ``GELU`` (``ops/basic``), which save their input."""
     like, dtype, width = x.shape, x.dtype, x.shape[-1] // (2 if shape.spec.gated else 1)
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_activation")]
-
-    return r.output((x,), (x,), backward, (*like[:-1], width), dtype, f"{name}_activation")
+    return r.output((x,), (x,), fresh(x, f"grad_{name}_activation"), (*like[:-1], width), dtype, f"{name}_activation")
 
 
 def column_linear(
@@ -218,10 +216,7 @@ def norm_column_linear(
             fed.ended()
         return [grad_x, *grad_scales, *made]
 
-    column, size = fed.work(r, _column(r, layer, shape)), size_of(like, dtype)
-    assert column.forward is not None
-    assert column.backward is not None
-    work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
+    work = behind_norm(fed.work(r, _column(r, layer, shape)), size_of(like, dtype))
     node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward, work=work)
     del kept
     out = _multiplied(r, fed).by(node)
@@ -272,10 +267,7 @@ def norm_column_linear_showing(
         fed.ended()
         return [grad_x, *grad_scales, *made]
 
-    column, size = fed.work(r, _column(r, fed.layer, shape)), size_of(like, dtype)
-    assert column.forward is not None
-    assert column.backward is not None
-    work = Operator((Stream(2 * size), *column.forward), (*column.backward, Stream(5 * size, 2)))
+    work = behind_norm(fed.work(r, _column(r, fed.layer, shape)), size_of(like, dtype))
     node = r.node((x, *scales, weight, *added), (x, weight, *held), backward, outputs=2, work=work)
     held.clear()
     out = fed.product(r)
@@ -288,7 +280,7 @@ def fused_rope(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``fused_apply_rotary_pos_emb``: a fresh contiguous (s, b, a, d); saves the angles alone (a table that
     ``RotaryEmbedding`` keeps), and backward makes one fresh gradient."""
     like, dtype = x.shape, x.dtype
-    return r.output((x,), (), lambda r, gradients: [r.empty(like, dtype, f"grad_{name}")], like, dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), like, dtype, name)
 
 
 def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
@@ -337,6 +329,11 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
 def _whole(x: Tensor, shape: CoreShape) -> Shape:
     """Shape of ``x`` after the all-gather of sequence parallelism, if any."""
     return (x.shape[0] * shape.t, *x.shape[1:]) if shape.sequence_parallel else x.shape
+
+
+def behind_norm(done: Operator, size: int) -> Operator:
+    """What the function of a norm, whose input has ``size`` bytes, and of layers behind it does."""
+    return done.after((Stream(2 * size),), ()).then((), (Stream(5 * size, 2),))
 
 
 def _column(r: Recorder, layer: Linear, shape: CoreShape) -> Operator:

@@ -19,6 +19,7 @@ from ...plan.errors import PlanError
 from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from . import te_context, te_facts, te_low_attention, te_low_context
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
@@ -363,9 +364,8 @@ def _filled(r: Recorder, scores: Tensor, mask: Tensor) -> Tensor:
 
 def _masked(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:
     """``masked_fill`` with zeros where rows are padding: saves the mask."""
-    like, dtype = x.shape, x.dtype
     return r.empty(x.shape, x.dtype, "probabilities_masked").by(
-        r.node((x,), (mask,), lambda r, gradients: [r.empty(like, dtype, "grad_probabilities_masked")])
+        r.node((x,), (mask,), fresh(x, "grad_probabilities_masked"))
     )
 
 

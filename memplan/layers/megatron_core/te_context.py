@@ -147,11 +147,9 @@ def a2a_work(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.
     whole = (b, s * cp, a // cp, d)
     groups, part = max(1, k.shape[2] // cp), in_window(s * cp, shape)
     done = attention(whole, groups, s * cp, dtype, causal=True, values=v.shape[-1], part=part)
-    assert done.forward is not None
-    assert done.backward is not None
     moved = size * sum(size_of(one, dtype) for one in (q.shape, k.shape, v.shape, of_context(q, v)))
     ways, copies = Exchange("all-to-all", moved, "cp"), Stream(4 * moved, 8)  # by heads, and in order again
-    return Operator((*done.forward, ways, copies), (*done.backward, ways, copies))
+    return done.then((ways, copies), (ways, copies))
 
 
 def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
@@ -205,12 +203,10 @@ def gathers(q: Tensor, k: Tensor, v: Tensor, shape: CoreShape, size: float = 1.0
     groups = prod(k.shape) // (b * s * d)
     every, part = s * shape.cp, in_window(s * shape.cp, shape)
     done = attention((b, s, a, d), groups, every, dtype, causal=True, values=v.shape[-1], part=part)
-    assert done.forward is not None
-    assert done.backward is not None
     moved = float(shape.cp * (size_of(k.shape, dtype) + size_of(v.shape, dtype)))
     gathers, ordered = Exchange("all-gather", size * moved, "cp"), Stream(2 * moved, 2)
     scattered = Exchange("reduce-scatter", moved, "cp")
-    return Operator((*done.forward, gathers, ordered), (*done.backward, gathers, scattered, ordered))
+    return done.then((gathers, ordered), (gathers, scattered, ordered))
 
 
 def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:

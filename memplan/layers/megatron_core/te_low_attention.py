@@ -81,10 +81,8 @@ def fused(
         parts = [made[at % len(made)] for at in range(len(likes))]
         return [*(Tensor(part.storage, like, dtype) for part, like in zip(parts, likes, strict=True)), *of_sinks]
 
-    assert done.forward is not None
-    assert done.backward is not None
     copies = 2 if by_block else 1
-    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    work = done.after((low.work(whole, copies),), (low.work(like_out, copies),))
     low_backward = shape.low_attention is None or shape.low_attention.backward
     if not low_backward:
         copy, kept = [*qkv], [out]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from math import prod
 
 from ..autograd import Gradients, Recorder, Shape, Tensor
-from ..work import Operator
 from .precision import BYTE, Low
 from .shape import CoreShape
 from .te_context import a2a_work, gathers, ring, seen_keys, sinks
@@ -93,9 +92,7 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         return [*(Tensor(wide.storage, like, dtype) for like in likes), *of_sinks]
 
     done, copies = a2a_work(q, k, v, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
-    assert done.forward is not None
-    assert done.backward is not None
-    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    work = done.after((low.work(whole, copies),), (low.work(like_out, copies),))
     saved = (*kept, *out, statistics, rng_state, *own, *scales)
     wide = trade_gradients(likes, like_out, (b, s * cp, a // cp, q.shape[-1]), dtype, shape)
     node = r.node((q, k, v, *every), saved, backward if low_backward else wide, work=work)
@@ -200,9 +197,7 @@ def p2p(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         del of_keys
         return result
 
-    assert done.forward is not None
-    assert done.backward is not None
-    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    work = done.after((low.work(whole, copies),), (low.work(like_out, copies),))
     saved = ((q,) if by_block else tuple(copy)) + (buffers[-1], *kept, *merged, *states, *scales)
     node = r.node(given, saved, backward if low_backward else ring_gradients(likes, bsad, dtype, shape), work=work)
     return Tensor(context.storage, like_out, dtype, node)
@@ -268,9 +263,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
         return [grad_q, *sums]
 
     done, copies = gathers(q, k, v, shape, 1.0 if by_block else 0.5), 2 if by_block else 1
-    assert done.forward is not None
-    assert done.backward is not None
-    work = Operator((low.work(whole, copies), *done.forward), (low.work(like_out, copies), *done.backward))
+    work = done.after((low.work(whole, copies),), (low.work(like_out, copies),))
     wide = gather_gradients(likes, every, seen, like_out, (b, s // 2, a, q.shape[-1]), dtype, shape)
     kept += [*saved, *result, lengths, *scales]
     node = r.node((q, k, v), kept, backward if low_backward else wide, work=work)

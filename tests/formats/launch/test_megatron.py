@@ -424,6 +424,16 @@ def test_variables_of_the_machine_are_passed_over() -> None:
         ("#SBATCH --ntasks=24", "srun", 24),
         ("#SBATCH --nodes=4 --ntasks-per-node=8", "srun -n 16", 16),
         ("#SBATCH --nodes=2", "srun --ntasks-per-node=8 --gpus-per-node=8", 16),
+        ("#SBATCH --ntasks=16 --ntasks-per-node=8", "srun -N $SLURM_NNODES", 16),
+        ("#SBATCH --ntasks=16 --ntasks-per-node=8", "torchrun --nproc_per_node=8 --nnodes=$SLURM_NNODES", 16),
+        ("#SBATCH -G 16 --gpus-per-node=h100:8", "torchrun --nproc_per_node=8 --nnodes=$SLURM_JOB_NUM_NODES", 16),
+        ("#SBATCH -N2 --tasks-per-node=8 --gres=gpu:a100:8,nvme:1", "srun", 16),
+        (
+            "#SBATCH -N 2 --ntasks-per-node=1 --gpus-per-task=8",
+            "srun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_PER_TASK",
+            16,
+        ),
+        ("#SBATCH --job-name=llama-N16 --nodelist=gpu-n12\n#SBATCH --gpus-per-node=8 # -N 3", "srun", 8),
     ],
 )
 def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus: int) -> None:
@@ -431,6 +441,31 @@ def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus
     command = f"{srun} '{command}'" if srun.endswith("-c") else f"{srun} {command}"
     read = launch(f"#!/bin/bash\n{directives}\n{command}")
     assert build_plan(read.source, {}).plan.hardware.gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("directives", "why"),
+    [
+        ("#SBATCH --nodes=2-4", "--nodes=2-4 is a range, from which Slurm chooses"),
+        ("set -x\n#SBATCH --nodes=4", "--nodes of line 3 stands behind a command, where sbatch reads no more"),
+        ("#SBATCH --nodes=4\n#SBATCH hetjob\n#SBATCH --nodes=1", "#SBATCH hetjob cannot be followed"),
+    ],
+)
+def test_nodes_that_a_job_leaves_open_are_asked_for(directives: str, why: str) -> None:
+    command = f"#!/bin/bash\n{directives}\nsrun --ntasks-per-node=8 pretrain_gpt.py {SMALL}"
+    asked = f"hardware.gpus: is needed, and {why}; give it as --set SLURM_NNODES=value or --gpus N"
+    assert asked in error_of(lambda: launch(command))
+    read = launch(command, variables={"SLURM_NNODES": "3"})
+    assert build_plan(read.source, {}).plan.hardware.gpus == 24
+
+
+def test_further_trainings_of_a_line_are_told() -> None:
+    loop = f"for n in 2 4; do torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --num-layers $n; done"
+    (note,) = launch(loop).notes
+    assert note.code == "several-trainings"
+    assert "its line starts 1 more with other values; --set n=value reads another round of its loop" in note.message
+    read = launch(loop, variables={"n": "4"})
+    assert (build_plan(read.source, {}).plan.model.layers, read.notes) == (4, ())
 
 
 def test_conditions_that_cannot_be_decided_matter_only_where_they_reach_something() -> None:
@@ -463,7 +498,10 @@ def test_launchers() -> None:
         8,
     ]
     assert gpus("deepspeed --hostfile '' --num_gpus 8") == gpus("deepspeed -i a:0,1,2,3@b:0,1,2,3 -H none") == 8
-    assert "hardware.gpus: is needed" in error_of(lambda: gpus("deepspeed --hostfile none --num_gpus 8"))
+    line = (
+        "--hostfile = none: is not here, and lists the hosts that the launcher starts on: say --gpus N for all of them"
+    )
+    assert line in error_of(lambda: gpus("deepspeed --hostfile none --num_gpus 8"))
     assert "--include = c: names c, which the hostfile does not list" in error_of(lambda: gpus(f"{hosts} -i c"))
     assert "has an entry that DeepSpeed refuses, 'a 4'" in error_of(lambda: gpus("echo a 4 > h\ndeepspeed -H h"))
     assert gpus("srun -N 4 --ntasks-per-node=8 python -u") == 32

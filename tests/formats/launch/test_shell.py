@@ -224,6 +224,11 @@ INNER = "#SBATCH --nodes=2\nA=$1; python a.py $A ${B:-none} ${C:-none} ${D:-none
         ('sbatch -N 4 --export=ALL,D=e --wrap="bash inner.sh w"', "w none c e 4"),
         ("sbatch -N 4 --wrap 'D=f bash inner.sh w'", "w none c f 4"),
         ("sbatch -N $HOW_MANY inner.sh w", None),
+        ("for n in 1 4; do sbatch -N $n inner.sh w; done", "w none c d 1\nw none c d 4"),
+        ("bash other.sh; sbatch -N 3 inner.sh w", "w none c d 3"),
+        ("sbatch <<E\n#SBATCH -N ${N:-6}\npython a.py \\$SLURM_NNODES\nE", "6"),
+        ("cat <<E | sbatch\n#SBATCH -N ${N:-6}\npython a.py \\$SLURM_NNODES\nE", "6"),
+        ("cat > job.sh <<E\n#SBATCH -N ${N:-6}\npython a.py \\$SLURM_NNODES \\$1\nE\nsbatch job.sh v", "6 v"),
         ("sbatch elsewhere inner.sh w", None),
         ("bash elsewhere.sh w", None),
     ],
@@ -231,10 +236,11 @@ INNER = "#SBATCH --nodes=2\nA=$1; python a.py $A ${B:-none} ${C:-none} ${D:-none
 def test_a_script_that_another_runs_has_what_is_exported_to_it(call: str, arguments: str | None) -> None:
     """Neither B, which is not exported, nor what the inner script sets and how it ends, pass between them."""
     outer = f'A=a B=b; export C=c D=d\n{call}\npython b.py "$A"'
-    reading = read_script(outer, "outer.sh", {}, {"inner.sh": (INNER, "inner.sh")}.get)
+    files = {"inner.sh": (INNER, "inner.sh"), "other.sh": ("#SBATCH -N 9\n:", "other.sh")}
+    reading = read_script(outer, "outer.sh", {}, files.get)
     *inner, last = [[text(word) for word in one.words] for one in reading.started]
     assert last == ["python", "b.py", "a"]
-    assert inner == ([] if arguments is None else [["python", "a.py", *arguments.split()]])
+    assert inner == [["python", "a.py", *line.split()] for line in (arguments or "").splitlines()]
 
 
 @pytest.mark.parametrize(

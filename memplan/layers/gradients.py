@@ -1,0 +1,30 @@
+"""Backward functions that many operators have: fresh gradients like the inputs, and views of the incoming one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..tape.events import Category
+from .autograd import Backward, Gradients, Recorder, Tensor, incoming
+
+
+def fresh(x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Backward:
+    """Makes a new tensor of the shape and dtype of ``x``."""
+    shape, dtype = x.shape, x.dtype
+    return lambda r, gradients: [r.empty(shape, dtype, name, category)]
+
+
+def fresh_each(*inputs: tuple[Tensor, str]) -> Backward:
+    """Makes one like each of ``inputs``, under its name, in their order."""
+    likes = [(x.shape, x.dtype, name) for x, name in inputs]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        return [r.empty(*like) for like in likes]
+
+    return backward
+
+
+def viewed(*inputs: Tensor) -> Backward:
+    """Hands on views of the incoming gradient, each in the shape of one of ``inputs``."""
+    shapes = [x.shape for x in inputs]
+    return lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes]
