@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.search import LARGE, answering, cutting, searching  # noqa: E402
 from benchmarks.start import AIMS, COMMANDS, lines, per_layer  # noqa: E402
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator  # noqa: E402
+from memplan.allocator.caching import AllocatorSettings  # noqa: E402
 from memplan.allocator.limited import replay_within  # noqa: E402
 from memplan.allocator.memory import DeviceMemory  # noqa: E402
 from memplan.allocator.replay import replay  # noqa: E402
@@ -38,6 +38,7 @@ from memplan.plan.read import read_plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.plan.traced_spec import TracedSpec  # noqa: E402
 from memplan.tape.events import Hold  # noqa: E402
+from tests.oracle.caching_allocator import CachingAllocator  # noqa: E402
 
 EXAMPLE = "bigscience-104b-250k"
 LARGE_FLAGS = tuple(part for name, value in LARGE.items() for part in (f"--{name}", value))

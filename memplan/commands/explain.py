@@ -17,7 +17,7 @@ from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
 from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
-from .output import Json, NoColor, Quiet, beginning, console, print_json, printing, without_collection
+from .output import Json, NoColor, Quiet, beginning, console, print_either, print_json, printing, without_collection
 from .recorded import NoRecords, measured_of
 
 if TYPE_CHECKING:
@@ -83,15 +83,11 @@ def explain(
         with progress(f"reading {name}") as says:
             found = reports(_told(pieces, name, says))
         told = explained(found, read.plan if read is not None else None, known)
-    if json:
-        from ..report.explanation import explanation_to_json
+    from ..report.explanation import explanation_to_json, print_explanation
 
-        print_json(explanation_to_json(told))
-    else:
-        from ..report.explanation import print_explanation
-
-        with printing():
-            print_explanation(told, console(no_color), quiet=quiet)
+    print_either(
+        json, lambda: explanation_to_json(told), lambda: print_explanation(told, console(no_color), quiet=quiet)
+    )
     return 0
 
 

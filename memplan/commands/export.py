@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..formats import WRITTEN, target
+from ..frameworks import STAND_FOR, framework, frameworks
 from ..plan.errors import PlanError, guessed, nearest, one_line, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
@@ -72,8 +73,6 @@ def export(
 
 def with_framework_of(to: str | None, plan: list[str] | None, launch: LaunchFlags, given: Flags) -> Flags:
     """``given`` of a job in flags alone, with the framework that ``--to`` is about where they name none."""
-    from ..frameworks import STAND_FOR, frameworks
-
     if to is None or plan or launch.formats or "framework" in given:
         return given
     names = {one.configuration: one.name for one in frameworks()}
@@ -83,7 +82,6 @@ def with_framework_of(to: str | None, plan: list[str] | None, launch: LaunchFlag
 
 def _exported(read: ReadPlan, to: str | None) -> Exported:
     from ..formats.exported import exported
-    from ..frameworks import framework, frameworks
 
     name = to if to is not None else framework(read.plan.framework).configuration
     if name is None:

@@ -7,12 +7,13 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..plan.errors import Origin, PlanError, wrong_at
 from ..plan.text import path_of
+from ..values import dataclass
 
 PATIENCE = 10.0
 """Seconds that a FIFO may be without a reader before it is given up."""
@@ -51,6 +52,24 @@ def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
 
         format_of(Path(picture))
         check_matplotlib()
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What is written besides an answer: a file, if one is asked for, by its flag."""
+
+    by_flag: Mapping[str, str | None]
+    force: bool
+
+    def check(self) -> None:
+        """Refuses before long work what would be refused after it."""
+        check_files(self.by_flag, force=self.force)
+
+    def write(self, flag: str, content: Callable[[str], bytes]) -> Iterator[str]:
+        """The file of ``flag``, if it is asked for and was written; ``content`` makes what is in a file of its name."""
+        file = self.by_flag[flag]
+        if file is not None and write_whole(file, content(file), force=self.force):
+            yield file
 
 
 def write_whole(name: str, content: bytes, *, force: bool) -> bool:

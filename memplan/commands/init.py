@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from ..plan.errors import Origin, PlanError, one_line, wrong_at
-from ..plan.read import Flags
+from ..plan.fields import by_flag
+from ..plan.library import examples
+from ..plan.read import Flags, read_plan
+from ..plan.text import read_text
 from .files import write_whole
 from .output import Overwrite, print_file
 
@@ -37,8 +40,6 @@ def init(
 
 def _template(path: str | None, flags: Flags) -> str:
     from ..estimate import check
-    from ..plan.fields import by_flag
-    from ..plan.read import read_plan
     from ..plan.template import plan_template
 
     flags = {"model": DEFAULT_MODEL, **flags}
@@ -62,9 +63,6 @@ def _as_yaml(value: str | tuple[str, ...]) -> str:
 
 
 def _example(name: str, flags: Flags) -> str:
-    from ..plan.library import examples
-    from ..plan.text import read_text
-
     if flags:
         raise wrong_at("--example", "copies the example as it is; change fields when estimating it, or in the file")
     if name not in examples():

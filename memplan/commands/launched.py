@@ -11,6 +11,7 @@ import typer
 from ..formats import ALSO_CALLED, FORMATS, READ, reader
 from ..formats.elsewhere import ELSEWHERE
 from ..plan.errors import wrong_at
+from ..plan.fields import by_flag, plan_fields
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
@@ -204,7 +205,6 @@ _BRIDGE = "megatron-bridge"
 
 def _flag_of(word: str) -> tuple[str, str] | None:
     """``layout.tp=4`` or ``tp=4``, and the flag that says it."""
-    from ..plan.fields import by_flag, plan_fields
     from ..plan.near_misses import called
 
     name, equals, value = word.partition("=")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ..plan.errors import one_line, wrong_at
+from ..plan.library import LearnedModel, hub_ids, learned_models, model_specs
+from ..plan.spellings import plain
 from .output import Json, NoColor, console, print_json, printing
-
-if TYPE_CHECKING:
-    from ..plan.library import LearnedModel
 
 _CALLED = {
     "layers": ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers"),
@@ -29,7 +29,6 @@ Part = Annotated[str, typer.Argument(metavar="NAME", help="Only those whose name
 def models(part: Part = "", json: Json = False, no_color: NoColor = False) -> int:
     """Models that are built in, with their sizes."""
     from ..plan.count import parameters
-    from ..plan.library import hub_ids, learned_models, model_specs
     from ..plan.models import load_spec
 
     found = _holding(part, [*model_specs(), *learned_models()])
@@ -133,9 +132,6 @@ def schema() -> int:
 
 def _holding(part: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` in which ``part`` is; to refuse what is in none."""
-    from ..plan.errors import one_line, wrong_at
-    from ..plan.spellings import plain
-
     found = [name for name in names if plain(part) in plain(name)]
     if not found:
         raise wrong_at("NAME", f"no name of this list holds {one_line(part)}")

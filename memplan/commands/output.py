@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..plan.errors import lines
+from ..plan.errors import lines, one_line
 from ..plan.library import examples
 from ..streams import silence
 
@@ -125,6 +125,15 @@ def print_json(value: Any) -> None:
         print(json.dumps(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON leaves
 
 
+def print_either(json: bool, content: Callable[[], Any], show: Callable[[], None]) -> None:
+    """``content()`` as JSON, or what ``show`` prints in its place."""
+    if json:
+        print_json(content())
+    else:
+        with printing():
+            show()
+
+
 def print_text(text: str) -> None:
     """``text``, whose lines all end, as the only thing on standard output, without control characters."""
     with printing():
@@ -140,7 +149,6 @@ def print_file(text: str) -> None:
 def tell_of_shell(plan: Plan) -> None:
     """A word on standard error of this shell's settings of PyTorch's allocator, which are no part of ``plan``."""
     from ..plan.environment import OF_ALLOCATOR
-    from ..plan.errors import one_line
 
     if any(name in plan.environment for name in OF_ALLOCATOR):
         return

@@ -11,12 +11,13 @@ import typer
 
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, PlanError, check_choice, one_line, together, wrong_at
+from ..plan.fields import plan_fields
 from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import Report, progress
-from ..values import dataclass, replace
-from .files import check_files, write_whole
+from ..values import replace
+from .files import Files
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
 from .launched import (
     From,
@@ -81,22 +82,6 @@ MEANINGS = {
 """What to write behind a flag that was given without a value."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """What is written besides the answer."""
-
-    plan: str | None
-    csv: str | None
-    plot: str | None
-    html: str | None
-    force: bool
-
-    def check(self) -> None:
-        """Refuses before the search what would be refused after it."""
-        files = {"--write": self.plan, "--csv": self.csv, "--plot": self.plot, "--html": self.html}
-        check_files(files, force=self.force)
-
-
 def suggest_partition(
     plan: PlanOrLaunchFiles = None,
     from_: From = None,
@@ -147,7 +132,7 @@ def suggest_partition(
         raise typer.BadParameter("--json and --csv exclude each other")
     objective = _ALSO_CALLED.get(objective.lower().replace("_", "-"), objective.lower())
     check_search(top, objective)
-    files = _Files(write, file_of(csv), plot, html, force)
+    files = Files({"--write": write, "--csv": file_of(csv), "--plot": plot, "--html": html}, force)
     files.check()
     plan, flags = with_gpu_said(plan, flags)
     launch_flags = flags_of_launch(placed(plan), from_, set_, strict=strict, vocab_size=vocab_size)
@@ -161,15 +146,13 @@ def suggest_partition(
         answer = answered(read, flags, fixes, cast("Objective", objective), top, quiet=quiet, known=known)
         found = answer.found
         answer = replace(answer, written=tuple(_written(found, files)))
-        answer = replace(answer, written=(*answer.written, *_page(answer, files, known)))
+        answer = replace(answer, written=(*answer.written, *files.write("--html", lambda _: page_of(answer, known))))
     if json:
         from ..report.suggestion_json import suggestion_to_json
 
         print_json(suggestion_to_json(answer))
     elif csv == PRINTED:
-        from ..report.suggestion_json import suggestion_to_csv
-
-        print_text(suggestion_to_csv(found))
+        print_text(_rows(found))
     else:
         from ..report.suggestion import print_suggestion
 
@@ -339,8 +322,6 @@ def _of_all(read: ReadPlan, asked: _Asked) -> tuple[ReadPlan, Found, tuple[Offer
 
 def _no_layout(found: Found) -> PlanError:
     """The rule that refused most layouts, where every layout that a framework's rules of division leave was refused."""
-    from ..plan.fields import plan_fields
-
     rules = found.counts.refused
     checks = [rule for rule in rules if rule.partition(": ")[0] in plan_fields()] or list(rules)
     worst = max(checks, key=lambda rule: (rules[rule], rule), default="none is left")
@@ -376,32 +357,25 @@ def _check_needed(plan: Plan) -> None:
 # -- files --------------------------------------------------------------------------------------------------
 
 
-def _written(found: Found, files: _Files) -> list[str]:
+def _written(found: Found, files: Files) -> Iterator[str]:
     """Files that were written. Without a layout that fits there is no plan to write."""
-    written: list[str] = []
-    if files.plan is not None and found.best:
-        text = _plan_text(found, one_line(Path(files.plan).name))
-        if write_whole(files.plan, text.encode(), force=files.force):
-            written.append(files.plan)
-    if files.csv is not None:
-        from ..report.suggestion_json import suggestion_to_csv
-
-        if write_whole(files.csv, suggestion_to_csv(found).encode(), force=files.force):
-            written.append(files.csv)
-    if files.plot is not None and (found.front or found.closest):
-        from ..report.plot import format_of, front_picture
-
-        picture = front_picture(found, format_of(Path(files.plot)))
-        if write_whole(files.plot, picture, force=files.force):
-            written.append(files.plot)
-    return written
+    if found.best:
+        yield from files.write("--write", lambda file: _plan_text(found, one_line(Path(file).name)).encode())
+    yield from files.write("--csv", lambda _: _rows(found).encode())
+    if found.front or found.closest:
+        yield from files.write("--plot", lambda file: _picture(found, Path(file)))
 
 
-def _page(answer: Answer, files: _Files, known: Measured) -> list[str]:
-    """The page's file, if it was written."""
-    if files.html is None:
-        return []
-    return [files.html] if write_whole(files.html, page_of(answer, known), force=files.force) else []
+def _rows(found: Found) -> str:
+    from ..report.suggestion_json import suggestion_to_csv
+
+    return suggestion_to_csv(found)
+
+
+def _picture(found: Found, file: Path) -> bytes:
+    from ..report.plot import format_of, front_picture
+
+    return front_picture(found, format_of(file))
 
 
 def page_of(answer: Answer, known: Measured) -> bytes:

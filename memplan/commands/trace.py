@@ -17,8 +17,7 @@ from .output import (
     Overwrite,
     PlanOrLaunchFile,
     console,
-    print_json,
-    printing,
+    print_either,
 )
 
 if TYPE_CHECKING:
@@ -95,15 +94,13 @@ def trace(
         found = traced(asked.job, asked.name)
     _write(found.recording, events, snapshot, force)
     comparison = compared(found, asked.program)
-    if json:
-        from ..report.trace import trace_to_json
+    from ..report.trace import print_trace, trace_to_json
 
-        print_json(trace_to_json(asked, found, comparison))
-    else:
-        from ..report.trace import print_trace
-
-        with printing():
-            print_trace(asked, found, comparison, console(no_color), verbose=verbose, quiet=quiet)
+    print_either(
+        json,
+        lambda: trace_to_json(asked, found, comparison),
+        lambda: print_trace(asked, found, comparison, console(no_color), verbose=verbose, quiet=quiet),
+    )
     return 0
 
 
@@ -124,11 +121,11 @@ def _learn(plan: str | None, flags: Flags, json: bool, quiet: bool, no_color: bo
             found = learned(resolved, lambda done, of: report(doing, done, of))
     except PlanError as error:
         raise read.located(error) from None
-    if json:
-        print_json(learned_to_json(resolved, found))
-    else:
-        with printing():
-            print_learned(resolved, found, console(no_color), quiet=quiet)
+    print_either(
+        json,
+        lambda: learned_to_json(resolved, found),
+        lambda: print_learned(resolved, found, console(no_color), quiet=quiet),
+    )
     return 0
 
 
@@ -139,11 +136,11 @@ def _learn_compiled(plan: ResolvedPlan, json: bool) -> int:
     doing = f"compiling {plan.model.name} on fake tensors"
     with progress(doing) as report:
         path = kept(plan, lambda done, of: report(doing, done, of))
-    if json:
-        print_json({"model": plan.model.name, "file": str(path)})
-    else:
-        with printing():
-            print(f"Learnt: {plan.model.name} under torch.compile, kept in {path}")
+    print_either(
+        json,
+        lambda: {"model": plan.model.name, "file": str(path)},
+        lambda: print(f"Learnt: {plan.model.name} under torch.compile, kept in {path}"),
+    )
     return 0
 
 

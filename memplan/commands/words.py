@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.errors import ABSENT, Guesses, PlanError, wrong_at
+from ..plan.fields import Kind, by_flag
 from .output import PRINTED
 
 _SEVERAL = ("--compare", "--vary", "--import")
@@ -61,7 +62,6 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
     """``words`` with other tools' flags as memplan's own (``--tensor-parallel`` as ``--tp``), and those flags that
     change nothing, which are left out. ``unknown``: those that the command has not."""
     from ..formats.own_settings import without_effect
-    from ..plan.fields import by_flag
     from ..plan.near_misses import CHANGES_NOTHING, FILES, MEANT, NOT_MODELLED, SAME
 
     end = words.index("--") if "--" in words else len(words)
@@ -107,8 +107,6 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
 
 def _is_switch(flag: str) -> bool:
     """Whether ``flag`` takes no value here, where others write one: ``--load_in_4bit True``, ``--autocast True``."""
-    from ..plan.fields import Kind, by_flag
-
     field = by_flag().get(flag[2:])
     return "=" in flag or (field is not None and field.kind is Kind.SWITCH)
 
@@ -174,7 +172,6 @@ def _is_value(rest: Sequence[str]) -> bool:
 
 def wrong_values(words: Sequence[str]) -> Iterator[PlanError]:
     """What is wrong with values of flags of fields, of a command line that is refused for others already."""
-    from ..plan.fields import by_flag
     from ..plan.read import read_plan
     from ..plan.spellings import with_said_at_once
 
@@ -232,7 +229,6 @@ def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
 
 
 def _meaning(flag: str) -> str:
-    from ..plan.fields import by_flag
     from .launched import MEANINGS
     from .suggest_partition import MEANINGS as SEARCHED
 

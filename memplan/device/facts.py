@@ -144,23 +144,6 @@ def _switch(environment: Mapping[str, str], key: str, default: bool) -> bool:
     return value == "1" if value else default
 
 
-# ---- Transformer Engine ----
-
-
-def transformer_engine_workspace(compute_capability: tuple[int, int], version: Version = (2, 11)) -> Fact:
-    """The workspace of Transformer Engine's own cuBLASLt calls, one per process, from the caching allocator.
-
-    Three of them back to back where communication overlaps through user buffers; a grouped product
-    takes one more for each of its streams.
-    """
-    source = "NVIDIA/TransformerEngine transformer_engine/pytorch/cpp_extensions/gemm.py, get_cublas_workspace"
-    if compute_capability < (9, 0):
-        return Fact("transformer_engine_workspace", 4 * _MIB, source)
-    scales = 1024 if version >= (2, 8) else 0
-    note = "with 1024 B for NVFP4's scales" if scales else ""
-    return Fact("transformer_engine_workspace", 32 * _MIB + scales, source, note)
-
-
 # ---- CUDA context ----
 
 

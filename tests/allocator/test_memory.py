@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memplan.allocator.blocks import LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.limited import LimitedRank
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
 from memplan.allocator.replay import Run, replay
@@ -17,6 +17,7 @@ from memplan.estimate import programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from tests.oracle.caching_allocator import CachingAllocator
 from tests.oracle.cuda_allocator import TORCH, Counts, Request, built, counted, replayed, requests
 
 MIB = 1 << 20

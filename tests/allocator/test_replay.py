@@ -8,7 +8,7 @@ import pytest
 
 from memplan.allocator import replay as replaying
 from memplan.allocator.blocks import SegmentPool, Stretch
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.passes import Pass, passes
 from memplan.allocator.replay import Rank
 from memplan.estimate import estimate, fold, programs_of
@@ -17,6 +17,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category
 from memplan.tape.program import Program
+from tests.oracle.caching_allocator import CachingAllocator
 
 MEGATRON = {"model": "llama-3-8b", "framework": "megatron", "tp": "2", "pp": "2", "dp": "1", "gbs": "4", "seq": "3000"}
 PLAIN = {"model": "gpt2-xl", "framework": "single", "gpus": "1", "gbs": "2", "seq": "1000", "dtype": "fp32"}

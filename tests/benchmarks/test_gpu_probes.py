@@ -16,12 +16,13 @@ import torch
 
 from benchmarks.campaign import allocator, edges, kernels, libraries, marked
 from benchmarks.campaign.allocator import Limit, Modelled, Request, State
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.time.rates import rates_of
 from memplan.validate.devices import Device
 from tests.oracle import cuda_allocator
+from tests.oracle.caching_allocator import CachingAllocator
 from tests.oracle.cuda_allocator import TORCH
 
 MIB = 1 << 20

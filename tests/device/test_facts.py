@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
-from memplan.allocator.caching import block_size
 from memplan.device import measured
-from memplan.device.facts import Fact, contexts_of, cublas_workspaces, cuda_context, transformer_engine_workspace
+from memplan.device.facts import Fact, contexts_of, cublas_workspaces, cuda_context
 from memplan.device.gpus import GPUS
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from tests.oracle.caching_allocator import block_size
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 VOLTA, AMPERE, ADA, HOPPER, BLACKWELL = (7, 0), (8, 0), (8, 9), (9, 0), (10, 0)
@@ -133,20 +133,6 @@ def test_malformed_cache_switch_is_refused_where_it_exists() -> None:
     assert len(cublas_workspaces(AMPERE, environment, (2, 13))) == 1
     with pytest.raises(ValueError, match="allowed are 0 and 1"):
         cublas_workspaces(AMPERE, environment, (2, 15))
-
-
-@pytest.mark.parametrize(
-    ("capability", "version", "expected"),
-    [
-        (AMPERE, (2, 11), 4 * MIB),
-        (ADA, (2, 11), 4 * MIB),
-        (HOPPER, (2, 7), 32 * MIB),
-        (HOPPER, (2, 8), 33_555_456),
-        (BLACKWELL, (2, 11), 33_555_456),
-    ],
-)
-def test_transformer_engine_workspace(capability: tuple[int, int], version: tuple[int, int], expected: int) -> None:
-    assert transformer_engine_workspace(capability, version).bytes == expected
 
 
 def context(gpu: str, *arguments: object) -> Fact:

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import pytest
 
-from memplan.allocator.caching import block_size
 from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Module, Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Drop, Hold
+from tests.oracle.caching_allocator import block_size
 
 READINGS = {
     4: (3604413952, 5803867648, 8003321344, 10202775040, 12402228736, 14601682432),

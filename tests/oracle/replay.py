@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import Replayed
 from memplan.layers.module import SHARED, Tapes
 from memplan.schedules.one_chunk import PAIRS
 from memplan.tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Hold, Tape
 from memplan.tape.program import Program, Span
+from tests.oracle.caching_allocator import CachingAllocator
 
 Key = tuple[int, ...]
 """Micro-batch, place of the module (−1 for tensors that modules share), id. Static tensors count micro-batches down."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from ...plan.block_configs import KEY, blocks_of, require, written
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.layer_blocks import block_of
 from ...plan.plan import Plan
-from ...plan.text import is_there, read_text
+from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
 from ..rows import Reader, Row, elsewhere
 
@@ -62,8 +61,7 @@ def _configuration(reader: Reader, name: str) -> Node:
     if name == TEXT:
         node = parse_yaml(str(place.value), f"{TEXT}.json", line=False)
     else:
-        ways = (Path(str(place.value)), reader.context.folder / str(place.value))
-        path = next((one for one in ways if is_there(one)), None)
+        path = reader.context.found(place.value)
         if path is None:
             raise place.wrong(name, "is not here: the model's layers are in it")
         node = parse_yaml(read_text(path, name), str(path))

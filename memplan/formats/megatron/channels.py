@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from ...plan.errors import Node
-from ...plan.text import is_there, read_text
+from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
 from ..rows import Reader
 
@@ -22,9 +21,7 @@ def read(reader: Reader) -> None:
     place = reader.settings.word(NAME)
     if place is None:
         return
-    path = next(
-        (one for one in (Path(str(place.value)), reader.context.folder / str(place.value)) if is_there(one)), None
-    )
+    path = reader.context.found(place.value)
     if path is None:
         reader.building.note(
             "nccl-configuration-missing", f"{NAME} {place.value} is not here: NCCL's own limits are meant"

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ...bash.values import Value
 from ...plan.errors import Node
+from ...plan.text import is_there
 from ...values import dataclass
 from ..rows import Building
 
@@ -28,6 +29,15 @@ class Context:
     """Files that the script writes, by name."""
     environment: Mapping[str, Node] | None = None
     """Variables that the script sets, those, too, that are in no plan."""
+
+    def found(self, name: object) -> Path | None:
+        """The file that an argument calls ``name``: from here, or beside the script."""
+        return found_in(self.folder, name)
+
+
+def found_in(folder: Path, name: object) -> Path | None:
+    """The file ``name``, from here or in ``folder``."""
+    return next((path for path in (Path(str(name)), folder / str(name)) if is_there(path)), None)
 
 
 def start(building: Building, framework: str, context: Context) -> None:

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.module_precision import LOW, WIDE
-from ...plan.text import is_there, read_text
+from ...plan.text import read_text
 from ...plan.yaml_events import parse_yaml
 from ..rows import Reader, Row
 
@@ -27,8 +26,7 @@ def read(reader: Reader) -> None:
     place = settings.word(NAME)
     if place is None:
         return
-    ways = (Path(str(place.value)), reader.context.folder / str(place.value))
-    path = next((one for one in ways if is_there(one)), None)
+    path = reader.context.found(place.value)
     if path is None:
         raise place.wrong(NAME, "is not here: the precision of modules is in it")
     run = next((items.value for one in ("fp4", "fp8") if (items := building.items.get(f"precision.{one}"))), None)

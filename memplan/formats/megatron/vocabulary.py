@@ -16,6 +16,7 @@ from ...bash.origin import ScriptError
 from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, wrong_at
 from ...plan.text import is_folder, is_there, read_bytes
 from ..settings import Settings
+from .context import found_in
 from .tokenizer_json import NoTokenizerError, tokens_in
 
 GPT2_TOKENS = 50_257
@@ -45,7 +46,8 @@ def tokens_of(settings: Settings, folder: Path, default: str) -> tuple[Node, tup
     if kind.startswith("Null"):
         raise PlanError("--vocab-size", ABSENT, f"is missing: {kind} needs it", origin=settings.where(*names))
     source, counter = _file_of(kind, settings)
-    path = _found(settings.loose_word(source), folder)
+    name = settings.loose_word(source)
+    path = found_in(folder, name) if name else None
     count = counter(path) if path is not None else None
     if count is not None:
         return Node(count, settings.where(source)), (*names, source)
@@ -76,16 +78,6 @@ def _file_of(kind: str, settings: Settings) -> tuple[str, Callable[[Path], int |
     if kind == "BertWordPieceLowerCase":
         return "--vocab-file", lambda path: _lines(path, 0)
     return "--vocab-file" if settings.has("--vocab-file") else "--tokenizer-model", _entries
-
-
-def _found(name: str | None, folder: Path) -> Path | None:
-    """The file ``name``, from here or from the script's folder."""
-    if not name:
-        return None
-    for path in (Path(name), folder / name):
-        if is_there(path):
-            return path
-    return None
 
 
 def _entries(path: Path) -> int | None:

@@ -47,7 +47,6 @@ class Speed:
     """Tensor cores take bf16."""
 
 
-_VOLTA = "https://images.nvidia.com/content/volta-architecture/pdf/volta-architecture-whitepaper.pdf"
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 _DGX1 = "https://images.nvidia.com/content/technologies/deep-learning/pdf/Datasheet-DGX1.pdf"
 _A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
@@ -234,29 +233,3 @@ LOW_PRECISION: Mapping[str, Mapping[float, Figure]] = MappingProxyType(
     }
 )
 """Without sparsity, by the bytes of an operand's element; sheets that state it with sparsity alone say twice that."""
-
-CLOCKS: Mapping[str, Figure] = MappingProxyType(
-    {
-        "v100-16gb": Figure(1.53 * GIGA, _VOLTA),
-        "v100-32gb": Figure(1.53 * GIGA, _VOLTA),
-        "a100-40gb": Figure(1.41 * GIGA, _AMPERE),
-        "a100-80gb": Figure(1.41 * GIGA, _AMPERE),
-        "h100-80gb": Figure(1.83 * GIGA, _HOPPER),
-        "h800": Figure(1.83 * GIGA, _HOPPER),
-        "l40s": Figure(2.52 * GIGA, _ADA),
-        "rtx-5090": Figure(2.407 * GIGA, _RTX_BLACKWELL),
-        "rtx-4090": Figure(2.52 * GIGA, _ADA),
-        "rtx-3090": Figure(1.695 * GIGA, _GA102),
-        "rtx-a6000": Figure(1.8 * GIGA, _GA102),
-        "rtx-4080": Figure(2.505 * GIGA, _ADA),
-        "rtx-3090-ti": Figure(1.86 * GIGA, _ADA),
-        "rtx-2080-ti": Figure(1.635 * GIGA, _TURING),
-        "rtx-6000-ada": Figure(2.505 * GIGA, _ADA_PRO),
-        "rtx-pro-6000": Figure(2.617 * GIGA, _BLACKWELL_PRO),
-        "a800-80gb": Figure(1.41 * GIGA, _AMPERE),
-        "mi300x": Figure(2.1 * GIGA, _MI300X),
-        "mi325x": Figure(2.1 * GIGA, _MI325X),
-        "mi355x": Figure(2.4 * GIGA, _MI355X),
-    }
-)
-"""Boost clock in Hz, at which the peaks are reckoned; the others' makers state none."""

