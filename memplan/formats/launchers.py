@@ -18,6 +18,7 @@ from ..bash.origin import ScriptError
 from ..bash.shell import Beside, read_script
 from ..bash.values import Reading, Started, Unknown, Value, is_known, origin_of, text
 from ..plan.errors import Node, Origin, PlanError, refused, scalar, wrong_at
+from ..plan.notes import Note
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
@@ -190,6 +191,14 @@ class Training:
     hostfile: str = ""
     """The file that lists the hosts, where it is not there and nothing else says how many GPUs there are."""
 
+    def notes(self) -> tuple[Note, ...]:
+        """What a report says of the ``others``."""
+        if not self.others:
+            return ()
+        lines = ", ".join(str(other.line or other) for other in self.others)
+        said = f"only the training at {self.origin} was read; others start at line {lines}"
+        return (Note("several-trainings", said),)
+
     def check_hosts(self) -> None:
         """``PlanError`` where the GPUs are those of hosts that nothing here lists."""
         if self.hostfile:
@@ -223,7 +232,12 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
     if not found:
         raise _no_training(reading, source)
     started, start = found[0]
-    others = {other.origin for other, _ in found[1:]} - {started.origin}
+    same = [text(word) for word in started.words]
+    others = {
+        other.origin
+        for other, _ in found[1:]
+        if other.origin != started.origin or [text(word) for word in other.words] != same  # a loop's next one
+    }
     launcher = started.words[:start]
     hosts = hosts_of(launcher, partial(_hostfile, reading, folder))
     per_node = hosts.per_node or _number_of(launcher, _PER_NODE)
@@ -393,7 +407,8 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
     if reading.perhaps:
         return _depends(reading.perhaps[0])
-    what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
+    what = "starts no training that can be read: no command runs a Python file with arguments such as "
+    what += "--per_device_train_batch_size or --num-layers"
     missing = [
         f"{name}, which line {where.line} runs, is not found below the script's folder"
         for name, where in reading.missing

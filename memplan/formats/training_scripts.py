@@ -291,9 +291,8 @@ def _word_notes(words: Words, strict: bool) -> Iterator[Note]:
     if unset:
         names = ", ".join(unset[:8]) + (", …" if len(unset) > 8 else "")
         yield Note("variable-unset", one_line(f"not set, and not needed for memory: {names}"))
-    if words.training is not None and words.training.others:
-        lines = ", ".join(str(origin.line or origin) for origin in words.training.others)
-        yield Note("several-trainings", f"only the training at {words.origin} was read; others start at line {lines}")
+    if words.training is not None:
+        yield from words.training.notes()
 
 
 def _unset(words: Words) -> list[str]:

@@ -70,7 +70,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
     said = _of_python(reading, folder, asked) if not flags else None
-    notes: tuple[Note, ...] = ()
+    notes = training.notes()
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     if said is None:
         try:
@@ -78,7 +78,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
             said = _beside(training.script, reading, folder, asked, {**base, **flags}, unknown)
         except UnreadError as error:  # the command alone says the job then
             problem = f"{training.script}.py is no Python that can be read ({error.origin}): what it does beside its "
-            notes = (Note("not-followed", f"{problem}arguments is left out"),)
+            notes = (*notes, Note("not-followed", f"{problem}arguments is left out"))
         flags = {name: node for name, node in flags.items() if said is None or name not in said.used}
         base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)

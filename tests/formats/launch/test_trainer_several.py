@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.launch import Asked
 from memplan.formats.trainer.python import script_in
+from memplan.formats.trainer.reader import read as read_launch
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 
@@ -145,3 +147,23 @@ def test_plans_are_for_gpus(tmp_path: Path) -> None:
     text = f"{HEAD}device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
     text = text.replace("SFTConfig()", "SFTConfig(optim='paged_adamw_8bit' if torch.cuda.is_available() else 'sgd')")
     assert plan_of(tmp_path, f"{text}{SFT}.train()\n").optimizer.name == "adam8bit"
+
+
+TRAINS = "accelerate launch train.py --model_name_or_path gpt2 --per_device_train_batch_size {} --output_dir out\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (TRAINS.format(1) + TRAINS.format(16), "2"),
+        (f"for size in 1 16; do\n  {TRAINS.format('$size')}done\n", "2"),
+        (f"for seed in 1 2; do\n  {TRAINS.format(1)}done\n", ""),
+    ],
+)
+def test_further_trainings_of_a_script_are_told(script: str, lines: str, tmp_path: Path) -> None:
+    """A loop that trains the same again is one training."""
+    place = tmp_path / "train.sh"
+    place.write_text(script, encoding="utf-8")
+    launch = read_launch(str(place), Asked("trainer", {"gpus": "1"}))
+    told = [note.message for note in launch.notes if note.code == "several-trainings"]
+    assert [one.rpartition("others start at line ")[2] for one in told] == ([lines] if lines else [])
