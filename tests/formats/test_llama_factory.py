@@ -136,7 +136,7 @@ def test_dpo_of_all_parameters_needs_one_dtype(tmp_path: Path, monkeypatch: pyte
         memplan.estimate("dpo.yaml", gpu="h100")
     Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true"))
     assert memplan.estimate("dpo.yaml", gpu="h100").plan.precision.stored == "bf16"
-    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true\ndeepspeed: zero.json"))
     with pytest.raises(PlanError, match="llama-factory-dpo"):
         memplan.estimate("dpo.yaml", gpu="h100", gpus=2)
