@@ -202,7 +202,7 @@ def test_notes(read: Read) -> None:
     assert codes == ["argument-unknown", "optimizer-elsewhere", "loaded-dtype"]
     for told in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}):
         assert "loaded-dtype" not in [note.code for note in read({"train_batch_size": 8, **told}).warnings]
-    assert not read({"train_batch_size": 8}, optimizer="sgd").warnings
+    assert not read({"train_batch_size": 8, "bf16": {"enabled": True}}, optimizer="sgd").warnings
 
 
 def test_json_may_be_indented_with_tabs(read: Read) -> None:
