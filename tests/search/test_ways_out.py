@@ -33,6 +33,13 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
             **{"tp": "2", "seq": "8192"},
         },
     ),
+    "adapters": (
+        None,
+        {
+            **{"model": "qwen3-8b", "framework": "fsdp", "gpus": "4", "gpu": "l40s", "mbs": "8", "seq": "2048"},
+            **{"lora-rank": "16"},
+        },
+    ),
     "adapters in stages": (
         None,
         {
@@ -73,6 +80,19 @@ def test_what_is_named_fits(name: str) -> None:
         assert way.gained > 0
         assert way.needs >= after.peak * 0.999
     assert len({way.what for way in ways}) == len(ways)
+    slower = [way.slower for way in ways if not way.costs and way.slower is not None]
+    assert slower == sorted(slower)
+
+
+def test_another_gpu_is_a_way_out_where_nothing_else_is() -> None:
+    """It is judged by its own memory: a layer's fp32 scores alone are more than a V100 has left beside the states."""
+    flags = {"model": "mistral-7b", "framework": "megatron", "gpu": "v100-32gb", "gpus": "2", "tp": "2", "seq": "4096"}
+    plan = read_plan(None, {**flags, "mbs": "2", "gbs": "2"}).plan
+    (way,) = ways_out(plan, estimate(plan), NOTHING)
+    assert (way.what, way.fits) == ("h200", True)
+    after = estimate(changed(plan, dict(way.fields)))
+    assert after.judged.verdict is Verdict.FITS
+    assert way.needs == after.peak
 
 
 @pytest.mark.parametrize(
