@@ -459,6 +459,12 @@ def test_nodes_that_a_job_leaves_open_are_asked_for(directives: str, why: str) -
     assert build_plan(read.source, {}).plan.hardware.gpus == 24
 
 
+def test_a_script_of_another_model_is_told_before_its_arguments() -> None:
+    """As Megatron-LM's ``examples/mimo/scripts/run_hetero_nemotron_20l_mock_train.sh`` starts it."""
+    command = f"torchrun --nproc_per_node 8 -m examples.mimo.pretrain_mimo {SMALL} --encoder-dp 2 --llm-cp 1 --llm-pp 1"
+    assert "starts pretrain_mimo.py, whose model is not modelled yet" in error_of(lambda: launch(command))
+
+
 def test_further_trainings_of_a_line_are_told() -> None:
     loop = f"for n in 2 4; do torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --num-layers $n; done"
     (note,) = launch(loop).notes
