@@ -22,6 +22,12 @@ _OTHER_LAYERS = """
     standalone-embedding-stage
 """
 """``megatron/arguments.py`` of microsoft/Megatron-DeepSpeed; BigScience's fork has none of them."""
+_OTHER_RUNS = """
+    lr-warmup-tokens log-optimizer-states-to-tensorboard override-opt_param-scheduler use-checkpoint-opt_param-scheduler
+    create-moe-param-group disable-moe-token-dropping moe-train-capacity-factor moe-eval-capacity-factor
+    moe-min-capacity moe-loss-coeff data-efficiency-curriculum-learning train-data-exact-num-epochs return-data-index
+"""
+"""Arguments of the same file that change no model: where one stands, it is that fork that runs."""
 _MULTIQUERY = (
     "is of BigCode's Megatron-LM: one head of keys and values for all heads of queries; write --group-query-attention "
     "--num-query-groups 1 in its place"
@@ -36,16 +42,14 @@ _PAI = {
     "--disable-bias-attn-fc": "--disable-bias-linear",
 }
 """Arguments of Pai-Megatron-Patch, and what says the same in Megatron-LM."""
+OF_MEGATRON_DEEPSPEED: Mapping[str, str] = {
+    f"--{name}": _MICROSOFT for name in (*_OTHER_LAYERS.split(), *_OTHER_RUNS.split())
+}
 OF_MEGATRON_LM: Mapping[str, str] = {
+    **OF_MEGATRON_DEEPSPEED,
     "--attention-head-type": _MULTIQUERY,
     **{name: f"is of Pai-Megatron-Patch; Megatron-LM's is {same}, which is read" for name, same in _PAI.items()},
 }
-OF_MEGATRON_DEEPSPEED: Mapping[str, str] = {f"--{name}": _MICROSOFT for name in _OTHER_LAYERS.split()}
-"""Both by the argument: what it is."""
-AS_HERE: Mapping[str, str] = {
-    "--attention-head-type": "multihead",
-    "--normalization": "layernorm",
-    "--mlp-type": "standard",
-    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--ds-sequence-parallel-size"), "1"),
-}
-"""Values of them with which nothing differs."""
+"""Both by the argument: what it is. Microsoft's fork runs without DeepSpeed, too, as Megatron-LM does."""
+AS_HERE: Mapping[str, str] = {"--attention-head-type": "multihead"}
+"""Values of them with which nothing differs. Of Microsoft's there are none: whatever they say, the fork is another."""

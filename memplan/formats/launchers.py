@@ -30,13 +30,14 @@ _SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")
 
 
 def beside(folder: Path) -> Beside:
-    """Scripts that one in ``folder`` sources: those in that folder or below it, by names that say that they are some (a
-    virtual environment's ``activate`` is none)."""
+    """Scripts that one in ``folder`` sources or runs: those in that folder or below it, or where it is started from
+    (``found_from``), by names that say that they are some (a virtual environment's ``activate`` is none)."""
 
     def read(name: str) -> tuple[str, str] | None:
-        path = folder / name
-        inside = not Path(name).is_absolute() and ".." not in path.parts and name.endswith(_SOURCED)
-        return (read_text(path), str(path)) if inside and is_there(path) else None
+        if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(_SOURCED):
+            return None
+        path = found_from(name, folder)
+        return (read_text(path), str(path)) if is_there(path) else None
 
     return read
 

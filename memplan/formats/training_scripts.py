@@ -84,6 +84,7 @@ def launched(
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     refused = (
         _of_no_training(words)
+        or (_of_other_model(words) if family is None else None)
         or _refusal(words)
         or _misspelt(words, asked.format)
         or _refused_argument(words, table.FORKS)
@@ -144,10 +145,8 @@ def _family(words: Words, settings: Settings) -> Family:
     image = None if script else next((name for name in _IMAGES if settings.has(name)), None)
     if image is not None:
         raise settings.wrong(image, "belongs to models that see images, which are not modelled yet")
-    other = _OTHER_MODELS.search(script)
-    if other is not None:
-        known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
-        raise wrong_at(words.origin, f"starts {script}.py, whose model is not modelled yet; those of {known} are")
+    if (other := _of_other_model(words)) is not None:
+        raise other
     if pattern is not None and "gpt" in script:
         raise settings.wrong(
             pattern,
@@ -157,6 +156,15 @@ def _family(words: Words, settings: Settings) -> Family:
         return "hybrid"
     tokenizer = settings.loose_word("--tokenizer-type") or ""
     return "bert" if not script and tokenizer.startswith("BertWordPiece") else "gpt"
+
+
+def _of_other_model(words: Words) -> PlanError | None:
+    """An error for a script whose name says that its model sees, hears or retrieves."""
+    script = words.training.script if words.training is not None else ""
+    if re.search(r"bert|t5|mamba|hybrid", script) or not _OTHER_MODELS.search(script):
+        return None
+    known = "pretrain_gpt.py, pretrain_bert.py, pretrain_t5.py and pretrain_hybrid.py"
+    return wrong_at(words.origin, f"starts {script}.py, whose model is not modelled yet; those of {known} are")
 
 
 def matters(name: str) -> bool:

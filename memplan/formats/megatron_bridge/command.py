@@ -65,6 +65,7 @@ _MILLIONS = re.compile(r"_([0-9])00m\b")
 _NEMOTRON_3 = {"nano": "30b-a3b", "super": "120b-a12b", "ultra": "550b-a55b"}
 """Recipes of ``recipes/nemotronh`` name no sizes."""
 _LOW = re.compile(r"fp8|fp4")
+_SIZES = frozenset(("tp", "pp", "cp", "ep"))
 _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
 _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
@@ -159,16 +160,21 @@ def _of_memory(options: Iterable[str]) -> bool:
 
 
 def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
-    """Refuses a recipe whose name says that it sets what no override says: a precision, or a layout of so many GPUs."""
+    """Refuses a recipe whose name says that it sets what no override says: a precision, or what so many GPUs run."""
     given = {word.lstrip("+~").partition("=")[0] for word in asked.overrides}
     sections = {*root.mapping, *(name.partition(".")[0] for name in given)}
     fields = {*given, *(f"{one}.{name}" for one in root.mapping for name in root.mapping[one].mapping)}
     wanted = ""
     if _LOW.search(recipe) and "mixed_precision" not in sections and not asked.names & {"fp8", "fp4"}:
         wanted = "a precision below 16 bits, for example mixed_precision=bf16_with_fp8_current_scaling_mixed"
-    laid_out = asked.names & {"tp", "pp", "cp", "ep"} or any(one.endswith("_parallel_size") for one in fields)
-    if _LAYOUT.search(recipe) and not (laid_out and ("seq" in asked.names or fields & {*LENGTHS})):
-        wanted = "a layout and a length, for example model.tensor_model_parallel_size=2 dataset.seq_length=8192"
+    if _LAYOUT.search(recipe):
+        is_said = {
+            "a layout (--tp 2)": any(one.endswith("_parallel_size") for one in fields) or asked.names & _SIZES,
+            "a length (--seq 8192)": fields & {*LENGTHS} or "seq" in asked.names,
+            "a micro-batch size (--mbs 1)": "train.micro_batch_size" in fields or "mbs" in asked.names,
+            "a global batch size (--gbs 128)": "train.global_batch_size" in fields or "gbs" in asked.names,
+        }
+        wanted = wanted or ", ".join(what for what, said in is_said.items() if not said)
     if wanted:
         problem = (
             f"says {wanted}, which only its Python has: give what it says behind the file, or the run_config.yaml "

@@ -74,14 +74,18 @@ def test_what_is_refused() -> None:
 
 
 def test_what_only_a_fork_has_is_refused_where_it_makes_another_model() -> None:
-    """Microsoft's Megatron-DeepSpeed, BigCode's Megatron-LM; with the values that they begin with nothing differs."""
+    """Microsoft's Megatron-DeepSpeed, with any value and without DeepSpeed, too, and BigCode's Megatron-LM, in which
+    with the value that it begins with nothing differs."""
 
     def refused(arguments: str, framework: str = "megatron-deepspeed") -> str:
         return error_of(lambda: plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 {arguments}", framework))
 
     for one in ("--swiglu", "--normalization rmsnorm", "--num-experts 64", "--ds-sequence-parallel-size 4"):
         assert f"{one.split()[0]}: is of Microsoft's Megatron-DeepSpeed" in refused(one)
+    for one in ("--num-experts 1", "--ds-sequence-parallel-size 1", "--lr-warmup-tokens 3000"):
+        assert f"{one.split()[0]}: is of Microsoft's Megatron-DeepSpeed" in refused(one)
+    for one in ("--no-pipeline-parallel", "--num-key-value-heads 8"):
+        assert f"{one.split()[0]}: is of Microsoft's Megatron-DeepSpeed" in refused(one, "megatron")
     assert "--num-query-groups 1 in its place" in refused("--attention-head-type multiquery", "megatron")
     assert "Megatron-LM's is --ffn-hidden-size" in refused("--intermediate-size 11008", "megatron")
-    for same, framework in (("--num-experts 1", "megatron-deepspeed"), ("--attention-head-type multihead", "megatron")):
-        plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 {same}", framework)
+    plan(f"deepspeed --num_gpus 8 pretrain_gpt.py {SMALL} --fp16 --attention-head-type multihead", "megatron")

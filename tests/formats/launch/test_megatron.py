@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.arguments import plan_of_arguments
 from memplan.commands.launched import LaunchFlags, read_given
-from memplan.formats.launch import launched_plan
+from memplan.formats.files import read_words
+from memplan.formats.launch import Asked, launched_plan
+from memplan.formats.training_scripts import launched
 from memplan.plan.errors import PlanError
 from memplan.plan.notes import notes_of
 from memplan.plan.read import build_plan
@@ -457,6 +459,23 @@ def test_nodes_that_a_job_leaves_open_are_asked_for(directives: str, why: str) -
     assert asked in error_of(lambda: launch(command))
     read = launch(command, variables={"SLURM_NNODES": "3"})
     assert build_plan(read.source, {}).plan.hardware.gpus == 24
+
+
+def test_a_script_runs_another_by_its_path_from_the_root_of_the_project(tmp_path: Path) -> None:
+    """As ``sbatch_gpt3_distributed_test.sh`` of Microsoft's Megatron-DeepSpeed does (``tests/functional_tests``)."""
+    folder = tmp_path / "tests" / "gpt3"
+    folder.mkdir(parents=True)
+    (folder / "train.sh").write_text(f"torchrun --nproc_per_node 8 pretrain_gpt.py {SMALL} --num-layers $1")
+    (folder / "job.sh").write_text("#SBATCH --nodes=1\nsrun sh -c 'bash tests/gpt3/train.sh 6'")
+    asked = Asked("megatron", {}, vocab_size=50257)
+    words = read_words(str(folder / "job.sh"), "megatron", {})
+    assert build_plan(launched(words, asked).source, {}).plan.model.layers == 6
+
+
+def test_a_script_of_another_model_is_told_before_its_arguments() -> None:
+    """As Megatron-LM's ``examples/mimo/scripts/run_hetero_nemotron_20l_mock_train.sh`` starts it."""
+    command = f"torchrun --nproc_per_node 8 -m examples.mimo.pretrain_mimo {SMALL} --encoder-dp 2 --llm-cp 1 --llm-pp 1"
+    assert "starts pretrain_mimo.py, whose model is not modelled yet" in error_of(lambda: launch(command))
 
 
 def test_further_trainings_of_a_line_are_told() -> None:

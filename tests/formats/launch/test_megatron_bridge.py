@@ -643,9 +643,11 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
     text = "torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_config"
     (tmp_path / "run.sh").write_text(text)
     for flags in ({}, {"tp": "1"}):
-        with pytest.raises(PlanError, match=r"says a layout and a length.*only its Python has"):
+        with pytest.raises(PlanError, match=r"says .*micro-batch size .*only its Python has"):
             commanded(tmp_path, **flags)
-    assert commanded(tmp_path, tp="1", seq="8192").plan.hardware.gpus == 8
+    with pytest.raises(PlanError, match=r"says a global batch size \(--gbs 128\), which only its Python has"):
+        commanded(tmp_path, cp="2", seq="8192", mbs="1")
+    assert commanded(tmp_path, tp="1", seq="8192", mbs="1", gbs="128").plan.hardware.gpus == 8
     text = "python setup_experiment.py -m llama -mr llama3_8b -ng 16 -g h100 -c fp8_cs -tp 2 -mb 1 -gb 32 -sl 8192"
     (tmp_path / "run.sh").write_text(text)
     plan = commanded(tmp_path).plan
