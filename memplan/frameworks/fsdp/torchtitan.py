@@ -373,18 +373,20 @@ def _check_kernel(plan: ResolvedPlan) -> None:
 def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
     """What was learnt of compiled layers."""
     spec, layout = plan.model, plan.layout
-    if not titan.compiles:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "fsdp.compile",
+            not titan.compiles,
             f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled "
             "(--no-compile)",
-        )
-    if layout.tp > 1:
-        raise plan.wrong(
-            "fsdp.compile", "must be false with tensor parallelism: such layers were not learnt (--no-compile)"
-        )
-    if plan.precision.dtype != "bf16":
-        raise plan.wrong("fsdp.compile", "must be false unless precision.dtype is bf16")
+        ),
+        (
+            "fsdp.compile",
+            layout.tp > 1,
+            "must be false with tensor parallelism: such layers were not learnt (--no-compile)",
+        ),
+        ("fsdp.compile", plan.precision.dtype != "bf16", "must be false unless precision.dtype is bf16"),
+    )
     sizes = {"hidden": spec.hidden, "ffn": spec.ffn, "kv_heads": spec.kv_heads * spec.head_dim}
     wrong = next((name for name, size in sizes.items() if size % compiled.ALIGNED), None)
     if wrong is not None:
@@ -412,21 +414,24 @@ def _check_gpu(plan: ResolvedPlan, titan: Titan) -> None:
     capability = gpu.compute_capability if gpu is not None else None
     if capability is None:
         return
-    if spec.experts and capability < GROUPED_MM:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "hardware.gpu",
+            spec.experts and capability < GROUPED_MM,
             "must be of Hopper or later: on others torchtitan runs one expert after the other, which is not modelled",
-        )
-    if titan.kernel_of is not None and capability < titan.kernel_of:
-        raise plan.wrong(
+        ),
+        (
             "hardware.gpu",
+            titan.kernel_of is not None and capability < titan.kernel_of,
             f"must be of Hopper or later: on others attention of torchtitan's {titan.name} runs operator by operator, "
             "which is not modelled",
-        )
-    if spec.head_dim > FLASH_HEADS:
-        raise plan.wrong(
-            "model.head_dim", f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads"
-        )
+        ),
+        (
+            "model.head_dim",
+            spec.head_dim > FLASH_HEADS,
+            f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads",
+        ),
+    )
 
 
 FLASH_HEADS = 256
@@ -460,12 +465,15 @@ def crosswise(plan: ResolvedPlan) -> bool:
 def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
     """Refuses ranks that cannot share experts."""
     spec, ep = plan.model, plan.layout.ep
-    if given.code != "torchtitan":
-        raise plan.wrong("layout.ep", "must be 1 with transformers' code; torchtitan's has expert parallelism")
-    if not spec.experts:
-        raise plan.wrong("layout.ep", f"must be 1: {spec.name} has no experts")
-    if spec.experts % ep:
-        raise plan.wrong("layout.ep", f"must divide the {spec.experts} experts")
+    plan.refuse(
+        (
+            "layout.ep",
+            given.code != "torchtitan",
+            "must be 1 with transformers' code; torchtitan's has expert parallelism",
+        ),
+        ("layout.ep", not spec.experts, f"must be 1: {spec.name} has no experts"),
+        ("layout.ep", spec.experts % ep, f"must divide the {spec.experts} experts"),
+    )
     tp, etp = plan.layout.tp, parts_of_experts(plan)
     if etp not in (1, tp):
         problem = "must be 1" if tp == 1 else f"must be 1 or tp ({tp})"

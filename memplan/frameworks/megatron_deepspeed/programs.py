@@ -181,15 +181,19 @@ def has_module(name: str) -> bool:
 def check(plan: ResolvedPlan) -> None:
     """Refuses what BigScience's fork of 2021 could not run, or these recipes do not cover."""
     check_covered(plan.model, MEGATRON, plan.framework)
-    if plan.attention != "eager":
-        raise plan.wrong("attention", "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
-    if plan.loss.kind == "plain" and plan.layout.tp > 1:
-        raise plan.wrong("loss.kind", f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded")
-    if plan.optimizer.algorithm.eight_bit and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit:
-        raise plan.wrong(
+    plan.refuse(
+        ("attention", plan.attention != "eager", "must be eager: Megatron-DeepSpeed of 2021 had no flash attention"),
+        (
+            "loss.kind",
+            plan.loss.kind == "plain" and plan.layout.tp > 1,
+            f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded",
+        ),
+        (
             "optimizer.embeddings_32bit",
+            plan.optimizer.algorithm.eight_bit and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit,
             "must be false with ZeRO-1: states are flat tensors, which cannot treat embeddings separately",
-        )
+        ),
+    )
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
