@@ -44,8 +44,9 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
 from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
-from .hooks import GATHERING, REDUCING, Around, pass_through
+from .hooks import GATHERING, REDUCING
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
+from .passing import Around, pass_through
 from .reference import flat_pass, flat_reference, with_pass, without_pass
 from .wrapping import FASTEST, SLOWEST, Unit, wrapping
 

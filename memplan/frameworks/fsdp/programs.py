@@ -26,11 +26,9 @@ from . import graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
+from .titan_experts import check_expert_ranks, crosswise, cut_of_experts
 from .torchtitan import (
     ActivationCheckpointing,
-    check_expert_ranks,
-    crosswise,
-    cut_of_experts,
     local_shape,
     torchtitan_model,
 )

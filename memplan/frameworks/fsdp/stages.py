@@ -33,9 +33,11 @@ from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
 from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked
-from .hooks import Explicit, Gradient, Role, pass_through
+from .hooks import Explicit, Gradient, Role
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
-from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, places, recipes, with_experts
+from .passing import pass_through
+from .titan_experts import places, with_experts
+from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
 
