@@ -170,6 +170,10 @@ class Parts(NamedTuple):
     time: str
     running: str
     programs: str = ".programs:programs"
+    notices: str = ""
+    assumptions: str = ""
+    communicators: str = ""
+    """The last three of functions that take what the methods of their names do; empty: there is nothing to say."""
 
 
 class Framework:
@@ -183,7 +187,7 @@ class Framework:
     configuration: str | None = None
     """The format (``memplan.formats``) that says its plans; ``None`` where that is Python alone."""
 
-    parts: Parts
+    parts = Parts("", "", "")
 
     def _loaded(self, part: str) -> Any:
         module, name = part.split(":")
@@ -293,7 +297,9 @@ class Framework:
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """Those of NCCL that a rank of ``stage`` has. None in one process, whose GPUs copy to each other."""
-        return ()
+        own = self.parts.communicators
+        found: tuple[Communicator, ...] = self._loaded(own)(plan, stage) if own else ()
+        return found
 
     def fuses_biases(self, plan: ResolvedPlan) -> bool:
         """Whether linear layers with a bias are one ``addmm``."""
@@ -314,7 +320,9 @@ class Framework:
 
     def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         """What a user should know of this framework and this plan."""
-        return iter(())
+        own = self.parts.notices
+        found: Iterator[Notice] = self._loaded(own)(plan, programs) if own else iter(())
+        return found
 
     own_layers = False
     """Layers, attention and recompute are this framework's code, not transformers' or torchtitan's on PyTorch's."""
@@ -348,7 +356,9 @@ class Framework:
 
     def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What an estimate takes for granted of the framework's code and of its layers; empty: as in plain PyTorch."""
-        return ()
+        own = self.parts.assumptions
+        found: tuple[str, ...] = self._loaded(own)(plan) if own else ()
+        return found
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What an estimate takes for granted of how the model lies on ranks or devices."""

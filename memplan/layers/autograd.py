@@ -22,14 +22,24 @@ and no elements. What makes its tape right is what makes PyTorch's memory what i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from math import prod
 from sys import getrefcount
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..tape.events import PRODUCT, Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 from ..values import dataclass
+from .graph import Accumulate as Accumulate
+from .graph import Backward as Backward
+from .graph import Delayed, bytes_of, nothing
+from .graph import Gradients as Gradients
+from .graph import Leaf as Leaf
+from .graph import Node as Node
+from .graph import Storage as Storage
+from .graph import Tensor as Tensor
+from .graph import Unsummed as Unsummed
+from .graph import incoming as incoming
 from .reductions import summed
 from .shapes import ITEMSIZE as ITEMSIZE
 from .shapes import Shape as Shape
@@ -44,67 +54,6 @@ if TYPE_CHECKING:
     from .tuning import Adapters, Packed, Tuning
 
 
-class Storage:
-    """Memory behind one or more tensors; its death is an event on the tape."""
-
-    __slots__ = ("at", "bytes", "category", "id", "recorder")
-
-    def __init__(self, recorder: Recorder, id: int, size: int, category: Category, at: int) -> None:
-        self.recorder = recorder
-        self.id = id
-        self.bytes = size
-        self.category = category
-        self.at = at
-        """Where its hold is among the recorder's events; −1 if it was held before."""
-
-    def __del__(self) -> None:
-        self.recorder.dropped(self)
-
-
-class Tensor:
-    """A shape and a dtype over a storage, with the node that computes its gradient."""
-
-    __slots__ = ("base", "dtype", "node", "shape", "slot", "storage")
-
-    def __init__(self, storage: Storage, shape: Shape, dtype: str, node: Node | None = None, slot: int = 0) -> None:
-        self.base: Storage | None = None
-        """That of the tensor that this is a view of, which PyTorch keeps beside it."""
-        self.storage = storage
-        self.shape = shape
-        self.dtype = dtype
-        self.node = node
-        self.slot = slot
-        """Which output of ``node`` this is."""
-
-    def view(self, *shape: int) -> Tensor:
-        """The same storage and gradient under another shape (view, transpose, expand)."""
-        seen = Tensor(self.storage, shape, self.dtype, self.node, self.slot)
-        seen.base = self.storage
-        return seen
-
-    def alias(self, *shape: int) -> Tensor:
-        """The tensor itself under another name; ``shape`` where broadcasting leaves more dimensions than elements."""
-        return Tensor(self.storage, shape or self.shape, self.dtype, self.node, self.slot)
-
-    def by(self, node: Node | None) -> Tensor:
-        """The tensor, as the output of ``node``, the last that its operator makes."""
-        self.storage.recorder.made = self.storage.recorder.launches = 0
-        self.node = node
-        return self
-
-
-class Unsummed(NamedTuple):
-    """The gradient of a broadcast input at the full shape, which the engine still has to sum."""
-
-    gradient: Tensor
-    shape: Shape
-    name: str
-
-
-def _bytes(x: Tensor) -> int:
-    return size_of(x.shape, x.dtype)
-
-
 DERIVED = Operator()
 
 GRAPHS = 8
@@ -112,113 +61,6 @@ GRAPHS = 8
 
 BESIDE = frozenset({Category.WORKSPACES, Category.COMMUNICATION_BUFFERS})
 """Categories of tensors that kernels fill beside their results, or that arrive."""
-
-Gradients = list["Tensor | None"]
-Delayed = Callable[["Recorder"], list[tuple["Tensor", Gradients]]]
-"""A product for gradients of weights, run later than the rest of its layer's backward: parameters and gradients."""
-Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
-
-
-def incoming(gradients: Gradients) -> Tensor:
-    """The gradient of an operator's first output, where there is one."""
-    gradient = gradients[0]
-    assert gradient is not None
-    return gradient
-
-
-class Node:
-    """One backward function: what it saved, and how it turns gradients of outputs into those of inputs."""
-
-    __slots__ = (
-        "__weakref__", "apart", "backward", "divides", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs",
-        "pool", "read", "saved", "sequence", "work",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        sequence: int,
-        inputs: tuple[Edge | None, ...],
-        saved: tuple[Storage, ...],
-        backward: Backward,
-        outputs: int,
-    ) -> None:
-        self.dtypes: tuple[str, ...] = ()
-        """Of the inputs, where gradients have to be cast to them."""
-        self.sequence = sequence
-        self.inputs = inputs
-        self.saved = saved
-        self.backward = backward
-        self.outputs = outputs
-        self.frame: Frame | None = None
-        """Where the saved tensors come from when they are recomputed, or on the host."""
-        self.work: Work | None = None
-        """What its backward function does, where that does not follow from tensors,"""
-        self.read = 0
-        """and bytes of the tensors that it saved."""
-        self.issue = 0
-        """As of ``Operator``."""
-        self.pool = 0
-        """The stream whose memory its backward function takes."""
-        self.multiplies = False
-        """Its backward function multiplies matrices."""
-        self.apart = False
-        """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place,"""
-        self.divides = False
-        """and one of two is divided before, as every rank has it whole and of the other a part of the sum."""
-
-
-Edge = tuple[Node, int]
-"""A node, and which of its outputs."""
-
-
-class Accumulate(Node):
-    """The end of a path: adds into a parameter's gradient, or hands back a layer's input gradient."""
-
-    __slots__ = ("leaf",)
-
-    def __init__(self, leaf: Leaf) -> None:
-        super().__init__(2**62, (), (), _nothing, 1)
-        self.leaf = leaf
-
-
-def _nothing(recorder: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-    return ()
-
-
-class Leaf:
-    """A tensor that gradients arrive at: a parameter, or a layer's input."""
-
-    __slots__ = (
-        "copies", "dtype", "expert", "four_bit", "gathered", "gradient", "has_gradient", "is_parameter", "low", "name",
-        "node", "shape", "trained",
-    )  # fmt: skip
-
-    def __init__(self, name: str, shape: Shape, dtype: str, is_parameter: bool, has_gradient: bool) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self.is_parameter = is_parameter
-        self.has_gradient = has_gradient
-        """A gradient is there already (every micro-batch but the first)."""
-        self.trained = True
-        """Gradients arrive; ``False`` for a frozen parameter."""
-        self.expert = False
-        """Ranks that share a parameter are those of an expert."""
-        self.four_bit: Packed | None = None
-        """How a quantised parameter is stored."""
-        self.low: Low | None = None
-        """In what its products read it, where that is not the parameter itself."""
-        self.gathered: str | None = None
-        """The dtype in which shards of it are gathered, where that is not the one of compute."""
-        self.copies = False
-        """A gradient that others have, too, is copied (``accumulate_grad.h``, ``accumulateGrad``)."""
-        self.gradient: Tensor | None = None
-        self.node = Accumulate(self)
-
-    def take(self) -> Tensor | None:
-        """The gradient, which the leaf then no longer holds."""
-        gradient, self.gradient = self.gradient, None
-        return gradient
 
 
 @dataclass
@@ -482,7 +324,7 @@ class Recorder:
         node.pool = self.pool
         node.multiplies = self.kernel_workspaces and multiplies(work.backward)
         if self.counts:
-            node.work, node.read = work.backward, sum(_bytes(x) for x in saved)
+            node.work, node.read = work.backward, sum(bytes_of(x) for x in saved)
             node.issue = work.issue[1]
         dtypes = tuple([tensor.dtype for tensor in inputs])
         if self.autocast is not None or dtypes.count(dtypes[0]) < len(dtypes):
@@ -522,7 +364,7 @@ class Recorder:
     ) -> Tensor:
         """A fresh tensor that an operator on ``inputs`` makes once its backward node is there."""
         if self.counts and work.forward is None:
-            moved = size_of(shape, dtype) + sum(_bytes(x) for x in inputs)
+            moved = size_of(shape, dtype) + sum(bytes_of(x) for x in inputs)
             work = work._replace(forward=(Stream(moved, 1, category is Category.LOGITS, work.issue[0]),))
         node = self.node(inputs, saved, backward, work=work)
         return self.empty(shape, dtype, name, category).by(node)
@@ -558,7 +400,7 @@ class Recorder:
         if not self.counts:
             return
         if work is None and self.launches:
-            read = launches * sum(_bytes(x) for x in given if x is not None) + saved
+            read = launches * sum(bytes_of(x) for x in given if x is not None) + saved
             work = (Stream(read + self.made, launches, self.of_loss, issue),)
         self.work += work or ()
         self._called(work or ())
@@ -597,7 +439,7 @@ class Recorder:
             produced = self._summed(returned, node)
             del arrived
             node.saved = ()
-            node.backward = _nothing
+            node.backward = nothing
             node.frame = None
             for edge in node.inputs:
                 produced_one = produced.pop()
@@ -653,7 +495,7 @@ class Recorder:
         (torch 2.13, ``input_buffer.cpp``, ``can_accumulate_inplace``)."""
         held, in_place = buffer[slot], self.accumulates_in_place and not target.apart
         if held is not None and self.counts:
-            self.work.append(Stream(3 * _bytes(held)))
+            self.work.append(Stream(3 * bytes_of(held)))
         if held is None:
             buffer[slot] = gradient
         elif in_place and getrefcount(held.storage) == 2:
@@ -671,7 +513,7 @@ class Recorder:
             return
         if self.counts and leaf.is_parameter and (leaf.has_gradient or self.consumes_gradients):
             kept = self.summed or gradient.dtype
-            self.work.append(Stream(_bytes(gradient) + 2 * size_of(gradient.shape, kept)))
+            self.work.append(Stream(bytes_of(gradient) + 2 * size_of(gradient.shape, kept)))
         if leaf.is_parameter and self.seams:
             self.seam(leaf.name, Hook.GRADIENT, gradient.storage.id)
         if not leaf.is_parameter:

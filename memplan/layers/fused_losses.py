@@ -17,10 +17,11 @@ from ..tape.events import Category, Hook
 from ..values import dataclass, replace
 from . import all_logits, ends, ops, scores, titan_loss
 from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
+from .gradients import watched
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
 from .log_probabilities import averaged, clipped, of_labels, summed
-from .work import NOTHING, Kernel, Operator, Stream, linear
+from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
 
@@ -466,16 +467,6 @@ def chunk_seam(r: Recorder, loss: HeadLoss, hook: Hook) -> None:
     last."""
     if loss.sharded and r.seams:
         r.seam(CHUNKS, hook)
-
-
-def watched(r: Recorder, x: Tensor, then: Callable[[Recorder], None]) -> Tensor:
-    """``x`` itself; ``then`` runs when its gradient comes, and those of parameters are there."""
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        then(r)
-        return gradients
-
-    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
 
 
 def sent(leaf: Leaf, loss: HeadLoss, number: int, r: Recorder) -> None:

@@ -1,11 +1,13 @@
-"""Backward functions that many operators have: fresh gradients like the inputs, and views of the incoming one."""
+"""Backward functions that many operators have: fresh gradients like the inputs, views of the incoming one, and hooks
+that hand it on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
 from .autograd import Backward, Gradients, Recorder, Tensor, incoming
+from .work import NOTHING
 
 
 def fresh(x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Backward:
@@ -28,3 +30,13 @@ def viewed(*inputs: Tensor) -> Backward:
     """Hands on views of the incoming gradient, each in the shape of one of ``inputs``."""
     shapes = [x.shape for x in inputs]
     return lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes]
+
+
+def watched(r: Recorder, x: Tensor, then: Callable[[Recorder], None]) -> Tensor:
+    """``x`` itself; ``then`` runs when its gradient comes, and those of parameters are there."""
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        then(r)
+        return gradients
+
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))

@@ -16,10 +16,10 @@ from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from . import tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor, Unsummed, size_of
-from .gradients import fresh, viewed
+from .gradients import fresh, viewed, watched
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
-from .work import NOTHING, Exchange, exchanged
+from .work import Exchange, exchanged
 
 ALIGNED = 8
 """Rows of which an expert gets a multiple in bf16 (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
@@ -338,12 +338,7 @@ def seam(r: Recorder, name: str, hook: Hook) -> None:
 
 def hooked(r: Recorder, x: Tensor, hook: Hook) -> Tensor:
     """``x`` itself, with a hook that runs when its gradient comes."""
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        seam(r, EXPERTS, hook)
-        return gradients
-
-    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
+    return watched(r, x, lambda r: seam(r, EXPERTS, hook))
 
 
 # -- the module -------------------------------------------------------------------------------------

@@ -420,6 +420,17 @@ class Plan(Section, Terse):
         value = self.at(path)
         return PlanError(path, list(value) if isinstance(value, tuple) else value, problem, known=known)
 
+    def refuse(self, *rules: tuple[str, object, str]) -> None:
+        """Raises of the first of ``rules`` that is broken: the dotted path of a field, whether it is wrong, and what is
+        wrong with it."""
+        for path, broken, problem in rules:
+            if broken:
+                raise self.wrong(path, problem)
+
+    def refuse_for(self, path: str, reasons: Mapping[str, object]) -> None:
+        """The same of one field: what is wrong with it, where that applies."""
+        self.refuse(*((path, applies, problem) for problem, applies in reasons.items()))
+
     @property
     def loop(self) -> TrainingLoop:
         """The training loop, around a classifier where the model has labels and takes its own loss of them."""

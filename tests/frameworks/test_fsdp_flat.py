@@ -13,8 +13,8 @@ import pytest
 from memplan.estimate import estimate
 from memplan.frameworks.fsdp.flat import FlatHooks
 from memplan.frameworks.fsdp.flat_states import Flat
-from memplan.frameworks.fsdp.hooks import pass_through
 from memplan.frameworks.fsdp.modules import MODEL
+from memplan.frameworks.fsdp.passing import pass_through
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan

@@ -10,7 +10,8 @@ import pytest
 from memplan import estimate
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
+from memplan.frameworks.fsdp.titan_experts import cut_of_experts
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError

@@ -12,7 +12,8 @@ from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.communicators import communicators
 from memplan.frameworks.fsdp.notices import warnings
 from memplan.frameworks.fsdp.titan import newest
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, cut_of_experts, torchtitan_model
+from memplan.frameworks.fsdp.titan_experts import cut_of_experts
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.module import Interface, Options, Run, build

@@ -215,8 +215,6 @@ def test_every_framework_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", ROOMS)
-def test_every_part_of_a_room_is_what_is_asked_for(name: str) -> None:
+def test_every_part_that_a_room_names_is_there(name: str) -> None:
     one = framework(name)
-    assert isinstance(one.search, FrameworkSearch)
-    assert isinstance(one.time, FrameworkTime)
-    assert isinstance(one.running, FrameworkRunning)
+    assert all(callable(one._loaded(part)) for part in one.parts if part)

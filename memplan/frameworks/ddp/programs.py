@@ -102,19 +102,28 @@ def _check(plan: ResolvedPlan) -> None:
     for field in ("find_unused_parameters", "static_graph"):
         if plan.compile and getattr(given, field):
             raise plan.wrong(f"ddp.{field}", "must be false with torch.compile: not modelled")
-    if plan.compile and min(ddp.limits(given)) < ddp.FIRST_BUCKET:
-        raise plan.wrong("ddp.bucket_cap_mb", "must be at least 1 with torch.compile, whose DDPOptimizer takes no less")
-    if given.parameters_as_bucket_view and not plan.layout.zero:
-        raise plan.wrong("ddp.parameters_as_bucket_view", "belongs to ZeroRedundancyOptimizer (layout.zero: 1)")
-    if is_tuned(plan) and plan.layout.zero:
-        raise plan.wrong(
-            "layout.zero", "must be 0 with adapters or frozen parameters: their distribution over ranks is not modelled"
-        )
-    if is_tuned(plan) and given.gradient_as_bucket_view and not given.gradient_sync:
-        raise plan.wrong(
+    plan.refuse(
+        (
+            "ddp.bucket_cap_mb",
+            plan.compile and min(ddp.limits(given)) < ddp.FIRST_BUCKET,
+            "must be at least 1 with torch.compile, whose DDPOptimizer takes no less",
+        ),
+        (
+            "ddp.parameters_as_bucket_view",
+            given.parameters_as_bucket_view and not plan.layout.zero,
+            "belongs to ZeroRedundancyOptimizer (layout.zero: 1)",
+        ),
+        (
+            "layout.zero",
+            is_tuned(plan) and plan.layout.zero,
+            "must be 0 with adapters or frozen parameters: their distribution over ranks is not modelled",
+        ),
+        (
             "ddp.gradient_sync",
+            is_tuned(plan) and given.gradient_as_bucket_view and not given.gradient_sync,
             "must be true with adapters or frozen parameters and ddp.gradient_as_bucket_view, or not modelled",
-        )
+        ),
+    )
     optimizer = plan.optimizer
     if plan.layout.zero and optimizer.algorithm.torch and optimizer.implementation in NOT_TORCH:
         raise plan.wrong(

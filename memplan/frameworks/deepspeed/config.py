@@ -55,22 +55,24 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         check_flash(plan)
     check_tuned(plan)
     preferences.check(plan)
-    if plan.lora.rank is not None and plan.model.labels and family(plan.model.family).scores is not None:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "model.labels",
+            plan.lora.rank is not None and plan.model.labels and family(plan.model.family).scores is not None,
             "must be left out with adapters under deepspeed: this family's classifier is modelled in single and ddp",
-        )
-    if zero.stage == 3 and plan.model.labels and family(plan.model.family).scores is not None:
-        raise plan.wrong(
+        ),
+        (
             "model.labels",
+            zero.stage == 3 and plan.model.labels and family(plan.model.family).scores is not None,
             f"must be left out under ZeRO-3: nobody has counted the submodules of {plan.model.family}'s classifier",
-        )
-    if zero.stage == 3 and plan.loss.kind != "plain":
-        raise plan.wrong(
+        ),
+        (
             "loss.kind",
+            zero.stage == 3 and plan.loss.kind != "plain",
             "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
             "gathers such a parameter is not modelled",
-        )
+        ),
+    )
     refuse_apart(plan, "under deepspeed")
     check_adapters(plan, zero)
     if plan.recompute.mode == "full":
@@ -100,26 +102,28 @@ def _check_sinks(plan: ResolvedPlan, zero: Zero) -> None:
 
 def check_adapters(plan: ResolvedPlan, zero: Zero) -> None:
     """Of adapters and quantised weights what the engine runs."""
-    if zero.stage == 3 and plan.lora.modules_to_save:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "lora.modules_to_save",
+            zero.stage == 3 and plan.lora.modules_to_save,
             "must be left out at stage 3, whose hooks at peft's wrapper of whole modules are not modelled",
-        )
-    if zero.stage == 3 and plan.lora.dora:
-        raise plan.wrong(
+        ),
+        (
             "lora.dora",
+            zero.stage == 3 and plan.lora.dora,
             "must be false at stage 3: peft reads weights behind their layer's forward, where they are released",
-        )
-    if plan.quantisation.kind not in ("none", "nf4", "fp4"):
-        raise plan.wrong(
+        ),
+        (
             "quantisation.kind",
+            plan.quantisation.kind not in ("none", "nf4", "fp4"),
             "must be none, nf4 or fp4 with framework deepspeed: others are modelled in single, ddp and FSDP1",
-        )
-    if plan.quantisation.prepared:
-        raise plan.wrong(
+        ),
+        (
             "quantisation.prepared",
+            plan.quantisation.prepared,
             "must be false with framework deepspeed: its engine casts what peft has cast to fp32 back",
-        )
+        ),
+    )
     storage, compute = plan.quantisation.storage, plan.precision.dtype
     if zero.stage == 3 and storage not in (None, compute):
         raise plan.wrong(
@@ -197,12 +201,19 @@ def check_zero(zero: Zero) -> None:
 def check_model(plan: ResolvedPlan) -> None:
     """Refuses what the recipes do not cover, beside what ``check`` does."""
     recompute = plan.recompute
-    if recompute.mode == "full" and recompute.method != "uniform":
-        raise plan.wrong("recompute.method", "must be uniform: transformers recomputes every layer by itself")
-    if recompute.mode == "full" and recompute.layers != 1:
-        raise plan.wrong("recompute.layers", "must be 1: transformers recomputes layers one by one")
-    if plan.code != "current":
-        raise plan.wrong("code", "must be current with framework deepspeed")
+    plan.refuse(
+        (
+            "recompute.method",
+            recompute.mode == "full" and recompute.method != "uniform",
+            "must be uniform: transformers recomputes every layer by itself",
+        ),
+        (
+            "recompute.layers",
+            recompute.mode == "full" and recompute.layers != 1,
+            "must be 1: transformers recomputes layers one by one",
+        ),
+        ("code", plan.code != "current", "must be current with framework deepspeed"),
+    )
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..base import Framework, Parts, Supports
@@ -11,8 +10,6 @@ if TYPE_CHECKING:
     from ...plan.plan import Plan
     from ...plan.resolved import ResolvedPlan
     from ...plan.section import Dtype
-    from ...result import Notice
-    from ...tape.program import Program
     from ..base import Communicator
 
 FUSED = ("liger", "cut")
@@ -23,7 +20,13 @@ OWN_IS_DEFAULT = "left out, it is DeepSpeed's own FusedAdam: --optimizer adamw"
 
 class Deepspeed(Framework):
     name = "deepspeed"
-    parts = Parts(".searching:DeepspeedSearch", ".timing:DeepspeedTime", ".validating:DeepspeedRunning")
+    parts = Parts(
+        ".searching:DeepspeedSearch",
+        ".timing:DeepspeedTime",
+        ".validating:DeepspeedRunning",
+        notices=".notices:notices",
+        assumptions=".notices:assumptions",
+    )
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
@@ -81,16 +84,6 @@ class Deepspeed(Framework):
         ranks = plan.hardware.gpus
         zero = world(ranks)._replace(name="data parallel", gathers=True, few_bytes=False)
         return (zero, world(ranks, certain=False)) if ranks > 1 else ()
-
-    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-        from .notices import notices
-
-        return notices(plan, programs)
-
-    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        from .notices import assumptions
-
-        return assumptions(plan)
 
     def reference(self, plan: ResolvedPlan) -> str:
         return "partitioned by an engine of its own" if plan.layout.zero == 3 else super().reference(plan)

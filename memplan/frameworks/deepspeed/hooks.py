@@ -14,7 +14,8 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module
 from ...tape.events import Category, Drop, Event, Hold, Hook, Scope, Seam, Tape, cut, insert, rounded
 from ...values import dataclass, replace
-from ..plain.hooked import BASE, NO_PARAMETERS, SAVED, TIED, Model
+from ..plain.hooked import TIED, Model
+from ..plain.hooked_recorder import BASE, NO_PARAMETERS, SAVED
 from .config import Zero
 from .coordinator import NO_MODULE, Change, Coordinator, Pass, Sharded, Step
 

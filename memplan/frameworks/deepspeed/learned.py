@@ -25,7 +25,8 @@ from ...trace.learned import fit_of
 from ...trace.marks import Mark, mark_of
 from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, spans
 from ...values import replace
-from ..plain.hooked import NO_PARAMETERS, HookedModule, Instance, Model
+from ..plain.hooked import HookedModule, Instance, Model
+from ..plain.hooked_recorder import NO_PARAMETERS
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, ready_at, row_of
 from ..plain.tuned import packed
 from .config import check_model, check_settings, fields_of_a_plan, zero_of

@@ -44,8 +44,9 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.tuned import shared_table
 from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
-from .hooks import GATHERING, REDUCING, Around, pass_through
+from .hooks import GATHERING, REDUCING
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
+from .passing import Around, pass_through
 from .reference import flat_pass, flat_reference, with_pass, without_pass
 from .wrapping import FASTEST, SLOWEST, Unit, wrapping
 
@@ -74,25 +75,29 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
     for name, must in zip(("parameters", "reduce"), dtypes(plan), strict=True):
         if getattr(given, name) != must:
             raise plan.wrong(f"fsdp.{name}", f"must be {must} with fsdp.version 1, as Accelerate has it")
-    if plan.layout.tp * plan.layout.pp > 1:
-        raise plan.wrong("fsdp.version", "must be 2 with tensor or pipeline parallelism")
-    if plan.quantisation.prepared:
-        raise plan.wrong(
+    plan.refuse(
+        ("fsdp.version", plan.layout.tp * plan.layout.pp > 1, "must be 2 with tensor or pipeline parallelism"),
+        (
             "quantisation.prepared",
+            plan.quantisation.prepared,
             "must be false with fsdp.version 1: trl and peft leave 4-bit models that are sharded unprepared",
-        )
-    if plan.quantisation.storage not in (None, plan.precision.dtype):
-        raise plan.wrong(
+        ),
+        (
             "quantisation.storage",
+            plan.quantisation.storage not in (None, plan.precision.dtype),
             f"must be {plan.precision.dtype} with fsdp.version 1: flat parameters are of one dtype",
-        )
-    if plan.lora.modules_to_save:
-        raise plan.wrong(
+        ),
+        (
             "lora.modules_to_save",
+            plan.lora.modules_to_save,
             "must be left out with fsdp.version 1, where each is a unit of its own: not modelled",
-        )
-    if plan.frozen.embedding or plan.frozen.layers:
-        raise plan.wrong("fsdp.version", "must be 2 or left out with frozen parts: these are modelled with adapters")
+        ),
+        (
+            "fsdp.version",
+            plan.frozen.embedding or plan.frozen.layers,
+            "must be 2 or left out with frozen parts: these are modelled with adapters",
+        ),
+    )
 
 
 # -- units ------------------------------------------------------------------------------------------

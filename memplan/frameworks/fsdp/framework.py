@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
@@ -13,9 +12,7 @@ if TYPE_CHECKING:
     from ...layers.module import Options
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ...plan.resolved import ResolvedPlan
-    from ...result import Notice
     from ...tape.program import Program
-    from ..base import Communicator
 
 SAVING = (
     "saving or loading a checkpoint gathers a unit at a time in the dtype of its shards (FULL_STATE_DICT, Accelerate's "
@@ -39,7 +36,14 @@ NO_INTEGERS = "Cannot flatten integer dtype tensors"
 
 class Fsdp(Framework):
     name = "fsdp"
-    parts = Parts(".searching:FsdpSearch", ".timing:FsdpTime", ".running:FsdpRunning")
+    parts = Parts(
+        ".searching:FsdpSearch",
+        ".timing:FsdpTime",
+        ".running:FsdpRunning",
+        notices=".notices:warnings",
+        assumptions=".notices:assumptions",
+        communicators=".communicators:communicators",
+    )
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
@@ -178,11 +182,6 @@ class Fsdp(Framework):
         own, fused = self.runs_transformers(plan), plan.attention == "flash" and plan.precision.dtype == "fp32"
         return "memory-efficient" if fused and not own else super().attention_words(plan)
 
-    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
-        from .communicators import communicators
-
-        return communicators(plan, stage)
-
     def visiting_processes(self, plan: ResolvedPlan) -> int:
         """With GPTQ's weights, which fms-acceleration loads as gptqmodel does: every rank asks how much memory each GPU
         of its node has, and makes a tensor there (``models/base.py``, ``from_quantized``; Accelerate 1.0.1,
@@ -190,16 +189,6 @@ class Fsdp(Framework):
         if plan.quantisation.kind != "gptq":
             return 0
         return min(plan.hardware.gpus, plan.hardware.gpus_per_node) - 1
-
-    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-        from .notices import warnings
-
-        return warnings(plan, programs)
-
-    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        from .notices import assumptions
-
-        return assumptions(plan)
 
     def sharded(self, plan: ResolvedPlan) -> str:
         if (plan.layout.dp or 1) * plan.layout.cp == 1:

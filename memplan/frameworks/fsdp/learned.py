@@ -28,8 +28,9 @@ from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
 from ...values import replace
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
-from .hooks import Around, Hooks, Role, pass_through
+from .hooks import Hooks, Role
 from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters
+from .passing import Around, pass_through
 from .programs import check_settings, leaves_4bit, sharding_of, with_stored
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 

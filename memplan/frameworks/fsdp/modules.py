@@ -14,7 +14,8 @@ from ...tape.program import Span
 from ...values import dataclass, replace
 from ..plain.tuned import packed
 from .chunked import hooks_of
-from .hooks import WITHIN, Around, Gradient, Role, pass_through, recomputes, reruns
+from .hooks import WITHIN, Gradient, Role
+from .passing import Around, pass_through, recomputes, reruns
 from .units import Sharding, Unit
 
 MODEL = "model"

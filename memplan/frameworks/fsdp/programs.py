@@ -26,11 +26,9 @@ from . import graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
+from .titan_experts import check_expert_ranks, crosswise, cut_of_experts
 from .torchtitan import (
     ActivationCheckpointing,
-    check_expert_ranks,
-    crosswise,
-    cut_of_experts,
     local_shape,
     torchtitan_model,
 )
@@ -54,39 +52,55 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
 def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses settings, whatever the model is."""
     dp, layout = plan.layout.dp, plan.layout
-    if layout.tp > 1 and not given.gradient_sync:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "fsdp.gradient_sync",
+            layout.tp > 1 and not given.gradient_sync,
             "must be true with tensor parallelism: torchtitan reduces gradients with every micro-batch",
-        )
-    if layout.cp > 1 and given.code != "torchtitan":
-        raise plan.wrong("layout.cp", "must be 1 with transformers' code; torchtitan's has context parallelism")
-    if dp % given.replicas:
-        raise plan.wrong("fsdp.replicas", f"must divide dp, which is {dp}")
+        ),
+        (
+            "layout.cp",
+            layout.cp > 1 and given.code != "torchtitan",
+            "must be 1 with transformers' code; torchtitan's has context parallelism",
+        ),
+        ("fsdp.replicas", dp % given.replicas, f"must divide dp, which is {dp}"),
+    )
     shards, to = dp // given.replicas, given.reshard_to
     if (layout.etp or 1) > 1 and not plan.model.experts:
         raise plan.wrong("layout.etp", f"must be 1: {plan.model.name} has no experts")
     if layout.ep > 1:
         check_expert_ranks(plan, given, shards)
-    if to is not None and not given.reshard_after_forward:
-        raise plan.wrong("fsdp.reshard_to", "must be left out where fsdp.reshard_after_forward is false")
-    if to is not None and shards % to:
-        raise plan.wrong("fsdp.reshard_to", f"must be a divisor of the {shards} shards")
-    if given.code == "torchtitan" and to is not None:
-        raise plan.wrong("fsdp.reshard_to", "must be left out: torchtitan's reshard_after_forward is true or false")
+    plan.refuse(
+        (
+            "fsdp.reshard_to",
+            to is not None and not given.reshard_after_forward,
+            "must be left out where fsdp.reshard_after_forward is false",
+        ),
+        ("fsdp.reshard_to", to is not None and shards % to, f"must be a divisor of the {shards} shards"),
+        (
+            "fsdp.reshard_to",
+            given.code == "torchtitan" and to is not None,
+            "must be left out: torchtitan's reshard_after_forward is true or false",
+        ),
+    )
     storage, compute = plan.quantisation.storage, plan.precision.dtype
-    if storage not in (None, "uint8", compute):
-        raise plan.wrong(
+    plan.refuse(
+        (
             "quantisation.storage",
+            storage not in (None, "uint8", compute),
             f"must be {compute}, or uint8 for weights that stay whole: fully_shard casts others to {compute}",
-        )
-    if plan.quantisation.prepared:
-        raise plan.wrong(
+        ),
+        (
             "quantisation.prepared",
+            plan.quantisation.prepared,
             "must be false with framework fsdp: trl and peft leave 4-bit models that are sharded unprepared",
-        )
-    if plan.lora.rank is not None and given.code == "torchtitan":
-        raise plan.wrong("lora.rank", "must be left out: torchtitan trains all parameters")
+        ),
+        (
+            "lora.rank",
+            plan.lora.rank is not None and given.code == "torchtitan",
+            "must be left out: torchtitan trains all parameters",
+        ),
+    )
     if given.code == "torchtitan":
         _check_recompute(plan, given)
     compiled = "compile" if given.compile else "compile_loss" if given.compile_loss else ""
@@ -104,20 +118,24 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
 def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
     """torchtitan's modes: none, full, and selective, which is per operator or every n-th layer."""
     mode, every = plan.recompute.mode, given.recompute_every
-    if given.per_operator and mode == "full":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "recompute.mode",
+            given.per_operator and mode == "full",
             "must be selective with fsdp.per_operator, which keeps attention and every second matrix product",
-        )
-    if given.per_operator and every != 1:
-        raise plan.wrong("fsdp.recompute_every", "must be 1 with fsdp.per_operator: torchtitan takes either of the two")
-    if mode == "selective" and not given.per_operator and every == 1:
-        raise plan.wrong(
+        ),
+        (
+            "fsdp.recompute_every",
+            given.per_operator and every != 1,
+            "must be 1 with fsdp.per_operator: torchtitan takes either of the two",
+        ),
+        (
             "recompute.mode",
+            mode == "selective" and not given.per_operator and every == 1,
             "needs --recompute-per-operator, or fsdp.recompute_every of 2 or more (torchtitan's two selective modes)",
-        )
-    if mode == "none" and every != 1:
-        raise plan.wrong("fsdp.recompute_every", "must be 1 where recompute.mode is none")
+        ),
+        ("fsdp.recompute_every", mode == "none" and every != 1, "must be 1 where recompute.mode is none"),
+    )
 
 
 def sharding_of(plan: ResolvedPlan, given: Fsdp) -> Sharding:

@@ -25,7 +25,8 @@ from ...values import replace
 from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers
-from .hooks import Around, Hooks, Role, Running
+from .hooks import Hooks, Role
+from .passing import Around, Running
 from .units import Sharding, Unit, shard
 
 if TYPE_CHECKING:

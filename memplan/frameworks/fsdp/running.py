@@ -168,31 +168,32 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
             True,
             "must be false (--no-fsdp-newest): memplan's module of torchtitan's Llama that runs here is older",
         )
-    if not titan_of(plan.model).complete:
-        raise plan.wrong(
-            "model.family", "must be llama: memplan has no module of torchtitan's other models that runs here"
-        )
-    if plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None:
-        raise plan.wrong(
+    plan.refuse(
+        (
+            "model.family",
+            not titan_of(plan.model).complete,
+            "must be llama: memplan has no module of torchtitan's other models that runs here",
+        ),
+        (
             "loss.kind",
+            plan.loss.kind not in LOSSES or plan.loss.logits_to_keep is not None,
             "must be plain or vocab-parallel, without logits_to_keep: no other loss of torchtitan's runs here",
-        )
-    if plan.model.tied_embeddings:
-        raise plan.wrong(
+        ),
+        (
             "model.tied_embeddings",
+            plan.model.tied_embeddings,
             "must be false: the module of torchtitan's Llama that runs here has a head of its own",
-        )
-    if plan.fsdp.offload:
-        raise plan.wrong("fsdp.offload", NO_OFFLOAD)
+        ),
+        ("fsdp.offload", plan.fsdp.offload, NO_OFFLOAD),
+    )
     for field in ("compile", "compile_loss"):
         if getattr(plan.fsdp, field):
             raise plan.wrong(f"fsdp.{field}", "must be false: a whole step runs here without torch.compile")
-    if plan.precision.fp8:
-        raise plan.wrong("precision.fp8", "must be left out: no torchao runs here")
-    if plan.fsdp.cuda_graphs:
-        raise plan.wrong("fsdp.cuda_graphs", "must be false: torchtitan's code runs without CUDA graphs here")
     if is_tuned(plan):
         raise plan.wrong(first_frozen(plan), "must be left out: torchtitan trains all parameters of its Llama")
-    if plan.trainer.loop != "none":
-        raise plan.wrong("trainer.loop", "must be none: torchtitan has its own training loop")
+    plan.refuse(
+        ("precision.fp8", plan.precision.fp8, "must be left out: no torchao runs here"),
+        ("fsdp.cuda_graphs", plan.fsdp.cuda_graphs, "must be false: torchtitan's code runs without CUDA graphs here"),
+        ("trainer.loop", plan.trainer.loop != "none", "must be none: torchtitan has its own training loop"),
+    )
     check_optimizer(plan)

@@ -33,9 +33,11 @@ from ...tape.program import Chunk, Hooked, Program, Span, What, named_hold
 from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked
-from .hooks import Explicit, Gradient, Role, pass_through
+from .hooks import Explicit, Gradient, Role
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
-from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, places, recipes, with_experts
+from .passing import pass_through
+from .titan_experts import places, with_experts
+from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
 
@@ -53,45 +55,59 @@ class Cut:
 def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
     """Refuses what a pipeline has no model for."""
     layout, pipeline, count = plan.layout, plan.pipeline, plan.microbatches
-    if given.code != "torchtitan":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "layout.pp",
+            given.code != "torchtitan",
             "must be 1 with transformers' models; only torchtitan's (fsdp.code: torchtitan) are split into stages",
-        )
-    if layout.vpp > 1 and pipeline.schedule != "1f1b":
-        raise plan.wrong("pipeline.schedule", "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled")
-    if given.reshard_after_forward:
-        raise plan.wrong(
+        ),
+        (
+            "pipeline.schedule",
+            layout.vpp > 1 and pipeline.schedule != "1f1b",
+            "must be 1f1b with vpp > 1 (Interleaved1F1B): looped BFS is not modelled",
+        ),
+        (
             "fsdp.reshard_after_forward",
+            given.reshard_after_forward,
             "must be false with pipeline parallelism: torchtitan's policy 'always' is not modelled there",
-        )
-    if not given.gradient_sync:
-        raise plan.wrong(
-            "fsdp.gradient_sync", "must be true with pipeline parallelism: the schedule itself reduces gradients once"
-        )
-    if plan.loss.kind == "chunked" and given.replicas > 1:
-        raise plan.wrong("fsdp.replicas", "must be 1 with loss.kind chunked in stages: no other is modelled")
-    if plan.loss.kind == "chunked" and pipeline.schedule != "1f1b":
-        raise plan.wrong("pipeline.schedule", "must be 1f1b with loss.kind chunked: no other is modelled with it")
-    if given.offload:
-        raise plan.wrong(
-            "fsdp.offload", "must be false with pipeline parallelism: offload in a pipeline is not modelled"
-        )
-    if count > MOST_MICROBATCHES:
-        raise plan.wrong(
+        ),
+        (
+            "fsdp.gradient_sync",
+            not given.gradient_sync,
+            "must be true with pipeline parallelism: the schedule itself reduces gradients once",
+        ),
+        (
+            "fsdp.replicas",
+            plan.loss.kind == "chunked" and given.replicas > 1,
+            "must be 1 with loss.kind chunked in stages: no other is modelled",
+        ),
+        (
+            "pipeline.schedule",
+            plan.loss.kind == "chunked" and pipeline.schedule != "1f1b",
+            "must be 1f1b with loss.kind chunked: no other is modelled with it",
+        ),
+        (
+            "fsdp.offload",
+            given.offload,
+            "must be false with pipeline parallelism: offload in a pipeline is not modelled",
+        ),
+        (
             "batch.gbs",
+            count > MOST_MICROBATCHES,
             f"gives {count:,} micro-batches of each rank; a pipeline, which has buffers for each, has at most "
             f"{MOST_MICROBATCHES:,}",
-        )
-    if layout.vpp == 1 and pipeline.schedule == "1f1b" and count < layout.pp:
-        raise plan.wrong(
-            "batch.gbs", f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages"
-        )
-    if layout.vpp > 1 and count % rounds(layout.pp, count):
-        raise plan.wrong(
+        ),
+        (
             "batch.gbs",
+            layout.vpp == 1 and pipeline.schedule == "1f1b" and count < layout.pp,
+            f"gives {count} micro-batches; 1f1b needs at least as many as the {layout.pp} stages",
+        ),
+        (
+            "batch.gbs",
+            layout.vpp > 1 and count % rounds(layout.pp, count),
             f"gives {count} micro-batches, which must be a multiple of the {rounds(layout.pp, count)} rounds",
-        )
+        ),
+    )
 
 
 MOST_MICROBATCHES = 16_384

@@ -13,7 +13,8 @@ from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime
 from .stages import partition
-from .torchtitan import Checkpointing, cut_of_experts, recipes
+from .titan_experts import cut_of_experts
+from .torchtitan import Checkpointing, recipes
 
 FULLY_SHARD = (2, 4)
 """PyTorch that has ``fully_shard`` with a tensor for each parameter."""

@@ -15,15 +15,14 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from ...device.gpus import GPUS
-from ...layers import compiled, tensor_parallel, titan_loss, titan_moe, torchtitan, torchtitan_tp
+from ...layers import compiled, tensor_parallel, titan_loss, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
 from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
-from ...layers.module import LEFT, Interface, Module, Options, Run, build, hold_bytes
+from ...layers.module import LEFT, Interface, Module, Options, Run, build
 from ...layers.titan_models import TABLE
-from ...plan.framework_sections import Fsdp
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
@@ -34,6 +33,7 @@ from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, newest, titan_of, titan_of_plan
+from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, with_experts, with_groups
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -373,18 +373,20 @@ def _check_kernel(plan: ResolvedPlan) -> None:
 def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
     """What was learnt of compiled layers."""
     spec, layout = plan.model, plan.layout
-    if not titan.compiles:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "fsdp.compile",
+            not titan.compiles,
             f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled "
             "(--no-compile)",
-        )
-    if layout.tp > 1:
-        raise plan.wrong(
-            "fsdp.compile", "must be false with tensor parallelism: such layers were not learnt (--no-compile)"
-        )
-    if plan.precision.dtype != "bf16":
-        raise plan.wrong("fsdp.compile", "must be false unless precision.dtype is bf16")
+        ),
+        (
+            "fsdp.compile",
+            layout.tp > 1,
+            "must be false with tensor parallelism: such layers were not learnt (--no-compile)",
+        ),
+        ("fsdp.compile", plan.precision.dtype != "bf16", "must be false unless precision.dtype is bf16"),
+    )
     sizes = {"hidden": spec.hidden, "ffn": spec.ffn, "kv_heads": spec.kv_heads * spec.head_dim}
     wrong = next((name for name, size in sizes.items() if size % compiled.ALIGNED), None)
     if wrong is not None:
@@ -412,127 +414,27 @@ def _check_gpu(plan: ResolvedPlan, titan: Titan) -> None:
     capability = gpu.compute_capability if gpu is not None else None
     if capability is None:
         return
-    if spec.experts and capability < GROUPED_MM:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "hardware.gpu",
+            spec.experts and capability < GROUPED_MM,
             "must be of Hopper or later: on others torchtitan runs one expert after the other, which is not modelled",
-        )
-    if titan.kernel_of is not None and capability < titan.kernel_of:
-        raise plan.wrong(
+        ),
+        (
             "hardware.gpu",
+            titan.kernel_of is not None and capability < titan.kernel_of,
             f"must be of Hopper or later: on others attention of torchtitan's {titan.name} runs operator by operator, "
             "which is not modelled",
-        )
-    if spec.head_dim > FLASH_HEADS:
-        raise plan.wrong(
-            "model.head_dim", f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads"
-        )
+        ),
+        (
+            "model.head_dim",
+            spec.head_dim > FLASH_HEADS,
+            f"must be at most {FLASH_HEADS}: PyTorch's fused kernels run no larger heads",
+        ),
+    )
 
 
 FLASH_HEADS = 256
-
-
-def cut_of_experts(plan: ResolvedPlan) -> Cut:
-    """Ranks that hold the same experts, which ``fully_shard`` cuts along dimension 1 if there are more ranks than
-    experts (``apply_fsdp``, ``_experts_shard_placement_fn``)."""
-    ranks = ranks_of_experts(plan)
-    return Cut(max(1, ranks // plan.layout.ep), int(ranks > plan.model.experts))
-
-
-def parts_of_experts(plan: ResolvedPlan) -> int:
-    """Ranks that have a part of each expert: those of tensor parallelism where nothing else shares experts
-    (``TensorParallel``), or as many as is said, all of them or one (``ParallelDims``, ``etp``)."""
-    return plan.layout.tp if plan.layout.ep == 1 else plan.layout.etp or 1
-
-
-def ranks_of_experts(plan: ResolvedPlan) -> int:
-    """Those among which whole experts are dealt out (``ParallelDims.build_mesh``, ``efsdp`` and ``ep``)."""
-    return plan.layout.dp // plan.fsdp.replicas * plan.layout.tp // parts_of_experts(plan)
-
-
-def crosswise(plan: ResolvedPlan) -> bool:
-    """Whether experts that no ranks share are cut along another dimension than a layer's other parameters
-    (``apply_fsdp_to_decoder``)."""
-    spec = plan.model
-    return bool(spec.experts) and titan_of(spec).groups_experts and plan.layout.dp // plan.fsdp.replicas > spec.experts
-
-
-def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
-    """Refuses ranks that cannot share experts."""
-    spec, ep = plan.model, plan.layout.ep
-    if given.code != "torchtitan":
-        raise plan.wrong("layout.ep", "must be 1 with transformers' code; torchtitan's has expert parallelism")
-    if not spec.experts:
-        raise plan.wrong("layout.ep", f"must be 1: {spec.name} has no experts")
-    if spec.experts % ep:
-        raise plan.wrong("layout.ep", f"must divide the {spec.experts} experts")
-    tp, etp = plan.layout.tp, parts_of_experts(plan)
-    if etp not in (1, tp):
-        problem = "must be 1" if tp == 1 else f"must be 1 or tp ({tp})"
-        raise plan.wrong("layout.etp", f"{problem}: torchtitan has no other part of an expert on a rank")
-    if ranks_of_experts(plan) % ep:
-        among = f", {tp // etp} ranks of tensor parallelism each" if etp < tp else ""
-        raise plan.wrong("layout.ep", f"must divide the {shards} shards (dp / fsdp.replicas){among}")
-    for field, kept in (("fsdp.offload", False), ("fsdp.gradient_sync", True), ("fsdp.reshard_after_forward", True)):
-        staged = field == "fsdp.reshard_after_forward" and plan.layout.pp > 1  # where it is what torchtitan has
-        if plan.at(field) is not kept and not staged:
-            raise plan.wrong(field, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
-    pieces, dim = cut_of_experts(plan)
-    for name, least in (("expert_ffn", pieces * etp), ("hidden", pieces)):
-        size = getattr(spec, name)
-        if dim and size % least:
-            raise plan.wrong(
-                f"model.{name}", f"must be a multiple of {least}: with more shards than experts they are cut along it"
-            )
-    rows = plan.batch.mbs * plan.batch.seq // (tp // etp) * spec.expert_top_k
-    if rows % ep:
-        raise plan.wrong("batch.mbs", f"must give rows of experts that ep {ep} divides, not {rows}")
-
-
-def with_experts(
-    blocks: Sequence[Unit],
-    mixed: Sequence[bool],
-    cut: Cut,
-    *,
-    first: tuple[str, ...] = ("embedding",),
-    last: tuple[str, ...] = ("ends",),
-) -> list[Unit]:
-    """Units of blocks, each followed by that of its experts if it has some (``mixed``), and what they gather ahead
-    (``apply_fsdp``): ``first`` are units before the blocks, ``last`` those behind them."""
-    both = [(one.name, f"{one.name}.experts") if has else (one.name,) for one, has in zip(blocks, mixed, strict=True)]
-    result: list[Unit] = []
-    for at, (block, has) in enumerate(zip(blocks, mixed, strict=True)):
-        after = both[at + 1] if at + 1 < len(both) else last
-        before = both[at - 1] if at else first
-        result.append(replace(block, next_forward=after, next_backward=before))
-        if has:
-            result.append(Unit(both[at][-1], (), block.first, block.last, block.reshard, cut=cut, inner=True))
-    return result
-
-
-def with_groups(blocks: Sequence[Unit], cut: Cut) -> list[Unit]:
-    """Units of blocks, each followed by the second group of its parameters, of experts, and what they gather ahead
-    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second."""
-    names = [(one.name, f"{one.name}.experts") for one in blocks]
-    after = [*names[1:], ("ends",)]
-    before = [("embedding",), *(one[::-1] for one in names[:-1])]
-    result: list[Unit] = []
-    for block, (own, second), following, preceding in zip(blocks, names, after, before, strict=True):
-        result.append(replace(block, next_backward=(own,)))  # the second group alone gathers ahead
-        experts = Unit(second, (), block.first, block.last, block.reshard, cut=cut, beside=True)
-        result.append(replace(experts, next_forward=following, next_backward=preceding))
-    return result
-
-
-def places(shape: LayerShape, titan: Titan, layers: range) -> tuple[Hold, ...]:
-    """What ``ExpertParallel`` keeps of the last pass (``permuted_indices``), of every layer with experts."""
-    spec, ranks = shape.spec, shape.expert_ranks
-    if ranks == 1 or titan.groups_experts:
-        return ()
-    tokens = shape.b * shape.s * shape.expert_parts // shape.tensor
-    rows = titan_moe.padded_length(tokens * spec.expert_top_k, spec.experts // ranks)
-    one = Hold(0, hold_bytes((rows,), "int32"), Category.BUFFERS, "permuted_indices", (rows,), "int32")
-    return (one,) * sum(map(spec.has_experts, layers))
 
 
 def torchtitan_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...plan.megatron_layout import stages, times
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ...plan.resolved import ResolvedPlan
     from ...plan.section import Dtype
-    from ...result import Notice
-    from ...tape.program import Program
-    from ..base import Adaptable, Communicator
+    from ..base import Adaptable
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import COMPARED
@@ -41,7 +39,14 @@ OPTIMIZER_ASSUMPTIONS = {
 
 class Megatron(Framework):
     name = "megatron"
-    parts = Parts(".searching:MegatronSearch", ".timing:MegatronTime", ".validating:MegatronRunning")
+    parts = Parts(
+        ".searching:MegatronSearch",
+        ".timing:MegatronTime",
+        ".validating:MegatronRunning",
+        notices=".notices:notices",
+        assumptions=".notices:assumptions",
+        communicators=".communicators:communicators",
+    )
     configuration = "megatron"
     measured_code = "megatron"
     own_streams = True
@@ -166,11 +171,6 @@ class Megatron(Framework):
         for rule in RULES:
             rule(plan)
 
-    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
-        from .communicators import communicators
-
-        return communicators(plan, stage)
-
     def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:
         sends = plan.model.experts and plan.experts.dispatcher == "flex"
         if not (sends or plan.megatron.tp_comm_overlap):
@@ -205,16 +205,6 @@ class Megatron(Framework):
 
     def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return OPTIMIZER_ASSUMPTIONS.get(plan.optimizer.name, ())
-
-    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-        from .notices import notices
-
-        return notices(plan, programs)
-
-    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        from .notices import assumptions
-
-        return assumptions(plan)
 
     def saving(self, plan: ResolvedPlan) -> str:
         return SAVING if plan.optimizer.precision_aware else super().saving(plan)

@@ -67,9 +67,8 @@ def _check_package(plan: ResolvedPlan) -> None:
         "must be 2 or 4 with context parallelism, beside which 3 is not modelled yet (Transformer Engine takes 2 where "
         "4 is installed)": plan.layout.cp > 1 and megatron.flash_attention == "3",
     }
-    for problem, applies in refused.items():
-        if applies and megatron.flash_attention != "2":
-            raise plan.wrong("megatron.flash_attention", problem)
+    if megatron.flash_attention != "2":
+        plan.refuse_for("megatron.flash_attention", refused)
 
 
 def check_modules(plan: ResolvedPlan) -> None:
@@ -99,9 +98,7 @@ def check_modules(plan: ResolvedPlan) -> None:
         ),
         "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("megatron.precision_of", problem)
+    plan.refuse_for("megatron.precision_of", reasons)
 
 
 def check_low_attention(plan: ResolvedPlan) -> None:
@@ -179,9 +176,7 @@ def check_low_attention(plan: ResolvedPlan) -> None:
             "NVTE_DPA_FP8CS_O_in_F16" in plan.environment
         ),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("megatron.fp8_attention", problem)
+    plan.refuse_for("megatron.fp8_attention", reasons)
 
 
 def check_low_output(plan: ResolvedPlan) -> None:
@@ -209,9 +204,7 @@ def check_low_output(plan: ResolvedPlan) -> None:
             padded_vocab(plan) // plan.layout.tp % 32 > 0
         ),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("megatron.fp8_output", problem)
+    plan.refuse_for("megatron.fp8_output", reasons)
 
 
 OF_LOW_ATTENTION = ("NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_FP8_DPA_BWD")
@@ -306,9 +299,7 @@ def _check_sharded_bytes(plan: ResolvedPlan, recipe: str) -> None:
             recipe == "mxfp8" and whole and plan.model.mtp_layers > 0
         ),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("precision.fp8_parameters", problem)
+    plan.refuse_for("precision.fp8_parameters", reasons)
 
 
 MULTIPLES = {"mxfp8": (32, 32), "nvfp4": (16, 16)}

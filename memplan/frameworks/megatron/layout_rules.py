@@ -16,16 +16,17 @@ def check_distributed(plan: ResolvedPlan) -> None:
     """What the distributed optimizer has, and what belongs to it."""
     megatron, ranks, sharded = plan.megatron, plan.layout.dp * plan.layout.cp, plan.layout.zero == 1
     field, instances = "megatron.distributed_optimizer_instances", megatron.distributed_optimizer_instances
-    if instances > 1 and not sharded:
-        raise plan.wrong(field, "must be 1 without the distributed optimizer (zero: 1)")
-    if ranks % instances:
-        raise plan.wrong(field, f"must divide dp x cp = {ranks}")
-    if megatron.overlap_param_gather and not (sharded and (megatron.overlap_grad_reduce or megatron.fsdp != "none")):
-        raise plan.wrong(
+    plan.refuse(
+        (field, instances > 1 and not sharded, "must be 1 without the distributed optimizer (zero: 1)"),
+        (field, ranks % instances, f"must divide dp x cp = {ranks}"),
+        (
             "megatron.overlap_param_gather",
+            megatron.overlap_param_gather
+            and not (sharded and (megatron.overlap_grad_reduce or megatron.fsdp != "none")),
             "must be false without "
             + ("megatron.overlap_grad_reduce" if sharded else "the distributed optimizer (zero: 1)"),
-        )
+        ),
+    )
 
 
 def check_sharding(plan: ResolvedPlan) -> None:
@@ -187,14 +188,15 @@ def check_hybrid(plan: ResolvedPlan) -> None:
 def _check_mamba(plan: ResolvedPlan) -> None:
     """How ranks share heads and groups (``MambaMixer`` and ``MambaContextParallel``, ``__init__``)."""
     tp, cp, heads, groups = plan.layout.tp, plan.layout.cp, plan.model.mamba_heads, plan.model.mamba_groups
-    if heads % tp or groups % tp:
-        raise plan.wrong("layout.tp", f"must divide the {heads} Mamba heads and their groups ({groups})")
-    if heads // tp % cp:
-        raise plan.wrong("layout.cp", f"must divide the {heads // tp} Mamba heads of a rank")
-    if groups // tp % cp and cp % (groups // tp):
-        raise plan.wrong(
-            "layout.cp", f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them"
-        )
+    plan.refuse(
+        ("layout.tp", heads % tp or groups % tp, f"must divide the {heads} Mamba heads and their groups ({groups})"),
+        ("layout.cp", heads // tp % cp, f"must divide the {heads // tp} Mamba heads of a rank"),
+        (
+            "layout.cp",
+            groups // tp % cp and cp % (groups // tp),
+            f"must divide the {groups // tp} groups of Mamba heads of a rank, or be divided by them",
+        ),
+    )
 
 
 def check_blocks(plan: ResolvedPlan) -> None:
@@ -212,24 +214,25 @@ def check_blocks(plan: ResolvedPlan) -> None:
         )
     for text in kinds_of(model.layer_blocks):
         own = block_of(text)
-        if own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads:
-            raise plan.wrong(
+        plan.refuse(
+            (
                 "layout.tp",
+                own.kv_heads and own.kv_heads % layout.tp and layout.tp % own.kv_heads,
                 f"must divide the {own.kv_heads} key/value heads of layers {text}, or be a multiple of them",
-            )
-        if own.ffn % layout.tp:
-            raise plan.wrong("layout.tp", f"must divide the {own.ffn} features of the MLP of layers {text}")
-        if LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel:
-            raise plan.wrong(
+            ),
+            ("layout.tp", own.ffn % layout.tp, f"must divide the {own.ffn} features of the MLP of layers {text}"),
+            (
                 "layout.sequence_parallel",
+                LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel,
                 f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
                 "adds zeros to tokens instead of features",
-            )
-        if LINEAR in own.replaced and plan.megatron.tp_comm_overlap:
-            raise plan.wrong(
+            ),
+            (
                 "megatron.tp_comm_overlap",
+                LINEAR in own.replaced and plan.megatron.tp_comm_overlap,
                 f"must be false with linear layers (model.layer_blocks {text}), which have no user buffers",
-            )
+            ),
+        )
 
 
 def check_groups(plan: ResolvedPlan) -> None:
@@ -264,24 +267,22 @@ def check_context_parallel(plan: ResolvedPlan) -> None:
             plan.model.layer_pattern or plan.model.linear_interval
         ),
     }
-    for problem, applies in refused.items():
-        if applies and inner > 1:
-            raise plan.wrong("megatron.cp_inner", problem)
+    if inner > 1:
+        plan.refuse_for("megatron.cp_inner", refused)
 
 
 def _check_context_way(plan: ResolvedPlan) -> None:
     """Ways that know windows and sinks (``attn_forward_func_with_cp`` of Transformer Engine)."""
     model, way = plan.model, plan.megatron.cp_communication
     windows = model.sliding_window is not None
+    take = "(--cp-communication a2a)"
     refused = {
-        "must be a2a with learned sinks: Transformer Engine's other ways do not know them": (
+        f"must be a2a with learned sinks: Transformer Engine's other ways do not know them {take}": (
             model.attention_sinks and way != "a2a"
         ),
-        "must be a2a or all_gather with sliding windows: a ring does not know them": windows and "p2p" in way,
+        f"must be a2a or all_gather with sliding windows: a ring does not know them {take}": windows and "p2p" in way,
     }
-    for problem, applies in refused.items():
-        if applies:
-            raise plan.wrong("megatron.cp_communication", f"{problem} (--cp-communication a2a)")
+    plan.refuse_for("megatron.cp_communication", refused)
 
 
 def check_virtual_stages(plan: ResolvedPlan) -> None:
@@ -389,9 +390,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
         "must be false with sharded parameters (megatron.fsdp) and several micro-batches: gathers for two at once are "
         "not modelled yet": whole and plan.microbatches > 1,
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong(field, problem)
+    plan.refuse_for(field, reasons)
 
 
 def _version(text: str) -> tuple[int, ...]:

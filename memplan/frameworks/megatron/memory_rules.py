@@ -93,9 +93,7 @@ def check_offloading(plan: ResolvedPlan) -> None:
         "must not have expert_fc1 or moe_act, whose layer is recomputed whole (recompute.modules moe)": "moe" in again
         and not {"expert_fc1", "moe_act"}.isdisjoint(modules),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong(field, problem)
+    plan.refuse_for(field, reasons)
 
 
 def check_layer_offload(plan: ResolvedPlan) -> None:
@@ -136,9 +134,7 @@ def check_layer_offload(plan: ResolvedPlan) -> None:
         "MLPs in chunks": megatron.mlp_chunks > 1,
     }
     refused |= {f"must be 0 with {what}: it is not modelled yet": applies for what, applies in missing.items()}
-    for problem, applies in refused.items():
-        if applies:
-            raise plan.wrong(field, problem)
+    plan.refuse_for(field, refused)
 
 
 def check_graphs(plan: ResolvedPlan) -> None:
@@ -192,9 +188,7 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "can hold": not of_layers and experts and counts,
         **_dropout_again(plan, modules or (), again),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong(field, problem)
+    plan.refuse_for(field, reasons)
 
 
 def _dropout_again(plan: ResolvedPlan, modules: Sequence[str], again: Sequence[str]) -> dict[str, bool]:
@@ -251,9 +245,8 @@ def check_step_graph(plan: ResolvedPlan) -> None:
         "must be false with states on the host, which steps copy": megatron.optimizer_offload > 0,
         "must be false with Megatron-FSDP, beside which it is not modelled yet": megatron.fsdp != "none",
     }
-    for problem, applies in reasons.items():
-        if megatron.optimizer_graph and applies:
-            raise plan.wrong(field, problem)
+    if megatron.optimizer_graph:
+        plan.refuse_for(field, reasons)
 
 
 def check_saved(plan: ResolvedPlan) -> None:
@@ -269,9 +262,7 @@ def check_saved(plan: ResolvedPlan) -> None:
         "must be false with fp8 and fp4, whose recompute is Transformer Engine's own": low is not None,
         "must be false with family t5, of which it is not modelled yet": plan.model.family == "t5",
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("megatron.distribute_saved", problem)
+    plan.refuse_for("megatron.distribute_saved", reasons)
 
 
 def check_deferral(plan: ResolvedPlan) -> None:
@@ -281,14 +272,19 @@ def check_deferral(plan: ResolvedPlan) -> None:
         if megatron.wgrad_deferral_limit:
             raise plan.wrong("megatron.wgrad_deferral_limit", f"must be 0 without {field}")
         return
-    if plan.layout.pp == 1:
-        raise plan.wrong(field, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core")
-    if not megatron.gradient_accumulation_fusion:
-        raise plan.wrong(field, "must be false without gradient_accumulation_fusion, as in Megatron-Core")
-    if megatron.fsdp != "none" or plan.model.mtp_layers:
-        raise plan.wrong(
-            field, "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled"
-        )
+    plan.refuse(
+        (field, plan.layout.pp == 1, "must be false without pipeline parallelism (pp > 1), as in Megatron-Core"),
+        (
+            field,
+            not megatron.gradient_accumulation_fusion,
+            "must be false without gradient_accumulation_fusion, as in Megatron-Core",
+        ),
+        (
+            field,
+            megatron.fsdp != "none" or plan.model.mtp_layers,
+            "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled",
+        ),
+    )
 
 
 def check_state_dtypes(plan: ResolvedPlan) -> None:

@@ -93,9 +93,8 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
             "without a capacity of each expert": given.capacity_factor is not None,
             "without ranks that divide experts (etp 1)": (plan.layout.etp or plan.layout.tp) > 1,
         }
-        for how, applies in beside.items():
-            if applies:
-                raise plan.wrong("experts.rank_capacity", f"must be left out: it is modelled {how}")
+        reasons = {f"must be left out: it is modelled {how}": applies for how, applies in beside.items()}
+        plan.refuse_for("experts.rank_capacity", reasons)
     if not given.grouped_tensor:
         return
     reasons = {
@@ -117,6 +116,4 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
             megatron.offload_modules is not None
         ),
     }
-    for problem, applies in reasons.items():
-        if applies:
-            raise plan.wrong("experts.grouped_tensor", problem)
+    plan.refuse_for("experts.grouped_tensor", reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...device.gpus import GPUS
 from ...device.measured import cublas_workspaces
@@ -232,8 +232,7 @@ class Stages:
             made = self._receiving(made, received(tuple(map(_parameters, held.chunks)), own, tied).early)
         if self.job.shape.detaches_heads and "mtp" in held.names:
             size = mtp.DETACHED * hold_bytes(self.job.shape.hidden, self.job.shape.dtype)
-            assert isinstance(made.order, MegatronOrder)
-            made = replace(made, order=replace(made.order, detached=size))
+            made = _with_order(made, detached=size)
         if self.step_pool:
             assert made.kept is not None
             made = replace(made, kept=replace(made.kept, pool=self.step_pool))
@@ -249,17 +248,14 @@ class Stages:
 
     def _receiving(self, program: Program, size: int) -> Program:
         """With a bucket of gradients that arrives beside the passes: beside all of them, which is a bound."""
-        order = program.order
-        assert isinstance(order, MegatronOrder)
-        return replace(program, order=replace(order, received=size)) if size else program
+        return _with_order(program, received=size) if size else program
 
     def _deferring(self, program: Program) -> Program:
         """With gradients of logits, and inputs of the head, that wait for ``drain_embedding_wgrad_compute``."""
-        shape, limit, order = self.job.shape, self.deferral_limit, program.order
-        assert isinstance(order, MegatronOrder)
+        shape, limit = self.job.shape, self.deferral_limit
         count = min(limit, self.microbatches - 1) if limit else self.microbatches - 1
         size = hold_bytes((shape.s, shape.b, shape.vocab // shape.t), shape.dtype)
-        return replace(program, order=replace(order, deferred=(count, size + hold_bytes(shape.hidden, shape.dtype))))
+        return _with_order(program, deferred=(count, size + hold_bytes(shape.hidden, shape.dtype)))
 
     def _with_graphs(self, program: Program, order: Schedule, entries: tuple[tuple[str, ...], ...]) -> Program:
         """With what CUDA graphs of layers keep; a layer of further tokens is one, too."""
@@ -275,6 +271,12 @@ class Stages:
         assert program.kept is not None
         holds = [*program.kept.workspaces, *graphs.kept(kinds, with_mask, without, self.libraries.cublas)]
         return replace(program, kept=replace(program.kept, workspaces=_numbered(holds)))
+
+
+def _with_order(program: Program, **changes: Any) -> Program:
+    """``program`` whose passes hold more."""
+    assert isinstance(program.order, MegatronOrder)
+    return replace(program, order=replace(program.order, **changes))
 
 
 def stages_of(plan: ResolvedPlan, options: Options) -> Stages:

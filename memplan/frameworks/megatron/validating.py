@@ -101,28 +101,33 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
     """What runs for ``plan``, with the Transformer Engine that is here. ``PlanError`` where it is of another
     framework, or one that is not run."""
     given = resolve(plan)
-    if framework(given.framework).measured_code != CODE:
-        raise given.wrong(
-            "framework", "must be megatron: Megatron-Core runs plans of its own (--with torch runs others)"
-        )
-    if given.model.family == "bert":
-        raise given.wrong("model.family", "must be a GPT: BERT's batches and losses are not run yet")
-    if given.lora.rank is not None:
-        raise given.wrong("lora.rank", "must be left out: Megatron-Bridge's adapters are not run yet")
-    if given.megatron.optimizer_offload:
-        raise given.wrong("megatron.optimizer_offload", "must be 0: states on the host are not run yet")
-    if given.megatron.offload_modules is not None:
-        raise given.wrong("megatron.offload_modules", "must be left out: activations on the host are not run yet")
-    if given.megatron.offload_layers:
-        raise given.wrong("megatron.offload_layers", "must be 0: layers on the host are not run yet")
-    if given.megatron.buckets is not None:
-        raise given.wrong(
-            "megatron.buckets", "must be left out: say megatron.bucket_size, of which a run has as many as it needs"
-        )
-    if given.megatron.cuda_graphs != "none":
-        raise given.wrong("megatron.cuda_graphs", "must be none: graphs are not run yet")
-    if given.megatron.fsdp != "none":
-        raise given.wrong("megatron.fsdp", "must be none: Megatron-FSDP is not run yet")
+    given.refuse(
+        (
+            "framework",
+            framework(given.framework).measured_code != CODE,
+            "must be megatron: Megatron-Core runs plans of its own (--with torch runs others)",
+        ),
+        ("model.family", given.model.family == "bert", "must be a GPT: BERT's batches and losses are not run yet"),
+        ("lora.rank", given.lora.rank is not None, "must be left out: Megatron-Bridge's adapters are not run yet"),
+        (
+            "megatron.optimizer_offload",
+            given.megatron.optimizer_offload,
+            "must be 0: states on the host are not run yet",
+        ),
+        (
+            "megatron.offload_modules",
+            given.megatron.offload_modules is not None,
+            "must be left out: activations on the host are not run yet",
+        ),
+        ("megatron.offload_layers", given.megatron.offload_layers, "must be 0: layers on the host are not run yet"),
+        (
+            "megatron.buckets",
+            given.megatron.buckets is not None,
+            "must be left out: say megatron.bucket_size, of which a run has as many as it needs",
+        ),
+        ("megatron.cuda_graphs", given.megatron.cuda_graphs != "none", "must be none: graphs are not run yet"),
+        ("megatron.fsdp", given.megatron.fsdp != "none", "must be none: Megatron-FSDP is not run yet"),
+    )
     if given.model.experts or given.model.latent_kv_rank or given.model.mtp_layers:
         raise PlanError(
             "model", given.model.name, "has experts, latent attention or multi-token prediction, which are not run yet"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..base import OLD_BLOCK_SIZE, Framework, Parts, Supports
@@ -10,10 +10,7 @@ from ..base import OLD_BLOCK_SIZE, Framework, Parts, Supports
 if TYPE_CHECKING:
     from ...plan.plan import AttentionImplementation, LossKind, Plan
     from ...plan.resolved import ResolvedPlan
-    from ...result import Notice
     from ...schedules.partition import Entry
-    from ...tape.program import Program
-    from ..base import Communicator
 
 
 LONGEST_LIST = 12
@@ -23,7 +20,12 @@ LONGEST_LIST = 12
 class MegatronDeepspeed(Framework):
     name = "megatron-deepspeed"
     parts = Parts(
-        ".searching:MegatronDeepspeedSearch", ".timing:MegatronDeepspeedTime", "...trace.framework:OtherRunning"
+        ".searching:MegatronDeepspeedSearch",
+        ".timing:MegatronDeepspeedTime",
+        "...trace.framework:OtherRunning",
+        notices=".notices:notices",
+        assumptions=".notices:assumptions",
+        communicators=".communicators:communicators",
     )
     configuration = "megatron-deepspeed"
     measured_code = "megatron-deepspeed"
@@ -57,11 +59,6 @@ class MegatronDeepspeed(Framework):
     def default_attention(self, plan: Plan) -> AttentionImplementation:
         return "eager"
 
-    def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
-        from .communicators import communicators
-
-        return communicators(plan, stage)
-
     def vocab_multiple(self, plan: Plan) -> int:
         """``_vocab_size_with_padding``: 128 times t."""
         return 128 * plan.layout.tp
@@ -80,16 +77,6 @@ class MegatronDeepspeed(Framework):
 
     def optimizer_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         return () if plan.optimizer.name == "adam" else super().optimizer_assumptions(plan)
-
-    def notices(self, plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-        from .notices import notices
-
-        return notices(plan, programs)
-
-    def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        from .notices import assumptions
-
-        return assumptions(plan)
 
     def cut_field(self, plan: Plan, *, whole: bool) -> str:
         partition = plan.pipeline.partition

@@ -15,7 +15,7 @@ from ...layers.autograd import Recorder, Tensor
 from ...layers.coverage import MEGATRON, check_covered
 from ...layers.edges import pipe_ends, pipe_receive, pipe_send, with_waiting_gradient
 from ...layers.megatron import ParallelShape, layer, softmax_is_fused
-from ...layers.module import Interface, Module, Options, Run, build, hold_bytes
+from ...layers.module import Interface, Module, Options, Recipe, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
 from ...plan.plan import Loss, Plan
 from ...plan.resolved import ResolvedPlan
@@ -95,18 +95,6 @@ def end_module(name: str, shape: ParallelShape, loss: Loss, tied_here: bool, opt
     b, s, h = shape.b, shape.s, shape.spec.hidden
     outer, inner = (b, s, h), (s, b, h)
 
-    def embedding(r: Recorder, x: Tensor) -> Run:
-        return Run(ends.embedding(r, shape))
-
-    def transpose_in(r: Recorder, x: Tensor) -> Run:
-        return Run(ends.transposed(r, x, inner))
-
-    def transpose_out(r: Recorder, x: Tensor) -> Run:
-        return Run(ends.transposed(r, x, outer))
-
-    def final_norm(r: Recorder, x: Tensor) -> Run:
-        return Run(ends.final_norm(r, x))
-
     def head(r: Recorder, x: Tensor) -> Run:
         if shape.spec.positions == "learned" and not tied_here:
             r.parameter("position.weight", (shape.spec.positions_max, h), shape.dtype)
@@ -116,11 +104,11 @@ def end_module(name: str, shape: ParallelShape, loss: Loss, tied_here: bool, opt
         computed, logits = ends.head(r, x, shape)
         return Run(None, slot=logits, loss=computed)
 
-    recipes = {
-        "embedding": (embedding, None),
-        "transpose_in": (transpose_in, outer),
-        "transpose_out": (transpose_out, inner),
-        "final_norm": (final_norm, outer),
+    recipes: dict[str, tuple[Recipe, tuple[int, int, int] | None]] = {
+        "embedding": (lambda r, x: Run(ends.embedding(r, shape)), None),
+        "transpose_in": (lambda r, x: Run(ends.transposed(r, x, inner)), outer),
+        "transpose_out": (lambda r, x: Run(ends.transposed(r, x, outer)), inner),
+        "final_norm": (lambda r, x: Run(ends.final_norm(r, x)), outer),
         "head": (head, outer),
     }
     recipe, shape_in = recipes[name]
@@ -181,15 +169,19 @@ def has_module(name: str) -> bool:
 def check(plan: ResolvedPlan) -> None:
     """Refuses what BigScience's fork of 2021 could not run, or these recipes do not cover."""
     check_covered(plan.model, MEGATRON, plan.framework)
-    if plan.attention != "eager":
-        raise plan.wrong("attention", "must be eager: Megatron-DeepSpeed of 2021 had no flash attention")
-    if plan.loss.kind == "plain" and plan.layout.tp > 1:
-        raise plan.wrong("loss.kind", f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded")
-    if plan.optimizer.algorithm.eight_bit and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit:
-        raise plan.wrong(
+    plan.refuse(
+        ("attention", plan.attention != "eager", "must be eager: Megatron-DeepSpeed of 2021 had no flash attention"),
+        (
+            "loss.kind",
+            plan.loss.kind == "plain" and plan.layout.tp > 1,
+            f"must be vocab-parallel with tp = {plan.layout.tp}: logits are sharded",
+        ),
+        (
             "optimizer.embeddings_32bit",
+            plan.optimizer.algorithm.eight_bit and plan.layout.zero == 1 and plan.optimizer.embeddings_32bit,
             "must be false with ZeRO-1: states are flat tensors, which cannot treat embeddings separately",
-        )
+        ),
+    )
 
 
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:

@@ -331,16 +331,19 @@ def check(plan: ResolvedPlan) -> None:
     check_release(plan)
     if recompute.mode == "full":
         check_recompute(plan.model)
-    if recompute.mode == "selective":
-        raise plan.wrong("recompute.mode", "must be none or full: transformers recomputes whole layers")
-    if recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1):
-        raise plan.wrong(
-            "recompute.method", "must be uniform with layers 1: transformers recomputes every layer by itself"
-        )
-    if precision.gradients != precision.stored:
-        raise plan.wrong(
-            "precision.gradients", f"must be {precision.stored}: gradients have the parameters' dtype in this framework"
-        )
+    plan.refuse(
+        ("recompute.mode", recompute.mode == "selective", "must be none or full: transformers recomputes whole layers"),
+        (
+            "recompute.method",
+            recompute.mode == "full" and (recompute.method, recompute.layers) != ("uniform", 1),
+            "must be uniform with layers 1: transformers recomputes every layer by itself",
+        ),
+        (
+            "precision.gradients",
+            precision.gradients != precision.stored,
+            f"must be {precision.stored}: gradients have the parameters' dtype in this framework",
+        ),
+    )
     if plan.flash:
         check_flash(plan)
     check_tuned(plan)
@@ -352,34 +355,37 @@ def check_release(plan: ResolvedPlan) -> None:
     known, named = family(plan.model.family), plan.versions.get("transformers")
     if named is None:
         return
-    if parsed(named) < known.since:
-        raise plan.wrong(
+    before, since = known.not_followed or ((0,), (0,))
+    plan.refuse(
+        (
             "versions.transformers",
+            parsed(named) < known.since,
             f"must be {shown(known.since)} or later for family {known.name}: earlier layers are not modelled",
-        )
-    if known.not_followed is not None and known.not_followed[0] <= parsed(named) < known.not_followed[1]:
-        raise plan.wrong(
+        ),
+        (
             "versions.transformers",
-            f"must be before {shown(known.not_followed[0])}, or {shown(known.not_followed[1])} or later for family "
-            f"{known.name}: layers between are not modelled",
-        )
-    if parsed(named) < known.alone_before and plan.attention != "flash_attention_2":
-        raise plan.wrong(
+            before <= parsed(named) < since,
+            f"must be before {shown(before)}, or {shown(since)} or later for family {known.name}: layers between are "
+            "not modelled",
+        ),
+        (
             "attention",
+            parsed(named) < known.alone_before and plan.attention != "flash_attention_2",
             f"must be flash_attention_2 with transformers {named}: the family's other attention is not modelled",
-        )
-    if parsed(named) < SUMMED_POSITIONS and plan.model.attention_chunk and not plan.flash:
-        raise plan.wrong(
+        ),
+        (
             "attention",
+            parsed(named) < SUMMED_POSITIONS and plan.model.attention_chunk and not plan.flash,
             f"must be flash with transformers {named}: masks of chunks of releases before "
             f"{shown(SUMMED_POSITIONS)} are not modelled",
-        )
-    if parsed(named) < MASKS and not plan.flash:
-        raise plan.wrong(
+        ),
+        (
             "attention",
+            parsed(named) < MASKS and not plan.flash,
             f"must be flash or flash_attention_2 with transformers {named}: masks of releases before "
             f"{shown(MASKS)} are not modelled",
-        )
+        ),
+    )
 
 
 def check_flash(plan: ResolvedPlan) -> None:
@@ -423,16 +429,20 @@ def check_flash(plan: ResolvedPlan) -> None:
 def _check_fourth(plan: ResolvedPlan) -> None:
     """What flash-attn 4 trains (``flash_attn/cute/interface.py``, ``_validate_head_dims``, ``_flash_attn_bwd``)."""
     d, major = plan.model.head_dim, _capability(plan)[0]
-    refused = {
-        f"must be flash_attention_2 on {plan.hardware.gpu}: release 4 has a backward from Hopper on": major < 9,
-        f"must be flash_attention_2 with heads of {d} features: release 4 takes multiples of 8": d % 8 > 0,
-        f"must be flash_attention_2 with heads of {d} features: on Blackwell release 4 takes up to 128, and 256": (
-            major in (10, 11) and d > 128 and d != 256
+    with_heads = f"must be flash_attention_2 with heads of {d} features"
+    plan.refuse(
+        (
+            "attention",
+            major < 9,
+            f"must be flash_attention_2 on {plan.hardware.gpu}: release 4 has a backward from Hopper on",
         ),
-    }
-    for problem, applies in refused.items():
-        if applies:
-            raise plan.wrong("attention", problem)
+        ("attention", d % 8, f"{with_heads}: release 4 takes multiples of 8"),
+        (
+            "attention",
+            major in (10, 11) and d > 128 and d != 256,
+            f"{with_heads}: on Blackwell release 4 takes up to 128, and 256",
+        ),
+    )
 
 
 @lru_cache(maxsize=128)

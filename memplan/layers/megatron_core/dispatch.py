@@ -11,8 +11,9 @@ from math import prod
 
 from ...tape.events import Category, Hold
 from .. import ops
-from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh, fresh_each
+from ..graph import Delayed
 from ..module import hold_bytes
 from ..work import NOTHING, Exchange, exchanged
 from .mappings import moved

@@ -17,7 +17,8 @@ from functools import partial
 from math import prod
 
 from ...values import dataclass
-from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor
+from ..autograd import Gradients, Recorder, Shape, Tensor
+from ..graph import Delayed
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product, Stream
 from .precision import BYTE, Copy, Low, up

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import viewed
-from ..work import NOTHING, Exchange, Operator, Product, exchanged
+from ..gradients import viewed, watched
+from ..work import Exchange, Operator, Product, exchanged
 from . import ends, router, te
 from .losses import language_model_loss
 from .shape import CoreShape
@@ -94,13 +94,8 @@ def _hooked(r: Recorder, x: Tensor, shape: CoreShape, layer: Layer) -> Tensor:
 
 def _seam(r: Recorder, x: Tensor, hook: Hook, back: Hook) -> Tensor:
     name = r.prefix
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        r.seam(name, back)
-        return gradients
-
     r.seam(name, hook)
-    return Tensor(x.storage, x.shape, x.dtype, r.node((x,), (), backward, work=NOTHING))
+    return watched(r, x, lambda r: r.seam(name, back))
 
 
 def detached(r: Recorder, hidden: Tensor) -> Tensor:

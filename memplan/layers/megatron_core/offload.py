@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
 from ...tape.events import INPUT, Category, Hold
 from ...values import replace
-from ..autograd import Gradients, Node, Recorder, Shape, Storage, Tensor, size_of
+from ..autograd import Node, Recorder, Shape, Storage, Tensor, size_of
+from ..gradients import watched
 from ..recompute import Frame
-from ..work import NOTHING
 from .shape import CoreShape
 
 LATENT, EXPERTS = ("attn_norm",), ("mlp_norm", "expert_fc1", "moe_act")
@@ -184,18 +184,12 @@ def group(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Iterator[tuple
         return
     here, sent = Group(name, shape.offload_least), r.sent
 
-    def start(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        if sent:
-            sent.pop().fetch(r)
-        return gradients
-
     def commit(named: Sequence[Tensor]) -> None:
         r.leaving.pop(name, None)
         here.send(r, named)
         sent.append(here)
 
-    x = x.alias()
-    x.node = r.node((x,), (), start, work=NOTHING)
+    x = watched(r, x, partial(_fetched, sent))
     outer, r.frame = r.frame, here
     yield x, commit
     r.frame = outer
@@ -203,14 +197,9 @@ def group(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Iterator[tuple
 
 def fetched_ahead(r: Recorder, x: Tensor) -> Tensor:
     """A layer's output: before its backward the group that was sent last is on its way back."""
-    sent = r.sent
+    return watched(r, x, partial(_fetched, r.sent)) if r.sent else x
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        if sent:
-            sent.pop().fetch(r)
-        return gradients
 
+def _fetched(sent: list[Group], r: Recorder) -> None:
     if sent:
-        x = x.alias()
-        x.node = r.node((x,), (), backward, work=NOTHING)
-    return x
+        sent.pop().fetch(r)

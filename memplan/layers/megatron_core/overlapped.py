@@ -22,7 +22,8 @@ from dataclasses import field
 from ...tape.events import Hook
 from ...values import dataclass
 from .. import ops
-from ..autograd import Delayed, Gradients, Leaf, Node, Recorder, Tensor
+from ..autograd import Gradients, Leaf, Node, Recorder, Tensor
+from ..graph import Delayed
 from ..work import NOTHING
 from . import block, dispatch, flex, graphs, grouped, local, moe, offload, router
 from .flex import Flight
