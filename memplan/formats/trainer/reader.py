@@ -70,7 +70,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
     dialects = (llama_factory, axolotl, swift) if found.said is None else ()
-    dialect = next((one for one in dialects if one.is_it(written)), None)
+    dialect = next((one for one in dialects if written.mapping.keys() & {*one.MARKS}), None)
     starts = found.script
     if dialect is not None:
         starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
