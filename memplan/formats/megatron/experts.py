@@ -255,8 +255,7 @@ def _rank_capacity(reader: Reader) -> None:
             "must be left out: pages for what experts save (paged_stash.py) are not modelled yet; without them"
             " all of it stays where it was made",
         )
-    if given is not None:
-        reader.building.put("experts.rank_capacity", given, name)
+    reader.building.put_said("experts.rank_capacity", given, name)
 
 
 ROWS: Sequence[Row] = (

@@ -90,8 +90,7 @@ def _recompute(reader: Reader) -> None:
         building.because("--recompute-method", "block of 0 layers: none is recomputed")
         return
     building.put("recompute.method", method, "--recompute-method")
-    if layers is not None:
-        building.put("recompute.layers", layers, "--recompute-num-layers")
+    building.put_said("recompute.layers", layers, "--recompute-num-layers")
 
 
 def _recomputed(building: Building, modules: list[Node]) -> list[Node]:

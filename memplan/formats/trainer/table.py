@@ -133,9 +133,7 @@ def _compiled(reader: Reader) -> None:
     """By the arguments, or by what Accelerate's launcher says; a flag stands before both."""
     if "torch-compile" in reader.context:
         return
-    on = of_trainer(reader.settings.given)
-    if on is not None:
-        reader.building.put("compile", on, "torch_compile")
+    reader.building.put_said("compile", of_trainer(reader.settings.given), "torch_compile")
 
 
 LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
@@ -217,31 +215,29 @@ LORA_FIELDS = {
 def _adapters(reader: Reader) -> None:
     """trl's ``ModelConfig`` (``trainer/model_config.py``, ``trainer/utils.py``, ``get_peft_config``,
     ``get_quantization_config``): adapters and 4-bit weights, with its defaults."""
-    arguments, put = reader.settings, reader.building.put
+    arguments, building = reader.settings, reader.building
     used = arguments.on("use_peft")
     if used is not None:
-        put("lora.rank", arguments.node("lora_r") or Node(16, used.origin), "lora_r")
-        put("lora.dropout", arguments.node("lora_dropout") or Node(0.05, used.origin), "lora_dropout")
+        building.put("lora.rank", arguments.node("lora_r") or Node(16, used.origin), "lora_r")
+        building.put("lora.dropout", arguments.node("lora_dropout") or Node(0.05, used.origin), "lora_dropout")
         for name, field in LORA_FIELDS.items():
-            if (given := arguments.node(name)) is not None:
-                put(f"lora.{field}", given, name)
+            building.put_said(f"lora.{field}", arguments.node(name), name)
         for name in ("dora", "rslora"):
-            if (chosen := arguments.on(f"use_{name}")) is not None:
-                put(f"lora.{name}", chosen, f"use_{name}")
+            building.put_said(f"lora.{name}", arguments.on(f"use_{name}"), f"use_{name}")
     if (eight := arguments.on("load_in_8bit")) is not None:
-        put("quantisation.kind", Node("int8", eight.origin), "load_in_8bit")
+        building.put("quantisation.kind", Node("int8", eight.origin), "load_in_8bit")
     quantised = arguments.on("load_in_4bit")
     if eight is not None and quantised is not None:
         raise eight.wrong("load_in_8bit", "must be left out with load_in_4bit: weights are loaded in 4 bits or in 8")
     if quantised is None:
         return
-    put("quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit")
-    if (double := arguments.on("use_bnb_nested_quant")) is not None:
-        put("quantisation.double", double, "use_bnb_nested_quant")
-    if (storage := arguments.node("bnb_4bit_quant_storage")) is not None:
-        put("quantisation.storage", storage, "bnb_4bit_quant_storage")
+    building.put(
+        "quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit"
+    )
+    building.put_said("quantisation.double", arguments.on("use_bnb_nested_quant"), "use_bnb_nested_quant")
+    building.put_said("quantisation.storage", arguments.node("bnb_4bit_quant_storage"), "bnb_4bit_quant_storage")
     if (computed := arguments.node("bnb_4bit_compute_dtype")) is not None and str(computed.value) in _DTYPES:
-        put("quantisation.compute", _DTYPES[str(computed.value)], "bnb_4bit_compute_dtype")
+        building.put("quantisation.compute", _DTYPES[str(computed.value)], "bnb_4bit_compute_dtype")
 
 
 ROWS = (
