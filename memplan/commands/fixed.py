@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..plan.errors import Origin, PlanError, guessed, wrong_at
-from ..plan.fields import Kind, PlanField, by_flag, plan_fields
+from ..plan.fields import Kind, by_flag, plan_fields
 from ..plan.plan import Plan
 from ..plan.read import Flags
 from ..plan.spellings import OPEN
@@ -72,15 +72,11 @@ def _known(name: str, part: str) -> str:
         return name
     from ..plan.near_misses import likely
 
-    axes = [field.flag for field in _axis_fields()]
+    axes = [plan_fields()[path].flag for path in sorted(AXES)]
     guess = likely(f"--{name}", axes) or likely(f"--{name}", [field.flag for field in by_flag().values()])
     guess = guess.removeprefix("--") if guess else None
     problem = f"{part.strip() or 'an empty name'} names no field; names are those of the flags, as tp=4"
     raise wrong_at(_ORIGIN, guessed(problem, guess))
-
-
-def _axis_fields() -> list[PlanField]:
-    return [plan_fields()[path] for path in sorted(AXES)]
 
 
 def with_fixes(flags: Flags, fixes: Mapping[str, str | None]) -> Flags:

@@ -8,7 +8,7 @@ from ..allocator.memory import printed
 from ..result import Notice
 from .clues import Clues
 from .log import Reported
-from .message import OutOfMemory, Process
+from .message import OutOfMemory
 
 RESERVE = 5 << 29
 """Bytes of contexts, NCCL and libraries that a process may hold beside PyTorch's without anything being wrong."""
@@ -143,7 +143,9 @@ def _figures(message: OutOfMemory) -> Told:
 def _others(message: OutOfMemory) -> Told:
     total = sum(one.size for one in message.others)
     if message.others and total >= 64 << 20:
-        names = ", ".join(f"process {one.pid} {printed(one.size)}" for one in sorted(message.others, key=_largest)[:3])
+        names = ", ".join(
+            f"process {one.pid} {printed(one.size)}" for one in sorted(message.others, key=lambda one: -one.size)[:3]
+        )
         more = f" and {len(message.others) - 3} more" if len(message.others) > 3 else ""
         enough = message.request is not None and message.free is not None and message.free + total >= message.request
         yield (
@@ -170,10 +172,6 @@ def _others(message: OutOfMemory) -> Told:
                 "which take more than usual; nvidia-smi shows which process"
             ),
         )
-
-
-def _largest(one: Process) -> int:
-    return -one.size
 
 
 def _pieces(message: OutOfMemory, request: int) -> Told:

@@ -25,7 +25,6 @@ class Format(NamedTuple):
     """The module of ``--to``; empty for one that is only read."""
     example: str = "train.sh"
     """A file, and the flags that it needs."""
-    is_script: bool = False
     marks: tuple[str, ...] = ()
     """Keys of which a file has one at its top, by which it is known without ``--from``."""
     takes_settings: bool = True
@@ -39,11 +38,10 @@ FORMATS = {
             "megatron",
             ".training_scripts",
             ".megatron.script",
-            is_script=True,
             marks=("MODEL_ARGS", "--num-layers", "num-layers", "--hidden-size", "hidden-size"),
         ),
         Format("megatron-bridge", ".megatron_bridge.reader", example="run_config.yaml", marks=("_target_",)),
-        Format("megatron-deepspeed", ".training_scripts", ".megatron_deepspeed.script", is_script=True),
+        Format("megatron-deepspeed", ".training_scripts", ".megatron_deepspeed.script"),
         Format(
             "deepspeed",
             ".deepspeed.reader",

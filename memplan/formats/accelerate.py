@@ -102,8 +102,7 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     building = Building(written.origin)
     if found.processes is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.processes)
-    if found.compiler is not None:
-        building.put("compile", found.compiler)
+    building.put_said("compile", found.compiler)
     if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))

@@ -18,7 +18,7 @@ _TABLES = {
     "Megatron-LM": (".megatron.table", "megatron"),
     "Megatron-DeepSpeed": (".megatron_deepspeed.table", "megatron-deepspeed"),
     "torchtitan": (".torchtitan.table", None),
-    "TrainingArguments": (".trainer.reader", None),
+    "TrainingArguments": (".trainer.table", None),
     "DeepSpeed": (".deepspeed.config", None),
 }
 """Whose setting it is, the module of its rows, and the parser's table of arguments."""

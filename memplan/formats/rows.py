@@ -200,6 +200,11 @@ class Building:
         self.items[path] = node = node if isinstance(node, Node) else Node(node, self.origin)
         self.because(names, f"{path} = {shown(node.plain())}")
 
+    def put_said(self, path: str, node: Node | None, *names: str) -> None:
+        """``put``, where anybody says it."""
+        if node is not None:
+            self.put(path, node, *names)
+
     def because(self, names: str | Iterable[str], text: str) -> None:
         """Says what became of a setting, or of each of several."""
         for name in (names,) if isinstance(names, str) else names:

@@ -132,46 +132,36 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
 
 def _check_int8(plan: ResolvedPlan) -> None:
     """``Linear8bitLt``: what belongs to 4-bit weights alone, and releases whose kernels kept other tensors."""
-    given, named = plan.quantisation, plan.versions.get("bitsandbytes")
-    for name, default in (("double", False), ("group", _NOT_QUANTISED.group), ("compute", plan.precision.dtype)):
-        if getattr(given, name) != default:
-            raise plan.wrong(
-                f"quantisation.{name}", "must be left out with quantisation.kind int8, which has no such setting"
-            )
-    if plan.lora.dora:
-        raise plan.wrong(
-            "lora.dora", "must be false with quantisation.kind int8: DoRA is modelled on nf4, fp4 and plain weights"
-        )
+    named = plan.versions.get("bitsandbytes")
+    _check_settings(plan, "double", "group")
     if named is not None and parsed(named) < LIBRARIES["bitsandbytes"].newest:
         problem = f"must be {shown(LIBRARIES['bitsandbytes'].newest)} or later with quantisation.kind int8: earlier "
         raise plan.wrong("versions.bitsandbytes", problem + "products keep other tensors")
 
 
 def _check_gptq(plan: ResolvedPlan) -> None:
-    """``QuantLinear`` of auto_gptq's second Triton kernel: fp16, and sizes that pack."""
-    given = plan.quantisation
+    """``QuantLinear`` of auto_gptq's second Triton kernel: fp16, and sizes that pack. peft's word for all linear layers
+    finds ``torch.nn.Linear`` and ``Conv1D`` alone (``tuners/tuners_utils.py``, ``_maybe_include_all_linear_layers``),
+    and bitsandbytes' are such."""
     if plan.precision.dtype != "fp16":
         raise plan.wrong(
             "precision.dtype", "must be fp16 with quantisation.kind gptq: auto_gptq's kernel makes fp16 weights"
         )
-    for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
-        if getattr(given, name) != default:
-            raise plan.wrong(
-                f"quantisation.{name}", "must be left out with quantisation.kind gptq, which has no such setting"
-            )
-    if plan.lora.dora:
-        raise plan.wrong(
-            "lora.dora", "must be false with quantisation.kind gptq: DoRA is modelled on nf4, fp4 and plain weights"
-        )
-    _check_named(plan)
-
-
-def _check_named(plan: ResolvedPlan) -> None:
-    """peft's word for all linear layers finds ``torch.nn.Linear`` and ``Conv1D`` alone (``tuners/tuners_utils.py``,
-    ``_maybe_include_all_linear_layers``), and bitsandbytes' are such."""
+    _check_settings(plan, "double", "prepared")
     if ALL_LINEAR in (plan.lora.targets or ()):
-        problem = f"must be names of layers with quantisation.kind {plan.quantisation.kind}: peft's {ALL_LINEAR} finds "
-        raise plan.wrong("lora.targets", f"{problem}torch.nn.Linear, and none of these layers")
+        problem = f"must be names of layers with quantisation.kind gptq: peft's {ALL_LINEAR} finds torch.nn.Linear, "
+        raise plan.wrong("lora.targets", f"{problem}and none of these layers")
+
+
+def _check_settings(plan: ResolvedPlan, *lacking: str) -> None:
+    """Refuses settings of quantised weights that this kind has not, and DoRA. A kernel computes in one dtype alone."""
+    given, kind = plan.quantisation, f"with quantisation.kind {plan.quantisation.kind}"
+    known = {**{name: getattr(_NOT_QUANTISED, name) for name in lacking}, "compute": plan.precision.dtype}
+    for name, value in known.items():
+        if getattr(given, name) != value:
+            raise plan.wrong(f"quantisation.{name}", f"must be left out {kind}, which has no such setting")
+    if plan.lora.dora:
+        raise plan.wrong("lora.dora", f"must be false {kind}: DoRA is modelled on nf4, fp4 and plain weights")
 
 
 def _check_awq(plan: ResolvedPlan) -> None:

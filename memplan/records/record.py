@@ -19,7 +19,7 @@ from ..device.measured import holds_workspaces
 from ..plan.errors import ABSENT, Origin, PlanError, wrong_at
 from ..plan.text import checksum, read_bytes
 from ..values import dataclass
-from .readings import Count, Estimated, Plan, Positive, RankReading, Run, Stage
+from .readings import Count, Estimated, Plan, Positive, Run, Stage
 
 Verdict = Literal["agrees", "differs", "failed", "nothing measured"]
 READINGS = ("requested", "allocated", "reserved", "device")
@@ -52,11 +52,7 @@ class Difference:
 
 def differences(estimate: Estimated, run: Run) -> tuple[Difference, ...]:
     """Of every stage and reading that was measured, by stage."""
-    return tuple(one for stage in _stages(run.ranks) for one in _of_stage(estimate, stage, run))
-
-
-def _stages(ranks: Iterable[RankReading]) -> list[int]:
-    return sorted({rank.stage for rank in ranks})
+    return tuple(one for stage in sorted({rank.stage for rank in run.ranks}) for one in _of_stage(estimate, stage, run))
 
 
 def _of_stage(estimate: Estimated, stage: int, run: Run) -> Iterable[Difference]:

@@ -241,7 +241,7 @@ def integer(config: Configuration, path: str, least: int) -> Node | None:
 
 def _optimizer(reader: Reader) -> None:
     config: Configuration = reader.settings
-    put = reader.building.put
+    building = reader.building
     node = config.node("optimizer.type")
     if node is None:
         return
@@ -252,14 +252,10 @@ def _optimizer(reader: Reader) -> None:
     mode = config.switch("optimizer.params.adam_w_mode")
     if made.decoupled is not None and (mode is None or mode.value):
         optimizer = algorithm(made.decoupled)
-    put("optimizer.name", Node(optimizer.name, node.origin))
-    way = _implementation(config, optimizer, made, node.origin)
-    if way is not None:
-        put("optimizer.implementation", way)
+    building.put("optimizer.name", Node(optimizer.name, node.origin))
+    building.put_said("optimizer.implementation", _implementation(config, optimizer, made, node.origin))
     for key in ("momentum", "weight_decay") if optimizer.has_momentum else ("weight_decay",):
-        number = config.node(f"optimizer.params.{key}")
-        if number is not None:
-            put(f"optimizer.{key}", number)
+        building.put_said(f"optimizer.{key}", config.node(f"optimizer.params.{key}"))
     wide = config.switch("optimizer.params.fp32_optimizer_states")
     if wide is not None and wide.value is False:
         raise config.refuse("optimizer.params.fp32_optimizer_states", "is not modelled")

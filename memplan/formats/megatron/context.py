@@ -45,6 +45,5 @@ def start(building: Building, framework: str, context: Context) -> None:
     building.put("framework", framework)
     building.put("model.name", context.name)
     building.put("model.family", context.family)
-    for path, node in (("hardware.gpus", context.gpus), ("hardware.gpus_per_node", context.gpus_per_node)):
-        if node is not None:
-            building.put(path, node)
+    building.put_said("hardware.gpus", context.gpus)
+    building.put_said("hardware.gpus_per_node", context.gpus_per_node)

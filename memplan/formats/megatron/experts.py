@@ -155,16 +155,8 @@ def _jitter(reader: Reader) -> None:
         reader.building.put("experts.input_jitter", Node(True, node.origin), name)
 
 
-def _scaled(plan: Plan) -> bool:
-    return mixed(plan) and plan.model.router_scaling is not None
-
-
 def _grouped(plan: Plan) -> bool:
     return plan.model.router_groups > 0
-
-
-def _balanced(plan: Plan) -> bool:
-    return mixed(plan) and plan.model.router_aux_loss > 0
 
 
 # -- latent attention ---------------------------------------------------------------------------------------
@@ -187,19 +179,11 @@ def _joint_down(reader: Reader) -> None:
     reader.building.put("megatron.joint_latent_down", Node(True, reader.settings.where(name)), name)
 
 
-def _flex(plan: Plan) -> bool:
-    return mixed(plan) and plan.experts.dispatcher == "flex"
-
-
 def _without_flex(reader: Reader) -> str:
     if reason := without_experts(reader):
         return reason
     flex = reader.building.items["experts.dispatcher"].value == "flex"
     return "" if flex else "no effect without --moe-token-dispatcher-type flex"
-
-
-def _projected(plan: Plan) -> bool:
-    return plan.model.expert_latent > 0
 
 
 def _shared(plan: Plan) -> bool:
@@ -271,15 +255,16 @@ def _rank_capacity(reader: Reader) -> None:
             "must be left out: pages for what experts save (paged_stash.py) are not modelled yet; without them"
             " all of it stays where it was made",
         )
-    if given is not None:
-        reader.building.put("experts.rank_capacity", given, name)
+    reader.building.put_said("experts.rank_capacity", given, name)
 
 
 ROWS: Sequence[Row] = (
     Row(NUMBER, "model.experts", "EXPERTS", default=0, when=mixed),
     of_experts("--moe-router-topk", "model.expert_top_k", default=2, least=1),
     of_experts("--moe-ffn-hidden-size", "model.expert_ffn", default=_of("model.ffn"), least=1),
-    of_experts("--moe-latent-size", "model.expert_latent", default=LEFT, when=_projected),
+    of_experts(
+        "--moe-latent-size", "model.expert_latent", default=LEFT, when=lambda plan: plan.model.expert_latent > 0,
+    ),
     of_experts(
         FREQUENCY, "model.dense_layers", "word", read=_frequency, value=_pattern,
         when=lambda plan: mixed(plan) and bool(plan.model.dense_layers),
@@ -300,7 +285,10 @@ ROWS: Sequence[Row] = (
     switch_of_experts("--moe-apply-probs-on-input", "model.router_weighs_inputs"),
     of_experts("--moe-router-num-groups", "model.router_groups", when=_grouped),
     of_experts("--moe-router-group-topk", "model.router_group_top_k", when=_grouped),
-    of_experts("--moe-router-topk-scaling-factor", "model.router_scaling", "number", LEFT, when=_scaled),
+    of_experts(
+        "--moe-router-topk-scaling-factor", "model.router_scaling", "number", LEFT,
+        when=lambda plan: mixed(plan) and plan.model.router_scaling is not None,
+    ),
     of_experts(
         "--moe-router-dtype", "model.router_dtype", "word", LEFT,
         when=lambda plan: mixed(plan) and plan.model.router_dtype is not None,
@@ -308,7 +296,10 @@ ROWS: Sequence[Row] = (
     switch_of_experts("--use-fused-weighted-squared-relu", "experts.squared_relu_fusion"),
     switch_of_experts("--moe-router-fusion", "experts.router_fusion"),
     of_experts(BALANCING, "model.router_balancing", "word", read=_balancing),
-    of_experts(COEFFICIENT, "model.router_aux_loss", "number", read=elsewhere, when=_balanced),
+    of_experts(
+        COEFFICIENT, "model.router_aux_loss", "number", read=elsewhere,
+        when=lambda plan: mixed(plan) and plan.model.router_aux_loss > 0,
+    ),
     of_experts(
         "--moe-z-loss-coeff", "model.router_z_loss", "number", 0.0,
         when=lambda plan: mixed(plan) and plan.model.router_z_loss > 0,
@@ -317,7 +308,8 @@ ROWS: Sequence[Row] = (
     of_experts("--moe-token-dispatcher-type", "experts.dispatcher", "word", "allgather"),
     Row(
         "--moe-flex-dispatcher-backend", "experts.flex_backend", "EXPERTS", "word", without_effect=_without_flex,
-        when=_flex, refused={"ncclep": "is not modelled yet; deepep and hybridep are"},
+        when=lambda plan: mixed(plan) and plan.experts.dispatcher == "flex",
+        refused={"ncclep": "is not modelled yet; deepep and hybridep are"},
     ),
     switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
     switch_of_experts("--moe-use-grouped-tensor", "experts.grouped_tensor", read=_grouped_tensor),

@@ -54,9 +54,7 @@ def _graphs(reader: Reader) -> None:
     parts = {one.value: one for one in modules if one.value != "full"}
     if parts:
         put("megatron.cuda_graph_modules", Node(list(parts.values()), settings.where(*names)), *names)
-    warmup = settings.integer(WARMUP)
-    if warmup is not None:
-        put("megatron.cuda_graph_warmup", warmup, WARMUP)
+    reader.building.put_said("megatron.cuda_graph_warmup", settings.integer(WARMUP), WARMUP)
 
 
 def _each(words: list[Node]) -> Iterator[Node]:

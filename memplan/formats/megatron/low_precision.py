@@ -112,10 +112,6 @@ def _has_ends(plan: Plan) -> bool:
     return bool(plan.precision.first_16bit_layers or plan.precision.last_16bit_layers)
 
 
-def _stores_mxfp8(plan: Plan) -> bool:
-    return plan.precision.fp8 == "mxfp8" and plan.precision.fp8_parameters
-
-
 ROWS: Sequence[Row] = (
     Row(FP8, "precision.fp8_format", "PRECISION", "word", read=_recipe, without_effect=without_fp8, when=in_fp8),
     Row(
@@ -133,7 +129,10 @@ ROWS: Sequence[Row] = (
     switch(
         PARAMETERS_FP4, "precision.fp8_parameters", "PRECISION", read=elsewhere, without_effect=without_low, when=in_fp4
     ),
-    switch(REUSED, "precision.fp8_parameters", "PRECISION", read=elsewhere, when=_stores_mxfp8),
+    switch(
+        REUSED, "precision.fp8_parameters", "PRECISION", read=elsewhere,
+        when=lambda plan: plan.precision.fp8 == "mxfp8" and plan.precision.fp8_parameters,
+    ),
     switch(
         ENDS, "precision.first_16bit_layers", "PRECISION", read=_ends, without_effect=without_low, value=_has_ends,
         when=_has_ends,

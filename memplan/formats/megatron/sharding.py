@@ -133,10 +133,6 @@ def put_dtypes(reader: Reader, dtype: str) -> None:
         building.because(COMMUNICATION, "as main gradients")
 
 
-def _main(_: Plan) -> str:
-    return "fp32"
-
-
 ROWS = (
     *(
         Row(name, "megatron.fsdp", read=_others if not at else elsewhere, without_effect=_without)
@@ -168,7 +164,13 @@ ROWS = (
     switch("--fsdp-db-use-persist-buf-on-alloc-fail", "megatron.fsdp_persistent", "REDUCTION", without_effect=_without),
     switch("--keep-fp8-transpose-cache", "megatron.fsdp_keep_transposes", "REDUCTION", without_effect=_without),
     Row(
-        MAIN, "precision.gradients", "PRECISION", read=elsewhere, without_effect=_without, when=is_sharded, value=_main
+        MAIN,
+        "precision.gradients",
+        "PRECISION",
+        read=elsewhere,
+        without_effect=_without,
+        when=is_sharded,
+        value=lambda _: "fp32",
     ),
     Row(GRADIENTS, "precision.gradients", "PRECISION", read=elsewhere, without_effect=_without, when=is_sharded),
     Row(

@@ -90,8 +90,7 @@ def _recompute(reader: Reader) -> None:
         building.because("--recompute-method", "block of 0 layers: none is recomputed")
         return
     building.put("recompute.method", method, "--recompute-method")
-    if layers is not None:
-        building.put("recompute.layers", layers, "--recompute-num-layers")
+    building.put_said("recompute.layers", layers, "--recompute-num-layers")
 
 
 def _recomputed(building: Building, modules: list[Node]) -> list[Node]:
@@ -118,7 +117,7 @@ def _no_module(name: str, module: Node, modelled: Sequence[str], others: Sequenc
     return module.wrong(name, problem, known=modelled)
 
 
-def _in_full(plan: Plan) -> bool:
+def in_full(plan: Plan) -> bool:
     return plan.recompute.mode == "full"
 
 
@@ -255,13 +254,13 @@ TRAINING = (
         when=lambda plan: plan.recompute.mode == "selective",
         value=lambda plan: plan.recompute.modules or (),
     ),
-    Row("--recompute-method", "recompute.method", "RECOMPUTE", read=elsewhere, when=_in_full),
+    Row("--recompute-method", "recompute.method", "RECOMPUTE", read=elsewhere, when=in_full),
     Row(
         "--recompute-num-layers",
         "recompute.layers",
         "RECOMPUTE",
         read=elsewhere,
-        when=_in_full,
+        when=in_full,
         value=lambda plan: plan.recompute.layers or largest_chunk(plan),
     ),
 )

@@ -21,7 +21,7 @@ from ..forks import OF_MEGATRON_DEEPSPEED as FORKS  # noqa: F401  read beside RO
 from ..megatron.context import Context, start
 from ..megatron.layout import PARALLEL
 from ..megatron.model import DROPOUTS, SIZES
-from ..megatron.training import its_optimizer, put_dtype
+from ..megatron.training import in_full, its_optimizer, put_dtype
 from ..megatron.vocabulary import tokens_of
 from ..rows import NEEDED, Building, Reader, Row, elsewhere, positive, read_rows, switch
 from ..settings import Settings
@@ -130,10 +130,6 @@ def _recompute(reader: Reader) -> None:
     reader.building.put("recompute.layers", settings.integer(layers) or Node(1, origin), layers)
 
 
-def _in_full(plan: Plan) -> bool:
-    return plan.recompute.mode == "full"
-
-
 ROWS = (
     Row("--num-layers", "model.layers", "MODEL", default=NEEDED),
     *SIZES,
@@ -178,8 +174,8 @@ ROWS = (
         read=elsewhere,
         when=lambda plan: plan.optimizer.algorithm.has_momentum,
     ),
-    switch("--checkpoint-activations", "recompute.mode", "RECOMPUTE", read=_recompute, value=_in_full),
-    Row("--checkpoint-num-layers", "recompute.layers", "RECOMPUTE", read=elsewhere, when=_in_full),
+    switch("--checkpoint-activations", "recompute.mode", "RECOMPUTE", read=_recompute, value=in_full),
+    Row("--checkpoint-num-layers", "recompute.layers", "RECOMPUTE", read=elsewhere, when=in_full),
 )
 
 

@@ -168,7 +168,9 @@ class Following:
         elif isinstance(statement, ast.With):
             return self._body(statement.body, module, names)
         elif not isinstance(statement, (ast.Pass, ast.Assert, ast.ClassDef, ast.Global)):
-            raise self._refused(f"has a statement that is not followed ({_kind(statement)})", statement, module)
+            raise self._refused(
+                f"has a statement that is not followed ({type(statement).__name__.lower()})", statement, module
+            )
         return None
 
     def _decided(self, test: ast.expr, module: Module, names: Names) -> bool:
@@ -462,7 +464,3 @@ def _shown(given: ast.AST) -> str:
         return one_line(ast.unparse(given))[:60]
     except (RecursionError, ValueError):
         return "an expression"
-
-
-def _kind(statement: ast.stmt) -> str:
-    return type(statement).__name__.lower()

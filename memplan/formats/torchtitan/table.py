@@ -79,8 +79,7 @@ def torchtitan_plan(settings: Settings, gpus: Node | None, vocabulary: Node | No
     building.put("fsdp.code", "torchtitan")
     building.put("fsdp.ends_apart", settings.era.day >= ENDS_APART)
     _model(building, settings, vocabulary, flags)
-    if gpus is not None:
-        building.put("hardware.gpus", gpus)
+    building.put_said("hardware.gpus", gpus)
     read_rows(ROWS, Reader(settings, building, flags))
     return building
 
@@ -92,8 +91,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     names, flavours = ("model_spec.name", "model.name"), ("model_spec.flavor", "model.flavor")
     path, name = "model.tokenizer_path", settings.word(*names, default="llama3")
     building.because(path, "the tokenizer's vocabulary")
-    if vocabulary is not None:
-        building.put("model.vocab", vocabulary)
+    building.put_said("model.vocab", vocabulary)
     if "model" in flags:
         building.because((*names, *flavours), "--model instead")
         return

@@ -93,11 +93,6 @@ _MEANT = MappingProxyType(
 """Arguments of the Trainer and of trl that Axolotl does not take, and its own key."""
 
 
-def is_it(written: Node) -> bool:
-    """Whether ``written`` is a file of Axolotl."""
-    return not {*MARKS}.isdisjoint(written.mapping)
-
-
 def starts(written: Node) -> str:
     """The script of trl's that does as much: its RewardTrainer (``core/builders/causal.py``), whose loss is that of
     trl 1.16 in 1.9, which Axolotl pins."""
@@ -294,4 +289,4 @@ def _attention(own: Mapping[str, Node]) -> Node | None:
     )
 
 
-__all__ = ["KEYS", "MARKS", "NOTED", "is_it", "starts", "translated"]
+__all__ = ["KEYS", "MARKS", "NOTED", "starts", "translated"]

@@ -93,11 +93,6 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 """Every key of it that is known."""
 
 
-def is_it(written: Node) -> bool:
-    """Whether ``written`` is a file of LLaMA-Factory."""
-    return not {*MARKS}.isdisjoint(written.mapping)
-
-
 def starts(written: Node) -> str:
     """The name of its loop, where that is not the Trainer's."""
     stage = written.mapping.get("stage")
@@ -201,4 +196,4 @@ def _targets(node: Node) -> Value:
     return [one if isinstance(one, Node) else Node(one.strip(), node.origin) for one in names]
 
 
-__all__ = ["KEYS", "MARKS", "is_it", "starts", "translated"]
+__all__ = ["KEYS", "MARKS", "starts", "translated"]

@@ -12,20 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ...frameworks import ROOMS as FRAMEWORKS
 from ...frameworks import framework
-from ...optimizers import trainer_names
 from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import Source
-from ...plan.saved_dtype import SAVED, TAKEN
+from ...plan.saved_dtype import SAVED
 from ...plan.text import folder_of, path_of
 from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
-from ..compiler import of_trainer
 from ..deepspeed.reader import ds_config_in
 from ..elsewhere import ELSEWHERE, OF_SCRIPTS
 from ..in_flags import in_flags
@@ -33,14 +30,15 @@ from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
 from ..notebook import source_at
 from ..recognised import is_python, is_script
-from ..rows import Building, Reader, Row, read_rows
+from ..rows import Building, Reader, read_rows
 from ..settings import Keys
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .examples import said_by
-from .keys import K_BIT, NOTED, READ, REFUSED, RESIZED, WITHOUT_EFFECT
+from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .python import script_in
 from .script import Started, started, with_launcher
+from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
 from .trl import as_loaded, loop_of, named_by_folder, named_by_keys
 
 
@@ -70,7 +68,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
     dialects = (llama_factory, axolotl, swift) if found.said is None else ()
-    dialect = next((one for one in dialects if one.is_it(written)), None)
+    dialect = next((one for one in dialects if written.mapping.keys() & {*one.MARKS}), None)
     starts = found.script
     if dialect is not None:
         starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
@@ -188,9 +186,9 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     options = arguments.node("fsdp")
     words = str(options.value).split() if options is not None and isinstance(options.value, str) else []
     legacy = dict(_legacy(words, options)) if options is not None else {}
-    dtype = _autocast(arguments) or (found.accelerate.precision if found.accelerate is not None else None)
-    loaded = _loaded(arguments) or Node("fp32", arguments.origin)
-    unsaid = loaded.value == SAVED or _loaded(arguments) is None
+    dtype = autocast(arguments) or (found.accelerate.precision if found.accelerate is not None else None)
+    loaded = loaded_in(arguments) or Node("fp32", arguments.origin)
+    unsaid = loaded.value == SAVED or loaded_in(arguments) is None
     adapted = ("lora.rank" in building.items or "lora-rank" in asked.names) and unsaid
     keys = Keys({**legacy, **given.given}, given.origin)
     shard(building, keys, dtype, loaded, newest=newest, adapted=adapted)
@@ -224,7 +222,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
         problem = "is missing: the path to a ds_config.json, or what stands in it"
         raise PlanError("deepspeed", ABSENT, problem, origin=arguments.origin)
     precision = found.accelerate.precision if found.accelerate is not None else None
-    config = with_precision(config, _autocast(arguments) or precision)
+    config = with_precision(config, autocast(arguments) or precision)
     _check_cast(config, arguments, asked)
     filled = {"gradient_accumulation_steps": building.items.get("batch.accumulation")}
     for name, (flag, path) in _MATCHED.items():
@@ -251,7 +249,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
 def _check_cast(config: Node, arguments: Arguments, asked: Asked) -> None:
     """Refuses a model that is loaded in 16 bits where nothing tells the engine so: it stays so, beside an optimizer for
     fp32 (``get_data_types`` of DeepSpeed's ``runtime/engine.py``)."""
-    loaded, on = _loaded(arguments), [config.at(f"{name}.enabled") for name in ("bf16", "fp16")]
+    loaded, on = loaded_in(arguments), [config.at(f"{name}.enabled") for name in ("bf16", "fp16")]
     if "dtype" in asked.names or loaded is None or loaded.value not in ("bf16", "fp16"):
         return
     if any(node is not None and node.value is True for node in on):
@@ -295,16 +293,12 @@ _RUN_BY: Mapping[str, Callable[[Started, Reader, Asked], Launch]] = {"fsdp": _sh
 
 def _refuse(written: Node) -> None:
     wrong = [
-        PlanError(key, _plain(node), f"must be left out: {why}", origin=node.origin)
+        PlanError(key, plain(node), f"must be left out: {why}", origin=node.origin)
         for key, (harmless, why) in REFUSED.items()
         if (node := written.mapping.get(key)) is not None and node.plain() not in harmless
     ]
     if wrong:
         raise together(wrong)
-
-
-def _plain(node: Node) -> object:
-    return ABSENT if isinstance(node.value, (dict, list)) else node.plain()
 
 
 MEANT = {
@@ -341,9 +335,9 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
                 continue
             code, problem = "argument-unknown", guessed("is no key that is read", guess)
             if guess is not None:  # HfArgumentParser refuses whatever it does not know (parse_dict)
-                wrong.append(PlanError(key, _plain(node), problem, origin=node.origin))
+                wrong.append(PlanError(key, plain(node), problem, origin=node.origin))
                 continue
-        yield left_out(code, key, _plain(node), problem, node.origin, strict=strict)
+        yield left_out(code, key, plain(node), problem, node.origin, strict=strict)
     if found.script and len(wrong) >= SEVERAL:
         names = ", ".join(one.field for one in wrong[:5])
         what = f"starts {found.called}.py, which takes arguments of its own ({names}), and is not the Trainer's"
@@ -391,256 +385,3 @@ def _framework(found: Started, reader: Reader, asked: Asked) -> None:
             "several GPUs are taken to be started by torchrun or accelerate launch, one process each (ddp); "
             "without a launcher the Trainer wraps the model in DataParallel, which is not modelled",
         )
-
-
-def _given_by(*flags: str) -> Callable[[Reader], str]:
-    """A row that one of ``flags`` replaces."""
-    return lambda reader: next((f"--{flag} instead" for flag in flags if flag in reader.context), "")
-
-
-def _labels(reader: Reader) -> None:
-    """Of the classifier that a script makes, unless a flag says them."""
-    node, building = reader.settings.node("num_labels"), reader.building
-    if node is None or "labels" in reader.context:
-        return
-    if not _counts(node):
-        raise node.wrong("num_labels", "must be at least 1")
-    _of_model(building, "labels", node, "num_labels")
-
-
-def _counts(node: Node) -> bool:
-    """Whether ``node`` is a number of something that there is; not a switch, which Python takes for one."""
-    return not isinstance(node.value, (int, bool)) or (type(node.value) is int and node.value > 0)
-
-
-def _of_model(building: Building, name: str, node: Node, key: str) -> None:
-    """A field of the model beside its name."""
-    if "model" in building.items:
-        building.items["model.base"] = building.items.pop("model")
-    building.put(f"model.{name}", node, key)
-
-
-def _resized(reader: Reader) -> None:
-    """Rows of the embedding and the head, where the script says how many."""
-    node = reader.settings.node(RESIZED)
-    if node is None:
-        return
-    if not _counts(node):
-        raise node.wrong(RESIZED, "must be at least 1")
-    if isinstance(node.value, int):
-        _of_model(reader.building, "vocab", node, RESIZED)
-        return
-    reader.building.note(
-        "embedding-resized",
-        f"the script gives embedding and head {node.value} rows, which only its tokenizer knows; the model's own "
-        "number is taken: a few more tokens take little, another vocabulary is vocab in a plan's model",
-    )
-
-
-_DTYPES = {"float32": "fp32", "fp32": "fp32", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
-
-
-def _autocast(arguments: Arguments) -> Node | None:
-    """The dtype of ``bf16`` or ``fp16``; nothing where neither is on."""
-    bf16, fp16 = arguments.on("bf16"), arguments.on("fp16")
-    if bf16 is not None and fp16 is not None:
-        raise fp16.wrong("fp16", "must be false with bf16: there is one autocast")
-    on = bf16 or fp16
-    return None if on is None else Node("bf16" if bf16 is not None else "fp16", on.origin)
-
-
-def _loaded(arguments: Arguments) -> Node | None:
-    """The dtype in which the model is loaded; nothing where nobody says."""
-    found = arguments.first("dtype", "torch_dtype")
-    if found is None or (loaded := found[1]).value in (SAVED, "auto"):
-        return None if found is None else Node(SAVED, found[1].origin)
-    name = str(loaded.value).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise loaded.wrong("dtype", "must be float32, bfloat16, float16 or auto")
-    return Node(_DTYPES[name], loaded.origin)
-
-
-def _precision(reader: Reader) -> None:
-    """``bf16`` and ``fp16`` are autocast, over the dtype in which the model was loaded: fp32 if nobody says."""
-    put = reader.building.put
-    dtype, loaded = _autocast(reader.settings), _loaded(reader.settings)
-    if dtype is None:
-        put("precision.dtype", loaded or "fp32", "dtype")
-        return
-    put("precision.dtype", dtype, "bf16", "fp16")
-    put("precision.autocast", Node(True, dtype.origin), "bf16", "fp16")
-    if loaded is not None:
-        put("precision.parameters", loaded, "dtype")
-        return
-    reader.building.note("loaded-dtype", TAKEN)
-
-
-def _optimizer(reader: Reader) -> None:
-    node = reader.settings.node("optim") or Node("adamw_torch_fused", reader.settings.origin)
-    known = trainer_names()
-    found: Mapping[str, Any] | None = known.get(str(node.value))
-    if found is None:
-        raise node.wrong("optim", f"is not modelled; {', '.join(known)} are")
-    for name, value in found.items():
-        reader.building.put(f"optimizer.{name}", Node(value, node.origin), "optim")
-
-
-def _recompute(reader: Reader) -> None:
-    """``activation_checkpointing`` of every layer; ``gradient_checkpointing`` is its name before 5.0."""
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    node = reader.settings.on(*names)
-    if node is None:
-        return
-    settings = reader.settings.first(*(f"{name}_kwargs" for name in names))
-    details = settings[1].mapping if settings is not None else {}
-    for key, allowed in (("every_n_layers", (1,)), ("offload", (False,))):
-        value = details.get(key)
-        if value is not None and value.plain() not in allowed:
-            problem = f"must be {str(allowed[0]).lower()}: other recompute is not modelled"
-            raise PlanError(key, _plain(value), problem, origin=value.origin)
-    if (reentrant := details.get("use_reentrant")) is not None and reentrant.value is not None:
-        reader.building.put("recompute.reentrant", reentrant, "use_reentrant")
-    reader.building.put("recompute.mode", Node("full", node.origin), *names)
-
-
-def _compiled(reader: Reader) -> None:
-    """By the arguments, or by what Accelerate's launcher says; a flag stands before both."""
-    if "torch-compile" in reader.context:
-        return
-    on = of_trainer(reader.settings.given)
-    if on is not None:
-        reader.building.put("compile", on, "torch_compile")
-
-
-LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
-"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
-
-
-def _liger(reader: Reader) -> None:
-    """``apply_liger_kernel``: Liger's set, less what ``liger_kernel_config`` turns off, and its choice of a loss."""
-    arguments: Arguments = reader.settings
-    node, put = arguments.on("use_liger_kernel"), reader.building.put
-    if node is None:
-        return
-    config = arguments.node("liger_kernel_config") or Node({}, node.origin)
-    chosen = {key: value for key, value in config.mapping.items() if value.value is not None}
-    for key, value in chosen.items():
-        if key not in LIGER_PIECES and key not in ("fused_linear_cross_entropy", "cross_entropy"):
-            if value.value is not False:
-                problem = f"is not modelled: {', '.join(LIGER_PIECES)}, cross_entropy, fused_linear_cross_entropy are"
-                raise PlanError(key, _plain(value), problem, origin=value.origin)
-        elif not isinstance(value.value, bool):
-            raise PlanError(key, _plain(value), "must be true or false", origin=value.origin)
-    put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
-    off = [key for key, value in chosen.items() if value.value is False]
-    for key in off:
-        if key in LIGER_PIECES:
-            put(LIGER_PIECES[key], Node("eager", chosen[key].origin), key)
-    alone = chosen.get("cross_entropy", Node(False, config.origin))
-    if alone.value and "fused_linear_cross_entropy" not in off:
-        raise alone.wrong(
-            "cross_entropy", "must be false unless fused_linear_cross_entropy is: Liger takes one of them"
-        )
-    if "fused_linear_cross_entropy" in off:
-        kind = "liger-cross-entropy" if alone.value else "plain"
-        put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
-
-
-_VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-
-def _packed(reader: Reader) -> None:
-    """trl's packing fills rows up to ``max_length``.
-
-    By the strategy ``bfd``, its default, or with ``padding_free``, the rows of a batch are one of all their tokens
-    (``SFTTrainer.__init__`` of trl 1.16), for which transformers calls ``flash_attn_varlen_func`` on reshaped queries,
-    keys and values, without copies (``_flash_attention_forward``).
-    """
-    arguments: Arguments = reader.settings
-    packed, strategy = arguments.on("packing"), arguments.node("packing_strategy")
-    flat = arguments.on("padding_free")
-    if packed is not None and (strategy is None or str(strategy.value).startswith("bfd")):
-        flat = packed
-    if packed is not None:
-        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is taken to be full")
-    if flat is None:
-        return
-    kernel = arguments.node("attn_implementation")
-    if kernel is not None and kernel.value not in _VARLEN and "flash-attn" not in str(kernel.value):
-        raise kernel.wrong(
-            "attn_implementation",
-            f"must be {' or '.join(_VARLEN)} with padding_free or packing by bfd: others mask the whole row",
-        )
-    if kernel is None and "attention" not in reader.context:
-        reader.building.put("attention", Node(_VARLEN[0], flat.origin), "padding_free", "packing")
-    reader.building.note(
-        "padding-free",
-        "a batch's rows are one of all their tokens, taken to be full: it takes what the rows take, but for the angles "
-        "of its positions and 128 rows of dq_accum for each document, which are not counted",
-    )
-
-
-LORA_FIELDS = {
-    "lora_target_modules": "targets",
-    "lora_target_parameters": "target_parameters",
-    "lora_modules_to_save": "modules_to_save",
-    "lora_alpha": "alpha",
-}
-
-
-def _adapters(reader: Reader) -> None:
-    """trl's ``ModelConfig`` (``trainer/model_config.py``, ``trainer/utils.py``, ``get_peft_config``,
-    ``get_quantization_config``): adapters and 4-bit weights, with its defaults."""
-    arguments, put = reader.settings, reader.building.put
-    used = arguments.on("use_peft")
-    if used is not None:
-        put("lora.rank", arguments.node("lora_r") or Node(16, used.origin), "lora_r")
-        put("lora.dropout", arguments.node("lora_dropout") or Node(0.05, used.origin), "lora_dropout")
-        for name, field in LORA_FIELDS.items():
-            if (given := arguments.node(name)) is not None:
-                put(f"lora.{field}", given, name)
-        for name in ("dora", "rslora"):
-            if (chosen := arguments.on(f"use_{name}")) is not None:
-                put(f"lora.{name}", chosen, f"use_{name}")
-    if (eight := arguments.on("load_in_8bit")) is not None:
-        put("quantisation.kind", Node("int8", eight.origin), "load_in_8bit")
-    quantised = arguments.on("load_in_4bit")
-    if eight is not None and quantised is not None:
-        raise eight.wrong("load_in_8bit", "must be left out with load_in_4bit: weights are loaded in 4 bits or in 8")
-    if quantised is None:
-        return
-    put("quantisation.kind", arguments.node("bnb_4bit_quant_type") or Node("nf4", quantised.origin), "load_in_4bit")
-    if (double := arguments.on("use_bnb_nested_quant")) is not None:
-        put("quantisation.double", double, "use_bnb_nested_quant")
-    if (storage := arguments.node("bnb_4bit_quant_storage")) is not None:
-        put("quantisation.storage", storage, "bnb_4bit_quant_storage")
-    if (computed := arguments.node("bnb_4bit_compute_dtype")) is not None and str(computed.value) in _DTYPES:
-        put("quantisation.compute", _DTYPES[str(computed.value)], "bnb_4bit_compute_dtype")
-
-
-ROWS = (
-    Row("use_peft", "lora.rank", read=_adapters),
-    Row(K_BIT, "quantisation.prepared", kind="switch", without_effect=_given_by("kbit-preparation")),
-    Row("per_device_train_batch_size", "batch.mbs", kind="any", default=8),
-    Row(
-        "gradient_accumulation_steps",
-        "batch.accumulation",
-        kind="any",
-        default=1,
-        without_effect=_given_by("gbs", "accumulation"),
-    ),
-    Row("weight_decay", "optimizer.weight_decay", kind="any", default=0.0),
-    Row("block_size", "batch.seq", kind="any", older=("max_seq_length", "max_length", "model_max_length")),
-    Row("model_name_or_path", "model", kind="any", older=("config_name",), without_effect=_given_by("model")),
-    Row("num_labels", "model.labels", read=_labels),
-    Row(RESIZED, "model.vocab", read=_resized),
-    Row("attn_implementation", "attention", kind="any"),
-    Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
-    Row("packing", "attention", read=_packed),
-    Row("activation_checkpointing", "recompute.mode", read=_recompute),
-    Row("torch_compile", "compile", read=_compiled),
-    Row("use_liger_kernel", "kernels.set", read=_liger),
-)
-"""With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
-PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
-OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)

@@ -92,7 +92,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         raise with_unread(together(wrong), unread(reading))
     runners = {text(word).rpartition("/")[2] for word in training.launcher}
     by_trl = "trl" in runners
-    if "swift" in runners and not swift.is_it(arguments):
+    if "swift" in runners and arguments.mapping.keys().isdisjoint(swift.MARKS):
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = (said.script if said is not None else "") or training.script
     if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):

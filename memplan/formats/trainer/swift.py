@@ -101,11 +101,6 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 """Every key of it that is known."""
 
 
-def is_it(written: Node) -> bool:
-    """Whether ``written`` is a file of ms-swift."""
-    return not {*MARKS}.isdisjoint(written.mapping)
-
-
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model, over
     ``processes``. Reentrant checkpoints are not modelled of sharded models, and are taken to be what they are
@@ -254,4 +249,4 @@ TOLD = (
 )
 """What it does that depends on the data and on the checkpoint."""
 
-__all__ = ["KEYS", "MARKS", "TOLD", "is_it", "translated"]
+__all__ = ["KEYS", "MARKS", "TOLD", "translated"]

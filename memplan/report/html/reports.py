@@ -54,14 +54,10 @@ def cell(part: RenderableType) -> Markup:
     if isinstance(part, Breakable):
         return cell(part.text)
     if isinstance(part, Pieces):
-        return _separated([cell(piece) for piece in part.pieces], part.separator)
+        return Markup(Markup(part.separator).join(cell(piece) for piece in part.pieces))
     if isinstance(part, Text):
         return _styled(part)
     return Markup() if not isinstance(part, str) else tag("span", part) if part else Markup()
-
-
-def _separated(pieces: list[Markup], separator: str) -> Markup:
-    return Markup(Markup(separator).join(pieces))
 
 
 def _styled(part: Text) -> Markup:

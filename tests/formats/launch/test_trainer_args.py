@@ -15,8 +15,9 @@ from memplan.formats.launch import Asked, Launch, launched_plan
 from memplan.formats.rows import LEFT
 from memplan.formats.trainer.arguments import EVALUATION
 from memplan.formats.trainer.keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
-from memplan.formats.trainer.reader import OPTIMIZER, PRECISION, ROWS, launched, read
+from memplan.formats.trainer.reader import launched, read
 from memplan.formats.trainer.script import Started
+from memplan.formats.trainer.table import OPTIMIZER, PRECISION, ROWS
 from memplan.optimizers import trainer_names
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
