@@ -84,9 +84,10 @@ def schedule(
     return Schedule(stage, stages, chunks, microbatches, size, overlap, overlap_warmup, beside)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def trace(plan: Schedule) -> tuple[Action, ...]:
-    """The events of the second iteration: what the first left in the chunks is there when it begins.
+    """The events of the second iteration: what the first left in the chunks is there when it begins. Kept of as many
+    plans as 64 stages have, each with a schedule that is folded and a shorter one that is replayed.
 
     It ends with the schedule's return, when only inputs in chunks (with gradients) and reports are left.
     """

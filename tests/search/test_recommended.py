@@ -7,9 +7,11 @@ from random import Random
 import pytest
 
 from memplan.device.gpus import GPUS
+from memplan.estimate import Replays, estimate, judged_ends
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
 from memplan.result import Verdict
 from memplan.search.answer import suggest
 from memplan.search.time.hardware import SPEEDS
@@ -88,3 +90,23 @@ def test_a_fused_loss_is_searched_where_models_are_sharded(framework: str) -> No
     assert [extra.label for extra in found.best[0].point.extras] == ["Liger's fused loss"]
     assert found.best[0].seconds == other.best[0].seconds
     assert found.best[0].needs == other.best[0].needs
+
+
+def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
+    """A search replays the ends of a layout before it replays the rest."""
+    flags = {
+        "model": "llama-3-8b",
+        "framework": "megatron",
+        "gpu": "h100-80gb",
+        "gpus": "8",
+        "gbs": "32",
+        "seq": "1024",
+    }
+    plan = read_plan(None, {**flags, "tp": "2", "pp": "4", "vpp": "2"}).plan
+    replays: Replays = {}
+    device, _ = judged_ends(resolve(plan), 0, replays=replays)
+    assert sorted(replays) == [0, 3]
+    whole = estimate(plan, replays=replays)
+    assert sorted(replays) == [0, 1, 2, 3]
+    assert whole == estimate(plan)
+    assert device == max(whole.stages[stage].device or 0 for stage in (0, 3))
