@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from memplan.cli import FEW
+
 _EMPTY = tempfile.mkdtemp(prefix="memplan-no-records-")
 # When this is imported, before any test module: some keep the environment of the processes that they start.
 os.environ["MEMPLAN_DATA"] = _EMPTY
@@ -92,8 +94,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Where tests have imported the torch that the shorter way to fake tensors was read in, they take it."""
+    """Garbage is looked for as seldom as in a process of memplan's own. Where tests have imported the torch that the
+    shorter way to fake tensors was read in, they take it."""
     gc.freeze()
+    gc.set_threshold(*FEW)
     gc.enable()
     torch = sys.modules.get("torch")
     if torch is not None and torch.__version__.partition("+")[0] == SHORTER_WAY:
