@@ -199,8 +199,9 @@ def _all_beside(plan: ResolvedPlan, target: Target) -> dict[str, str | tuple[str
 
 
 def _cannot_say(plan: ResolvedPlan, other: Plan, path: str, target: Target) -> PlanError:
-    problem = f"cannot be said in {target.what}, which would be read as {shown(other.at(path))}"
-    value = plan.at(path)
+    found, value = other.at(path), plan.at(path)
+    instead = "without it" if found is None else f"as {shown(found)}"
+    problem = f"cannot be said in {target.what}, which would be read {instead}"
     return PlanError(path, list(value) if isinstance(value, tuple) else value, problem)
 
 

@@ -106,6 +106,10 @@ def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
             "hardware.gpus = 1024: must be a multiple of hardw",
         ),
         (["bigscience-104b-250k", "--schedule", "gpipe"], "--schedule: pipeline.schedule = gpipe: cannot be said in"),
+        (
+            ["llama-3-8b-8gpu", "--framework", "deepspeed", "--zero", "2", "--lora-rank", "8", "--to", "deepspeed"],
+            "--lora-rank: lora.rank = 8: cannot be said in a ds_config.json, which would be read without it",
+        ),
         (["llama-3-405b-1024gpu", "--set", "a=b"], "--set: belongs to --from"),
         (["llama-3-405b-1024gpu", "-o", "no/such/folder.sh"], "no/such/folder.sh: there is no folder no/such"),
     ],

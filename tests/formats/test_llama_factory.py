@@ -170,3 +170,30 @@ def test_four_bits_under_fsdp_are_stored_in_the_dtype_of_training(tmp_path: Path
     weights = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)
     scales = weights // 64 + 4 * (weights // 64 // 256)
     assert sharded - whole // 2 == pytest.approx(scales // 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            "infer_backend: huggingface",
+            "x.yaml:3: infer_backend is of LLaMA-Factory's chat or export, which trains nothing",
+        ),
+        (
+            "export_dir: merged\nexport_size: 5",
+            "x.yaml:3: export_dir is of LLaMA-Factory's chat or export, which trains",
+        ),
+        (
+            "stage: sft\nfinetuning_type: lora\nadapter_name_or_path: saves/lora",
+            "x.yaml:5: adapter_name_or_path: must be",
+        ),
+    ],
+)
+def test_files_that_train_nothing_and_adapters_that_are_loaded(
+    more: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(f"model_name_or_path: Qwen/Qwen3-4B\ntemplate: qwen3_nothink\n{more}\n", encoding="utf-8")
+    with pytest.raises(PlanError) as caught:
+        memplan.read_plan("x.yaml")
+    assert str(caught.value).startswith(says)

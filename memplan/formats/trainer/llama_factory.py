@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import ABSENT, Node, PlanError, Value, together
+from ...plan.errors import ABSENT, Node, PlanError, Value, together, wrong_at
 
-MARKS = ("finetuning_type", "cutoff_len")
-"""Keys of which each of its files has one."""
-
+_OF_NO_TRAINING = ("infer_backend", "export_dir")
+"""Keys of files for its commands ``chat`` and ``export``."""
+_OF_BOTH = ("finetuning_type", "cutoff_len")
+_OF_TRAINING = (*_OF_BOTH, "stage", "do_train", "dataset", "per_device_train_batch_size")
+MARKS = (*_OF_BOTH, *_OF_NO_TRAINING)
+"""Keys that only its files have."""
 _RENAMED = MappingProxyType(
     {
         "cutoff_len": "max_length",
@@ -56,6 +59,8 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "use_adam_mini": "Adam-mini is not modelled",
         "use_muon": "Muon is not modelled here",
         "use_llama_pro": "further blocks are not modelled",
+        "adapter_name_or_path": "adapters that are loaded are as large as adapter_config.json says: give its rank "
+        "and targets as lora_rank and lora_target",
         "shift_attn": "shifted short attention is not modelled",
         "mixture_of_depths": "mixtures of depths are not modelled",
         "ref_model": "a reference that is another model is not modelled",
@@ -102,6 +107,9 @@ def starts(written: Node) -> str:
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
+    if {*_OF_TRAINING}.isdisjoint(written.mapping):
+        key = next(key for key in _OF_NO_TRAINING if key in written.mapping)
+        raise wrong_at(written.mapping[key].origin, f"{key} is of LLaMA-Factory's chat or export, which trains nothing")
     on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
     wrong = [
         PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
