@@ -120,7 +120,7 @@ class _Tried:
 
 def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
     """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
-    first; where none does, another GPU; where that is not enough, what gains most."""
+    first; where none does, what gains most, another GPU among it."""
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     fits = None if any(stage.device is None for stage in estimate.stages) else True
@@ -147,9 +147,8 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
         others = [one for one in by_gain if one.what not in enough]
         tried = list(islice(changes.on_top_of(tried, others), max(0, folds)))
         folds -= len(tried)
-    best = [one for one in sorted(single, key=_least)[:WAYS] if one.after.requested < given.requested]
+    best = [one for one in sorted(folded, key=_least)[:WAYS] if one.after.requested < given.requested]
     found = found or [one for one in best if changes.replay(one)]
-    found = found or [one for one in folded if one.on_another and changes.replay(one)]
     if found:
         return tuple(one.way(given, fits=fits) for one in sorted(found, key=lambda one: one.price))
     best.sort(key=lambda one: one.after.needs)
