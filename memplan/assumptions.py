@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
-from .layers import compiled_model
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -50,6 +49,8 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.code == "2020":
         return (*OLD, *PLAIN[1:])
     if plan.compile:
+        from .layers import compiled_model
+
         return (PLAIN[0], *compiled_model.assumptions(framework(plan.framework).supports.compiled_parts), *PLAIN[2:])
     if not plan.versions:
         return PLAIN

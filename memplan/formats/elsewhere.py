@@ -28,6 +28,8 @@ class Elsewhere(NamedTuple):
     """What to give in its place, where that is no flags."""
 
 
+_GRPO = "--trainer grpo --generation-memory SIZE"
+"""Nothing of a configuration says what generation keeps beside the training."""
 _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "rotary_pct", "train_data_paths")
 OF_SCRIPTS = Elsewhere(
     "a script",
@@ -86,6 +88,7 @@ OF_MEGATRON = Elsewhere(
         ("global_batch_size", "--gbs"),
         ("max_length", "--seq"),
         ("recompute_granularity", "--recompute"),
+        ("fp8_recipe", "--fp8"),
         ("lora_rank", "--lora-rank"),
     ),
     before="--framework megatron --zero 1 --gpus N",
@@ -116,12 +119,15 @@ OF_UNSLOTH = Elsewhere(
         ("per_device_train_batch_size", "--mbs"),
         ("gradient_accumulation_steps", "--accumulation"),
         ("r", "--lora-rank"),
+        ("target_modules", "--lora-targets"),
+        ("max_completion_length", "--completion-length"),
         ("optim", "--optimizer"),
         ("use_gradient_checkpointing", "--recompute full"),
     ),
     implied=(
         ("load_in_4bit", "True", "--quantisation nf4"),
-        *((f"{name}Trainer", "", f"--trainer {name.lower()}") for name in ("DPO", "GRPO")),
+        ("DPOTrainer", "", "--trainer dpo"),
+        ("GRPOTrainer", "", _GRPO),
     ),
 )
 """Keywords of its notebooks."""
@@ -137,19 +143,28 @@ ELSEWHERE = (
             ("gradient_accumulation_steps", "--accumulation"),
             ("dtype", "--dtype"),
             ("model.lora_rank", "--lora-rank"),
+            ("max_generated_tokens", "--completion-length"),
             ("optimizer._component_", "--optimizer"),
             ("enable_activation_checkpointing", "--recompute full"),
         ),
         shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
         implied=(
+            ("fsdp_cpu_offload", "", "--framework fsdp --gpus N"),
             ("model._component_", r".*\.qlora_", "--quantisation nf4"),
             ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
-            ("loss._component_", r".*\.GRPO", "--trainer grpo"),
+            ("model.apply_lora_to_mlp", "True", "--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
+            ("loss._component_", r".*\.GRPO", _GRPO),
         ),
         unmodelled=(
             ("policy_model", "", "it trains an actor and a critic beside other models (PPO)"),
             ("teacher_model", "", "it distils from a teacher"),
             ("quantizer._component_", r".*QAT", "it trains with fake quantisation"),
+            ("optimizer_in_bwd", "True", "it steps in backward, tensor by tensor (optimizer_in_bwd)"),
+            ("enable_activation_offloading", "True", "it keeps activations on the host (enable_activation_offloading)"),
+            ("fsdp_cpu_offload", "True", "it keeps parameters on the host (fsdp_cpu_offload)"),
+            ("enable_fp8_training", "True", "it trains in float8"),
+            ("tensor_parallel_dim", "[2-9]|1.", "it cuts layers over GPUs (tensor_parallel_dim)"),
+            ("context_parallel_dim", "[2-9]|1.", "it cuts sequences over GPUs (context_parallel_dim)"),
         ),
     ),
     Elsewhere(
@@ -203,7 +218,8 @@ ELSEWHERE = (
         implied=(
             ("policy.megatron_cfg.enabled", "True", "--framework megatron"),
             ("policy.dtensor_cfg.enabled", "True", "--framework fsdp"),
-            *((one, "", f"--trainer {one}") for one in ("grpo", "dpo")),
+            ("grpo", "", _GRPO),
+            ("dpo", "", "--trainer dpo"),
             ("rm", "", "--trainer reward"),
         ),
         unmodelled=(
@@ -285,6 +301,18 @@ ELSEWHERE = (
             ("peft_config.r", "--lora-rank"),
         ),
         before="--gpus N",
+        implied=(
+            ("dist_config.name", "fsdp2", "--framework fsdp"),
+            ("dist_config.name", "deepspeed", "--framework deepspeed --zero N"),
+            ("quant_config.quantization_bit", "4", "--quantisation nf4"),
+            ("quant_config.quantization_bit", "8", "--quantisation int8"),
+            ("kernel_config.name", "liger", "--liger"),
+        ),
+        unmodelled=(
+            ("peft_config.name", "freeze", "it trains a few layers alone"),
+            ("optim_config.name", "muon", "it trains by Muon"),
+            ("cp_size", "[2-9]|1.", "it cuts sequences over GPUs"),
+        ),
     ),
     Elsewhere(
         "LLM Foundry or OLMo",
@@ -343,7 +371,7 @@ ELSEWHERE = (
         ("use_slow_tokenizer", "dataset_mixer_list"),
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
-        implied=(("num_samples_per_prompt_rollout", "", "--trainer grpo"),),
+        implied=(("num_samples_per_prompt_rollout", "", _GRPO),),
     ),
     Elsewhere(
         "llama-cookbook",
@@ -368,7 +396,7 @@ ELSEWHERE = (
             ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "--tp"),
             ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "--pp"),
         ),
-        before="--trainer grpo",
+        before=_GRPO,
         implied=(("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),),
         unmodelled=(("critic.model.path", "", "it trains an actor and a critic beside other models (PPO)"),),
     ),

@@ -24,6 +24,8 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
+    if "--tp" not in given or given["--tp"].value == 1:  # Megatron turns it off then
+        said = [one for one in said if one != "--sequence-parallel"]
     named = any(one.startswith("--model") for one in said)
     always = tool.before.replace("--model NAME", "").replace("  ", " ").strip() if named else tool.before
     same = " ".join(one for one in (always, *said, *means) if one)

@@ -440,7 +440,8 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
     if reading.perhaps:
         return _depends(reading.perhaps[0])
-    what = "starts no training that can be read: no command runs a Python file with arguments such as --num-layers"
+    what = "starts no training that can be read: no command runs a Python file with arguments such as "
+    what += "--per_device_train_batch_size or --num-layers"
     missing = [
         f"{name}, which line {where.line} runs, is not found below the script's folder"
         for name, where in reading.missing

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from ..tape.events import Category
 from . import ends, ops
-from .autograd import Recorder, Tensor, incoming
+from .autograd import Recorder, Tensor
+from .gradients import fresh, viewed
 from .huggingface import LayerShape
 
 LOGITS = Category.LOGITS
@@ -23,26 +24,25 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape) -> tuple[Tensor, list[T
     logits = ops.cast(r, narrow, "fp32", "logits_fp32", LOGITS)
     del narrow
     sums = summed(r, logits)
-    rows = sums.shape
     loss = r.empty((), "fp32", "loss")
-    return loss.by(r.node((sums,), (), lambda r, gradients: [r.empty(rows, "fp32", "grad_rows")])), [logits, sums]
+    return loss.by(r.node((sums,), (), fresh(sums, "grad_rows"))), [logits, sums]
 
 
 def summed(r: Recorder, logits: Tensor) -> Tensor:
     """``get_batch_logps``: sums (b,) of the labels' log-probabilities."""
-    b, s, v = whole = logits.shape
+    b, s, v = logits.shape
     tokens, words = (b, s - 1), (b, s - 1, v)
     labels = r.empty(tokens, "int64", "labels_cloned")
     mask = r.empty(tokens, "bool", "label_mask")
-    sliced = r.node((logits,), (), lambda r, gradients: [r.empty(whole, "fp32", "grad_logits_sliced", LOGITS)])
+    sliced = r.node((logits,), (), fresh(logits, "grad_logits_sliced", LOGITS))
     view = Tensor(logits.storage, words, "fp32", sliced)
     copied = r.empty(words, "fp32", "logits_shifted", LOGITS).by(r.node((view,), (), lambda r, gradients: gradients))
     every = ops.log_softmax(r, copied)
     del copied, view
     taken = r.empty(tokens, "fp32", "label_log_probabilities").by(
-        r.node((every,), (labels,), lambda r, gradients: [r.empty(words, "fp32", "grad_log_probabilities", LOGITS)])
+        r.node((every,), (labels,), fresh(every, "grad_log_probabilities", LOGITS))
     )
     del every
     masked = ops.elementwise(r, "masked_log_probabilities", (taken,), (mask,))
     sums = r.empty((b,), "fp32", "log_probabilities_of_rows")
-    return sums.by(r.node((masked,), (), lambda r, gradients: [incoming(gradients).view(*tokens)]))
+    return sums.by(r.node((masked,), (), viewed(masked)))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, incoming
+from .gradients import fresh, viewed
 from .work import linear
 
 TOKENS, VOCABULARY = 4096, 32_768
@@ -49,9 +50,9 @@ def of_labels(
 
 def gathered(r: Recorder, hidden: Tensor, mask: Tensor, n: int) -> Tensor:
     """``hidden[:, :-1][mask]``, (n, h)."""
-    b, s, h = whole = hidden.shape
+    b, s, h = hidden.shape
     dtype = hidden.dtype
-    sliced = r.node((hidden,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_hidden_sliced")])
+    sliced = r.node((hidden,), (), fresh(hidden, "grad_hidden_sliced"))
     view = Tensor(hidden.storage, (b, s - 1, h), dtype, sliced)
     indices = r.empty((n, 2), "int64", "label_indices")
     out = r.empty((n, h), dtype, "hidden_of_labels")
@@ -71,8 +72,7 @@ def laid_out(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:
     zeros = r.empty(mask.shape, x.dtype, "zeros")
     out = r.empty(mask.shape, x.dtype, f"scattered_{x.dtype}")
     del zeros
-    like = (x.shape, x.dtype)
-    return out.by(r.node((x,), (mask,), lambda r, gradients: [r.empty(*like, "grad_log_probabilities")]))
+    return out.by(r.node((x,), (mask,), fresh(x, "grad_log_probabilities")))
 
 
 def by_tiles(r: Recorder, x: Tensor, weight: Tensor, targets: Tensor, outputs: Sequence[str]) -> list[Tensor]:
@@ -131,31 +131,27 @@ def by_tiles(r: Recorder, x: Tensor, weight: Tensor, targets: Tensor, outputs: S
 
 def summed(r: Recorder, log_probabilities: Tensor) -> Tensor:
     """A loss of the sums of all rows, ``log_probabilities[:, -s:].sum(dim=1)``."""
-    whole, rows = log_probabilities.shape, log_probabilities.shape[:1]
-    node = r.node((log_probabilities,), (), lambda r, gradients: [r.empty(whole, "fp32", "grad_sliced")])
+    whole = log_probabilities.shape
+    node = r.node((log_probabilities,), (), fresh(log_probabilities, "grad_sliced"))
     view = Tensor(log_probabilities.storage, whole, "fp32", node)
-    sums = r.empty(rows, "fp32", "log_probabilities_of_rows")
-    sums.node = r.node((view,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
+    sums = r.empty(whole[:1], "fp32", "log_probabilities_of_rows")
+    sums.node = r.node((view,), (), viewed(view))
     loss = r.empty((), "fp32", "loss")
-    return loss.by(r.node((sums,), (), lambda r, gradients: [r.empty(rows, "fp32", "grad_rows")]))
+    return loss.by(r.node((sums,), (), fresh(sums, "grad_rows")))
 
 
 def averaged(r: Recorder, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """SFT's loss, ``(-log_probabilities).sum() / n`` (``SFTTrainer.compute_loss``), and that of tokens, which is in a
     variable."""
-    whole = log_probabilities.shape
     of_tokens = ops.elementwise(r, "loss_of_tokens", (log_probabilities,))
-    total = r.empty((), "fp32", "loss_summed").by(
-        r.node((of_tokens,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
-    )
+    total = r.empty((), "fp32", "loss_summed").by(r.node((of_tokens,), (), viewed(of_tokens)))
     return ops.elementwise(r, "loss", (total,)), of_tokens
 
 
 def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
     """GRPO's loss of the last ``kept`` tokens (``GRPOTrainer._compute_loss``: dapo, grpo, bnpo or dr_grpo, ratios of
     tokens, no KL term), (b, kept) each: what its variables hold, and what backward needs."""
-    whole = log_probabilities.shape
-    like = (whole[0], kept)
+    like = (log_probabilities.shape[0], kept)
 
     def made(name: str, *inputs: Tensor, saved: tuple[Tensor, ...] = (), passes: bool = False) -> Tensor:
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -163,12 +159,12 @@ def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
 
         return r.empty(like, "fp32", name).by(r.node(inputs, saved, backward))
 
-    sliced = r.node((log_probabilities,), (), lambda r, gradients: [r.empty(whole, "fp32", "grad_sliced")])
+    sliced = r.node((log_probabilities,), (), fresh(log_probabilities, "grad_sliced"))
     view = Tensor(log_probabilities.storage, like, "fp32", sliced)
     taken = made("completion_log_probabilities", view, passes=True)
     log_ratio = made("log_ratio", taken, passes=True)
     ratio = r.empty(like, "fp32", "ratio")
-    ratio.node = r.node((log_ratio,), (ratio,), lambda r, gradients: [r.empty(like, "fp32", "grad_ratio")])
+    ratio.node = r.node((log_ratio,), (ratio,), fresh(ratio, "grad_ratio"))
     bounded = made("clipped_ratio", ratio, saved=(ratio,))
     weighted = made("ratio_advantages", ratio), made("clipped_ratio_advantages", bounded)
     least = made("least_advantages", *weighted, saved=weighted)
@@ -176,4 +172,4 @@ def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
     del least
     masked = made("masked_loss", per_token)
     loss = r.empty((), "fp32", "loss")
-    return loss.by(r.node((masked,), (), lambda r, gradients: [incoming(gradients).view(*like)]))
+    return loss.by(r.node((masked,), (), viewed(masked)))

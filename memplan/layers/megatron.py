@@ -17,8 +17,8 @@ from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import dataclass
 from . import ops
-from .autograd import Gradients, Recorder, Tensor, incoming, size_of
-from .gradients import fresh
+from .autograd import Gradients, Recorder, Tensor, size_of
+from .gradients import fresh, viewed
 from .module import STALE
 from .recompute import recomputed_reentrant
 from .reductions import summed
@@ -244,7 +244,7 @@ def vocab_parallel_embedding(r: Recorder, shape: ParallelShape) -> Tensor:
     zeroed.node = r.node(
         (out,),
         (foreign,),
-        lambda r, gradients: [r.empty((b, s, h), dtype, "grad_word_embeddings_zeroed")],
+        fresh(out, "grad_word_embeddings_zeroed"),
         work=Operator((Stream(size), Exchange("all-reduce", size))),
     )
     return zeroed
@@ -263,9 +263,7 @@ def transposed(r: Recorder, x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 def view(r: Recorder, x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """The same storage; a node of its own, so that the module has something to run backward."""
-    back = x.shape
-
-    return Tensor(x.storage, shape, x.dtype, r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*back)]))
+    return Tensor(x.storage, shape, x.dtype, r.node((x,), (), viewed(x)))
 
 
 def final_norm(r: Recorder, hidden: Tensor) -> Tensor:
@@ -309,9 +307,7 @@ def vocab_parallel_cross_entropy(r: Recorder, logits: Tensor, t: int) -> Tensor:
 
     work = parallel_cross_entropy(shape, t)
     out.node = r.node((logits,), (outside, target), lambda r, gradients: [Tensor(softmax, shape, "fp32")], work=work)
-    return r.empty((), "fp32", "loss").by(
-        r.node((out,), (), lambda r, gradients: [r.empty((b, s), "fp32", "grad_loss_per_token")])
-    )
+    return r.empty((), "fp32", "loss").by(r.node((out,), (), fresh(out, "grad_loss_per_token")))
 
 
 EULER = 0.5772

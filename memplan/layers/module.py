@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..tape.events import (
@@ -18,6 +18,7 @@ from ..tape.events import (
     Hook,
     Scope,
     Tape,
+    fold,
     fold_once,
     renamed,
     rounded,
@@ -359,29 +360,36 @@ def build(
     name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
 ) -> Module:
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
+    return recorded(name, recipe, interface, options, partial(_recorder, options, present), present)[0]
 
-    def recorder(first: bool, grad_enabled: bool) -> Recorder:
-        return Recorder(
-            options.accumulates_in_place,
-            first,
-            present if grad_enabled else frozenset(),
-            options.kernel_workspaces and grad_enabled,
-            threads=options.threads,
-            masks_first=options.masks_first,
-            consumes_gradients=options.consumes_gradients and grad_enabled,
-            grad_enabled=grad_enabled,
-            autocast=options.autocast,
-            stored=options.parameters,
-            tuning=options.tuning,
-            kernels=options.kernels,
-            seams=options.seams,
-            counts=bool(options.counts),
-            closed=bool(options.counts),
-            summed=options.summed,
-            pool=options.pool,
-        )
 
-    return recorded(name, recipe, interface, options, recorder, present)[0]
+def forward_alone(recipe: Recipe, interface: Interface, options: Options) -> tuple[tuple[Parameter, ...], int]:
+    """Of what ``build`` makes: the parameters, and the bytes that ``steady.forward`` leaves. No other role is run."""
+    recorder = _recorder(options, frozenset(), False, True)
+    tapes, _ = _tapes("", recipe, interface, recorder, options, backward=False)
+    return _parameters(recorder, options), fold(tapes.forward).net
+
+
+def _recorder(options: Options, present: frozenset[str], first: bool, grad_enabled: bool) -> Recorder:
+    return Recorder(
+        options.accumulates_in_place,
+        first,
+        present if grad_enabled else frozenset(),
+        options.kernel_workspaces and grad_enabled,
+        threads=options.threads,
+        masks_first=options.masks_first,
+        consumes_gradients=options.consumes_gradients and grad_enabled,
+        grad_enabled=grad_enabled,
+        autocast=options.autocast,
+        stored=options.parameters,
+        tuning=options.tuning,
+        kernels=options.kernels,
+        seams=options.seams,
+        counts=bool(options.counts),
+        closed=bool(options.counts),
+        summed=options.summed,
+        pool=options.pool,
+    )
 
 
 def recorded(
@@ -395,8 +403,7 @@ def recorded(
     """As ``build`` with recorders of a kind: ``make(first micro-batch, with a graph)``. Also the first of them."""
     recorder = make(options.counts != "later", True)
     first, run = _tapes(name, recipe, interface, recorder, options)
-    leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
-    parameters = tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
+    parameters = _parameters(recorder, options, present)
     if options.counts:
         forward, backward = recorder.work[: recorder.forwards], recorder.work[recorder.forwards :]
         replayed = (recorder.forward_replayed, recorder.replayed.plus(recorder.forward_replayed.times(-1)))
@@ -416,6 +423,11 @@ def recorded(
         run.slot,
     )
     return made, recorder
+
+
+def _parameters(recorder: Recorder, options: Options, present: frozenset[str] = frozenset()) -> tuple[Parameter, ...]:
+    leaves = (leaf for leaf in recorder.parameters.values() if leaf.name not in present)
+    return tuple(_parameter(leaf, options.tuning is not None) for leaf in leaves)
 
 
 def _parameter(leaf: Leaf, tuned: bool) -> Parameter:
@@ -446,7 +458,10 @@ def _input(recorder: Recorder, interface: Interface, *, drops: bool) -> Tensor:
     return recorder.outside(interface.shape, interface.dtype, interface.category, INPUT, drops=drops)
 
 
-def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> tuple[Tapes, _Ids]:
+def _tapes(
+    name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options, *, backward: bool = True
+) -> tuple[Tapes, _Ids]:
+    """The passes of one micro-batch; without ``backward`` the forward pass alone."""
     leaf = None
     x: Tensor | None
     x = _input(recorder, interface, drops=not options.keeps_input)
@@ -472,6 +487,9 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     hook(Hook.AFTER_FORWARD)
     x = None
     ended = len(recorder.events)
+    if not backward:
+        recorder.close()
+        return Tapes(recorder.tape(), (), 0, 0), ids
     recorder.casts.clear()
     _convert(recorder, run)
     middle = len(recorder.events)
@@ -504,8 +522,8 @@ def _tapes(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, 
     forward = renamed(recorder.tape(0, ended), ids.known())
     contexts = tuple(dict.fromkeys(one.storage.id for one in recorder.contexts))
     recorder.contexts.clear()
-    backward, end = recorder.tape(middle), recorder.tape(ended, middle)
-    return Tapes(forward, backward, output, grad_input, end, dtype, contexts), ids
+    back, end = recorder.tape(middle), recorder.tape(ended, middle)
+    return Tapes(forward, back, output, grad_input, end, dtype, contexts), ids
 
 
 def _convert(recorder: Recorder, run: Run) -> None:

@@ -15,7 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
-from .gradients import fresh
+from .gradients import fresh, viewed
 from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
@@ -159,9 +159,7 @@ def cast(r: Recorder, x: Tensor, dtype: str, name: str, category: Category = TEM
 
 def contiguous(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
     """``contiguous`` or ``reshape`` of a transposed tensor: a copy whose gradient goes back as a view."""
-    back = x.shape
-
-    return r.empty(shape, x.dtype, name).by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*back)]))
+    return r.empty(shape, x.dtype, name).by(r.node((x,), (), viewed(x)))
 
 
 def copied_gradient(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -447,13 +445,9 @@ def slice_last(r: Recorder, x: Tensor, width: int, name: str) -> Tensor:
 
 def cat_last(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
     """``cat``: a copy; the gradients are views of the incoming one."""
-    shapes = (x.shape, y.shape)
-
     whole = (*x.shape[:-1], x.shape[-1] + y.shape[-1])
     done = work.Operator(issue=(work.CAT_OF_ODD_ROWS.of(prod(whole)) if whole[-1] % 8 else 0, 0))
-    return r.empty(whole, promoted(x.dtype, y.dtype), name).by(
-        r.node((x, y), (), lambda r, gradients: [incoming(gradients).view(*shape) for shape in shapes], work=done)
-    )
+    return r.empty(whole, promoted(x.dtype, y.dtype), name).by(r.node((x, y), (), viewed(x, y), work=done))
 
 
 def expanded(r: Recorder, x: Tensor, shape: Shape, name: str, *, copies: bool) -> Tensor:

@@ -51,9 +51,7 @@ def loss_of_labels(r: Recorder, scores: Tensor) -> Tensor:
     (scores,) = ops.entering(r, "mse_loss", scores.view(b), name="scores")
     dtype = scores.dtype
     saved = (scores, r.outside((b,), dtype, Category.INPUTS))
-    return r.empty((), dtype, "loss").by(
-        r.node((scores,), saved, lambda r, gradients: [r.empty((b,), dtype, "grad_scores")])
-    )
+    return r.empty((), dtype, "loss").by(r.node((scores,), saved, fresh(scores, "grad_scores")))
 
 
 def last_tokens(r: Recorder, b: int, s: int) -> tuple[Tensor, Tensor, Tensor]:

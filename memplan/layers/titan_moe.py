@@ -15,8 +15,8 @@ from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from . import tensor_parallel as tp
-from .autograd import Gradients, Recorder, Tensor, Unsummed, incoming, size_of
-from .gradients import fresh
+from .autograd import Gradients, Recorder, Tensor, Unsummed, size_of
+from .gradients import fresh, viewed
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
 from .work import NOTHING, Exchange, exchanged
@@ -200,7 +200,7 @@ def with_zeros(r: Recorder, x: Tensor) -> Tensor:
     rows, h = x.shape
     zeros = r.empty((h,), x.dtype, "row_of_zeros")
     made = r.empty((rows + 1, h), x.dtype, "rows_and_zeros")
-    made = made.by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(rows, h)]))
+    made = made.by(r.node((x,), (), viewed(x)))
     del zeros
     return made
 
@@ -220,7 +220,7 @@ def unpermuted(r: Recorder, out: Tensor, places: Tensor, rows: int) -> Tensor:
     whole = r.empty((rows + 1, h), out.dtype, "rows_unpermuted")
     whole = put(r, whole, places, out, "rows_unpermuted")
     dtype = whole.dtype
-    node = r.node((whole,), (), lambda r, gradients: [r.empty((rows + 1, h), dtype, "grad_rows_unpermuted_slice")])
+    node = r.node((whole,), (), fresh(whole, "grad_rows_unpermuted_slice"))
     return Tensor(whole.storage, (rows, h), dtype, node)
 
 

@@ -15,7 +15,7 @@ from .text import is_folder, is_there, path_of, read_text
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 _ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
-_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int[48])?$")
+_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
 """And what tells a checkpoint of quantised weights."""
 _IMAGES = re.compile(r"(?i)-(?:VL|Omni)(?=-)")
 """And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
@@ -191,9 +191,21 @@ def refused(name: str, node: Node) -> PlanError:
         return PlanError("model", name, why, origin=node.origin)
     wanted = f"fetch its configuration with: hf download {name} config.json"
     hint = f"; {similar} is built in" if similar else ""
-    if similar and (packed := _PACKED.search(tail)) is not None:
+    packed = _PACKED.search(tail)
+    if similar and packed is not None and packed[2] != "8":  # in 8 bits neither is modelled
         hint += f", in 4 bits with --quantisation {(packed[1] or 'nf4').lower()}"
     return PlanError("model", name, f"{problem}; {wanted}{hint}", origin=node.origin)
+
+
+def nowhere(name: str, node: Node) -> PlanError:
+    """A path ``name`` at which nothing is, with the built-in model that its last part is called like."""
+    tail = name.rstrip("/").rpartition("/")[2].rpartition("--")[2]
+    try:
+        similar = twin(tail, node)
+    except PlanError:  # it could be two
+        similar = None
+    hint = f"; {similar} is built in: --model {similar}" if similar else ""
+    return PlanError("model", name, f"no such file{hint}", origin=node.origin)
 
 
 def config_name(path: Path) -> str:

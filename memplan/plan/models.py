@@ -13,6 +13,7 @@ from .hub import (
     check_trained,
     guesses,
     is_repository,
+    nowhere,
     of_same_size,
     of_size,
     refused,
@@ -158,9 +159,7 @@ def _base(base: Node, folder: Path) -> Found:
                 raise
         if is_folder(path):
             raise PlanError("model", name, "is a folder without config.json", origin=base.origin)
-        raise (
-            refused(name, base) if is_repository(name) else PlanError("model", name, "no such file", origin=base.origin)
-        )
+        raise refused(name, base) if is_repository(name) else nowhere(name, base)
     own = plain(name)
     like = f", `memplan models {name}` those like it" if any(own in plain(one) for one in hub_ids()) else ""
     alike = of_same_size(name) or of_size(name)

@@ -105,10 +105,7 @@ class FrameworkSearch:
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         """Choices beside layout, batch and recompute, alternatives of one another in a group."""
-        groups = []
-        if plan.loss.kind == "plain" and not plan.loss.logits_to_keep and plan.model.has_sizes:
-            groups.append((Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),))
-        return groups + eight_bit_adam(plan)
+        return [*fused_losses(plan), *eight_bit_adam(plan)]
 
     # -- points --------------------------------------------------------------------------------------------
 
@@ -205,6 +202,13 @@ def _has_work(base: Plan) -> bool:
         return framework(base.framework).running.learnt_work(resolve(base))
     except PlanError:
         return False
+
+
+def fused_losses(plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
+    """Liger's loss in place of transformers' own, which holds all logits."""
+    if plan.loss.kind != "plain" or plan.loss.logits_to_keep or not plan.model.has_sizes:
+        return []
+    return [(Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),)]
 
 
 def eight_bit_adam(plan: ResolvedPlan, fields: Fields = ()) -> list[tuple[Extra, ...]]:

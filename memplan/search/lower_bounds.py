@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..estimate import programs_of
@@ -195,13 +196,23 @@ def at_best(load: Load, layers: int) -> float:
     a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
     the least M. Of layers of two kinds those with experts are counted alone.
     """
-    states, needs = load.states, load.needs
+    return _at_best(load, saved_in_flight(load), layers)
+
+
+def saved_in_flight(load: Load) -> list[float]:
+    """f / v S of every stage."""
+    needs = load.needs
     flying = [passes * needs.saved for passes in _for_each_chunk(load.pp, load.vpp, load.microbatches)]
     if load.first and load.vpp > 1:  # a chunk of the first stages may hold the model's first layers alone
         mixed = _for_each_chunk(load.pp, load.vpp, load.microbatches)[: load.first + 1]
         flying[: load.first + 1] = [passes * min(needs.saved, needs.dense_saved) for passes in mixed]
+    return flying
+
+
+def _at_best(load: Load, flying: Sequence[float], layers: int) -> float:
+    states = load.states
     held = [1 / (states + one) for one in flying]
-    free = (load.vpp - 1) * sum([one * share for one, share in zip(flying, held, strict=True)])
+    free = (load.vpp - 1) * sum(map(mul, flying, held)) if load.vpp > 1 else 0
     return (layers - load.first - free) / sum(held)
 
 
@@ -289,11 +300,8 @@ class Needs:
         if points[0].pp == 1:
             return list(self.floors(points, self._uncut))
         load, layers = self.load(points[0]), self.space.base.model.layers
-        known: dict[States, int] = {}
-        kept = [*map(self._kept, points)]
-        for one in kept:
-            if one not in known:
-                known[one] = int(at_best(load._replace(kept=one), layers))
+        flying, kept = saved_in_flight(load), [*map(self._kept, points)]
+        known = {one: int(_at_best(load._replace(kept=one), flying, layers)) for one in dict.fromkeys(kept)}
         return [known[one] for one in kept]
 
     def load(self, point: Point) -> Load:

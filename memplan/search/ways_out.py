@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from ..device.measured import Measured, least_context
 from ..estimate import most_of_ends
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
+from ..plan.resolved import ResolvedPlan
+from ..plan.sizes import headroom_bytes
 from ..result import Estimate, StageEstimate, WayOut
 from ..values import replace
 from .changes import proposals, stated
@@ -36,17 +39,36 @@ of a step's time: a rule of this list, which changes no figure."""
 HARDWARE = 1.0
 """And another or more of them."""
 
+_GPU = "hardware.gpu"
+
+
+class _Room(NamedTuple):
+    """Bytes of a GPU that a plan may take."""
+
+    whole: int
+    tensors: int
+
+    @classmethod
+    def of(cls, plan: ResolvedPlan, known: Measured) -> _Room:
+        capacity = plan.hardware.capacity or 0
+        limit = capacity - headroom_bytes(plan.headroom, capacity)
+        return cls(limit, limit - least_context(plan, known))
+
 
 class _Tried:
     """A change, or several, folded."""
 
-    __slots__ = ("after", "fits", "proposed", "slower")
+    __slots__ = ("after", "fits", "proposed", "room", "slower")
 
-    def __init__(self, proposed: tuple[Proposal, ...], after: Suggestion, given: Suggestion) -> None:
-        self.proposed, self.after = proposed, after
+    def __init__(self, proposed: tuple[Proposal, ...], after: Suggestion, given: Suggestion, room: _Room) -> None:
+        self.proposed, self.after, self.room = proposed, after, room
         self.fits: bool | None = None
         """Without a retry, once that is known."""
         self.slower = after.seconds / given.seconds - 1 if after.timed and given.timed else None
+
+    @property
+    def what(self) -> str:
+        return " and ".join(one.what for one in self.proposed)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -63,6 +85,16 @@ class _Tried:
         return any(one.costs for one in self.proposed)
 
     @property
+    def may_fit(self) -> bool:
+        """As far as is known."""
+        return self.after.requested <= self.room.tensors if self.fits is None else self.fits
+
+    @property
+    def on_another(self) -> bool:
+        """On another GPU, which need not be less to fit."""
+        return any(_GPU in one.fields for one in self.proposed)
+
+    @property
     def price(self) -> tuple[float, int, int]:
         """Smaller is cheaper."""
         hardware = HARDWARE * any(path.startswith("hardware.") and path != "hardware.capacity" for path in self._bought)
@@ -74,9 +106,9 @@ class _Tried:
     def _bought(self) -> Iterator[str]:
         return (path for one in self.proposed if one.costs for path in one.fields)
 
-    def way(self, given: Suggestion, *, fits: bool) -> WayOut:
+    def way(self, given: Suggestion, *, fits: bool | None) -> WayOut:
         return WayOut(
-            what=" and ".join(one.what for one in self.proposed),
+            what=self.what,
             fields=tuple(pair for one in self.proposed for pair in one.fields.items()),
             fits=fits,
             gained=given.needs - self.after.needs,
@@ -88,38 +120,38 @@ class _Tried:
 
 def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
     """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
-    first; where none does, what gains most."""
+    first; where none does, another GPU; where that is not enough, what gains most."""
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
-    limit = estimate.capacity - estimate.headroom
     fits = None if any(stage.device is None for stage in estimate.stages) else True
-    room = limit - least_context(estimate.plan, known)
+    room = _Room.of(estimate.plan, known)
     try:
         given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
-        every = list(proposals(given, room))
+        every = list(proposals(given, room.tensors))
     except PlanError:
         return ()
+    changes = _Changes(given, room, known)
     left = MOST_REPLAYED
-    found: list[WayOut] = []
-    single = tried = [one for proposal in every for one in _folded(given, (proposal,))]
+    found: list[_Tried] = []
+    folded = [one for proposal in every for one in changes.folded((proposal,))]
+    single = tried = [one for one in folded if not one.on_another]
     folds = LAYERS // plan.model.layers - len(single)
     by_gain = [one.proposed[0] for one in sorted(single, key=_least)]
-    by_gain += [one for one in every if one not in by_gain]  # what needs another one to run
+    by_gain += [one for one in every if one not in by_gain and _GPU not in one.fields]  # what needs another one to run
     for together in range(1, TOGETHER + 1):
-        fitting, left = _fitting(tried, given, (limit, room), known, left, WAYS - len(found))
-        found += (replace(way, fits=fits) for way in fitting)
+        fitting, left = changes.fitting(tried, left, WAYS - len(found))
+        found += fitting
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
         enough = {one.what for one in found}
         others = [one for one in by_gain if one.what not in enough]
-        tried = list(islice(_on_top_of(tried, others, given, room), max(0, folds)))
+        tried = list(islice(changes.on_top_of(tried, others), max(0, folds)))
         folds -= len(tried)
-    if found:
-        return tuple(found)
     best = [one for one in sorted(single, key=_least)[:WAYS] if one.after.requested < given.requested]
-    enough_of_best = sorted((one for one in best if _replay(one, known) <= limit), key=lambda one: one.price)
-    if enough_of_best:
-        return tuple(replace(one.way(given, fits=True), fits=fits) for one in enough_of_best)
+    found = found or [one for one in best if changes.replay(one)]
+    found = found or [one for one in folded if one.on_another and changes.replay(one)]
+    if found:
+        return tuple(one.way(given, fits=fits) for one in sorted(found, key=lambda one: one.price))
     best.sort(key=lambda one: one.after.needs)
     return tuple(one.way(given, fits=False) for one in best if one.after.needs < given.needs)
 
@@ -131,66 +163,61 @@ def _needs(stage: StageEstimate) -> int:
     return max(stage.headline, *failed, 0)
 
 
-def _folded(given: Suggestion, together: tuple[Proposal, ...]) -> Iterator[_Tried]:
-    """What comes of changes, if the framework runs them."""
-    try:
-        yield _Tried(together, stated(_with(given.plan, together)), given)
-    except PlanError:
-        return
+class _Changes:
+    """Changes of a plan that does not fit: ``given``, which has ``room``."""
 
+    def __init__(self, given: Suggestion, room: _Room, known: Measured) -> None:
+        self.given, self.room, self.known = given, room, known
 
-def _with(plan: Plan, proposed: Sequence[Proposal]) -> Plan:
-    for one in proposed:
-        plan = changed(plan, one.fields)
-    return plan
+    def folded(self, together: tuple[Proposal, ...]) -> Iterator[_Tried]:
+        """What comes of them, if the framework runs them; on another GPU within its own memory."""
+        plan = self.given.plan
+        for one in together:
+            plan = changed(plan, one.fields)
+        try:
+            after = stated(plan)
+            same = plan.hardware == self.given.plan.hardware
+            yield _Tried(together, after, self.given, self.room if same else _Room.of(resolve(plan), self.known))
+        except PlanError:
+            return
 
-
-def _fitting(
-    tried: Sequence[_Tried], given: Suggestion, limits: tuple[int, int], known: Measured, left: int, wanted: int
-) -> tuple[list[WayOut], int]:
-    """The cheapest of different kinds that fit, and how many more may be replayed. ``limits``: of all bytes, and of
-    tensors'."""
-    limit, room = limits
-    found: list[WayOut] = []
-    kinds: set[frozenset[str]] = set()
-    for one in sorted(tried, key=lambda one: one.price):
-        if len(found) == wanted or left <= 0:
-            break
-        if one.after.requested > room or one.kind in kinds:
-            continue
-        left -= 1
-        one.fits = _replay(one, known) <= limit
-        if one.fits:
-            found.append(one.way(given, fits=True))
-            kinds.add(one.kind)
-    return found, left
-
-
-def _replay(one: _Tried, known: Measured) -> int:
-    """The most that its fullest stage or one at an end may take of the device; what it takes in the middle is kept."""
-    device, most = most_of_ends(resolve(one.after.plan), one.after.fullest, known)
-    one.after = replace(one.after, device=device)
-    return most
-
-
-def _on_top_of(tried: Sequence[_Tried], others: Sequence[Proposal], given: Suggestion, room: int) -> Iterator[_Tried]:
-    """``others`` beside the one of ``tried`` that gains most of those that do not fit, and beside that of them which
-    costs time alone."""
-    short = [one for one in tried if one.after.requested < given.requested and not _may_fit(one, room)]
-    starts = [sorted(some, key=_least)[:1] for some in (short, [one for one in short if not one.costs_more])]
-    begun: set[frozenset[str]] = set()
-    for start in (one for some in starts for one in some):
-        for other in others:
-            together = (*start.proposed, other)
-            names = frozenset(one.what for one in together)
-            if other.fields.keys() & start.paths or names in begun:
+    def fitting(self, tried: Sequence[_Tried], left: int, wanted: int) -> tuple[list[_Tried], int]:
+        """The cheapest of different kinds that fit, and how many more may be replayed."""
+        found: list[_Tried] = []
+        kinds: set[frozenset[str]] = set()
+        for one in sorted(tried, key=lambda one: one.price):
+            if len(found) == wanted or left <= 0:
+                break
+            if one.after.requested > one.room.tensors or one.kind in kinds:
                 continue
-            begun.add(names)
-            yield from _folded(given, together)
+            left -= 1
+            if self.replay(one):
+                found.append(one)
+                kinds.add(one.kind)
+        return found, left
 
+    def replay(self, one: _Tried) -> bool:
+        """Whether the most that its fullest stage or one at an end may take of the device is there; what it takes in
+        the middle is kept."""
+        device, most = most_of_ends(resolve(one.after.plan), one.after.fullest, self.known)
+        one.after = replace(one.after, device=device)
+        one.fits = most <= one.room.whole
+        return one.fits
 
-def _may_fit(one: _Tried, room: int) -> bool:
-    return one.after.requested <= room if one.fits is None else one.fits
+    def on_top_of(self, tried: Sequence[_Tried], others: Sequence[Proposal]) -> Iterator[_Tried]:
+        """``others`` beside the one of ``tried`` that gains most of those that do not fit, and beside that of them
+        which costs time alone."""
+        short = [one for one in tried if one.after.requested < self.given.requested and not one.may_fit]
+        starts = [sorted(some, key=_least)[:1] for some in (short, [one for one in short if not one.costs_more])]
+        begun: set[frozenset[str]] = set()
+        for start in (one for some in starts for one in some):
+            for other in others:
+                together = (*start.proposed, other)
+                names = frozenset(one.what for one in together)
+                if other.fields.keys() & start.paths or names in begun:
+                    continue
+                begun.add(names)
+                yield from self.folded(together)
 
 
 def _least(one: _Tried) -> tuple[int, tuple[float, int, int]]:

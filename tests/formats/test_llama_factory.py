@@ -51,6 +51,10 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]
             ("bf16: true", "quantization_bit: 4\nbf16: true"),
             [*ADAPTERS, "--quantisation=nf4", "--double-quantisation"],
         ),
+        (
+            ("bf16: true", "fp16: true\nquantization_bit: 4"),
+            [*ADAPTERS, "--quantisation=nf4", "--double-quantisation", "--dtype=fp16", "--autocast-parameters=fp16"],
+        ),
         (("lora_target: all", "lora_target: q_proj,v_proj"), [*ADAPTERS, "--lora-targets=q_proj,v_proj"]),
         (("plot_loss: true", "flash_attn: fa2"), [*ADAPTERS, "--attention=flash_attention_2"]),
         (("plot_loss: true", "disable_gradient_checkpointing: true"), [*ADAPTERS, "--recompute=none"]),
@@ -132,7 +136,37 @@ def test_dpo_of_all_parameters_needs_one_dtype(tmp_path: Path, monkeypatch: pyte
         memplan.estimate("dpo.yaml", gpu="h100")
     Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true"))
     assert memplan.estimate("dpo.yaml", gpu="h100").plan.precision.stored == "bf16"
-    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     Path("dpo.yaml").write_text(text.replace("bf16: true", "pure_bf16: true\ndeepspeed: zero.json"))
     with pytest.raises(PlanError, match="llama-factory-dpo"):
         memplan.estimate("dpo.yaml", gpu="h100", gpus=2)
+
+
+FSDP = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_use_orig_params: true}
+"""
+
+
+def test_four_bits_under_fsdp_are_stored_in_the_dtype_of_training(tmp_path: Path) -> None:
+    """``bnb_4bit_quant_storage=compute_dtype`` (``model/model_utils/quantization.py``), as its example of FSDP1 needs.
+
+    A rank of two stores half of what one GPU does, flat, in bf16, but for scales, which stay whole: 8 bits for 64
+    weights, and fp32 for 256 scales. A layer has 2,560 x (2 x 4,096 + 2 x 1,024 + 3 x 9,728) quantised weights.
+    """
+    (tmp_path / "fsdp.yaml").write_text(FSDP, encoding="utf-8")
+    (tmp_path / "sft.yaml").write_text(
+        EXAMPLE.replace("bf16: true", "bf16: true\nquantization_bit: 4"), encoding="utf-8"
+    )
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file fsdp.yaml src/train.py sft.yaml\n", encoding="utf-8"
+    )
+    plan = memplan.read_plan(tmp_path / "run.sh")
+    assert (plan.fsdp.version, plan.quantisation.kind, plan.quantisation.storage) == ("1", "nf4", "bf16")
+    sharded = memplan.estimate(plan).to_dict()["stages"][0]["breakdown"]["parameters"]
+    whole = memplan.estimate(memplan.read_plan(tmp_path / "sft.yaml")).to_dict()["stages"][0]["breakdown"]["parameters"]
+    weights = 36 * 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)
+    scales = weights // 64 + 4 * (weights // 64 // 256)
+    assert sharded - whole // 2 == pytest.approx(scales // 2, rel=0.02)

@@ -300,3 +300,26 @@ def test_what_others_have_is_refused_by_name(flag: str, name: str, says: str) ->
 @pytest.mark.parametrize("written", ["4bit", "4-bit", "bnb_4bit", "int4"])
 def test_four_bits_are_nf4(written: str) -> None:
     assert read_plan(None, {"model": "gpt2", "lora-rank": "8", "quantisation": written}).plan.quantisation.kind == "nf4"
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("./models/Qwen3-8B", "no such file; qwen3-8b is built in: --model qwen3-8b"),
+        ("/data/Meta-Llama-3-8B-Instruct/", "no such file; llama-3-8b is built in: --model llama-3-8b"),
+        ("/x/models--meta-llama--Llama-3.1-8B", "no such file; llama-3.1-8b is built in: --model llama-3.1-8b"),
+        ("/data/nothing", "no such file"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5-7b is built in, in 4 bits with --quantisation gptq"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "qwen2.5-7b is built in"),
+    ],
+)
+def test_a_name_of_nothing_here_says_what_is_built_in(name: str, ends: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        read_plan(None, {"model": name})
+    assert str(caught.value).endswith(ends)
+
+
+def test_losses_of_trl_that_are_not_modelled_name_those_that_are() -> None:
+    for loop, why in (("orpo", "without a reference model"), ("kto", "a reference model"), ("prm", "scores of steps")):
+        with pytest.raises(PlanError, match=f"{why}.*; sft, dpo, grpo and reward are$"):
+            plan(trainer=loop)

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from memplan.estimate import fold
 from memplan.frameworks.fsdp.bounds import _Walk
+from memplan.frameworks.megatron.modules import layer_forward, layers_module, module_shapes
+from memplan.frameworks.megatron.programs import stages_of
+from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.lower_bounds import EXACT, Growing
 from memplan.search.space import Space, filled, space_of
 from memplan.tape.events import rounded
+from memplan.values import replace
 
 TINY = {
     "layers": "6", "hidden": "256", "ffn": "712", "heads": "4", "kv-heads": "4", "head-dim": "64", "vocab": "5000",
@@ -129,6 +133,36 @@ def test_layers_that_are_alike_are_walked_at_once(monkeypatch: pytest.MonkeyPatc
     at_once = [whole.search.lower_bounds(whole)(point) for point in points]
     monkeypatch.setattr(_Walk, "runs", lambda walk, modules: [(at, 1) for at in range(len(modules))])
     assert at_once == [whole.search.lower_bounds(whole)(point) for point in points]
+
+
+MEGATRON = {"framework": "megatron", "gpus": "8", "gbs": "16", "seq": "1024", "gpu": "h100-80gb"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"model": "llama-3-8b", "tp": "2", "sequence-parallel": "true"},
+        {"model": "llama-3-8b", "recompute": "full"},
+        {"model": "llama-3-8b", "fp8": "delayed", "tp": "2"},
+        {"model": "llama-3-8b", "tp": "2", "recompute": "full", "distribute-saved-activations": "true"},
+        {"model": "gpt2", "transformer-impl": "local", "recompute": "selective"},
+        {"model": "mixtral-8x7b", "ep": "2", "recompute": "selective"},
+        {"model": "deepseek-v3", "ep": "8", "recompute": "selective", "recompute-modules": "moe,layernorm,mla_up_proj"},
+        {"model": "deepseek-v3", "ep": "8", "recompute": "full"},
+        {"model": "llama-3-8b", "lora-rank": "8"},
+        {"model": "qwen3-next-80b-a3b", "ep": "8"},
+    ],
+    ids=lambda flags: " ".join(flags.values()),
+)
+def test_a_forward_pass_alone_is_that_of_the_whole_module(flags: dict[str, str]) -> None:
+    """Of a layer, and of one without experts: its parameters, and what it leaves for backward."""
+    plan = resolve(read_plan(None, {**MEGATRON, **flags}).plan)
+    job = stages_of(plan, Options()).job
+    options, again = replace(job.options, keeps_input=False, drops_gradient=True), plan.recompute.mode == "full"
+    whole, _ = module_shapes(job.shape)
+    for shape in (whole, whole.fewest_experts[0], replace(whole, experts=None)):
+        module = layers_module((shape,), options, recomputed=again)
+        assert layer_forward(shape, options, again) == (module.parameters, module.steady.forward_fold.net)
 
 
 @settings(max_examples=300, deadline=None)

@@ -76,3 +76,15 @@ def test_where_bounds_leave_no_layout_the_closest_is_named() -> None:
     assert found.counts.too_large == found.counts.considered
     assert found.closest is not None
     assert found.closest.judged.verdict.fits is False
+
+
+@pytest.mark.parametrize("framework", ["fsdp", "deepspeed"])
+def test_a_fused_loss_is_searched_where_models_are_sharded(framework: str) -> None:
+    """Logits of 8,192 tokens and 128,256 words take 3.9 GiB in fp32, which leave room for no larger micro-batch: the
+    answer is no slower than that of the same job with Liger's loss from the start."""
+    job = {"model": "llama-3-8b", "framework": framework, "gpu": "h100", "gpus": "8", "gbs": "64", "seq": "8192"}
+    found = suggest(read_plan(None, job).plan, {}, top=1)
+    other = suggest(read_plan(None, {**job, "loss": "liger"}).plan, {}, top=1)
+    assert [extra.label for extra in found.best[0].point.extras] == ["Liger's fused loss"]
+    assert found.best[0].seconds == other.best[0].seconds
+    assert found.best[0].needs == other.best[0].needs

@@ -96,9 +96,21 @@ def ds_config_in(written: Node, asked: Asked, building: Building) -> Launch:
     if not names & {"gpus", "dp"} and "hardware.gpus" not in building.items:
         config.lack("--gpus N", "nothing here says how many there are")
     config.check()
-    notes = (*_unknown(written, strict=asked.strict), *_optimizer(written, given))
+    notes = (*_unknown(written, strict=asked.strict), *_optimizer(written, given), *_dtype(ours, given))
     ours.items.update(building.items)
     return Launch(Source(normalised(ours.plan()), Path()), notes, finish=partial(with_batch, config=config))
+
+
+def _dtype(ours: Building, given: Collection[str]) -> Iterator[Note]:
+    """Without fp16 and bf16 the engine leaves a model as it was loaded (``_configure_distributed_model`` of
+    ``runtime/engine.py``, whose ``__check_params`` checks nothing)."""
+    found = ours.items.get("precision.dtype")
+    if found is not None and found.value == "fp32" and "precision.dtype" not in given:
+        yield Note(
+            "loaded-dtype",
+            "parameters are taken to be fp32: neither fp16 nor bf16 is enabled, and DeepSpeed's engine keeps a model "
+            "as it was loaded (transformers 5: as its checkpoint was saved); --dtype bf16 is what bf16.enabled does",
+        )
 
 
 def with_batch(read: ReadPlan, config: Configuration) -> ReadPlan:

@@ -146,18 +146,24 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             yield "lora_alpha", own["lora_alpha"].value, own["lora_alpha"]
     if bits.value == 8:
         yield "load_in_8bit", True, bits
-    elif bits.value == 4:
+    pure = of("pure_bf16", False, False, True)
+    half = "bfloat16" if pure.value or own.get("bf16", pure).value is True else ""
+    if not half and own.get("fp16", pure).value is True:
+        half = "float16"
+    if bits.value == 4:
+        if half:  # ``model/model_utils/quantization.py``
+            yield "bnb_4bit_quant_storage", half, bits
+            yield "bnb_4bit_compute_dtype", half, bits
         yield "load_in_4bit", True, bits
         yield "bnb_4bit_quant_type", of("quantization_type", "nf4").value, bits
         yield "use_bnb_nested_quant", of("double_quantization", True).value, bits
     kernel = of("flash_attn", "auto", *_KERNELS)
     if kernel.value != "auto":
         yield "attn_implementation", _KERNELS[str(kernel.value)], kernel
-    pure = of("pure_bf16", False, False, True)
-    if pure.value or own.get("bf16", pure).value is True:
+    if half:
         # whole models are trained in fp32 under autocast (``adapter.py``, ``init_adapter``), unless ZeRO-3 casts them
         whole = kind.value == "full" and not pure.value and own.get("deepspeed") is None
-        yield "dtype", "float32" if whole else "bfloat16", kind
+        yield "dtype", "float32" if whole else half, kind
     off = of("disable_gradient_checkpointing", False, False, True)
     yield "gradient_checkpointing", not off.value, off
     reentrant = of("use_reentrant_gc", True, False, True)

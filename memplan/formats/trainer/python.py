@@ -22,6 +22,7 @@ from ..launchers import IsMark, found_from
 from . import changes, several
 from .keys import FROM_PRETRAINED, FROM_SCRATCH, K_BIT, LOADED_BY, READ
 from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
+from .settled import positions
 from .syntax import UNKNOWN, name_of, owner_of
 
 _OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
@@ -151,6 +152,14 @@ def script_in(
         return _Reading(_parsed(text, source), source, frozenset(asked), flags, unknown).script()
     except RecursionError:
         raise wrong_at(source, f"is nested too deeply to be read; {INSTEAD}") from None
+
+
+def positions_in(text: str) -> list[str]:
+    """Arguments that the Python file ``text`` takes by their place; none where it is no Python."""
+    try:
+        return positions(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 class UnreadError(PlanError):

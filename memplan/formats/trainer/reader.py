@@ -223,6 +223,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
         raise PlanError("deepspeed", ABSENT, problem, origin=arguments.origin)
     precision = found.accelerate.precision if found.accelerate is not None else None
     config = with_precision(config, autocast(arguments) or precision)
+    _check_cast(config, arguments, asked)
     filled = {"gradient_accumulation_steps": building.items.get("batch.accumulation")}
     for name, (flag, path) in _MATCHED.items():
         _check_match(config.mapping.get(name), name, flag, building.items.get(path))
@@ -243,6 +244,22 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             del building.items["optimizer.implementation"]
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
     return ds_config_in(config, asked, building)
+
+
+def _check_cast(config: Node, arguments: Arguments, asked: Asked) -> None:
+    """Refuses a model that is loaded in 16 bits where nothing tells the engine so: it stays so, beside an optimizer for
+    fp32 (``get_data_types`` of DeepSpeed's ``runtime/engine.py``)."""
+    loaded, on = loaded_in(arguments), [config.at(f"{name}.enabled") for name in ("bf16", "fp16")]
+    if "dtype" in asked.names or loaded is None or loaded.value not in ("bf16", "fp16"):
+        return
+    if any(node is not None and node.value is True for node in on):
+        return
+    raise loaded.wrong(
+        "dtype",
+        f"must be float32 where neither the arguments nor DeepSpeed's configuration enable {loaded.value}: the engine "
+        f"keeps such a model, with gradients of it in fp32, which is not modelled; enable it ({loaded.value}: true, "
+        f"or --dtype {loaded.value})",
+    )
 
 
 _MATCHED: Mapping[str, tuple[str, str]] = {

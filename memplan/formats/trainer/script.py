@@ -15,7 +15,7 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Ledger, Reading, Value, is_known, origin_of, text
-from ...plan.errors import ABSENT, Node, Origin, PlanError, refused, scalar, together, wrong_at
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, scalar, together, wrong_at
 from ...plan.notes import Note
 from ...plan.text import is_there, read_text
 from ...values import dataclass
@@ -29,7 +29,7 @@ from ..settings import Given, needed, taken_apart
 from ..training_scripts import matters, with_unread
 from . import swift
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
-from .python import Script, UnreadError, python_in, script_in, takes_arguments
+from .python import Script, UnreadError, positions_in, python_in, script_in, takes_arguments
 from .trl import LOOPS, TRAINER, Loop
 
 
@@ -69,16 +69,19 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     wrong: list[PlanError] = []
     read = READ if asked.names & {"gpus", "dp"} else READ | {"num_processes"}
     flags = with_written(dict(_entries(given, reading.ledger, wrong, read)), reading, wrong)
+    placed, rest = _by_place(training, loose, {_key(one) for one in given}, reading, folder)
+    flags |= {name: scalar(text(word), origin_of(word, training.origin)) for name, word in placed if is_known(word)}
     said = _of_python(reading, folder, asked) if not flags else None
-    notes: tuple[Note, ...] = ()
+    notes = (*training.notes, *rest)
     base = said.arguments.mapping if said is not None else _of_file(flags, loose, folder)
     if said is None:
         try:
             unknown = [_key(one) for one in given if not all(map(is_known, one.values))]
+            unknown += [name for name, word in placed if not is_known(word)]
             said = _beside(training.script, reading, folder, asked, {**base, **flags}, unknown)
         except UnreadError as error:  # the command alone says the job then
             problem = f"{training.script}.py is no Python that can be read ({error.origin}): what it does beside its "
-            notes = (Note("not-followed", f"{problem}arguments is left out"),)
+            notes = (*notes, Note("not-followed", f"{problem}arguments is left out"))
         flags = {name: node for name, node in flags.items() if said is None or name not in said.used}
         base = {**(said.arguments.mapping if said is not None else {}), **base}
     arguments = Node({**base, **flags, **_compiled(training)}, training.origin)
@@ -106,7 +109,6 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if said is not None:
         variables |= said.environment
     found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
-    notes = (*notes, *training.notes)
     found = replace(found, said=said, called=training.script, notes=notes)
     return with_launcher(found, launcher, by_trl=by_trl)
 
@@ -233,6 +235,21 @@ def with_launcher(found: Started, launcher: Mapping[str, Node] | None = None, *,
         return found
     accelerate = configured({**(launcher or {}), **passed}, arguments, found.folder)
     return replace(found, arguments=arguments, gpus=found.gpus or accelerate.processes, accelerate=accelerate)
+
+
+def _by_place(
+    training: Training, loose: Sequence[Value], named: Collection[str], reading: Reading, folder: Path
+) -> tuple[list[tuple[str, Value]], tuple[Note, ...]]:
+    """Words behind the script that are arguments by their place alone, less those ``named`` by flags; and a note of
+    those that are nothing's: neither a file, nor a name with a value."""
+    words = [word for word in loose if not (text(word).endswith(MAPPINGS) or "=" in text(word)) and text(word)]
+    declared = positions_in(_content(training.script, reading, folder)[0]) if words else []
+    open_still = [name for name in declared if name not in named]
+    rest = [reading.ledger.shown(word) for word in words[len(open_still) :]]
+    several = f"{' '.join(rest[:8])}{' …' if len(rest) > 8 else ''} ({training.origin})"
+    verb = "belongs" if len(rest) == 1 else "belong"
+    notes = (Note("argument-loose", one_line(f"{several} {verb} to no argument that is known")),) if rest else ()
+    return [*zip(open_still, words, strict=False)], notes
 
 
 def _of_file(flags: dict[str, Node], loose: Sequence[Value], folder: Path) -> Mapping[str, Node]:

@@ -49,6 +49,20 @@ def _fired(module: ast.Module) -> list[str]:
     return [one.id for call in calls for one in call.args if isinstance(one, ast.Name)]
 
 
+def positions(module: ast.Module) -> list[str]:
+    """Arguments that the script takes by their place, in order: parameters of a function that fire calls, and what
+    argparse is given without a dash."""
+    fired = _fired(module)
+    found: list[str] = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name in fired:
+            found += [one.arg for one in node.args.args]
+        elif isinstance(node, ast.Call) and name_of(node) == "add_argument" and node.args:
+            name = literal(node.args[0], {})
+            found += [name] if isinstance(name, str) and not name.startswith("-") else []
+    return found
+
+
 def _is_field(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
 

@@ -90,8 +90,6 @@ class Coordinator:
     at: int = 0
     live: int = 0
     """Elements that count against the limit of live parameters."""
-    gathered_elements: int = 0
-    """Elements gathered so far, without padding: traffic."""
     buffers: int = 0
     status: list[Status] = field(default_factory=list)
     queue: deque[tuple[int, int]] = field(default_factory=deque)
@@ -207,7 +205,6 @@ class Coordinator:
         for id in ids:
             self.status[id] = Status.IN_FLIGHT
             self.live += self.parameters[id].elements
-            self.gathered_elements += self.parameters[id].elements
         if self.dp == 1 and self.zero.offload_param == "none":
             self._in_flight(Handle(tuple(ids), 0, 0, set(ids)))
             return []

@@ -10,7 +10,7 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Options
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.resolved import ResolvedPlan
-from ...search.framework import FrameworkSearch, eight_bit_adam
+from ...search.framework import FrameworkSearch, eight_bit_adam, fused_losses
 from ...search.lower_bounds import Kept, LowerBounds, peaks, raised
 from ...search.point import Extra
 from ...search.space import Space
@@ -29,7 +29,7 @@ class DeepspeedSearch(FrameworkSearch):
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         offload = [(_OFFLOAD_STATES, _OFFLOAD_ALL)] if plan.deepspeed.offload_optimizer == "none" else []
-        return [*offload, *eight_bit_adam(plan)]
+        return [*fused_losses(plan), *offload, *eight_bit_adam(plan)]
 
     def lower_bounds(self, space: Space) -> LowerBounds:
         return _Bounds(space)

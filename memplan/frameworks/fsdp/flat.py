@@ -98,13 +98,8 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
 # -- units ------------------------------------------------------------------------------------------
 
 
-def packed_bytes(parameter: Parameter, dtype: str) -> int:
-    """As it is stored, on all ranks together; four bits are in storage of another dtype."""
-    return sum(_packed(parameter, dtype))
-
-
 def _packed(parameter: Parameter, dtype: str) -> tuple[int, ...]:
-    """Of each tensor that stands for it."""
+    """Bytes of each tensor that stands for it, on all ranks together; four bits are in storage of another dtype."""
     four_bit = parameter.four_bit
     return (parameter.bytes(parameter.dtype or dtype),) if four_bit is None else four_bit.packed(parameter.shape)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...plan.resolved import ResolvedPlan
-from ...search.framework import FrameworkSearch, divisors
+from ...search.framework import FrameworkSearch, divisors, fused_losses
 from ...search.lower_bounds import LowerBounds
 from ...search.point import NO_RECOMPUTE, Extra, Point, Recomputing
 from ...search.space import Space
@@ -30,7 +30,8 @@ class FsdpSearch(FrameworkSearch):
         return NO_RECOMPUTE, *selective, Recomputing("full")
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
-        groups = [] if plan.fsdp.offload else [(Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),)]
+        groups = [] if plan.fsdp.code == "torchtitan" else fused_losses(plan)
+        groups += [] if plan.fsdp.offload else [(Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),)]
         hybrid = (_hybrid(count) for count in _replicas(plan) if count != plan.fsdp.replicas)
         return [*groups, tuple(hybrid)]
 

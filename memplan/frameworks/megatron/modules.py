@@ -21,7 +21,7 @@ from ...layers.megatron_core import (
 from ...layers.megatron_core.distributed import distributed
 from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.shape import CoreShape
-from ...layers.module import Interface, Module, Options, Run, build
+from ...layers.module import Interface, Module, Options, Parameter, Run, build, forward_alone
 from ...layers.recompute import RERUN, recomputed_reentrant
 from ...plan.layer_blocks import LayerBlock
 from ...plan.module_precision import wide_modules
@@ -77,18 +77,29 @@ def layers_module(
     shapes: tuple[CoreShape, ...], options: Options, *, recomputed: bool = False, requires_grad: bool = True
 ) -> Module:
     """One layer, or a group of layers under one recompute (``_checkpointed_forward``)."""
+    return build("layer", partial(_group, shapes=shapes, recomputed=recomputed), _given(shapes, requires_grad), options)
 
-    def recipe(r: Recorder, x: Tensor) -> Run:
-        if not recomputed:
-            return Run(_layers(r, x, shapes))
-        if all(map(replaced.is_empty, shapes)):
-            return Run(replaced.recomputed_nothing(r, x))
-        run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
-        out = run(r, partial(_again, shapes=shapes), (x,))
-        ends.keep_mask(r, shapes[0])
-        return Run(out)
 
-    return build("layer", recipe, Interface(shapes[0].hidden, hidden_dtype(shapes[0]), requires_grad), options)
+@lru_cache(maxsize=1024)
+def layer_forward(shape: CoreShape, options: Options, recomputed: bool) -> tuple[tuple[Parameter, ...], int]:
+    """Of ``layers_module``: the parameters, and the bytes that forward leaves of a micro-batch that adds to
+    gradients."""
+    return forward_alone(partial(_group, shapes=(shape,), recomputed=recomputed), _given((shape,), True), options)
+
+
+def _given(shapes: tuple[CoreShape, ...], requires_grad: bool) -> Interface:
+    return Interface(shapes[0].hidden, hidden_dtype(shapes[0]), requires_grad)
+
+
+def _group(r: Recorder, x: Tensor, *, shapes: tuple[CoreShape, ...], recomputed: bool) -> Run:
+    if not recomputed:
+        return Run(_layers(r, x, shapes))
+    if all(map(replaced.is_empty, shapes)):
+        return Run(replaced.recomputed_nothing(r, x))
+    run = partial(distributed, shapes[0].t) if shapes[0].distributes else recomputed_reentrant
+    out = run(r, partial(_again, shapes=shapes), (x,))
+    ends.keep_mask(r, shapes[0])
+    return Run(out)
 
 
 def _again(r: Recorder, hidden: Tensor, *, shapes: Sequence[CoreShape]) -> Tensor:

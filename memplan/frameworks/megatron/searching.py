@@ -43,12 +43,12 @@ from ...search.lower_bounds import UNBOUNDED, Beside, LayerNeeds, LowerBounds, N
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
-from ...tape.program import Program, fold_program, module_elements
+from ...tape.program import Program, fold_program
 from ...values import replace
 from . import programs
 from .entries import stage_entries
 from .from_plan import rules as rules_of
-from .modules import end_module, layers_module, module_shapes
+from .modules import end_module, layer_forward, layers_module, module_shapes
 
 
 def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
@@ -241,10 +241,10 @@ class MegatronSearch(FrameworkSearch):
 
         def of(shape: CoreShape) -> tuple[int, int]:
             few, times = shape.fewest_experts if options.tuning is None else (shape, 1)
-            module = layers_module((few,), options, recomputed=full)
-            own = sum(one.elements for one in module.parameters if one.expert)
+            parameters, saved = layer_forward(few, options, full)
+            own = sum(one.elements for one in parameters if one.expert)
             experts.append(own * times)
-            return module_elements(module) + own * (times - 1), max(0, module.steady.forward_fold.net)
+            return sum(one.elements for one in parameters) + own * (times - 1), max(0, saved)
 
         experts: list[int] = []
         if plan.model.linear_interval:

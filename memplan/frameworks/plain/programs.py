@@ -46,7 +46,7 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import INPUT, Category, Drop, Event, Stretch, Tape, drops
 from ...tape.program import Program, Span
 from ...values import replace
-from . import compiled, preferences, trainer
+from . import preferences, trainer
 from .buffers import buffers, inputs
 from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
@@ -446,6 +446,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     check(plan)
     shape, options = layer_shape(plan), recipe_options(plan, options)
     if plan.compile:
+        from . import compiled
+
         return (_program(plan, shape, 0, (Span(compiled.module(plan, options), ("model",)),), options),)
     autocast, tuning = options.autocast, options.tuning
     recompute, later = plan.recompute.mode == "full", ""

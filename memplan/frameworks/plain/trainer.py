@@ -26,14 +26,17 @@ SCALARS = tuple(
 )
 """Numbers in variables of ``_run_epoch``."""
 
-NOT_TRACED = "must be none or transformers: trl's loss is not modelled for an architecture without a recipe"
+NOT_TRACED = (
+    "must be none or transformers: trl's loss is not modelled for an architecture without a recipe (model_type {}); "
+    "--trainer transformers has the model's own loss, of all logits"
+)
 """Why a loop does not run an architecture that traces alone know."""
 
 
 def check_learnt(plan: ResolvedPlan) -> None:
     """Refuses what was not traced of the loop: evaluation, and losses of trl's trainers."""
     if plan.trainer.kind.own_loss:
-        raise plan.wrong("trainer.loop", NOT_TRACED)
+        raise plan.wrong("trainer.loop", NOT_TRACED.format(plan.model.family))
     for name, value in plan.trainer.changed_here():
         if value is not None and name != "loop":
             raise plan.wrong(f"trainer.{name}", "must be left out: not modelled for an architecture without a recipe")

@@ -13,10 +13,9 @@ from __future__ import annotations
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
-from ..autograd import Recorder, Shape, Tensor, size_of
-from ..gradients import fresh
-from ..work import Exchange, Operator, exchanged
+from ..autograd import Recorder, Shape, Tensor
 from . import local, te
+from .mappings import moved, own_rows, side_by_side
 from .shape import CoreShape
 
 DOWN, UP = "adapter.linear_in", "adapter.linear_out"
@@ -124,7 +123,10 @@ def _of_columns(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape
     down, up = parameters(r, name, like[-1] * shape.t, x.shape[-1], shape, columns=True)
     x = _dropped(r, x, name)
     if x.shape[0] < like[0]:
-        x = _gathered_first(r, x, f"{name}_adapter_gathered", shape)
+        gathered = f"{name}_adapter_gathered"
+        x = moved(
+            r, x, x.shape[0] * shape.t, "all-gather", (gathered, f"grad_{gathered}_scattered"), back=COMMUNICATION
+        )
     alone = _alone(shape)
     x = local.linear(r, x, down, None, f"{name}.{DOWN}", _summed(alone, shape), columns=True)
     x = _gathered_last(r, x, f"{name}.{DOWN}", shape)
@@ -141,7 +143,7 @@ def _of_rows(r: Recorder, x: Tensor, name: str, like: Shape, shape: CoreShape) -
     x = local.linear(r, x, up, None, f"{name}.{UP}", alone, columns=True)
     x = _gathered_last(r, x, f"{name}.{UP}", shape)
     if x.shape[0] > like[0]:
-        x = _scattered_first(r, x, like, f"{name}_adapter_scattered")
+        x = own_rows(r, x, like, f"grad_{name}_adapter_scattered_gathered")
     return ops.scale(r, x, f"{name}_adapter_scaled")
 
 
@@ -159,37 +161,5 @@ def _dropped(r: Recorder, x: Tensor, name: str) -> Tensor:
     return ops.dropout(r, x, r.adapters.dropout, f"{name}_adapter_dropout")
 
 
-def _gathered_first(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
-    """``gather_from_sequence_parallel_region``, whose gradient is reduce-scattered."""
-    like, dtype = x.shape, x.dtype
-    whole = (like[0] * shape.t, *like[1:])
-
-    done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
-    return r.empty(whole, dtype, name).by(
-        r.node((x,), (), fresh(x, f"grad_{name}_scattered", COMMUNICATION), work=done)
-    )
-
-
-def _scattered_first(r: Recorder, x: Tensor, like: Shape, name: str) -> Tensor:
-    """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
-    whole, dtype = x.shape, x.dtype
-
-    work = Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
-    seen = x.view(*like)
-    seen.node = r.node((x,), (), fresh(x, f"grad_{name}_gathered", COMMUNICATION), work=work)
-    return seen
-
-
 def _gathered_last(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
-    """``gather_from_tensor_model_parallel_region``: parts that were received one behind the other are put side by side;
-    of the gradient a rank copies its own part."""
-    if shape.t == 1:
-        return x
-    like, dtype = x.shape, x.dtype
-    whole = (*like[:-1], like[-1] * shape.t)
-
-    received = r.empty((like[0] * shape.t, *like[1:]), dtype, f"{name}_received", COMMUNICATION)
-    joined = r.empty(whole, dtype, f"{name}_gathered")
-    del received
-    work = Operator((Exchange("all-gather", size_of(whole, dtype)),))
-    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_own_part"), work=work))
+    return side_by_side(r, x, name, f"grad_{name}_own_part", shape.t)

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 from ...tape.events import Category, Drop, Hold, Tape
 from .. import ops
-from ..autograd import Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import fresh
+from ..autograd import Recorder, Shape, Tensor, size_of
+from ..gradients import fresh, viewed
 from ..module import SHARED, Module, Tapes, hold_bytes
 from ..work import Exchange, Operator
 from . import local
@@ -106,11 +106,9 @@ def pooler(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``gather_from_sequence_parallel_region``: backward takes this rank's slice, a view."""
-    shard = x.shape
-
     whole = (shape.s, shape.b, shape.spec.hidden)
     work = Operator((Exchange("all-gather", size_of(whole, x.dtype)),), ())
-    node = r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*shard)], work=work)
+    node = r.node((x,), (), viewed(x), work=work)
     return r.empty(whole, x.dtype, "pooler_gathered", Category.COMMUNICATION_BUFFERS).by(node)
 
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import fresh
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh, viewed
 from ..recompute import recomputed_reentrant
 from ..work import exchanged
 from . import (
@@ -275,11 +275,9 @@ def _in_chunks(r: Recorder, x: Tensor, shape: CoreShape, norm_name: str) -> tupl
     rows = -(-s // min(shape.mlp_chunks, s))
     parts: list[Shape] = [(min(rows, s - at), *rest) for at in range(0, s, rows)]
     outputs = [mlp(r, part, shape, norm_name) for part in ops.split(r, x, parts, "mlp_chunk")]
-    shapes = [out.shape for out, _ in outputs]
-    node = r.node(
-        [out for out, _ in outputs], (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes]
-    )
-    return r.empty((s, *shapes[0][1:]), x.dtype, "mlp_chunks_joined").by(node), outputs[0][1]
+    made = [out for out, _ in outputs]
+    node = r.node(made, (), viewed(*made))
+    return r.empty((s, *made[0].shape[1:]), x.dtype, "mlp_chunks_joined").by(node), outputs[0][1]
 
 
 def norm_of_mlp(r: Recorder, x: Tensor, shape: CoreShape) -> tuple[Tensor, Discard]:

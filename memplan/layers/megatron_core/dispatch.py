@@ -12,9 +12,10 @@ from math import prod
 from ...tape.events import Category, Hold
 from .. import ops
 from ..autograd import Delayed, Gradients, Recorder, Shape, Tensor, size_of
-from ..gradients import fresh
+from ..gradients import fresh, fresh_each
 from ..module import hold_bytes
-from ..work import NOTHING, Exchange, Operator, exchanged
+from ..work import NOTHING, Exchange, exchanged
+from .mappings import moved
 from .shape import CoreShape
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
@@ -172,18 +173,14 @@ def permuted_at_once(
     r: Recorder, x: Tensor, probabilities: Tensor, chosen: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``moe_permute_mask_map_forward``: saves the map of rows (T, 2 E + 1) in int32."""
-    (tokens, experts), like, dtype = probabilities.shape, x.shape, x.dtype
+    tokens, experts = probabilities.shape
     rows = r.empty((tokens, 2 * experts + 1), "int32", "row_id_map")
     part = r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
     del part
-    out = r.empty((count, x.shape[-1]), dtype, "permuted_tokens")
+    out = r.empty((count, x.shape[-1]), x.dtype, "permuted_tokens")
     weights = r.empty((count,), probabilities.dtype, "permuted_probabilities")
-    kind = probabilities.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_permuted_tokens"), r.empty((tokens, experts), kind, "grad_probabilities")]
-
-    node = r.node((x, probabilities), (rows,), backward, outputs=2)
+    gradients = fresh_each((x, "grad_permuted_tokens"), (probabilities, "grad_probabilities"))
+    node = r.node((x, probabilities), (rows,), gradients, outputs=2)
     out.node, weights.node, weights.slot = node, node, 1
     return out, weights, rows
 
@@ -206,21 +203,14 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
 
 def _exchanged(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """``all_to_all``: a fresh tensor in either direction, and ``x`` itself where there is one rank."""
-    if shape.mixture.ep == 1:
-        return x
-    like, dtype = x.shape, x.dtype
-
-    done = exchanged("all-to-all", max(count, like[0]) * size_of(like[1:], dtype), "all-to-all", "ep")
-    return r.output((x,), (), fresh(x, "grad_exchanged"), (count, *like[1:]), dtype, "exchanged", work=done)
+    one = shape.mixture.ep == 1
+    return x if one else moved(r, x, count, "all-to-all", ("exchanged", "grad_exchanged"), "ep")
 
 
 def _gathered(r: Recorder, x: Tensor, count: int, shape: CoreShape) -> Tensor:
     """All-gather over ranks of one expert; backward reduce-scatters."""
-    if shape.mixture.etp == 1:
-        return x
-    dtype, whole = x.dtype, (count, *x.shape[1:])
-    done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "etp")
-    return r.output((x,), (), fresh(x, "grad_gathered"), whole, dtype, "gathered", work=done)
+    one = shape.mixture.etp == 1
+    return x if one else moved(r, x, count, "all-gather", ("gathered", "grad_gathered"), "etp")
 
 
 def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) -> Tensor:
@@ -229,11 +219,7 @@ def _scattered(r: Recorder, x: Tensor, count: int, wide: str, shape: CoreShape) 
         return x
     dtype = x.dtype
     x = ops.cast(r, x, wide, "reduced_cast")
-    like, part = x.shape, (count, *x.shape[1:])
-    done = exchanged("reduce-scatter", size_of(like, wide), "all-gather", "etp")
-    out = r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_reduced")], part, wide, "reduced", work=done
-    )
+    out = moved(r, x, count, "reduce-scatter", ("reduced", "grad_reduced"), "etp")
     return ops.cast(r, out, dtype, "reduced_back")
 
 
@@ -242,17 +228,12 @@ def _sorted(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> tuple[
     kernel saves a map of rows in int32."""
     fused = shape.mixture.permute_fusion and not shape.mixture.padded
     rows = [r.empty((x.shape[0],), "int32", "chunk_row_id_map")] if fused else []
-    made = []
-    like = [(one.shape, one.dtype) for one in (x, weights)]
     if fused:
-        made = [r.empty(*one, name) for one, name in zip(like, ("sorted_tokens", "sorted_probabilities"), strict=True)]
-
-        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return [r.empty(*one, "grad_sorted") for one in like]
-
-        node = r.node((x, weights), rows, backward, outputs=2)
-        made[0].node, made[1].node, made[1].slot = node, node, 1
-        return made[0], made[1]
+        tokens = r.empty(x.shape, x.dtype, "sorted_tokens")
+        scales = r.empty(weights.shape, weights.dtype, "sorted_probabilities")
+        node = r.node((x, weights), rows, fresh_each((x, "grad_sorted"), (weights, "grad_sorted")), outputs=2)
+        tokens.node, scales.node, scales.slot = node, node, 1
+        return tokens, scales
     return _copied(r, x, "sorted_tokens", shape), _copied(r, weights, "sorted_probabilities", shape)
 
 
@@ -294,7 +275,8 @@ def _all_gathered(
     flat = hidden.view(shape.routed.own, own[-1])
     if ranks > 1:
         chosen = r.empty((tokens, spec.experts), "bool", "routing_map_gathered")
-        probabilities = _gathered_probabilities(r, probabilities, tokens)
+        names = ("probabilities_gathered", "grad_probabilities_gathered")
+        probabilities = moved(r, probabilities, tokens, "all-gather", names, "experts")
         flat = _gathered_tokens(r, flat, tokens)
     mine = r.empty((tokens, local), "bool", "local_map")
     part = _part(r, probabilities, (tokens, local))
@@ -315,18 +297,6 @@ def _all_gathered(
     return back.view(*own), [probabilities, flat, mine, part, weights]
 
 
-def _gathered_probabilities(r: Recorder, x: Tensor, tokens: int) -> Tensor:
-    dtype, whole = x.dtype, (tokens, x.shape[1])
-    return r.output(
-        (x,), (), fresh(x, "grad_probabilities_gathered"),
-        whole, dtype, "probabilities_gathered", work=_of_all(whole, dtype),
-    )  # fmt: skip
-
-
-def _of_all(whole: Shape, dtype: str) -> Operator:
-    return exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "experts")
-
-
 def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
     """Into the static buffer, in backward, too, where the gradient is summed in it."""
     like, dtype, whole = x.shape, x.dtype, (tokens, x.shape[1])
@@ -334,7 +304,7 @@ def _gathered_tokens(r: Recorder, x: Tensor, tokens: int) -> Tensor:
         (x,),
         (),
         lambda r, gradients: [r.outside(like, dtype, Category.TEMPORARIES, 0)],
-        work=_of_all(whole, dtype),
+        work=exchanged("all-gather", size_of(whole, dtype), "reduce-scatter", "experts"),
     )
     out = r.outside(whole, dtype, COMMUNICATION, 0)
     out.node = node
@@ -357,22 +327,13 @@ def _masked(r: Recorder, x: Tensor, count: int) -> Tensor:
     """``x.T.contiguous().masked_select(map.T.contiguous())``: saves both copies."""
     turned = ops.contiguous(r, x, x.shape[::-1], "local_probabilities_transposed")
     mask = r.empty(x.shape[::-1], "bool", "local_map_transposed")
-    like, dtype = turned.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_probabilities_selected")]
-
-    return r.output((turned,), (turned, mask), backward, (count,), dtype, "permuted_probabilities")
+    gradient = fresh(turned, "grad_probabilities_selected")
+    return r.output((turned,), (turned, mask), gradient, (count,), x.dtype, "permuted_probabilities")
 
 
 def _reduced(r: Recorder, x: Tensor, tokens: int, wide: str) -> Tensor:
     """Reduce-scatter over all ranks, in the dtype of probabilities."""
     dtype = x.dtype
     x = ops.cast(r, x, wide, "unpermuted_cast")
-    like = x.shape
-    done = exchanged("reduce-scatter", size_of(like, wide), "all-gather", "experts")
-    out = r.output(
-        (x,), (), lambda r, gradients: [r.empty(like, wide, "grad_tokens_gathered")],
-        (tokens, like[1]), wide, "tokens_scattered", work=done,
-    )  # fmt: skip
+    out = moved(r, x, tokens, "reduce-scatter", ("tokens_scattered", "grad_tokens_gathered"), "experts")
     return ops.cast(r, out, dtype, "tokens_scattered_back")

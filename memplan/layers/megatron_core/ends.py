@@ -15,12 +15,14 @@ from typing import Literal
 from ...tape.events import Category, Hold, Tape, drops
 from ...values import replace
 from .. import ops
-from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh
 from ..module import SHARED, Module, Tapes, hold_bytes
 from ..reductions import summed, table_gradient
-from ..work import Exchange, Operator, Ranks, Stream, exchanged, looked_up
+from ..work import Exchange, Operator, Ranks, Stream, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
+from .mappings import moved, own_rows
 from .shape import CoreShape
 
 INPUTS, LOGITS, WORKSPACES = Category.INPUTS, Category.LOGITS, Category.WORKSPACES
@@ -211,7 +213,7 @@ def embedding(
     if shape.fp32_residual:
         hidden = ops.cast(r, hidden, "fp32", "embedding_fp32")
     if shape.sequence_parallel:
-        hidden = hidden if scattered else _first_slice(r, hidden, shape)
+        hidden = hidden if scattered else own_rows(r, hidden, shape.hidden, "grad_embedding_gathered")
         hidden = cloned(r, hidden, "embedding_cloned") if shape.clones_embedding else hidden
     hidden = ops.dropout(r, hidden, spec.embedding_dropout, "embedding_dropout")
     del words, places, kinds
@@ -239,17 +241,15 @@ def vocab_parallel_embedding(
     tied, permuted = shape if tied_here and weight.node is not None else None, b > 1 and s > 1
     out = lookup(r, weight, tokens, "word_embeddings", sorts=shape.deterministic, permuted=permuted, tied=tied)
     if foreign is not None:
-        whole, size = out.shape, size_of(out.shape, dtype)
+        size = size_of(out.shape, dtype)
         summed = [] if scatters else [Exchange("all-reduce", size)]
-
-        def zeroed(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return [r.empty(whole, dtype, "grad_word_embeddings_zeroed")]
-
+        zeroed = fresh(out, "grad_word_embeddings_zeroed")
         node = r.node((out,), (foreign,), zeroed, work=Operator((Stream(size), *summed)))
-        out = Tensor(out.storage, whole, dtype, node)
+        out = Tensor(out.storage, out.shape, dtype, node)
     if scatters:
         out = transposed(r, out, (s, b, h), "word_embeddings_transposed")
-        out = _reduce_scattered(r, out, shape)
+        names = ("word_embeddings_scattered", "grad_embedding_gathered")
+        out = moved(r, out, shape.hidden[0], "reduce-scatter", names, back=COMMUNICATION)
     del tokens, foreign
     return out
 
@@ -304,30 +304,6 @@ def transposed(r: Recorder, x: Tensor, shape: Shape, name: str) -> Tensor:
         node = r.node((x,), (), lambda r, gradients: [one and one.view(*back) for one in gradients])
         return Tensor(x.storage, shape, x.dtype, node)
     return ops.contiguous(r, x, shape, name)
-
-
-def _first_slice(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    """``scatter_to_sequence_parallel_region``: a view of this rank's tokens, whose gradient is gathered."""
-    whole, dtype = x.shape, x.dtype
-    return Tensor(
-        x.storage, shape.hidden, dtype, r.node((x,), (), _gathers(whole, dtype), work=_gathered(whole, dtype))
-    )
-
-
-def _reduce_scattered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    """``reduce_scatter_to_sequence_parallel_region``: a fresh (s/t, b, h), whose gradient is gathered."""
-    whole, dtype = x.shape, x.dtype
-    work = _gathered(whole, dtype)._replace(forward=(Exchange("reduce-scatter", size_of(whole, dtype)),))
-    out = r.empty(shape.hidden, dtype, "word_embeddings_scattered")
-    return out.by(r.node((x,), (), _gathers(whole, dtype), work=work))
-
-
-def _gathers(whole: Shape, dtype: str) -> Backward:
-    return lambda r, gradients: [r.empty(whole, dtype, "grad_embedding_gathered", COMMUNICATION)]
-
-
-def _gathered(whole: Shape, dtype: str) -> Operator:
-    return Operator((), (Exchange("all-gather", size_of(whole, dtype)),))
 
 
 def cloned(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -397,23 +373,13 @@ def output_layer(
 def _frozen_output_layer(r: Recorder, hidden: Tensor, shape: CoreShape, v: int) -> Tensor:
     """``linear_with_frozen_weight``: (s, b, v) of an input that is gathered, if it is, into a tensor of its own, whose
     gradient is reduce-scattered; nothing is saved but the weight."""
-    like, whole, dtype = hidden.shape, (shape.s, shape.b, shape.spec.hidden), hidden.dtype
-    total = hidden
+    whole, dtype, total = (shape.s, shape.b, shape.spec.hidden), hidden.dtype, hidden
     if shape.sequence_parallel:
-
-        def scattered(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return [r.empty(like, dtype, "grad_head_input_scattered")]
-
-        done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
-        total = r.empty(whole, dtype, "head_input_gathered", COMMUNICATION)
-        total = total.by(r.node((hidden,), (), scattered, work=done))
+        names = ("head_input_gathered", "grad_head_input_scattered")
+        total = moved(r, hidden, shape.s, "all-gather", names, kept=COMMUNICATION)
     alone = replace(shape.ranks, sequence=False) if not shape.sequence_parallel else Ranks(1, False)
     work = alone.column(prod(whole[:-1]), v, whole[-1], dtype, trained=False)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(whole, dtype, "grad_head_input")]
-
-    node = r.node((total,), (), backward, work=work)
+    node = r.node((total,), (), fresh(total, "grad_head_input"), work=work)
     return r.empty((*whole[:-1], v), dtype, "logits", LOGITS).by(node)
 
 

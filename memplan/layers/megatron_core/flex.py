@@ -16,8 +16,8 @@ from math import ceil, comb
 
 from ...values import dataclass
 from .. import ops
-from ..autograd import Gradients, Recorder, Tensor, size_of
-from ..gradients import fresh
+from ..autograd import Backward, Gradients, Recorder, Tensor, size_of
+from ..gradients import fresh, fresh_each
 from ..work import Exchange, Operator, Stream
 from . import dispatch
 from .shape import CoreShape
@@ -156,15 +156,12 @@ def _sent(
     r: Recorder, x: Tensor, few: Tensor, indices: Tensor, n: int, handle: list[Tensor], shape: CoreShape
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``FusedDispatch``: tokens (N, h), the probabilities of their experts here and their indices (N, k)."""
-    like, dtype, probs, size = x.shape, x.dtype, few.shape, (n, few.shape[1])
-    received = r.empty((n, x.shape[1]), dtype, "tokens_received")
+    size = (n, few.shape[1])
+    received = r.empty((n, x.shape[1]), x.dtype, "tokens_received")
     arrived, where = r.empty(size, "int64", "received_token_indices"), r.empty(size, "fp32", "received_probabilities")
     del indices
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_tokens_sent"), r.empty(probs, "fp32", "grad_token_probabilities_fp32")]
-
-    node = r.node((x, few), handle, backward, outputs=2, work=_exchange(received, shape))
+    node = r.node((x, few), handle, _gradients_sent(x, few), outputs=2, work=_exchange(received, shape))
     received.node, where.node, where.slot = node, node, 1
     return received, where, arrived
 
@@ -217,17 +214,17 @@ def _sent_by_hybrid_ep(
     ]
     taken = r.empty((count, x.shape[1]), x.dtype, "rows_received")
     weights = r.empty((count,), "fp32", "received_probabilities")
-    like, dtype, probs = x.shape, x.dtype, wide.shape
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_tokens_sent"), r.empty(probs, "fp32", "grad_token_probabilities_fp32")]
-
-    node = r.node((x, wide), handle, backward, outputs=2, work=_exchange(taken, shape))
+    node = r.node((x, wide), handle, _gradients_sent(x, wide), outputs=2, work=_exchange(taken, shape))
     taken.node, weights.node, weights.slot = node, node, 1
     return taken, weights, handle
 
 
 # -- both ----------------------------------------------------------------------------------------------
+
+
+def _gradients_sent(x: Tensor, wide: Tensor) -> Backward:
+    """Of tokens, and of their probabilities in fp32."""
+    return fresh_each((x, "grad_tokens_sent"), (wide, "grad_token_probabilities_fp32"))
 
 
 def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) -> Tensor:

@@ -17,8 +17,8 @@ from typing import Any
 
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor, incoming
-from ..gradients import fresh, fresh_each
+from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor
+from ..gradients import fresh, fresh_each, viewed
 from ..shapes import ITEMSIZE
 from ..work import NOTHING, Operator, Product, Stream
 from . import adapters, grouped_chain, local, offload, te, te_facts
@@ -359,8 +359,7 @@ def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Te
     scales = ops.split(r, weights, [(size,)] * count, "expert_probabilities")
     made = [_expert(r, one, scale, i, alone) for i, (one, scale) in enumerate(zip(tokens, scales, strict=True))]
     out = r.empty(x.shape, x.dtype, "experts_together")
-    shapes = [one.shape for one in made]
-    out.node = r.node(made, (), lambda r, gradients: [incoming(gradients).view(*like) for like in shapes])
+    out.node = r.node(made, (), viewed(*made))
     del made, tokens, scales
     return out
 

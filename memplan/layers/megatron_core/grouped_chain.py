@@ -51,8 +51,6 @@ class Chain:
     """(w, h), of one expert;"""
     second: Shape
     """(h, f)."""
-    weighed: bool
-    """Rows have probabilities; without them, as shared experts have none, nothing tells experts' rows apart."""
     again: bool
     """The second product's input is made again in backward (``activation_recompute_in_mlp``: ReLU² alone)."""
 
@@ -130,7 +128,7 @@ def experts(
     first, second = weights[0][0].shape, weights[1][0].shape
     rows, (wide, h), f = prod(like[:-1]), first, second[1]
     recomputes = not shape.spec.gated and "moe_act" in shape.recompute_modules
-    chain = Chain(name, shape.low, count, rows, first, second, scale is not None, recomputes)
+    chain = Chain(name, shape.low, count, rows, first, second, recomputes)
     bounds = up(4 * count, 16) + 5 * up(8 * (count + 1), 16)  # splits_to_offsets_multi
     offsets = [r.empty((bounds,), BYTE, f"{name}_offsets")] if scale is not None else []
     fed = chain.low.quantised(r, (rows, h), f"{name}_fc1", rows=True, columns=r.grad_enabled)

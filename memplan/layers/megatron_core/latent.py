@@ -16,10 +16,11 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
-from ..work import Exchange, Operator, Stream, exchanged
+from ..work import Exchange, Operator, Stream
 from . import adapters, offload, te, te_attention
 from .ends import keep_mask
 from .grouped import without_output
+from .mappings import moved, own_rows
 from .shape import CoreShape
 
 NAME = "self_attention"
@@ -147,7 +148,9 @@ def _down(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     both = adapters.duplicated(r, hidden, KV_DOWN, kv_rank + p, shape, original=original)
     lead = both.shape[:-1]
     keys, rotated = ops.split(r, both, [(*lead, kv_rank), (*lead, p)], "kv_compressed")
-    return queries, keys, _gathered(r, rotated, shape) if shape.sequence_parallel else rotated
+    if shape.sequence_parallel:
+        rotated = moved(r, rotated, shape.s, "all-gather", ("rotated_key_gathered", "grad_rotated_key_scattered"))
+    return queries, keys, rotated
 
 
 def _down_together(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,26 +194,12 @@ def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
 def _own_tokens(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, copies: bool) -> Tensor:
     """``scatter_to_sequence_parallel_region``: tokens of this rank, with copies where ``x`` is a slice of features;
     their gradients are gathered."""
-    like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
-
-    done = (Stream(2 * size_of(part, dtype)),) if copies else ()
-    node = r.node(
-        (x,),
-        (),
-        fresh(x, f"grad_{name}_gathered", Category.COMMUNICATION_BUFFERS),
-        work=Operator(done, (Exchange("all-gather", size_of(like, dtype)),)),
-    )
-    if copies:
-        return r.empty(part, dtype, f"{name}_own").by(node)
-    return Tensor(x.storage, part, dtype, node)
-
-
-def _gathered(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    dtype, full = x.dtype, (shape.s, *x.shape[1:])
-    return r.output(
-        (x,), (), fresh(x, "grad_rotated_key_scattered"),
-        full, dtype, "rotated_key_gathered", work=exchanged("all-gather", size_of(full, dtype), "reduce-scatter"),
-    )  # fmt: skip
+    part = (x.shape[0] // shape.t, *x.shape[1:])
+    if not copies:
+        return own_rows(r, x, part, f"grad_{name}_gathered")
+    done = Operator((Stream(2 * size_of(part, x.dtype)),), (Exchange("all-gather", size_of(x.shape, x.dtype)),))
+    gradient = fresh(x, f"grad_{name}_gathered", Category.COMMUNICATION_BUFFERS)
+    return r.output((x,), (), gradient, part, x.dtype, f"{name}_own", work=done)
 
 
 def _up(r: Recorder, queries: Tensor, keys: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor, Tensor]:

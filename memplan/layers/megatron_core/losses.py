@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from ...tape.events import Category
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import viewed
 from ..work import Exchange, Operator, Stream, parallel_cross_entropy
 from . import te
 from .shape import CoreShape
@@ -192,9 +193,7 @@ def gpt_loss(r: Recorder, per_token: Tensor, loss_mask: Tensor, *, per_token_los
 
 def total(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``x.sum()``: its gradient is expanded without memory."""
-    whole = x.shape
-
-    return r.empty((), x.dtype, name).by(r.node((x,), (), lambda r, gradients: [incoming(gradients).view(*whole)]))
+    return r.empty((), x.dtype, name).by(r.node((x,), (), viewed(x)))
 
 
 def scalar_gradient(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

@@ -18,8 +18,8 @@ from math import prod
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import fresh
+from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gradients import fresh, viewed
 from ..work import Operator, exchanged
 from . import adapters, local
 from .mamba_scan import Sizes, chunks_backward, convolution, scan_forward, scan_work, work_of
@@ -297,9 +297,7 @@ def _to_heads(r: Recorder, x: Tensor, own: Sizes, at: Sizes, cp: int) -> Tensor:
                 parts[one] = ops.expanded(r, parts[one], (s, b, group * repeated), "group_repeated", copies=True)
         parts[place] = _cp2hp(r, parts[place], (s * cp, b, parts[place].shape[-1] // cp))
     whole = (s * cp, b, at.features)
-    likes = [part.shape for part in parts]
-    out = r.empty(whole, x.dtype, "zxbcdt_together")
-    out = out.by(r.node(parts, (), lambda r, gradients: [incoming(gradients).view(*like) for like in likes]))
+    out = r.empty(whole, x.dtype, "zxbcdt_together").by(r.node(parts, (), viewed(*parts)))
     return reordered(r, out, whole, "zxbcdt")
 
 

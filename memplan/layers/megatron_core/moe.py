@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 from ...values import replace
 from .. import ops
-from ..autograd import Recorder, Shape, Tensor, size_of
-from ..gradients import fresh
+from ..autograd import Recorder, Shape, Tensor
 from ..recompute import recomputed_reentrant
-from ..work import exchanged
 from . import adapters, dispatch, flex, graphs, grouped, grouped_chain, local, router, te
+from .mappings import moved
 from .shape import CoreShape, ExpertShape
 
 SHARED = "mlp.shared_experts"
@@ -204,18 +203,8 @@ def _gated(r: Recorder, x: Tensor, hidden: Tensor, shape: CoreShape) -> Tensor:
 
 
 def _whole(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    dtype, full = x.dtype, (x.shape[0] * shape.t, *x.shape[1:])
-    done = exchanged("all-gather", size_of(full, dtype), "reduce-scatter")
-    return r.output(
-        (x,), (), fresh(x, "grad_shared_scattered"), full, dtype, "shared_gathered",
-        work=done,
-    )  # fmt: skip
+    return moved(r, x, x.shape[0] * shape.t, "all-gather", ("shared_gathered", "grad_shared_scattered"))
 
 
 def _part(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
-    like, dtype, part = x.shape, x.dtype, (x.shape[0] // shape.t, *x.shape[1:])
-    done = exchanged("reduce-scatter", size_of(like, dtype), "all-gather")
-    return r.output(
-        (x,), (), fresh(x, "grad_shared_gathered"), part, dtype, "shared_scattered",
-        work=done,
-    )  # fmt: skip
+    return moved(r, x, x.shape[0] // shape.t, "reduce-scatter", ("shared_scattered", "grad_shared_gathered"))

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
+from ..gradients import viewed
 from ..work import NOTHING, Exchange, Operator, Product, exchanged
-from . import ends, te
+from . import ends, router, te
 from .losses import language_model_loss
 from .shape import CoreShape
 
@@ -79,11 +80,8 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
         states.append(x)
         history.states.append(x)
         del x, embedded
-    shapes = [state.shape for state in states]
-    like = shapes[0][0]
-    out = r.empty((like * len(states), *shapes[0][1:]), hidden.dtype, "hidden_of_all")
-    node = r.node(states, (), lambda r, gradients: [incoming(gradients).view(*one) for one in shapes])
-    return out.by(node)
+    rows, *rest = hidden.shape
+    return r.empty((rows * len(states), *rest), hidden.dtype, "hidden_of_all").by(r.node(states, (), viewed(*states)))
 
 
 def _hooked(r: Recorder, x: Tensor, shape: CoreShape, layer: Layer) -> Tensor:
@@ -246,7 +244,7 @@ def head(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         labels, mask = _rolled(r, "int64", "labels_rolled", shape), _rolled(r, "fp32", "loss_mask_rolled", shape)
         loss = language_model_loss(r, logits, shape)
         loss = ops.multiply(r, loss.view(*size), mask, "mtp_loss_masked")
-        first = _with_loss(r, first, ops.scale(r, loss, "mtp_loss"))
+        first = router.with_loss(r, first, ops.scale(r, loss, "mtp_loss"), "mtp_loss")
         del labels, mask, loss
     del logits, state, others
     return ends.gpt_head(r, first, shape)
@@ -276,13 +274,3 @@ def _frozen_output(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
     work = Operator(done.forward, (of_input, *summed))
     node = r.node((hidden,), (), backward, work=work)
     return r.empty((s, b, v), wide, "logits", Category.LOGITS).by(node)
-
-
-def _with_loss(r: Recorder, x: Tensor, loss: Tensor) -> Tensor:
-    """``MTPLossAutoScaler``: ``x`` itself, whose backward begins that of the loss, too."""
-    like, dtype = loss.shape, loss.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [incoming(gradients), r.empty(like, dtype, "grad_mtp_loss")]
-
-    return Tensor(x.storage, x.shape, x.dtype, r.node((x, loss), (loss,), backward))

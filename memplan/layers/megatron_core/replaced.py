@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...plan.layer_blocks import LINEAR, NONE
-from ..autograd import Recorder, Tensor, size_of
+from ..autograd import Recorder, Tensor
 from ..gradients import fresh
-from ..work import Exchange, Operator
 from . import local, te
+from .mappings import side_by_side
 from .shape import CoreShape
 
 ATTENTION, MLP = "self_attention", "mlp"
@@ -49,7 +49,8 @@ def block(r: Recorder, hidden: Tensor, part: str, kind: str, shape: CoreShape) -
         linear = local.column_linear(r, normed, part, n, shape, bias=bias, skip_bias=False)
     else:
         linear = te.norm_column_linear(r, hidden, part, f"{part}.layer_norm", n, shape, bias=bias, skip_bias=False)
-    out = _gathered(r, linear[0], part, shape)
+    # with sequence parallelism Megatron-Core stops: it pads another dimension than that of features
+    out = side_by_side(r, linear[0], part, f"grad_{part}_of_rank", shape.t)
     del linear
     return local.bias_dropout_add(r, out, None, hidden, part, shape)
 
@@ -66,18 +67,3 @@ def recomputed_nothing(r: Recorder, hidden: Tensor) -> Tensor:
     del one
 
     return Tensor(hidden.storage, like, dtype, r.node((hidden,), (), fresh(hidden, "grad_copied")))
-
-
-def _gathered(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
-    """``_gather_from_tensor_parallel_region``, (s, b, h / t) to (s, b, h): all parts, which are put side by side. With
-    sequence parallelism Megatron-Core stops, because it pads another dimension than that of features."""
-    if shape.t == 1:
-        return x
-    like, dtype = x.shape, x.dtype
-    whole = (*like[:-1], like[-1] * shape.t)
-    received = r.empty((shape.t * like[0], *like[1:]), dtype, f"{name}_received", te.COMMUNICATION)
-    joined = r.empty(whole, dtype, f"{name}_gathered")
-    del received
-
-    done = Operator((Exchange("all-gather", size_of(whole, dtype)),))
-    return joined.by(r.node((x,), (), fresh(x, f"grad_{name}_of_rank"), work=done))

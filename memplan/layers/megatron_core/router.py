@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, incoming
+from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from ..gradients import fresh
 from ..shapes import ITEMSIZE
 from ..work import Operator, Product
@@ -26,7 +26,7 @@ def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     logits = gating(r, hidden, shape)
     logits = logits.view(shape.routed.own, spec.experts)
     if spec.router_z_loss and r.grad_enabled:
-        logits = _with_loss(r, logits, _z_loss(r, logits))
+        logits = with_loss(r, logits, _z_loss(r, logits))
     if spec.router_balancing == "sinkhorn":
         probabilities, chosen = _sinkhorn(r, logits, shape)
     elif shape.experts is not None and shape.experts.router_fusion:
@@ -38,7 +38,7 @@ def route(r: Recorder, hidden: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     if r.grad_enabled and spec.router_aux_loss and spec.router_balancing.endswith("aux_loss"):
         fused = shape.experts is not None and shape.experts.router_fusion
         loss = (_fused_balancing_loss if fused else _balancing_loss)(r, logits, shape)
-        probabilities = _with_loss(r, probabilities, loss)
+        probabilities = with_loss(r, probabilities, loss)
     return probabilities, chosen
 
 
@@ -136,11 +136,7 @@ def _fused_balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tens
     tokens = r.empty((experts,), "int64", "tokens_per_expert")
     loss, numbers = r.empty((), "fp32", "aux_loss"), r.empty((2,), "fp32", "aux_numbers")
     del chosen
-
-    def of_scores(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, "fp32", "grad_aux_scores")]
-
-    return loss.by(r.node((scores,), (numbers, tokens), of_scores))
+    return loss.by(r.node((scores,), (numbers, tokens), fresh(scores, "grad_aux_scores")))
 
 
 def _chosen_scores(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
@@ -169,7 +165,7 @@ def _best(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     few = (like[0], spec.expert_top_k)
     values = r.empty(few, dtype, "router_best")
     indices = r.empty(few, "int64", "router_indices")
-    values.node = r.node((scores,), (indices,), lambda r, gradients: [r.empty(like, dtype, "grad_router_best")])
+    values.node = r.node((scores,), (indices,), fresh(scores, "grad_router_best"))
     return values, indices
 
 
@@ -294,11 +290,11 @@ def _number(r: Recorder, x: Tensor, name: str) -> Tensor:
     return ops.scale(r, total, name)
 
 
-def _with_loss(r: Recorder, x: Tensor, loss: Tensor) -> Tensor:
-    """``MoEAuxLossAutoScaler``: ``x`` itself, whose backward begins that of the loss, too."""
-    dtype = loss.dtype
+def with_loss(r: Recorder, x: Tensor, loss: Tensor, name: str = "router_loss") -> Tensor:
+    """``MoEAuxLossAutoScaler`` and ``MTPLossAutoScaler``: ``x`` itself, whose backward begins that of the loss, too."""
+    of_loss = fresh(loss, f"grad_{name}")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [incoming(gradients), r.empty((), dtype, "grad_router_loss")]
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
+        return [incoming(gradients), *of_loss(r, gradients)]
 
     return Tensor(x.storage, x.shape, x.dtype, r.node((x, loss), (loss,), backward))

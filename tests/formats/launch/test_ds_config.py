@@ -199,8 +199,10 @@ def test_what_is_off_by_default_may_say_so(read: Read) -> None:
 
 def test_notes(read: Read) -> None:
     codes = [note.code for note in read({"train_batch_size": 8, "mine": 1, "_comment": "ours"}).warnings]
-    assert codes == ["argument-unknown", "optimizer-elsewhere"]
-    assert not read({"train_batch_size": 8}, optimizer="sgd").warnings
+    assert codes == ["argument-unknown", "optimizer-elsewhere", "loaded-dtype"]
+    for told in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}):
+        assert "loaded-dtype" not in [note.code for note in read({"train_batch_size": 8, **told}).warnings]
+    assert not read({"train_batch_size": 8, "bf16": {"enabled": True}}, optimizer="sgd").warnings
 
 
 def test_json_may_be_indented_with_tabs(read: Read) -> None:

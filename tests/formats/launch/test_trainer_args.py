@@ -402,3 +402,17 @@ def test_8_bit_weights_and_experts_weights_are_read(tmp_path: Path) -> None:
         plan(tmp_path, {**eight, "load_in_4bit": True})
     with pytest.raises(PlanError, match="stacks of experts"):
         plan(tmp_path, {**PEFT, "lora_target_parameters": ["experts.down_proj"]})
+
+
+def test_the_engine_keeps_a_model_that_it_is_not_told_to_cast(tmp_path: Path) -> None:
+    """``_configure_distributed_model`` of DeepSpeed's ``runtime/engine.py`` casts for fp16 and bf16 alone; its check of
+    the dtype of parameters returns at once."""
+    given = {"model_name_or_path": "gpt2", "deepspeed": {"zero_optimization": {"stage": 2}}}
+    loaded = {**given, "torch_dtype": "bfloat16"}
+    with pytest.raises(PlanError, match="dtype = bf16: must be float32 where neither the arguments nor DeepSpeed's"):
+        plan(tmp_path, loaded, gpus="2")
+    for told in ({"bf16": True}, {"deepspeed": {**given["deepspeed"], "bf16": {"enabled": True}}}):  # type: ignore[dict-item]
+        assert plan(tmp_path, {**loaded, **told}, gpus="2").precision.dtype == "bf16"
+    assert plan(tmp_path, loaded, gpus="2", dtype="bf16").precision.dtype == "bf16"
+    assert plan(tmp_path, given, gpus="2").precision.dtype == "fp32"
+    assert "loaded-dtype" in [note.code for note in launch(tmp_path, given, gpus="2").notes]

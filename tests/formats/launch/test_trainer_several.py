@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.launch import Asked
 from memplan.formats.trainer.python import script_in
+from memplan.formats.trainer.reader import read as read_launch
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 
@@ -145,3 +147,69 @@ def test_plans_are_for_gpus(tmp_path: Path) -> None:
     text = f"{HEAD}device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
     text = text.replace("SFTConfig()", "SFTConfig(optim='paged_adamw_8bit' if torch.cuda.is_available() else 'sgd')")
     assert plan_of(tmp_path, f"{text}{SFT}.train()\n").optimizer.name == "adam8bit"
+
+
+TRAINS = "accelerate launch train.py --model_name_or_path gpt2 --per_device_train_batch_size {} --output_dir out\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "others"),
+    [
+        (TRAINS.format(1) + TRAINS.format(16), "others start at line 2"),
+        (f"for size in 1 16; do\n  {TRAINS.format('$size')}done\n", "its line starts 1 more with other values"),
+        (f"for seed in 1 2; do\n  {TRAINS.format(1)}done\n", ""),
+    ],
+)
+def test_further_trainings_of_a_script_are_told(script: str, others: str, tmp_path: Path) -> None:
+    """A loop that trains the same again is one training."""
+    place = tmp_path / "train.sh"
+    place.write_text(script, encoding="utf-8")
+    launch = read_launch(str(place), Asked("trainer", {"gpus": "1"}))
+    told = [note.message for note in launch.notes if note.code == "several-trainings"]
+    assert [one.split("; ")[1] for one in told] == ([others] if others else [])
+
+
+BY_PLACE = """
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+def train(base_model="gpt2", size=4):
+    model = AutoModelForCausalLM.from_pretrained(base_model)
+    Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=size, output_dir="out")).train()
+{}
+"""
+FIRE = BY_PLACE.format("import fire\nfire.Fire(train)")
+ARGPARSE = """
+parser = argparse.ArgumentParser()
+parser.add_argument("base_model")
+parser.add_argument("size", type=int, default=4)
+args = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained(args.base_model)
+Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=args.size, output_dir="out")).train()
+"""
+
+
+@pytest.mark.parametrize("code", [FIRE, ARGPARSE], ids=["fire", "argparse"])
+@pytest.mark.parametrize(
+    ("words", "size", "rest"),
+    [
+        ("Qwen/Qwen3-0.6B 16", 16, ""),
+        ("Qwen/Qwen3-0.6B --size 16", 16, ""),
+        ("Qwen/Qwen3-0.6B 16 more of it", 16, "more of it (train.sh:1) belong to no argument that is known"),
+    ],
+)
+def test_arguments_by_their_place(
+    code: str, words: str, size: int, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(code, encoding="utf-8")
+    Path("train.sh").write_text(f"python train.py {words}\n", encoding="utf-8")
+    plan = read_given("train.sh", flags_of_launch("train.sh", None), {}).plan
+    assert (plan.model.name, plan.batch.mbs) == ("qwen3-0.6b", size)
+    notes = read_launch("train.sh", Asked("trainer")).notes
+    assert [note.message for note in notes if note.code == "argument-loose"] == ([rest] if rest else [])
+
+
+def test_a_place_whose_word_is_not_known_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FIRE, encoding="utf-8")
+    (tmp_path / "train.sh").write_text('python train.py "$(cat name)" 16\n', encoding="utf-8")
+    with pytest.raises(PlanError, match="model_name_or_path: is base_model, which only the running script knows"):
+        read_given(str(tmp_path / "train.sh"), flags_of_launch(str(tmp_path / "train.sh"), None), {})

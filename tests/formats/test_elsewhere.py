@@ -1,0 +1,92 @@
+"""Jobs of other tools in memplan's flags: what is suggested says all that the configuration says, and runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memplan.cli import main
+
+V1 = "model: Qwen/Qwen3-0.6B\nmodel_class: llm\nmicro_batch_size: 1\ncutoff_len: 2048\n"
+TUNE = """\
+model: {_component_: torchtune.models.llama3_1.lora_llama3_1_8b, lora_rank: 8, apply_lora_to_mlp: True,
+        lora_attn_modules: [q_proj, v_proj, output_proj]}
+tokenizer: {max_seq_len: 2048}
+batch_size: 2
+"""
+UNSLOTH = """\
+from unsloth import FastLanguageModel
+from trl import GRPOConfig, GRPOTrainer
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen3-4B", max_seq_length=2048)
+model = FastLanguageModel.get_peft_model(model, r=32, target_modules=["q_proj", "up_proj"])
+args = GRPOConfig(per_device_train_batch_size=1, max_completion_length=512)
+GRPOTrainer(model=model, args=args).train()
+"""
+SWIFT = (
+    "megatron sft --model Qwen/Qwen3-8B --tensor_model_parallel_size {} --sequence_parallel true --micro_batch_size 1 "
+)
+SWIFT += "--global_batch_size 16 --max_length 2048\n"
+
+
+def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
+    place.write_text(text, encoding="utf-8")
+    assert main(["estimate", str(place)]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags"),
+    [
+        ("a.yaml", V1 + "dist_config: {name: fsdp2}\n", ["--framework fsdp"]),
+        ("a.yaml", V1 + "dist_config: {name: deepspeed}\n", ["--framework deepspeed --zero N"]),
+        (
+            "a.yaml",
+            V1 + "quant_config: {quantization_bit: 4}\npeft_config: {r: 8}\n",
+            ["--quantisation nf4", "--lora-rank 8"],
+        ),
+        ("a.yaml", V1 + "kernel_config: {name: liger_kernel}\n", ["--liger"]),
+        ("a.yaml", TUNE, ["--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"]),
+        ("a.yaml", TUNE + "fsdp_cpu_offload: False\n", ["--framework fsdp --gpus N"]),
+        (
+            "a.py",
+            UNSLOTH,
+            ["--lora-targets q_proj,up_proj", "--completion-length 512", "--trainer grpo --generation-memory SIZE"],
+        ),
+        ("a.sh", SWIFT.format(2), ["--sequence-parallel", "--tp 2"]),
+    ],
+)
+def test_what_is_suggested_says_all_and_runs(
+    name: str, text: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / name, text)
+    same = said.partition("say the job in flags: memplan ")[2]
+    assert all(flag in same for flag in flags), said
+    words = shlex.split(same.replace("--gpus N", "--gpus 8").replace("--zero N", "--zero 3").replace("SIZE", "8GiB"))
+    assert main([*words, "--gpu=h100", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (V1 + "peft_config: {name: freeze}\n", "it trains a few layers alone"),
+        (V1 + "optim_config: {name: muon}\n", "it trains by Muon"),
+        (V1 + "cp_size: 2\n", "it cuts sequences over GPUs"),
+        (TUNE + "optimizer_in_bwd: True\n", "it steps in backward, tensor by tensor (optimizer_in_bwd)"),
+        (TUNE + "enable_activation_offloading: True\n", "it keeps activations on the host"),
+        (TUNE + "tensor_parallel_dim: 2\n", "it cuts layers over GPUs"),
+    ],
+)
+def test_what_no_flag_says_is_named(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, tmp_path / "a.yaml", text)
+    assert why in said
+    assert said.endswith("which is not modelled either")
+
+
+def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{TUNE}optimizer_in_bwd: False\nenable_activation_offloading: False\ntensor_parallel_dim: 1\n"
+    assert "memplan estimate --model llama-3.1-8b" in told(capsys, tmp_path / "a.yaml", text)
+    assert "--sequence-parallel" not in told(capsys, tmp_path / "a.sh", SWIFT.format(1))
