@@ -2,8 +2,8 @@
 
 trl 1.15 and 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected
 sequences of a batch together; then, without a graph and without recompute, the reference does, while the policy's
-activations wait for backward. The reference is a second model, or the same one with its adapters off; of log-probabilities
-that were computed before training there is none.
+activations wait for backward. The reference is a second model, or the same one with its adapters off; of
+log-probabilities that were computed before training there is none.
 
 ``trainer/grpo_trainer.py`` (``_compute_loss``): completions were generated and, for a KL term, scored by the reference
 between steps; in a step the policy alone runs, and a reference that is a second model waits beside it, as does what
