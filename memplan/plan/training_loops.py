@@ -134,6 +134,7 @@ REWARD = TrainingLoop(
     inputs=("input_ids",),
     masks=("attention_mask",),
     follows=(((1, 0), TRL_NEWEST),),
+    evaluates=True,
 )
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(

@@ -149,19 +149,24 @@ def test_step_of_trls_grpo_trainer(step: dict[str, Any], tmp_path: Path) -> None
     ids=lambda one: "-".join(k for k in (one["config"]["model_type"], *one) if one.get(k, True) is True),
 )
 def test_step_of_trls_reward_trainer(step: dict[str, Any], tmp_path: Path) -> None:
-    """Forward to the byte, and what is held before; backward but for two numbers: the loss and its gradient."""
+    """Forward to the byte, and what is held before; backward but for two numbers: the loss and its gradient; an
+    evaluation of three times as many pairs as near."""
     transformers.AutoConfig.for_model(**step["config"]).to_json_file(tmp_path / "config.json", use_diff=False)
     flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
     flags |= {"trainer": "reward", "dtype": {"float32": "fp32", "bfloat16": "bf16"}[step["dtype"]]}
     adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "modules_to_save": "score"}
     flags |= adapted if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
-    (program,) = programs_of(plan(**flags), Options())
+    chosen = plan(**flags, eval_mbs=EVALUATED * PAIRS)
+    (program,) = programs_of(chosen, Options())
     forward, backward = peaks(program)
     mask = (
         4 * 2 * PAIRS * LENGTH if step["config"]["model_type"] == "opt" else 0
     )  # OPT makes one where it is given none
     assert (forward - mask, backward) == (step["forward"], pytest.approx(step["backward"], abs=1024))
+    (evaluation,) = evaluation_programs(chosen, (program,))
+    held = (fold_evaluation(evaluation) or 0) - static(evaluation).net - EVALUATED * mask
+    assert held == pytest.approx(step["evaluation"], abs=1024)
     kept = sum(one.bytes(one.dtype or str(flags["dtype"])) for one in program.parameter_tensors())
     numbers = {one.name for one in SCALARS}
     assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
@@ -432,7 +437,7 @@ def test_batches_are_of_pairs() -> None:
         ({"versions": "trl=1.9.0", "framework": "fsdp", "gpus": 2}, r"must be 1\.15 or later .* under fsdp"),
         ({"versions": "trl=1.9.0", "framework": "deepspeed", "gpus": 2}, r"must be 1\.15 or later .* under deepspeed"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
-        ({"trainer": "reward", "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
+        ({**GROUPED, "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
         ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),
         ({"framework": "fsdp", "gpus": 4, "reshard_to": 2}, "must be left out with the reference"),
         (

@@ -310,7 +310,10 @@ def scored_step(*, adapters: bool, recompute: bool, config: dict[str, Any], dtyp
     model = scorer(config, dtype, adapters=adapters, recompute=recompute)
     loss, inputs = scored(model, PAIRS, LENGTH)
     how = {"adapters": adapters, "recompute": recompute, "config": config, "dtype": dtype}
-    return how | peaks([model], inputs, lambda: loss(model, inputs))
+    found = how | peaks([model], inputs, lambda: loss(model, inputs))
+    model.eval()
+    repeated = {name: torch.cat([one] * EVALUATED) for name, one in inputs.items()}
+    return found | {"evaluation": evaluation_peak([model], repeated, lambda: loss(model, repeated))}
 
 
 def scorer(config: dict[str, Any], dtype: str, *, adapters: bool, recompute: bool) -> Any:
