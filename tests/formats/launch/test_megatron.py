@@ -451,6 +451,12 @@ def test_variables_that_choose_a_back_end_must_agree_with_the_argument() -> None
     assert line in error_of(lambda: resolve(contradicting.plan))
 
 
+def test_back_ends_are_named_that_the_variables_choose() -> None:
+    """``BACK_ENDS``: flash-attention alone sets the first to 1 and the second to 0."""
+    flash = build_plan(launch("export NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0\n" + small(""), gpus=8).source, {})
+    assert error_of(lambda: resolve(flash.plan)).endswith("choose the back end there (flash)")
+
+
 def test_variables_of_the_machine_are_passed_over() -> None:
     exported = "export NCCL_DEBUG=INFO TORCH_NCCL_AVOID_RECORD_STREAMS=1 CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_BUFFSIZE=8"
     built = plan(f"{exported} NVTE_ALLOW_NONDETERMINISTIC_ALGO=0\n{small('')}")
