@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 
+from .braces import braces_expanded
 from .budget import Budget
 from .origin import ScriptError
 from .syntax import (
@@ -302,7 +303,7 @@ class _Parser(WordReader):
                 word = self._word()
                 if word is None:
                     break
-                words.append(word)
+                words += braces_expanded(word, self._budget)
                 if len(words) == 1 and len(word) == 1 and isinstance(word[0], Literal):
                     declares = word[0].text in DECLARATIONS
         if self.at == start:
@@ -342,7 +343,7 @@ class _Parser(WordReader):
                 self._part(self._origin())
                 self.at += 1  # a stray operator in an array: bash refuses it, and no argument is lost
                 continue
-            items.append((index, word or ()))
+            items += [(index, one) for one in braces_expanded(word or (), self._budget)]
 
     def _words(self) -> tuple[Word, ...]:
         words: list[Word] = []
@@ -351,7 +352,7 @@ class _Parser(WordReader):
             word = self._word()
             if word is None:
                 return tuple(words)
-            words.append(word)
+            words += braces_expanded(word, self._budget)
 
     def _redirect(self, redirects: list[Redirect]) -> bool:
         match = _REDIRECT.match(self.text, self.at)

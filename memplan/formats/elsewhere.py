@@ -26,6 +26,8 @@ class Elsewhere(NamedTuple):
     """A regular expression of what Python files of it call, and of the model's name in that."""
     instead: str = ""
     """What to give in its place, where that is no flags."""
+    files: tuple[str, ...] = ()
+    """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
 
 
 _GRPO = "--trainer grpo --generation-memory SIZE"
@@ -64,10 +66,14 @@ OF_SCRIPTS = Elsewhere(
         ("gradient_checkpointing", "--recompute full"),
     ),
     before="--gpus N",
-    implied=tuple(
-        (one, "True|4bit|int4", "--quantisation nf4")
-        for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
+    implied=(
+        *(
+            (one, "True|4bit|int4", "--quantisation nf4")
+            for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
+        ),
+        ("deepspeed", r"(?!(?i:none|false|0)$)(?!.*\.json$)", "--framework deepspeed --zero N"),
     ),
+    files=("deepspeed_config", "ds_config", "deepspeed"),
     unmodelled=tuple(
         (one, "", "it trains an actor and a critic beside other models (PPO)")
         for one in ("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes")

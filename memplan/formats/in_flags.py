@@ -28,8 +28,13 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         said = [one for one in said if one != "--sequence-parallel"]
     named = any(one.startswith("--model") for one in said)
     always = tool.before.replace("--model NAME", "").replace("  ", " ").strip() if named else tool.before
-    same = " ".join(one for one in (always, *said, *means) if one)
-    return f"{before}: say the job in flags" + (f": memplan estimate {same}" if said else " (memplan estimate --help)")
+    file = next((one for key in tool.files if (one := _file(_at(written, key)))), "")
+    if file or "--zero" in given:  # says the stage
+        means = [one.replace(" --zero N", "") for one in means]
+    same = " ".join(one for one in (file, always, *said, *means) if one)
+    return f"{before}: say the job in flags" + (
+        f": memplan estimate {same}" if said or file else " (memplan estimate --help)"
+    )
 
 
 def _at(written: Node, path: str, *seen: str) -> Node | None:
@@ -41,6 +46,18 @@ def _at(written: Node, path: str, *seen: str) -> Node | None:
     node = written.mapping.get(path) or written.at(path)
     named = _REFERENCE.fullmatch(node.value) if node is not None and isinstance(node.value, str) else None
     return _at(written, named[1], path, *seen) if named is not None and named[1] not in (path, *seen) else node
+
+
+def with_engine(written: Node, by_deepspeed: bool) -> Node:
+    """``written``, arguments of a script, with what its launcher says: DeepSpeed's starts what DeepSpeed shards."""
+    said = {"deepspeed": Node(True, written.origin)} if by_deepspeed else {}
+    return written.with_items({**said, **written.mapping})
+
+
+def _file(node: Node | None) -> str:
+    """The file of JSON that ``node`` names."""
+    named = node.value if node is not None and isinstance(node.value, str) else ""
+    return one_line(named) if named.endswith(".json") else ""
 
 
 _SIZES = frozenset(("--tp", "--pp", "--cp", "--ep"))

@@ -23,7 +23,7 @@ from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
 from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
 from .hostfile import hosts_of
-from .in_flags import in_flags
+from .in_flags import in_flags, with_engine
 from .settings import taken_apart
 
 _SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")
@@ -436,9 +436,11 @@ def _no_training(reading: Reading, source: str) -> PlanError:
     own_ones = [(one, at, _arguments(one.words[at + 1 :])) for one in reading.started for at in _scripts(one.words)]
     found = max(own_ones, key=lambda one: len(one[2].mapping), default=None)
     if found is not None and len(found[2].mapping) >= SEVERAL:
-        script, names = reading.ledger.shown(found[0].words[found[1]]), ", ".join([*found[2].mapping][:5])
+        run, at, said = found
+        script, names = reading.ledger.shown(run.words[at]), ", ".join([*said.mapping][:5])
         what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
-        return wrong_at(found[0].origin, in_flags(OF_SCRIPTS, found[2], what))
+        given = with_engine(said, any(text(word).rpartition("/")[2] == "deepspeed" for word in run.words[:at]))
+        return wrong_at(run.origin, in_flags(OF_SCRIPTS, given, what))
     if reading.perhaps:
         return _depends(reading.perhaps[0])
     what = "starts no training that can be read: no command runs a Python file with arguments such as "

@@ -84,6 +84,7 @@ def launched(
     table = import_module(f".{asked.format.replace('-', '_')}.table", __package__)
     refused = (
         _of_no_training(words)
+        or _of_modelopt(words)
         or (_of_other_model(words) if family is None else None)
         or _refusal(words)
         or _misspelt(words, asked.format)
@@ -189,6 +190,51 @@ def _of_no_training(words: Words) -> PlanError | None:
     return wrong_at(
         words.origin, f"starts {script}.py, which trains nothing: there are neither gradients nor optimizer states"
     )
+
+
+_FINE_TUNES = "finetune"
+_TE_LAYERS = "--export-default-te-spec"
+_OWN_LAYERS = (
+    *("--export-offline-model", "--export-qk-l2-norm", "--export-moe-apply-probs-on-input", "--enable-gpt-oss"),
+    *("--freeze-base-for-mtp", "--qad-train-target", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
+)
+
+
+def _of_modelopt(words: Words) -> PlanError | None:
+    """An error for ModelOpt's ``finetune.py`` (``examples/post_training/modelopt``) where its layers are not
+    Transformer Engine's as ``pretrain_gpt.py`` has them.
+
+    It builds linear layers and experts of Megatron's own (``get_gpt_modelopt_spec``) unless it is told to take
+    ``get_gpt_layer_with_transformer_engine_spec``, which then makes each layer, with grouped experts where there are
+    any (``modelopt_gpt_hybrid_builder`` of ``megatron/post_training/model_builder.py``).
+    """
+    script = words.training.script if words.training is not None else ""
+    given = {one.canonical: one for one in words.given}
+    marks = ("--finetune-", "--export-") if script == _FINE_TUNES else ("--finetune-",)
+    if script not in (_FINE_TUNES, "") or not any(name.startswith(marks) for name in given):
+        return None
+    if _TE_LAYERS not in given:
+        return wrong_at(
+            words.origin,
+            "starts ModelOpt's finetune.py, whose layers are its own (get_gpt_modelopt_spec: linear layers and "
+            f"experts of Megatron's), not estimated; with {_TE_LAYERS} they are Transformer Engine's, which are",
+        )
+    for name in _OWN_LAYERS:
+        if name in given:
+            problem = f"must be left out with finetune.py: its GPT as {_TE_LAYERS} builds it is estimated, and no other"
+            return PlanError(name, ABSENT, problem, origin=given[name].origin)
+    with_experts, every = given.get("--num-experts"), given.get("--moe-layer-freq")
+    if with_experts is not None and "--moe-grouped-gemm" not in given:
+        problem = "is needed with finetune.py, which groups a rank's experts whether it is given or not"
+        return PlanError("--moe-grouped-gemm", ABSENT, problem, origin=with_experts.origin)
+    if with_experts is not None and every is not None and [*map(text, every.values)] != ["1"]:
+        problem = "must be 1 or left out with finetune.py, which gives every layer experts"
+        return PlanError(every.name, " ".join(map(text, every.values)), problem, origin=every.origin)
+    layers = given.get("--transformer-impl")
+    if layers is not None and [*map(text, layers.values)] != ["transformer_engine"]:
+        problem = f"must be transformer_engine with {_TE_LAYERS}"
+        return PlanError(layers.name, " ".join(map(text, layers.values)), problem, origin=layers.origin)
+    return None
 
 
 def _refusal(words: Words) -> PlanError | None:

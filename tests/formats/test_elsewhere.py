@@ -30,6 +30,8 @@ SWIFT = (
 )
 SWIFT += "--global_batch_size 16 --max_length 2048\n"
 
+OWN = "own.py --model_name gpt2 --max_length 512 --batch_size 2 --log_interval 10"
+
 
 def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
     place.write_text(text, encoding="utf-8")
@@ -56,17 +58,42 @@ def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
             ["--lora-targets q_proj,up_proj", "--completion-length 512", "--trainer grpo --generation-memory SIZE"],
         ),
         ("a.sh", SWIFT.format(2), ["--sequence-parallel", "--tp 2"]),
+        ("a.sh", f"deepspeed {OWN}", ["--framework deepspeed --zero N"]),
+        ("a.sh", f"torchrun {OWN} --deepspeed", ["--framework deepspeed --zero N"]),
+        ("a.sh", f"torchrun {OWN} --deepspeed --zero_stage 3", ["--framework deepspeed", "--zero 3"]),
+        ("a.sh", f"torchrun {OWN} --deepspeed_config=zero2.json", ["estimate zero2.json --gpus N --model gpt2"]),
+        ("a.sh", f"torchrun {OWN} --deepspeed zero2.json", ["estimate zero2.json --gpus N --model gpt2"]),
+        (
+            "a.sh",
+            "deepspeed main.py --model_name_or_path gpt2 --max_seq_len 512 --data_split 2,4 --lora_dim 8 "
+            "--num_warmup_steps 0 --per_device_train_batch_size 4",
+            ["--framework deepspeed --zero N"],
+        ),
     ],
 )
 def test_what_is_suggested_says_all_and_runs(
-    name: str, text: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    text: str,
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("zero2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}', encoding="utf-8")
     said = told(capsys, tmp_path / name, text)
     same = said.partition("say the job in flags: memplan ")[2]
     assert all(flag in same for flag in flags), said
     words = shlex.split(same.replace("--gpus N", "--gpus 8").replace("--zero N", "--zero 3").replace("SIZE", "8GiB"))
     assert main([*words, "--gpu=h100", "--json"]) in (0, 1)
-    assert json.loads(capsys.readouterr().out)["peak_bytes"] > 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["peak_bytes"] > 0
+    by_deepspeed = "deepspeed" in text
+    assert (answer["plan"]["framework"] == "deepspeed") == by_deepspeed
+
+
+def test_what_deepspeed_is_not_told_to_shard_is_not_its(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--framework" not in told(capsys, tmp_path / "a.sh", f"torchrun {OWN}")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ def test_a_pipelines_batch_is_of_all_its_microbatches() -> None:
         ({"gpus": "1"}, "layout.dp = 1: must be more than fsdp.replicas"),
         ({"fsdp-replicas": "8"}, "layout.dp = 8: must be more than fsdp.replicas"),
         ({"ends-apart": "false", "fsdp-parameters": "bf16"}, "fsdp.parameters = bf16: must be fp32"),
+        (
+            {"loss": "chunked"},
+            "loss.kind = chunked: must be plain, or vocab-parallel with tensor parallelism: torchtitan has had",
+        ),
         ({"gradient-sync": "false"}, "fsdp.gradient_sync = false: cannot be said in torchtitan's job configuration"),
         ({**PIPE, "ends-apart": "false"}, "fsdp.return_outputs = false: must be true"),
         ({"framework": "ddp", "fsdp-code": "transformers", "ends-apart": "false"}, "framework = ddp: must be fsdp"),

@@ -69,6 +69,12 @@ def _refuse(plan: ResolvedPlan) -> None:
         )
     if optimizer.algorithm.torchtitan is None:
         raise plan.wrong("optimizer.name", "must be adam or adamw: torchtitan has no other by name")
+    if plan.loss.kind == "chunked":
+        raise plan.wrong(
+            "loss.kind",
+            "must be plain, or vocab-parallel with tensor parallelism: torchtitan has had chunks since April 2026, and "
+            "its jobs are Python since February 2026, which is read (--from torchtitan) and not written",
+        )
     for path, dtype in (
         ("precision.dtype", plan.precision.dtype),
         ("fsdp.reduce", given.reduce),

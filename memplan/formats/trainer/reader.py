@@ -25,7 +25,7 @@ from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..elsewhere import ELSEWHERE, OF_SCRIPTS
-from ..in_flags import in_flags
+from ..in_flags import in_flags, with_engine
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
 from ..notebook import source_at
@@ -341,7 +341,7 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
     if found.script and len(wrong) >= SEVERAL:
         names = ", ".join(one.field for one in wrong[:5])
         what = f"starts {found.called}.py, which takes arguments of its own ({names}), and is not the Trainer's"
-        raise wrong_at(written.origin, in_flags(OF_SCRIPTS, written, what))
+        raise wrong_at(written.origin, in_flags(OF_SCRIPTS, with_engine(written, found.by_deepspeed), what))
     if wrong:
         raise together(wrong)
 

@@ -55,6 +55,8 @@ class Started:
     """The Python file that is started, where it was read."""
     called: str = ""
     """Name of what is started, whatever trainer it has."""
+    by_deepspeed: bool = False
+    """DeepSpeed's own launcher starts it."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
@@ -109,7 +111,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if said is not None:
         variables |= said.environment
     found = Started(arguments, folder, training.gpus, None, script, TRAINER, training.on_all, variables)
-    found = replace(found, said=said, called=training.script, notes=notes)
+    found = replace(found, said=said, called=training.script, notes=notes, by_deepspeed="deepspeed" in runners)
     return with_launcher(found, launcher, by_trl=by_trl)
 
 

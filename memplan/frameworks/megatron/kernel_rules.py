@@ -217,8 +217,14 @@ def check_environment(plan: ResolvedPlan) -> None:
     for name, value in zip(SELECTORS, BACK_ENDS[back_end], strict=True):
         if plan.environment.get(name, value) != value:
             problem = f"must be {value} or left out: Megatron stops where it contradicts --attention-backend {back_end}"
-            problem += f"; choose the back end there ({', '.join(BACK_ENDS)})"
+            said = [one for one, values in BACK_ENDS.items() if _agree(plan, values)]
+            problem += f"; choose the back end there ({', '.join(said or BACK_ENDS)})"
             raise plan.wrong(f"environment.{name}", problem)
+
+
+def _agree(plan: ResolvedPlan, values: tuple[str, ...]) -> bool:
+    """Whether no variable of the plan contradicts ``values`` of the selectors."""
+    return all(plan.environment.get(name, value) == value for name, value in zip(SELECTORS, values, strict=True))
 
 
 def check_user_buffers(plan: ResolvedPlan) -> None:

@@ -258,6 +258,46 @@ def test_what_is_refused_with_its_line(arguments: str, line: str) -> None:
     assert line in error_of(lambda: plan(small(arguments)))
 
 
+TE_LAYERS = "--export-default-te-spec"
+
+
+def finetune(arguments: str) -> str:
+    """``finetune.py`` of Megatron-LM's ``examples/post_training/modelopt``, as ``finetune.sh`` there starts it."""
+    started = "examples/post_training/modelopt/finetune.py"
+    return small(f"--export-te-mcore-model {arguments}").replace("pretrain_gpt.py", started)
+
+
+def test_modelopt_trains_transformer_engines_layers_where_it_is_told_to() -> None:
+    """``modelopt_gpt_hybrid_builder``: ``get_gpt_layer_with_transformer_engine_spec`` with ``--export-default-te-spec``,
+    which is ``pretrain_gpt.py``'s; which data is read changes nothing."""
+    data = "--finetune-hf-dataset nvidia/data --finetune-data-split train"
+    experts = "--num-experts 4 --moe-grouped-gemm"
+    for given in ("", experts, f"{experts} --moe-layer-freq 1"):
+        here, there = plan(finetune(f"{TE_LAYERS} {data} {given}")), plan(small(given))
+        named = there.model.model_copy(update={"name": "finetune"})
+        assert here == there.model_copy(update={"model": named})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("", f"train.sh:2: starts ModelOpt's finetune.py, whose layers are its own (get_gpt_modelopt_spec: linear layers and experts of Megatron's), not estimated; with {TE_LAYERS} they are"),
+        (f"{TE_LAYERS} --export-qk-l2-norm", "train.sh:2: --export-qk-l2-norm: must be left out with finetune.py: its GPT as"),
+        (f"{TE_LAYERS} --hybrid-override-pattern M*", "train.sh:2: --hybrid-override-pattern: must be left out with finetune.py"),
+        (f"{TE_LAYERS} --num-experts 4", "train.sh:2: --moe-grouped-gemm: is needed with finetune.py, which groups"),
+        (f"{TE_LAYERS} --num-experts 4 --moe-grouped-gemm --moe-layer-freq [0,1]", "train.sh:2: --moe-layer-freq = [0,1]: must be 1 or left out with finetune.py, which gives every layer experts"),
+        (f"{TE_LAYERS} --transformer-impl local", f"train.sh:2: --transformer-impl = local: must be transformer_engine with {TE_LAYERS}"),
+    ],
+)  # fmt: skip
+def test_modelopts_own_layers_are_refused(arguments: str, line: str) -> None:
+    assert line in error_of(lambda: plan(finetune(arguments)))
+
+
+def test_arguments_alone_that_only_modelopt_has_are_its() -> None:
+    words = f"--bf16 {SMALL} --vocab-size 128 --finetune-hf-dataset nvidia/data".replace(" --", "\n--")
+    assert "whose layers are its own" in error_of(lambda: plan(words))
+
+
 def test_as_many_weight_shards_as_ranks_change_nothing() -> None:
     read = launch(small("--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2"))
     assert not read.notes
@@ -409,6 +449,12 @@ def test_variables_that_choose_a_back_end_must_agree_with_the_argument() -> None
     contradicting = build_plan(launch("export NVTE_FUSED_ATTN=0\n" + small(""), gpus=8).source, {})
     line = "environment.NVTE_FUSED_ATTN = 0: must be 1 or left out: Megatron stops where it contradicts"
     assert line in error_of(lambda: resolve(contradicting.plan))
+
+
+def test_back_ends_are_named_that_the_variables_choose() -> None:
+    """``BACK_ENDS``: flash-attention alone sets the first to 1 and the second to 0."""
+    flash = build_plan(launch("export NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0\n" + small(""), gpus=8).source, {})
+    assert error_of(lambda: resolve(flash.plan)).endswith("choose the back end there (flash)")
 
 
 def test_variables_of_the_machine_are_passed_over() -> None:

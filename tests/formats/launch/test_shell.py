@@ -39,6 +39,10 @@ def by_bash(script: str) -> list[str]:
 SCRIPTS = {
     "a function's own variable": 'X=1\nf() { python a.py "$X"; }\nX=2 f',
     "quotes": """python a.py 'single $X "inner"' "double 'inner' \\" \\$" \\ escaped\\ blank $'tab\\tquote\\''""",
+    "braces": """V=9; python a.py x{a,b}y {1..3} {3..1} {01..10..4} {a..e..2} {-2..1} {a,b}{1,2} {a,{b,c}d} {a,} {,a}x z{,}""",
+    "braces with more in them": """V=9; python a.py {$V,"b c",'d,e'} {"a,b",c} p{x,${V}}{1..2} "{a,b}" '{1..3}' \\{a,b} {a\\,b,c} ${V}{1,2}""",
+    "braces that are none": """V=3; python a.py {} {a} {1..$V} {a..3} {1..} a{b,c a{b,c}} {{a,b} {a,{b} {x}{1,2} --one={\\"a\\":1} @{a}b,c""",
+    "braces of arrays, loops and assignments": """A=({0..7}); B={a,b}; W=; for I in {1..2} c{1,2}; do W="$W $I"; done; python a.py $W ${#A[@]} $B""",
     "empty words": """E=; python a.py "" "$E" $E '' x"$E"y""",
     "splitting": """X="a  b\tc"; python a.py $X "$X" pre$X-post""",
     "arrays": """A=(1 '2 3' "4"  # five
@@ -189,6 +193,34 @@ def test_shells_in_shells() -> None:
 )
 def test_what_cannot_be_read(script: str, line: str) -> None:
     assert line in refusal(script)
+
+
+@pytest.mark.parametrize(
+    "braces",
+    [
+        "{1..999999999}",
+        "{1..999}" * 4,
+        "{a,b}" * 40,
+        "{a," * 60 + "}" * 60,
+        "{a," * 40_000,
+        "{" * 40_000 + "}" * 40_000,
+    ],
+)
+def test_braces_without_an_end_are_refused_or_read(braces: str) -> None:
+    assert refusal(f"A=({braces})\npython a.py").count("\n") == 0
+
+
+def test_gpus_that_a_range_lists_are_counted() -> None:
+    """``{0..7}`` is eight words (bash), so that ``torchrun`` starts eight processes."""
+    read = words_of(
+        "GPUS=({0..7})\ntorchrun --nproc_per_node ${#GPUS[@]} pretrain_gpt.py --num-layers 2\n",
+        "train.sh",
+        "megatron",
+        {},
+    )
+    assert read.training is not None
+    assert read.training.gpus is not None
+    assert read.training.gpus.value == 8
 
 
 def test_thousands_of_lines_are_read_fast() -> None:
