@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
 from .plan.lora import saved
-from .plan.releases import LIBRARIES, prefers_cudnn, release, shown
+from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
@@ -154,6 +154,26 @@ FUSED_LOSSES = {
 }
 
 
+def _trl(plan: ResolvedPlan) -> str:
+    """The release whose trainer runs."""
+    return plan.versions.get("trl", shown(TRL_NEWEST))
+
+
+def _of_whole_logits(plan: ResolvedPlan) -> str:
+    """What a loss of whole logits holds; empty where there are tiles."""
+    if plan.loop.loss_of != "whole-logits":
+        return ""
+    kept = (
+        "and those of its reference, stay until metrics have been computed"
+        if plan.trainer.runs_reference
+        else ("stay until their entropies have been computed")
+    )
+    return (
+        f"the loss is taken of all logits, sequence by sequence (from trl {shown(TRL_TILES)} on by tiles, which take "
+        f"far less); the model's logits, {kept}; every token is taken to belong to a completion"
+    )
+
+
 def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's DPOTrainer."""
     reference = "is the model itself, with its adapters off"
@@ -163,11 +183,14 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         reference = (
             f"ran before training (precompute_ref_log_probs), which {framework(plan.framework).scored_ahead(plan)}"
         )
-    return (
-        f"DPOTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens, run in "
-        "one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",
+    head = (
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
-        "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)",
+        "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)"
+    )
+    return (
+        f"DPOTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
+        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",
+        _of_whole_logits(plan) or head,
         f"the reference {reference}; predicted times are without its pass",
     )
 
@@ -188,9 +211,9 @@ def _of_pairs_of_llama_factory(plan: ResolvedPlan) -> tuple[str, ...]:
 def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's SFTTrainer."""
     return (
-        "SFTTrainer of trl 1.16, loss_type nll: its fused head computes log-probabilities of labels in tiles of 4,096 "
-        "tokens and 32,768 words, and never logits (before trl 1.15 it held them: --trainer transformers --versions "
-        "trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
+        f"SFTTrainer of trl {_trl(plan)}, loss_type nll: its fused head computes log-probabilities of labels in "
+        "tiles of 4,096 tokens and 32,768 words, and never logits (before trl 1.15 it held them: --trainer "
+        "transformers --versions trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
     )
 
 
@@ -204,9 +227,11 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
             where = framework(plan.framework).reference(plan)
             reference = f"the reference is a second model in {plan.precision.stored}, {where}"
     return (
-        f"GRPOTrainer of trl 1.16: mbs and gbs count completions; every sequence of a batch has {plan.batch.seq} "
-        f"tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo or dr_grpo with "
-        "ratios of tokens; no MoE auxiliary loss; the KL term's few numbers for each token are not counted",
+        f"GRPOTrainer of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
+        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo "
+        "or dr_grpo with ratios of tokens; no MoE auxiliary loss; the KL term's few numbers for each token are not "
+        "counted",
+        *filter(None, (_of_whole_logits(plan),)),
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs is not estimated, and predicted times are of training alone",
     )
@@ -220,8 +245,9 @@ def _of_scores(plan: ResolvedPlan) -> tuple[str, ...]:
         if saved(plan):
             head = "has a copy that is trained"
     return (
-        f"RewardTrainer of trl 1.16: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens "
-        "without padding, run in one batch; dropout is off where a module does it; metrics of a number each are not "
+        f"RewardTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, "
+        f"{plan.batch.seq} tokens without padding, run in one batch; dropout is off where a module does it; "
+        "metrics of a number each are not "
         "counted",
         f"the model is transformers' for sequence classification with one label, whose head of {plan.model.hidden:,} "
         f"numbers takes the place of the vocabulary's and {head}",

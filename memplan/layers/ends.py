@@ -8,7 +8,7 @@ from dataclasses import field
 from ..families import family
 from ..plan.releases import LOSS_FUNCTION, MASKS, MULTIPLIED_ANGLES, PADDED_LABELS, SCALED_ANGLES
 from ..tape.events import Category
-from ..values import dataclass
+from ..values import dataclass, replace
 from . import ops
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape, Shared, activation, layer_norm, linear, norm
@@ -234,6 +234,25 @@ def all_but_last(r: Recorder, x: Tensor, shape: LayerShape, name: str, category:
         return view
     copied = r.empty(view.shape, dtype, f"{name}_shifted", category)
     return copied.by(r.node((view,), (), lambda r, gradients: gradients))
+
+
+def last_tokens(r: Recorder, hidden: Tensor, shape: LayerShape, kept: int) -> tuple[Tensor, LayerShape]:
+    """``slice_logits_to_keep``: a view of (b, kept, h), whose gradient is laid into zeros; the head's ``linear``
+    copies it, unless it is the whole, or of one sequence or one token."""
+    b, s, h = hidden.shape
+    kept = min(kept, s)
+    if kept == s:
+        return hidden, shape
+
+    view = Tensor(
+        hidden.storage,
+        (b, kept, h),
+        hidden.dtype,
+        r.node((hidden,), (), lambda r, gradients: [r.empty((b, s, h), shape.dtype, "grad_hidden_sliced")]),
+    )
+    if b > 1 and kept > 1:
+        view = ops.contiguous(r, view, (b, kept, h), "kept_hidden")
+    return view, replace(shape, s=kept)
 
 
 def cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Literal
 
 from ..families import family
 from ..tape.events import Category, Hook
-from ..values import dataclass, replace
-from . import all_logits, ends, ops, scores, titan_loss
+from ..values import dataclass
+from . import all_logits, ends, ops, scores, titan_loss, whole_logits
 from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, size_of
 from .gradients import watched
 from .huggingface import LayerShape
@@ -63,6 +63,8 @@ class HeadLoss:
     """Of labels' log-probabilities: what is computed beside them (``log_probabilities.OUTPUTS``)."""
     reduced: Literal["rows", "clipped", "tokens"] = "rows"
     """Of labels' log-probabilities: what becomes of them (``TrainingLoop.reduced``)."""
+    trl: Version = ()
+    """Of whole logits: the release of trl."""
     accumulates: bool = False
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
@@ -82,6 +84,11 @@ class HeadLoss:
     """Chunked: what the head does to its product."""
 
     @property
+    def converts_itself(self) -> bool:
+        """What the model returns under autocast is in fp32 before the loss is computed."""
+        return self.kind == WHOLE_LOGITS
+
+    @property
     def reads_weight(self) -> bool:
         """The model's own forward reads the head's weight, whose module does not run."""
         return self.kind == LOG_PROBABILITIES
@@ -99,7 +106,10 @@ LABELS = "labels"
 """the model's own loss of these,"""
 
 ALL_LOGITS = "all-logits"
-"""and LLaMA-Factory's of log-probabilities of all logits."""
+"""LLaMA-Factory's of log-probabilities of all logits,"""
+
+WHOLE_LOGITS = "whole-logits"
+"""and trl's before 1.15."""
 
 JOINED = ("input_ids", "attention_mask", "labels")
 """What GRPOTrainer makes of prompts and completions, until its loss is computed."""
@@ -126,6 +136,8 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         return computed, [given]
     if loss.kind == ALL_LOGITS:
         return all_logits.head(r, hidden, shape)
+    if loss.kind == WHOLE_LOGITS:
+        return whole_logits.head(r, hidden, shape, loss.logits_to_keep, loss.trl, metrics=bool(loss.outputs))
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":
@@ -137,7 +149,7 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     if shape.slices_whole and shape.transformers >= family(shape.spec.family).logits_to_keep and shape.spec.causal:
         hidden = ops.sliced_whole(r, hidden, 3 if loss.logits_to_keep is None else 2, "hidden")
     if loss.logits_to_keep is not None:
-        hidden, shape = last_tokens(r, hidden, shape, loss.logits_to_keep)
+        hidden, shape = ends.last_tokens(r, hidden, shape, loss.logits_to_keep)
     kernel = CROSS_ENTROPIES.get(loss.kind) if r.grad_enabled else None
     computed, logits = ends.head(r, hidden, shape, kernel, shifts=loss.kind == "unsloth")
     return computed, [logits]
@@ -148,28 +160,6 @@ def head_weight(r: Recorder, shape: LayerShape, parts: int = 1) -> Tensor:
     spec = shape.spec
     name = "word.weight" if spec.tied_embeddings else "head.weight"
     return r.parameter(name, (spec.vocab // parts, spec.hidden), shape.dtype)
-
-
-# -- transformers: logits_to_keep -------------------------------------------------------------------
-
-
-def last_tokens(r: Recorder, hidden: Tensor, shape: LayerShape, kept: int) -> tuple[Tensor, LayerShape]:
-    """``slice_logits_to_keep``: a view of (b, kept, h), whose gradient is laid into zeros; the head's ``linear``
-    copies it, unless it is the whole, or of one sequence or one token."""
-    b, s, h = hidden.shape
-    kept = min(kept, s)
-    if kept == s:
-        return hidden, shape
-
-    view = Tensor(
-        hidden.storage,
-        (b, kept, h),
-        hidden.dtype,
-        r.node((hidden,), (), lambda r, gradients: [r.empty((b, s, h), shape.dtype, "grad_hidden_sliced")]),
-    )
-    if b > 1 and kept > 1:
-        view = ops.contiguous(r, view, (b, kept, h), "kept_hidden")
-    return view, replace(shape, s=kept)
 
 
 # -- Liger ------------------------------------------------------------------------------------------

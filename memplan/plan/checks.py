@@ -14,10 +14,10 @@ from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .model_checks import divisors
 from .plan import Plan
-from .releases import LIBRARIES, OLDEST_TORCH, TRL_SCORES, needed, parsed, shown
+from .releases import LIBRARIES, OLDEST_TORCH, TRL_TILES, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
-from .training_loops import TRAINING_LOOPS
+from .training_loops import TRAINING_LOOPS, Releases
 
 SIZES = {
     "tp": "tensor parallelism",
@@ -266,14 +266,13 @@ def check_versions(plan: Plan) -> None:
             raise plan.wrong(
                 f"versions.{name}", f"must be left out with framework {plan.framework}, whose model's code is its own"
             )
-        library = LIBRARIES[name]
-        oldest, newest = library.oldest, library.newest
+        library, by = LIBRARIES[name], ""
+        spans: tuple[Releases, ...] = ((library.oldest, library.newest),)
         if name == "trl" and plan.trainer.kind.run_by_trl:
-            oldest = newest = TRL_SCORES
-        if not oldest <= parsed(version)[:2] <= newest:
-            span = shown(newest) if oldest == newest else f"{shown(oldest)} to {shown(newest)}"
-            by = f" of trl's {plan.trainer.loop}" if name == "trl" and plan.trainer.kind.run_by_trl else ""
-            raise plan.wrong(f"versions.{name}", f"must be {span}: the releases that are followed{by}")
+            spans, by = plan.trainer.kind.follows, f" of trl's {plan.trainer.loop}"
+        if not any(oldest <= parsed(version)[:2] <= newest for oldest, newest in spans):
+            known = " or ".join(f"{shown(oldest)} to {shown(newest)}" for oldest, newest in spans)
+            raise plan.wrong(f"versions.{name}", f"must be {known}: the releases that are followed{by}")
     if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
         raise plan.wrong("torch", f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled")
     if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
@@ -363,9 +362,15 @@ def check_sections(plan: ResolvedPlan) -> None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
     if plan.compile and (why := framework(plan.framework).supports.compiled):
         raise plan.wrong("compile", f"must be false with framework {plan.framework}: {why}")
-    loop, loops = plan.trainer.loop, framework(plan.framework).supports.loops
+    loop, supports = plan.trainer.loop, framework(plan.framework).supports
     if loop != "none":
-        require(plan, "trainer.loop", loop, listed(("none", *loops), "or"), "loops", loop)
+        require(plan, "trainer.loop", loop, listed(("none", *supports.loops), "or"), "loops", loop)
+    if plan.loop.loss_of == "whole-logits" and not supports.whole_logits:
+        raise plan.wrong(
+            "versions.trl",
+            f"must be {shown(TRL_TILES)} or later with trainer.loop {loop} under {plan.framework}: earlier losses, of "
+            "all logits, are modelled in single and ddp",
+        )
     for name in framework_sections():
         for field, value in getattr(plan, name).changed_here():
             require(plan, f"{name}.{field}", value, "left out", "sections", name)

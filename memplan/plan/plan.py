@@ -16,7 +16,7 @@ from ..optimizers import algorithm
 from .errors import PlanError
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
 from .megatron_section import Megatron
-from .releases import sdpa_kernel
+from .releases import parsed, sdpa_kernel
 from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
 from .training_loops import TrainingLoop
@@ -434,7 +434,8 @@ class Plan(Section, Terse):
     @property
     def loop(self) -> TrainingLoop:
         """The training loop, around a classifier where the model has labels and takes its own loss of them."""
-        kind = self.trainer.kind
+        trl = self.versions.get("trl")
+        kind = self.trainer.kind.released(parsed(trl) if trl is not None else None)
         return kind.of_labels() if self.model.labels and not kind.own_loss else kind
 
     @property

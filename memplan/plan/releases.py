@@ -149,8 +149,8 @@ TRL_LOADS_FP32: Version = (0, 27)
 TRL_TILES: Version = (1, 15)
 """SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""
 
-TRL_SCORES: Version = (1, 16)
-"""The release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
+TRL_NEWEST: Version = (1, 16)
+"""The newest release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
 # -- bitsandbytes
 

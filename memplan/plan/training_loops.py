@@ -1,7 +1,7 @@
 """Training loops of transformers, trl and LLaMA-Factory, an object each: what a sample is, what the loss is of, when a
 reference runs, and which fields of a plan belong to it alone.
 
-trl 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
+trl 1.15 and 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
 ``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments. LLaMA-Factory of August 2026:
 ``train/dpo/trainer.py``.
 """
@@ -14,6 +14,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..values import dataclass, replace
+from .releases import TRL_NEWEST, TRL_TILES, Version
+
+Releases = tuple[Version, Version]
+"""Two releases, and all between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,11 @@ class TrainingLoop:
 
     name: str
     """``trainer.loop`` of a plan."""
-    loss_of: Literal["model", "log-probabilities", "all-logits", "scores", "labels"] = "model"
+    loss_of: Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"] = "model"
     """The model's own loss of logits, of tokens or of sequences (labels), or one that the loop takes of labels'
-    log-probabilities, made by tiles or of all logits, or of scores."""
+    log-probabilities, made by tiles or of all logits (trl's before 1.15, or LLaMA-Factory's), or of scores."""
+    follows: tuple[Releases, ...] = ((TRL_TILES, TRL_NEWEST),)
+    """Releases of trl that are followed, of a loop that trl runs."""
     of_trl: bool = True
     """A loss of its own is computed by trl, which makes adapters and checkpoints its way."""
     beside: tuple[str, ...] = ()
@@ -60,10 +66,20 @@ class TrainingLoop:
         """One of trl's trainers runs it."""
         return self.own_loss and self.of_trl
 
+    def released(self, trl: Version | None) -> TrainingLoop:
+        """This loop in a release of trl: before 1.15 log-probabilities are made of all logits."""
+        if trl is None or trl >= TRL_TILES or self.loss_of != "log-probabilities":
+            return self
+        return replace(self, loss_of="whole-logits")
+
     def of_labels(self) -> TrainingLoop:
         """This loop around a model for sequence classification, whose collator makes one label of a sequence."""
         return replace(self, loss_of="labels", inputs=("input_ids",), masks=("attention_mask",))
 
+
+OF_TILES: Releases = (TRL_TILES, TRL_NEWEST)
+OF_WHOLE_LOGITS: Releases = ((1, 0), (1, 13))
+"""Releases whose DPOTrainer and GRPOTrainer hold all logits; 1.14 has Triton kernels of its own for their loss."""
 
 NONE = TrainingLoop("none")
 TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
@@ -83,6 +99,7 @@ DPO = TrainingLoop(
     drops_out=False,
     masks=("attention_mask", "completion_mask"),
     reference="in-step",
+    follows=(OF_WHOLE_LOGITS, OF_TILES),
     fields=("precompute_ref_log_probs",),
     evaluates=True,
     untimed="the reference's forward pass",
@@ -104,6 +121,7 @@ GRPO = TrainingLoop(
     beside=("entropy",),
     reduced="clipped",
     reference="between-steps",
+    follows=(OF_WHOLE_LOGITS, OF_TILES),
     fields=("completion_length", "generation_memory", "keeps_reference"),
     needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
     untimed="generation and any forward pass of a reference",
@@ -115,6 +133,8 @@ REWARD = TrainingLoop(
     drops_out=False,
     inputs=("input_ids",),
     masks=("attention_mask",),
+    follows=(((1, 0), TRL_NEWEST),),
+    evaluates=True,
 )
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(

@@ -36,9 +36,10 @@ LAYERS = 1500
 COSTS_BESIDE_TIME = 0.25
 """What a change of the training's numbers, of the GPUs or of their number counts as in the order of the ways, in parts
 of a step's time: a rule of this list, which changes no figure."""
-HARDWARE = 1.0
-"""And another or more of them."""
+ANOTHER_JOB = 1.0
+"""And other or more GPUs, or adapters that are trained in place of the weights."""
 
+_ANOTHER_JOB = ("hardware.", "lora.rank")
 _GPU = "hardware.gpu"
 
 
@@ -97,10 +98,12 @@ class _Tried:
     @property
     def price(self) -> tuple[float, int, int]:
         """Smaller is cheaper."""
-        hardware = HARDWARE * any(path.startswith("hardware.") and path != "hardware.capacity" for path in self._bought)
+        another = ANOTHER_JOB * any(
+            path.startswith(_ANOTHER_JOB) and path != "hardware.capacity" for path in self._bought
+        )
         beside = COSTS_BESIDE_TIME * sum(bool(one.costs) for one in self.proposed)
         slower = self.slower or 0.0
-        return (max(slower, 0.0) if beside else slower) + beside + hardware, len(self.proposed), -self.after.requested
+        return (max(slower, 0.0) if beside else slower) + beside + another, len(self.proposed), -self.after.requested
 
     @property
     def _bought(self) -> Iterator[str]:

@@ -27,6 +27,8 @@ from ..oracle.trl_step import COMPLETION, EVALUATED, LENGTH, MODEL, PAIRS, RANK,
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_dpo_steps.json").read_text())
 GROUPED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_grpo_steps.json").read_text())
 
+WHOLE_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_whole_steps.json").read_text())
+
 OF_LLAMA_FACTORY: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "llama_factory_dpo_steps.json").read_text()
 )
@@ -81,6 +83,35 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "step", WHOLE_STEPS, ids=lambda one: "-".join((one["trl"], one["loop"], *(k for k, v in one.items() if v is True)))
+)
+def test_step_of_trls_trainers_before_tiles(step: dict[str, Any], tmp_path: Path) -> None:
+    """Within a thousandth of trl's own code (``tests/oracle/trl_whole_step.py``); a mode that sees operators adds
+    gradients to new tensors."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {
+        "model": tmp_path,
+        "seq": LENGTH,
+        "attention": "eager",
+        "versions": f"trl={step['trl']}",
+    }
+    flags |= {"mbs": PAIRS} if step["loop"] == "dpo" else {**GROUPED, "mbs": SAMPLES, "completion_length": COMPLETION}
+    flags |= {"dtype": "fp32"} if step["dtype"] == "float32" and not step["autocast"] else {"dtype": "bf16"}
+    flags |= {"autocast": "true"} if step["autocast"] else {}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step.get("precomputed") else {}
+    chosen = plan(**flags)
+    (program,) = programs_of(chosen, Options(accumulates_in_place=False))
+    assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
+    if step["loop"] == "dpo":
+        (evaluation,) = evaluation_programs(chosen, (program,))
+        found = (fold_evaluation(evaluation) or 0) - static(evaluation).net
+        near = 2e-3 if step["autocast"] else 1e-3  # autocast's copies of layers' weights end with each layer
+        assert found == pytest.approx(step["evaluation"], rel=near)
+
+
+@pytest.mark.parametrize(
     "step", OF_LLAMA_FACTORY, ids=lambda one: "-".join(name for name, value in one.items() if value is True)
 )
 def test_step_of_llama_factorys_dpo(step: dict[str, Any], tmp_path: Path) -> None:
@@ -118,19 +149,24 @@ def test_step_of_trls_grpo_trainer(step: dict[str, Any], tmp_path: Path) -> None
     ids=lambda one: "-".join(k for k in (one["config"]["model_type"], *one) if one.get(k, True) is True),
 )
 def test_step_of_trls_reward_trainer(step: dict[str, Any], tmp_path: Path) -> None:
-    """Forward to the byte, and what is held before; backward but for two numbers: the loss and its gradient."""
+    """Forward to the byte, and what is held before; backward but for two numbers: the loss and its gradient; an
+    evaluation of three times as many pairs as near."""
     transformers.AutoConfig.for_model(**step["config"]).to_json_file(tmp_path / "config.json", use_diff=False)
     flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
     flags |= {"trainer": "reward", "dtype": {"float32": "fp32", "bfloat16": "bf16"}[step["dtype"]]}
     adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "modules_to_save": "score"}
     flags |= adapted if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
-    (program,) = programs_of(plan(**flags), Options())
+    chosen = plan(**flags, eval_mbs=EVALUATED * PAIRS)
+    (program,) = programs_of(chosen, Options())
     forward, backward = peaks(program)
     mask = (
         4 * 2 * PAIRS * LENGTH if step["config"]["model_type"] == "opt" else 0
     )  # OPT makes one where it is given none
     assert (forward - mask, backward) == (step["forward"], pytest.approx(step["backward"], abs=1024))
+    (evaluation,) = evaluation_programs(chosen, (program,))
+    held = (fold_evaluation(evaluation) or 0) - static(evaluation).net - EVALUATED * mask
+    assert held == pytest.approx(step["evaluation"], abs=1024)
     kept = sum(one.bytes(one.dtype or str(flags["dtype"])) for one in program.parameter_tensors())
     numbers = {one.name for one in SCALARS}
     assert kept + sum(one.bytes for one in program.extra if one.name not in numbers) == step["before"]
@@ -395,9 +431,13 @@ def test_batches_are_of_pairs() -> None:
         ({"model": "bert-large"}, "no head for causal"),
         ({"model": "mixtral-8x7b"}, "with experts"),
         ({"loss": "liger"}, "must be plain"),
-        ({"versions": "trl=0.20.0"}, "must be 1.16: the releases that are followed of trl's dpo"),
+        ({"versions": "trl=0.20.0"}, r"must be 1\.0 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl's dpo"),
+        ({"versions": "trl=1.14.0", **GROUPED}, r"must be 1\.0 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
+        ({"versions": "trl=1.9.0", "trainer": "sft"}, r"must be 1\.15 to 1\.16: the releases .* of trl's sft"),
+        ({"versions": "trl=1.9.0", "framework": "fsdp", "gpus": 2}, r"must be 1\.15 or later .* under fsdp"),
+        ({"versions": "trl=1.9.0", "framework": "deepspeed", "gpus": 2}, r"must be 1\.15 or later .* under deepspeed"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
-        ({"trainer": "reward", "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
+        ({**GROUPED, "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
         ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),
         ({"framework": "fsdp", "gpus": 4, "reshard_to": 2}, "must be left out with the reference"),
         (

@@ -83,6 +83,17 @@ SCORERS: list[dict[str, Any]] = [
 """Families with a class for sequence classification; a tied table has no head to share."""
 
 
+class Inside(Follow):
+    """Sees also what ``logsumexp`` makes inside (``ReduceOps.cpp``, ``logsumexp_out_impl``)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.logsumexp.default:
+            exponentials = (args[0] - args[0].amax(*args[1:], keepdim=True)).exp_()
+            self.adopt(exponentials, "logsumexp")
+            del exponentials
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def as_on_cuda() -> tuple[Any, Any]:
     import trl.kernels.chunked_logprob as kernel
     import trl.trainer.utils as utils
@@ -177,7 +188,7 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any
 def evaluation_peak(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[[], Any]) -> int:
     """How much more than before ``prediction_step`` holds at most, where it keeps no logits (``compute_metrics``)."""
     trace = Trace()
-    follow = Follow(trace)
+    follow = Inside(trace)
     for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
         follow.adopt(tensor, "given")
     start, live, most = len(trace.changes), 0, 0
@@ -209,7 +220,7 @@ def paired(model: Any, reference: Any, *, precomputed: bool) -> Callable[[Any, A
 def peaks(models: list[Any], inputs: dict[str, torch.Tensor], loss_of: Callable[[], torch.Tensor]) -> dict[str, int]:
     """What is held before, and how much more forward with the loss, and backward, hold at most."""
     trace = Trace()
-    follow = Follow(trace)
+    follow = Inside(trace)
     for tensor in (*(x for one in models for x in (*one.parameters(), *one.buffers())), *inputs.values()):
         follow.adopt(tensor, "given")
     before, start = trace.live, len(trace.changes)
@@ -248,7 +259,7 @@ def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Cal
         off_policy_mask_threshold=None, importance_sampling_level="token", loss_type="dapo", epsilon_low=0.2,
         epsilon_high=0.2, use_vllm=False, vllm_importance_sampling_correction=True, _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1, _metrics=defaultdict(lambda: defaultdict(list)),
-        args=SimpleNamespace(delta=None, steps_per_generation=1),
+        args=SimpleNamespace(delta=None, steps_per_generation=1), model_kwarg_keys={"logits_to_keep"}, temperature=1.0,
     )  # fmt: skip
     own._get_per_token_logps_and_entropies = MethodType(
         inspect.unwrap(trainer.GRPOTrainer._get_per_token_logps_and_entropies), own
@@ -299,7 +310,10 @@ def scored_step(*, adapters: bool, recompute: bool, config: dict[str, Any], dtyp
     model = scorer(config, dtype, adapters=adapters, recompute=recompute)
     loss, inputs = scored(model, PAIRS, LENGTH)
     how = {"adapters": adapters, "recompute": recompute, "config": config, "dtype": dtype}
-    return how | peaks([model], inputs, lambda: loss(model, inputs))
+    found = how | peaks([model], inputs, lambda: loss(model, inputs))
+    model.eval()
+    repeated = {name: torch.cat([one] * EVALUATED) for name, one in inputs.items()}
+    return found | {"evaluation": evaluation_peak([model], repeated, lambda: loss(model, repeated))}
 
 
 def scorer(config: dict[str, Any], dtype: str, *, adapters: bool, recompute: bool) -> Any:

@@ -172,6 +172,14 @@ def test_fine_tuning_on_a_small_card_has_adapters() -> None:
         assert not any("LoRA" in way.what for way in ways_out(plan, estimate(plan), NOTHING))
 
 
+def test_who_trains_weights_is_told_of_recompute_before_adapters() -> None:
+    """Recompute runs a forward pass again, about a third of a step, and trains the same."""
+    plan = read_plan(None, {"model": "gemma-2-9b", "gpu": "h200"}).plan
+    found = [way.what for way in ways_out(plan, estimate(plan), NOTHING)]
+    assert found[0] == "full recompute"
+    assert any("LoRA" in what for what in found[1:])
+
+
 def test_what_ddp_cannot_hold_is_for_frameworks_that_shard() -> None:
     flags = {"model": "llama-3-8b", "gpu": "h100", "gpus": "8", "framework": "ddp", "recompute": "full"}
     plan = read_plan(None, {**flags, "trainer": "transformers", "autocast": "true", "autocast-parameters": "fp32"}).plan

@@ -258,7 +258,7 @@ _REWARD = Loop(
     rows=(
         Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
         Row("lora_task_type", "lora.modules_to_save", read=_saved_head),
-        Row("eval_strategy", "", read=no_evaluation),
+        *EVALUATION_OF_LOSS,
     ),
 )
 

@@ -31,6 +31,7 @@ class Deepspeed(Framework):
     measured_code = "deepspeed"
     supports = Supports(
         loops=("sft", "dpo", "grpo", "reward"),
+        whole_logits=False,
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),

@@ -1,13 +1,16 @@
 """trl's DPOTrainer and GRPOTrainer, whose losses are of labels' log-probabilities, and RewardTrainer, of scores.
 
-trl 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected sequences of a
-batch together; then, without a graph and without recompute, the reference does, while the policy's activations wait
-for backward. The reference is a second model, or the same one with its adapters off; of log-probabilities that were
-computed before training there is none.
+trl 1.15 and 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected
+sequences of a batch together; then, without a graph and without recompute, the reference does, while the policy's
+activations wait for backward. The reference is a second model, or the same one with its adapters off; of
+log-probabilities that were computed before training there is none.
 
 ``trainer/grpo_trainer.py`` (``_compute_loss``): completions were generated and, for a KL term, scored by the reference
 between steps; in a step the policy alone runs, and a reference that is a second model waits beside it, as does what
 generation keeps of the GPU.
+
+Before 1.15 both losses are taken of all logits (``layers.whole_logits``): those of DPOTrainer's reference stay until
+metrics of the policy's have been computed, behind the loss.
 
 ``trainer/reward_trainer.py`` (``compute_loss``): the model scores the chosen and the rejected sequences of a batch
 together; there is no reference.
@@ -19,12 +22,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...families import family
+from ...layers.fused_losses import WHOLE_LOGITS, HeadLoss
 from ...layers.module import Module, Parameter, hold_bytes
+from ...layers.whole_logits import hidden_ended
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
 from ...tape.program import Span
+
+LOSS = "loss"
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "hidden_dropout")
 
@@ -131,6 +138,16 @@ def reference_parameters(parameters: Sequence[Parameter], buffers: Sequence[Hold
     return [*map(held, parameters), *buffers]
 
 
+def returning(head: Module, loss: HeadLoss) -> Module:
+    """``head``, whose input ends where the model returns, if that is before its loss is there."""
+    return _returning(head) if loss.kind == WHOLE_LOGITS else head
+
+
+@lru_cache(maxsize=64)
+def _returning(head: Module) -> Module:
+    return head.changed(hidden_ended)
+
+
 def with_reference(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
     """``spans``, of which the last is the head, with a pass of the reference's modules ``own`` behind its loss."""
     *others, head = spans
@@ -144,10 +161,16 @@ def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool) -> Module:
 
 
 def _inserted(tape: Tape, events: Tape) -> Tape:
-    """``events`` behind the last tensor of ``tape``, the loss, where its input has ended."""
-    at = 1 + max(place for place, event in enumerate(tape) if isinstance(event, Hold))
+    """``events`` behind the loss of ``tape``, where its input has ended. If metrics follow, what the reference leaves
+    in variables ends behind them."""
+    at = 1 + max(place for place, event in enumerate(tape) if isinstance(event, Hold) and event.name == LOSS)
     ended = [one for one in tape[at:] if isinstance(one, Drop) and one.tensor == INPUT]
-    return (*tape[:at], *ended, *events, *(one for one in tape[at:] if one not in ended))
+    rest = [one for one in tape[at:] if one not in ended]
+    metrics = any(isinstance(one, Hold) and one.name != f"{LOSS}_scaled" for one in rest)
+    left = len(events)
+    while metrics and not isinstance(events[left - 1], Hold):
+        left -= 1
+    return (*tape[:at], *ended, *events[:left], *rest, *events[left:])
 
 
 def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:

@@ -19,7 +19,7 @@ from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_
 from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.ends import Embedding
 from ...layers.flash_kernels import Release
-from ...layers.fused_losses import LOG_PROBABILITIES, PLAIN, HeadLoss
+from ...layers.fused_losses import LOG_PROBABILITIES, PLAIN, WHOLE_LOGITS, HeadLoss
 from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
@@ -209,7 +209,7 @@ def end_modules(
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
-        if options.converts_outputs:
+        if options.converts_outputs and not head_loss.converts_itself:
             return Run(None, converted=returned, loss=loss)
         return Run(None, until_end=returned, loss=loss)
 
@@ -291,8 +291,14 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
         liger=liger_version(loss),
         fused_addmm=capability is None or capability >= (8, 0),
         logits_to_keep=plan.trainer.completion_length or loss.logits_to_keep,
+        trl=released(plan),
         accumulates=loss.kind == "chunked" and plan.microbatches > 1,
     )
+
+
+def released(plan: ResolvedPlan) -> tuple[int, ...]:
+    """The release of trl that a loss of whole logits is computed by."""
+    return release(plan, "trl") if plan.loop.loss_of == WHOLE_LOGITS else ()
 
 
 def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
@@ -486,6 +492,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         embedding, row, kept = _with_embedded(embedding, row, kept, leaves_embedding(tuning, shape))
     first = [Span(embedding, ("embedding",))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
+    head = preferences.returning(head, head_loss(plan))
     last = [Span(returns(embedding, kept), ("return",)), Span(head, ("head",))]
     if plan.framework != "device-map":
         middle = layers(row, layer_names(plan.model.layers))
@@ -521,12 +528,12 @@ def reference(
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
     options = replace(options, tuning=tuning, seams=seams)
-    loss = HeadLoss(kind=plan.loop.loss_of)
+    loss = HeadLoss(kind=plan.loop.loss_of, trl=released(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)
     middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, preferences.MOST))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
-    return (Span(embedding, ("embedding",)), *middle, *normed, Span(head, ("head",)))
+    return (Span(embedding, ("embedding",)), *middle, *normed, Span(preferences.returning(head, loss), ("head",)))
 
 
 def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool) -> tuple[Module, Row, frozenset[int]]:
