@@ -111,6 +111,9 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     if of_another is not None and {*_OF_TRAINING}.isdisjoint(written.mapping):
         problem = f"{of_another} is of LLaMA-Factory's chat or export, which trains nothing"
         raise wrong_at(written.mapping[of_another].origin, problem)
+    trains, predicts = (written.mapping.get(key, Node(False, written.origin)) for key in ("do_train", "do_predict"))
+    if predicts.value is True and trains.value is not True:  # ``train/sft/workflow.py``
+        raise wrong_at(predicts.origin, "do_predict is without do_train: LLaMA-Factory trains nothing")
     on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
     wrong = [
         PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
