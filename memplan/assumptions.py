@@ -166,7 +166,7 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
     kept = (
         "and those of its reference, stay until metrics have been computed"
         if plan.trainer.runs_reference
-        else ("stay until their entropies have been computed")
+        else "stay until their entropies have been computed"
     )
     return (
         f"the loss is taken of all logits, sequence by sequence (from trl {shown(TRL_TILES)} on by tiles, which take "

@@ -79,11 +79,10 @@ def interleaved_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tup
     """``apply_rotary_pos_emb_interleave``: pairs of neighbours by the first half of the tables."""
     half = q.shape[-1] // 2
     cos, sin = (table.view(1, table.shape[1], half) for table in shared.tables)
-    tables = cos, sin
     q_even, q_odd = (ops.slice_last(r, q, half, f"query_{part}") for part in ("even", "odd"))
     k_even, k_odd = (ops.slice_last(r, k, half, f"key_{part}") for part in ("even", "odd"))
-    q_out = rotary_of_halves(r, q_even, q_odd, tables, "query")
-    return q_out, rotary_of_halves(r, k_even, k_odd, tables, "key")
+    q_out = rotary_of_halves(r, q_even, q_odd, (cos, sin), "query")
+    return q_out, rotary_of_halves(r, k_even, k_odd, (cos, sin), "key")
 
 
 def complex_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, *, copied: bool) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from .settings import Given, NeededError, Settings, asks
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""
-_OTHER_MODELS = re.compile(r"ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder")
+_OTHER_MODELS = re.compile(r"(?<![a-z])(?:ict|vlm|vit|vision|retro|mimo|multimodal|prefix_lm|realm|biencoder)(?![a-z])")
 
 _NO_TRAINING = re.compile(
     r"(?!.*train).*(?:generat|text_gen|inference).*|convert_model|export|mmlu|prune|quantize|validate|offline_feature_\w+"
@@ -146,8 +146,6 @@ def _family(words: Words, settings: Settings) -> Family:
     image = None if script else next((name for name in _IMAGES if settings.has(name)), None)
     if image is not None:
         raise settings.wrong(image, "belongs to models that see images, which are not modelled yet")
-    if (other := _of_other_model(words)) is not None:
-        raise other
     if pattern is not None and "gpt" in script:
         raise settings.wrong(
             pattern,

@@ -175,7 +175,7 @@ class Parts(NamedTuple):
     notices: str = ""
     assumptions: str = ""
     communicators: str = ""
-    """The last three of functions that take what the methods of their names do; empty: there is nothing to say."""
+    """The last three name functions, which take the same arguments as the methods called so; empty: nothing to say."""
 
 
 class Framework:

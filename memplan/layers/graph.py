@@ -75,15 +75,14 @@ class Unsummed(NamedTuple):
 
 
 def bytes_of(x: Tensor) -> int:
+    """Of its elements; its storage may be larger."""
     return size_of(x.shape, x.dtype)
 
 
 Gradients = list["Tensor | None"]
 
-
 Delayed = Callable[["Recorder"], list[tuple["Tensor", Gradients]]]
 """A product for gradients of weights, run later than the rest of its layer's backward: parameters and gradients."""
-
 
 Backward = Callable[["Recorder", Gradients], Sequence["Tensor | Unsummed | None"]]
 

@@ -17,7 +17,8 @@ from functools import partial
 
 from ..tape.events import INPUT, Category, Drop, Hold, Tape
 from . import ends, ops
-from .autograd import Gradients, Recorder, Tensor, incoming
+from .autograd import Gradients, Recorder, Tensor
+from .gradients import fresh, viewed
 from .huggingface import LayerShape
 from .log_probabilities import clipped
 
@@ -65,10 +66,9 @@ def of_pairs(
         view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
     taken = of_labels(r, view)
     sums = r.empty((b,), view.dtype, "log_probabilities_of_rows")
-    whole, rows, dtype = taken.shape, sums.shape, view.dtype
-    sums.node = r.node((taken,), (), lambda r, gradients: [incoming(gradients).view(*whole)])
-    loss = r.empty((), dtype, "loss")
-    loss.node = r.node((sums,), (), lambda r, gradients: [r.empty(rows, dtype, "grad_rows")])
+    sums.node = r.node((taken,), (), viewed(taken))
+    loss = r.empty((), view.dtype, "loss")
+    loss.node = r.node((sums,), (), fresh(sums, "grad_rows"))
     variables += [taken, sums]
     if metrics:
         variables += metrics_of_pairs(r, view, copies=trl >= VIEWS and b > 1)
@@ -93,9 +93,8 @@ def log_probabilities_of_groups(r: Recorder, hidden: Tensor, shape: LayerShape, 
         view = divided_in_place(r, logits, view)
     taken = of_labels(r, view)
     entropies(r, view, copies=trl < DIVIDED and view.shape[0] > 1)
-    whole = taken.shape
-    joined = r.empty(whole, taken.dtype, "log_probabilities_joined")
-    return joined.by(r.node((taken,), (), lambda r, gradients: [incoming(gradients).view(*whole)]))
+    joined = r.empty(taken.shape, taken.dtype, "log_probabilities_joined")
+    return joined.by(r.node((taken,), (), viewed(taken)))
 
 
 def returned(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
@@ -114,8 +113,7 @@ def rows_of(r: Recorder, logits: Tensor, kept: int, sliced: int, *, grouped: boo
 
     def slice_of(x: Tensor) -> Tensor:
         x = ops.sliced_whole(r, x, sliced * grouped, "logits", LOGITS)
-        like = x.shape
-        node = r.node((x,), (), lambda r, gradients: [r.empty(like, dtype, "grad_logits_sliced", LOGITS)])
+        node = r.node((x,), (), fresh(x, "grad_logits_sliced", LOGITS))
         return ops.sliced_whole(r, Tensor(x.storage, (b, kept, v), dtype, node), sliced, "logits", LOGITS)
 
     view = slice_of(logits)
@@ -135,23 +133,23 @@ def divided_in_place(r: Recorder, logits: Tensor, view: Tensor) -> Tensor:
         return [result]
 
     base = Tensor(logits.storage, whole, dtype, r.node((logits,), (), copied))
-    node = r.node((base,), (), lambda r, gradients: [r.empty(whole, dtype, "grad_logits_strided", LOGITS)])
+    node = r.node((base,), (), fresh(base, "grad_logits_strided", LOGITS))
     return Tensor(logits.storage, part, dtype, node)
 
 
 def of_labels(r: Recorder, logits: Tensor) -> Tensor:
     """``selective_log_softmax``, (b, s)."""
-    b, s, v = whole = logits.shape
+    b, s, _ = logits.shape
     dtype = logits.dtype
     if dtype == "fp32":
-        zeros = lambda r, gradients: [r.empty(whole, dtype, "grad_logits_of_labels", LOGITS)]  # noqa: E731
+        zeros = fresh(logits, "grad_logits_of_labels", LOGITS)
         chosen = r.empty((b, s), dtype, "logits_of_labels").by(r.node((logits,), (logits,), zeros))
         sums = joined(r, [log_sum(r, one) for one in unbound(r, logits)], "log_sums")
         return ops.add(r, chosen, sums, "label_log_probabilities", negated=True)
 
     def chosen_of(one: Tensor) -> Tensor:
         every = ops.log_softmax(r, one, "log_probabilities_of_sequence")
-        back = lambda r, gradients: [r.empty((s, v), dtype, "grad_log_probabilities", LOGITS)]  # noqa: E731
+        back = fresh(every, "grad_log_probabilities", LOGITS)
         return r.empty((s,), dtype, "log_probabilities_of_labels").by(r.node((every,), (every,), back))
 
     return joined(r, [chosen_of(one) for one in unbound(r, logits)], "label_log_probabilities")
@@ -159,17 +157,15 @@ def of_labels(r: Recorder, logits: Tensor) -> Tensor:
 
 def unbound(r: Recorder, x: Tensor) -> list[Tensor]:
     """Views of each sequence, whose gradients are stacked."""
-    (b, *rest), whole, dtype = x.shape, x.shape, x.dtype
-    stacked = lambda r, gradients: [r.empty(whole, dtype, "grad_logits_stacked", LOGITS)]  # noqa: E731
-    node = r.node((x,), (), stacked, outputs=b)
-    return [Tensor(x.storage, tuple(rest), dtype, node, slot) for slot in range(b)]
+    b, *rest = x.shape
+    node = r.node((x,), (), fresh(x, "grad_logits_stacked", LOGITS), outputs=b)
+    return [Tensor(x.storage, tuple(rest), x.dtype, node, slot) for slot in range(b)]
 
 
 def joined(r: Recorder, rows: list[Tensor], name: str) -> Tensor:
     """``torch.stack`` of one-dimensional ``rows``, whose gradients are views of the incoming one."""
-    like, count = rows[0].shape, len(rows)
-    node = r.node(rows, (), lambda r, gradients: [incoming(gradients).view(*like) for _ in range(count)])
-    out = r.empty((count, *like), rows[0].dtype, name)
+    node = r.node(rows, (), viewed(*rows))
+    out = r.empty((len(rows), *rows[0].shape), rows[0].dtype, name)
     rows.clear()
     return out.by(node)
 

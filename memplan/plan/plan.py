@@ -421,14 +421,14 @@ class Plan(Section, Terse):
         return PlanError(path, list(value) if isinstance(value, tuple) else value, problem, known=known)
 
     def refuse(self, *rules: tuple[str, object, str]) -> None:
-        """Raises of the first of ``rules`` that is broken: the dotted path of a field, whether it is wrong, and what is
-        wrong with it."""
+        """Raises ``PlanError`` for the first of ``rules`` that is broken. A rule is the dotted path of a field, whether
+        it is broken, and what the field must be; all of them are evaluated first."""
         for path, broken, problem in rules:
             if broken:
                 raise self.wrong(path, problem)
 
     def refuse_for(self, path: str, reasons: Mapping[str, object]) -> None:
-        """The same of one field: what is wrong with it, where that applies."""
+        """As ``refuse``, for one field: ``reasons`` are what it must be, and whether that is broken."""
         self.refuse(*((path, applies, problem) for problem, applies in reasons.items()))
 
     @property

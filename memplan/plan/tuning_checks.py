@@ -112,11 +112,11 @@ def _check_quantisation(plan: ResolvedPlan) -> None:
     quantisation = plan.quantisation
     if quantisation.kind == "none":
         for name, value in quantisation.changed():
-            raise PlanError(f"quantisation.{name}", value, "needs 4-bit weights: quantisation.kind is none")
+            raise PlanError(f"quantisation.{name}", value, "needs quantised weights: quantisation.kind is none")
         return
     if plan.lora.rank is None:
         raise plan.wrong(
-            "quantisation.kind", "must be none without adapters: 4-bit weights cannot be trained; give --lora-rank"
+            "quantisation.kind", "must be none without adapters: quantised weights cannot be trained; give --lora-rank"
         )
     if quantisation.kind == "gptq":
         _check_gptq(plan)

@@ -39,7 +39,7 @@ of a step's time: a rule of this list, which changes no figure."""
 ANOTHER_JOB = 1.0
 """And other or more GPUs, or adapters that are trained in place of the weights."""
 
-_ANOTHER_JOB = ("hardware.", "lora.rank")
+_OF_ANOTHER_JOB = ("hardware.", "lora.rank")
 _GPU = "hardware.gpu"
 
 
@@ -99,7 +99,7 @@ class _Tried:
     def price(self) -> tuple[float, int, int]:
         """Smaller is cheaper."""
         another = ANOTHER_JOB * any(
-            path.startswith(_ANOTHER_JOB) and path != "hardware.capacity" for path in self._bought
+            path.startswith(_OF_ANOTHER_JOB) and path != "hardware.capacity" for path in self._bought
         )
         beside = COSTS_BESIDE_TIME * sum(bool(one.costs) for one in self.proposed)
         slower = self.slower or 0.0

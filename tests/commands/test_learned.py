@@ -147,7 +147,10 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
             "lora.targets: is missing: peft has no default for model_type olmo2; say --lora-targets all-linear",
         ),
         (["estimate", "--model", "{}", "--lora-targets", "q_proj"], "lora.targets = [q_proj]: needs lora.rank"),
-        (["estimate", "--model", "{}", "--quantisation", "nf4"], "4-bit weights cannot be trained; give --lora-rank"),
+        (
+            ["estimate", "--model", "{}", "--quantisation", "nf4"],
+            "must be none without adapters: quantised weights cannot be trained; give --lora-rank",
+        ),
         (
             ["trace", "--learn", *ADAPTED, "--quantisation", "int8"],
             "quantisation.kind = int8: must be nf4, fp4 or none: other quantised weights are not modelled of an",

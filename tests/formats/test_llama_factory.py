@@ -184,6 +184,14 @@ def test_four_bits_under_fsdp_are_stored_in_the_dtype_of_training(tmp_path: Path
             "x.yaml:3: export_dir is of LLaMA-Factory's chat or export, which trains",
         ),
         (
+            "finetuning_type: lora\nadapter_name_or_path: saves/lora\nexport_dir: merged",
+            "x.yaml:5: export_dir is of LLaMA-Factory's chat or export, which trains",
+        ),
+        (
+            "stage: sft\ndo_predict: true\ndo_train: false\nfinetuning_type: lora\nadapter_name_or_path: saves/lora",
+            "x.yaml:4: do_predict is without do_train: LLaMA-Factory trains nothing",
+        ),
+        (
             "stage: sft\nfinetuning_type: lora\nadapter_name_or_path: saves/lora",
             "x.yaml:5: adapter_name_or_path: must be",
         ),

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from ...plan.errors import ABSENT, Node, PlanError, Value, together, wrong_at
 
 _OF_NO_TRAINING = ("infer_backend", "export_dir")
-"""Keys of files for its commands ``chat`` and ``export``."""
-_OF_BOTH = ("finetuning_type", "cutoff_len")
-_OF_TRAINING = (*_OF_BOTH, "stage", "do_train", "dataset", "per_device_train_batch_size")
-MARKS = (*_OF_BOTH, *_OF_NO_TRAINING)
+"""Keys of files for its commands ``chat`` and ``export``,"""
+_OF_TRAINING = ("stage", "do_train", "dataset", "cutoff_len", "per_device_train_batch_size")
+"""and of those for ``train``; ``finetuning_type`` is in both."""
+MARKS = ("finetuning_type", "cutoff_len", *_OF_NO_TRAINING)
 """Keys that only its files have."""
 _RENAMED = MappingProxyType(
     {
@@ -107,9 +107,13 @@ def starts(written: Node) -> str:
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
     checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
-    if {*_OF_TRAINING}.isdisjoint(written.mapping):
-        key = next(key for key in _OF_NO_TRAINING if key in written.mapping)
-        raise wrong_at(written.mapping[key].origin, f"{key} is of LLaMA-Factory's chat or export, which trains nothing")
+    of_another = next((key for key in _OF_NO_TRAINING if key in written.mapping), None)
+    if of_another is not None and {*_OF_TRAINING}.isdisjoint(written.mapping):
+        problem = f"{of_another} is of LLaMA-Factory's chat or export, which trains nothing"
+        raise wrong_at(written.mapping[of_another].origin, problem)
+    trains, predicts = (written.mapping.get(key, Node(False, written.origin)) for key in ("do_train", "do_predict"))
+    if predicts.value is True and trains.value is not True:  # ``train/sft/workflow.py``
+        raise wrong_at(predicts.origin, "do_predict is without do_train: LLaMA-Factory trains nothing")
     on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
     wrong = [
         PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)

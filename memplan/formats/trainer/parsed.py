@@ -25,6 +25,7 @@ FLAGS = {
     "torch_dtype": "autocast-parameters", "dtype": "autocast-parameters", "load_in_4bit": "quantisation",
     "lora_target_modules": "lora-targets", "max_completion_length": "completion-length",
     "torch_compile": "torch-compile", "lora_modules_to_save": "modules-to-save",
+    "lora_alpha": "lora-alpha", "lora_dropout": "lora-dropout", "lora_target_parameters": "lora-target-parameters",
 }  # fmt: skip
 """Flags that say what a keyword does."""
 INSTEAD = (

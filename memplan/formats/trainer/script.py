@@ -243,7 +243,7 @@ def _by_place(
     training: Training, loose: Sequence[Value], named: Collection[str], reading: Reading, folder: Path
 ) -> tuple[list[tuple[str, Value]], tuple[Note, ...]]:
     """Words behind the script that are arguments by their place alone, less those ``named`` by flags; and a note of
-    those that are nothing's: neither a file, nor a name with a value."""
+    words that are left: neither such an argument, nor a file, nor a name with a value."""
     words = [word for word in loose if not (text(word).endswith(MAPPINGS) or "=" in text(word)) and text(word)]
     declared = positions_in(_content(training.script, reading, folder)[0]) if words else []
     open_still = [name for name in declared if name not in named]

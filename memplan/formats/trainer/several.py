@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from . import changes
 from .parsed import FLAGS, INSTEAD, LOADED, Parsed
-from .syntax import name_of
+from .syntax import UNKNOWN, name_of
 
 _OF_LOADED = {
     "": FLAGS["model_name_or_path"],
@@ -35,17 +35,20 @@ def check_alone(script: Parsed, trainers: Sequence[ast.Call], own: Mapping[str, 
 def undecided(script: Parsed) -> None:
     """Asks for adapters and weights that the script makes under a condition that the command does not decide, or
     makes in several ways."""
-    for name, key in (("LoraConfig", "lora_r"), ("BitsAndBytesConfig", "load_in_4bit")):
+    for name, key, keyword in (("LoraConfig", "lora_r", "r"), ("BitsAndBytesConfig", "load_in_4bit", "load_in_4bit")):
+        if FLAGS[key] in script.asked:
+            continue
         made = [call for call in script.of(name) if script.stands(call)]
         other = next((call for call in made[1:] if ast.dump(call) != ast.dump(made[0])), None)
-        if other is not None and FLAGS[key] not in script.asked:
+        if other is not None:
             problem = f"is made in line {made[0].lineno}, too, and otherwise: keep one, or say it with --{FLAGS[key]}"
             script.ask(name, problem, other.lineno)
         for call in script.of(name):
-            if script.stands(call) is None and FLAGS[key] not in script.asked:
-                script.ask(
-                    name, f"is made where only the running script knows: say it with --{FLAGS[key]}", call.lineno
-                )
+            given = script.keyword(call, keyword)
+            is_known = given is None or script.value(given) is not UNKNOWN  # it is asked for by itself else
+            if script.stands(call) is None and is_known:
+                problem = f"is made where only the running script knows: say it with --{FLAGS[key]}"
+                script.ask(name, problem, call.lineno)
 
 
 def trained(script: Parsed, models: list[ast.Call], takers: list[ast.Call]) -> list[ast.Call]:

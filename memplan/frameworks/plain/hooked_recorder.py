@@ -24,21 +24,16 @@ from ...values import dataclass
 if TYPE_CHECKING:
     from ...layers.megatron_core.precision import Low
 
-
 NONE = Submodules()
-
 
 MATRIX = 2
 """Dimensions of weights whose products DeepSpeed's linear function makes."""
 
-
 SAVED = "/saved"
 """What the name of a gathered weight ends with that a node has saved, from its parameter's release on."""
 
-
 NO_PARAMETERS = ""
 """Name of every submodule without parameters at a seam."""
-
 
 BASE = "base"
 """Name of the base model at one, where its own forward reads the embedding's weight."""

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..base import Framework, Parts, Supports
-
-if TYPE_CHECKING:
-    pass
 
 
 class Single(Framework):

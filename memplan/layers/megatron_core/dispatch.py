@@ -164,7 +164,6 @@ def _permuted(
 
 def _selected(r: Recorder, x: Tensor, order: Tensor) -> Tensor:
     """``index_select`` of rows: saves the indices; backward adds into zeros of the whole."""
-
     return r.output(
         (x,), (order,), fresh(x, "grad_permuted_tokens"), (*order.shape, x.shape[-1]), x.dtype, "permuted_tokens"
     )

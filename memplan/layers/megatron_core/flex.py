@@ -229,11 +229,8 @@ def _gradients_sent(x: Tensor, wide: Tensor) -> Backward:
 
 def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) -> Tensor:
     """``FusedCombine`` or ``HybridEPCombine``: (T, h); backward sends gradients as tokens were sent."""
-    dtype, size = x.dtype, (shape.routed.own, x.shape[1])
-
-    return r.output(
-        (x,), handle, fresh(x, "grad_rows_combined"), size, dtype, "tokens_combined", work=_exchange(x, shape)
-    )
+    size, gradient = (shape.routed.own, x.shape[1]), fresh(x, "grad_rows_combined")
+    return r.output((x,), handle, gradient, size, x.dtype, "tokens_combined", work=_exchange(x, shape))
 
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:

@@ -176,9 +176,7 @@ def padded_rows(rows: int, shape: CoreShape) -> int | None:
 
 def _with_rows(r: Recorder, x: Tensor, rows: int, name: str) -> Tensor:
     """A copy with padding or without, whose gradient is a copy, too."""
-    like, dtype = x.shape, x.dtype
-
-    return r.output((x,), (), fresh(x, f"grad_{name}"), (rows, *like[1:]), dtype, name)
+    return r.output((x,), (), fresh(x, f"grad_{name}"), (rows, *x.shape[1:]), x.dtype, name)
 
 
 def activated(r: Recorder, x: Tensor, scale: Tensor, shape: CoreShape) -> Tensor:

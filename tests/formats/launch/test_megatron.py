@@ -522,6 +522,8 @@ def test_a_script_of_another_model_is_told_before_its_arguments() -> None:
     """As Megatron-LM's ``examples/mimo/scripts/run_hetero_nemotron_20l_mock_train.sh`` starts it."""
     command = f"torchrun --nproc_per_node 8 -m examples.mimo.pretrain_mimo {SMALL} --encoder-dp 2 --llm-cp 1 --llm-pp 1"
     assert "starts pretrain_mimo.py, whose model is not modelled yet" in error_of(lambda: launch(command))
+    other = f"torchrun --nproc_per_node 8 train_predictor.py {SMALL} --batch-size 8"
+    assert "--batch-size: was renamed" in error_of(lambda: launch(other))  # "ict" is a part of another word
 
 
 def test_further_trainings_of_a_line_are_told() -> None:

@@ -73,6 +73,15 @@ def test_adapters_made_otherwise_or_perhaps_are_asked_for(tmp_path: Path) -> Non
     )
     same = two.replace("64", "8")
     assert plan_of(tmp_path, same).lora == plan_of(tmp_path, same.replace("two = LoraConfig(r=8)\n", "")).lora
+    once = refusal(perhaps.replace("r=8", "r=int(RANK)"))
+    assert "lora_r: is int(RANK), which only the running script knows: say it with --lora-rank" in once
+    assert once.count("--lora-rank") == 1
+    computed = f"{HEAD}{SFT[:-1]}, peft_config=LoraConfig(r=int(RANK), lora_alpha=2 * int(RANK)))\n"
+    assert "lora_alpha: is 2 * int(RANK), which only the running script knows: say it with --lora-alpha" in (
+        refusal(computed)
+    )
+    said = plan_of(tmp_path, computed, **{"lora-rank": "32", "lora-alpha": "64"}).lora
+    assert (said.rank, said.alpha) == (32, 64)
 
 
 LOADS = "{0} = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-{1}', dtype='{2}')\n"
