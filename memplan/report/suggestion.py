@@ -47,6 +47,7 @@ from .suggestion_tables import (
     cuts_table,
     front_table,
     gpu_hours,
+    retry_marks,
     units,
     worth,
 )
@@ -185,8 +186,9 @@ def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
         left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
     )
     for offer, best in found:
-        other = "" if offer.keeps_fp32 else f"{best.plan.precision.dtype} alone, no fp32 parameters"
-        marks = Text(other, CAUTION) if offer.best is not None else Text(_too_little(best), BAD)
+        other = f"{best.plan.precision.dtype} alone, no fp32 parameters"
+        caution = [*retry_marks(best), *([] if offer.keeps_fp32 else [Text(other, CAUTION)])]
+        marks = Text(", ").join(caution) if offer.best is not None else Text(_too_little(best), BAD)
         layout = DOT.join(layout_pieces(best))
         table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), marks)
     yield from titled("In each framework", table)

@@ -346,6 +346,17 @@ def test_frameworks_in_which_nothing_fits_are_named() -> None:
     assert told_in_json["deepspeed"]["closest"] is None
 
 
+def test_a_framework_whose_best_layout_needs_retries_says_so() -> None:
+    """Its peak may be more than there is, as an alternative's, which is marked so, too."""
+    best = answer("deepspeed").found.best[0]
+    retrying = replace(best, estimate=None, fullest_judged=Judged(Verdict.RETRIES, 3, 1), device=best.needs)
+    offers = Offer("deepspeed", "time", best), Offer("fsdp", "time", retrying)
+    beside = Answer(answer("deepspeed").found, offers=offers)
+    text = printed(lambda console: print_suggestion(beside, console), 160)
+    (row,) = (line for line in text.splitlines() if line.startswith("fsdp "))
+    assert "retries in every iteration" in row
+
+
 def test_single_changes_stand_below_the_layout_as_it_is() -> None:
     """And not below ``none``, which could be no recompute."""
     found = answer("does not fit").found
