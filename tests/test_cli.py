@@ -277,6 +277,10 @@ def test_the_help_fits_two_screens(run: Run, monkeypatch: pytest.MonkeyPatch, co
         ("memplan estimate --compare big", {"bigscience-104b-250k"}),
         ("memplan estimate --from torch", {"torchtitan"}),
         ("memplan export --to dev", {"device-map"}),
+        ("memplan estimate --vary optimizer-im", {"optimizer-implementation="}),
+        ("memplan estimate --vary dtype=", {"dtype=fp32", "dtype=fp16", "dtype=bf16"}),
+        ("memplan estimate --vary dtype=bf16,fp", {"dtype=bf16,fp32", "dtype=bf16,fp16"}),
+        ("memplan estimate --vary mbs=1,", set()),
     ],
 )
 def test_a_shell_completes(run: Run, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]) -> None:

@@ -57,6 +57,7 @@ from .output import (
     tell_of_shell,
     without_collection,
 )
+from .plan_flags import assignments
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def estimate(
             metavar="FLAG=A,B",
             help="values of a field to compare, as optimizer=adamw,adam8bit; repeated, every combination of values",
             rich_help_panel=_SEVERAL,
+            autocompletion=assignments,
         ),
     ] = None,
     no_records: NoRecords = False,

@@ -136,6 +136,20 @@ def _completion(field: PlanField) -> Callable[[str], list[str]] | None:
     return beginning(lambda: field.choices) if field.choices else None
 
 
+def assignments(incomplete: str) -> list[str]:
+    """What a shell offers for ``FLAG=A,B`` from its characters so far: fields, as ``optimizer=``; behind the sign, and
+    behind each comma, names that the field takes and that are not there yet."""
+    flag, equals, values = incomplete.partition("=")
+    if not equals:
+        return [f"{name}=" for name in by_flag() if name.startswith(flag.lower())]
+    field = by_flag().get(flag)
+    complete = _completion(field) if field is not None else None
+    before, comma, last = values.rpartition(",")
+    taken = before.split(",")
+    found = [name for name in complete(last) if name not in taken] if complete is not None else []
+    return [f"{flag}={before}{comma}{name}" for name in found]
+
+
 def _gpus() -> Iterable[str]:
     from ..device.gpus import GPUS
 
@@ -146,4 +160,4 @@ def _help(field: PlanField) -> str:
     return f"{field.description} ({', '.join(field.choices)})" if field.choices else field.description
 
 
-__all__ = ["with_plan_flags"]
+__all__ = ["assignments", "with_plan_flags"]

@@ -30,7 +30,7 @@ from .printing import (
     shares,
     written_lines,
 )
-from .stages import free_on, limit_of, reading_of, rows_of
+from .stages import free_on, free_words, reading_of, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ def print_comparison(
             (name, Text(_kept(one))) for name, one in zip(names, variants, strict=True) if isinstance(one, Estimate)
         ]
         put(console, entries(kept, FAINT), Text())
-    put(console, Text(f"{plan_text(base.plan)}; sizes in {unit.name}", FAINT))
+    beside = "; free: in the moment that needs most" if any(map(free_words, estimates)) else ""
+    put(console, Text(f"{plan_text(base.plan)}; sizes in {unit.name}{beside}", FAINT))
     told: set[Notice] = set()
     for name, variant in zip(names, variants, strict=True):
         title = Text(name, "bold")
@@ -148,7 +149,7 @@ def _summary(names: Sequence[str], variants: Sequence[Estimate | PlanError], bas
             continue
         worst = estimate.stages[estimate.peak_stage]
         change = unit.change(estimate.peak - base.peak) if estimate is not base else ""
-        free = free_on(worst, limit_of(estimate))
+        free = free_on(estimate, worst)
         table.add_row(
             Text(name, "bold"),
             _fits(estimate),

@@ -34,7 +34,18 @@ from .printing import (
     spaced,
     written_lines,
 )
-from .stages import free_on, in_colour, limit_of, measured, reading_of, stage_tables, timeline_lines, unit_of, who
+from .stages import (
+    free_words,
+    in_colour,
+    limit_of,
+    measured,
+    reading_of,
+    stage_tables,
+    timeline_lines,
+    unit_of,
+    who,
+    worst_moment,
+)
 
 if TYPE_CHECKING:
     from ..allocator.timeline import Timeline
@@ -44,23 +55,23 @@ def verdict(estimate: Estimate) -> Text:
     """One sentence: ``Does not fit: stage 31 needs 33.08 GiB of 31.75 GiB on v100-32gb …``."""
     judged = estimate.judged
     told = estimate.stages[estimate.peak_stage]
-    fails, evaluated = judged.verdict is Verdict.DOES_NOT_FIT, estimate.plan.trainer.evaluated
+    fails = judged.verdict is Verdict.DOES_NOT_FIT
     if told.judged.verdict is not judged.verdict:
         told = next(stage for stage in estimate.stages if stage.judged == judged)
     elif not fails:
         alike = [stage for stage in estimate.stages if stage.judged.verdict is judged.verdict]
-        told = max(alike, key=lambda one: (one.headline + one.worst(evaluated=evaluated)[1], one is told))
-    moment, more = ("steady", 0) if fails else told.worst(evaluated=evaluated)
+        told = max(alike, key=lambda one: (one.headline + worst_moment(estimate, one)[1], one is told))
+    moment, more = ("steady", 0) if fails else worst_moment(estimate, told)
     told_of = who(estimate, told) if not more else f"{moment} on {who(estimate, told)}"
     need = f"{size(told.headline + more)}"
     if reading_of(told) != "device":
         need = f"at least {need} ({'allocated' if more else reading_of(told)})"
     most = "most, " if len(estimate.stages) > 1 else ""
-    free = free_on(told, limit_of(estimate))
-    if free is None:
+    limit = limit_of(estimate)
+    if limit is None:
         cause = "" if more else f" — {_cause(told)}"
         return Text.assemble(("No GPU named", f"bold {CAUTION}"), f": {told_of} needs {need}{cause}")
-    free -= more
+    free = limit - told.headline - more
     if fails:
         return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, told_of, need, free)}")
     if judged.verdict is Verdict.UNKNOWN:
@@ -341,7 +352,8 @@ def _caption(estimate: Estimate) -> str:
     }
     worst = estimate.stages[estimate.peak_stage]
     reading = reading_of(worst)
-    return f"{MEANING[unit_of(estimate).name]}, most loaded rank, steady state; {reading}: {meaning[reading]}."
+    told = [f"{MEANING[unit_of(estimate).name]}, most loaded rank, steady state", f"{reading}: {meaning[reading]}"]
+    return "; ".join(filter(None, [*told, free_words(estimate)])) + "."
 
 
 def _every_reading(estimate: Estimate) -> Table:

@@ -303,7 +303,12 @@ def _categories(record: Record, found: Sequence[Difference], unit: Unit) -> Iter
             table.add_row(
                 label(one_line(name)), unit.figure(measured), unit.figure(expected), unit.change(expected - measured)
             )
-    yield from spaced(table)
+    live = sum(count for name, count in estimated.breakdown.items() if name not in NOT_COMPARED)
+    apart = live != estimated.requested_bytes
+    words = "measured: where most is requested; estimated: where most is allocated, which is another moment"
+    yield from spaced(
+        table, *([Text(f"{words}, with {unit.figure(live)} {unit.name} requested", FAINT)] if apart else [])
+    )
 
 
 def _most_loaded(ranks: Sequence[RankReading], stage: int) -> RankReading | None:

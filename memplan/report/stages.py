@@ -89,9 +89,29 @@ def limit_of(estimate: Estimate) -> int | None:
     return None if estimate.capacity is None else estimate.capacity - estimate.headroom
 
 
-def free_on(stage: StageEstimate, limit: int | None) -> int | None:
-    """Bytes left on the stage's most loaded rank; negative where it does not fit."""
-    return None if limit is None else limit - stage.headline
+def free_on(estimate: Estimate, stage: StageEstimate) -> int | None:
+    """Bytes left on the stage's most loaded rank in the moment that needs most, as ``Estimate.judged`` counts every
+    moment; negative where that is too large. ``None`` without a GPU."""
+    limit = limit_of(estimate)
+    return None if limit is None else limit - stage.headline - worst_moment(estimate, stage)[1]
+
+
+def worst_moment(estimate: Estimate, stage: StageEstimate) -> tuple[str, int]:
+    """The moment of ``stage`` that needs most, and its bytes beyond the headline, which is an iteration's."""
+    return stage.worst(evaluated=estimate.plan.trainer.evaluated)
+
+
+def free_words(estimate: Estimate) -> str:
+    """What a column of free bytes counts where another moment than an iteration needs most: ``free: in evaluation,
+    which needs 54.60 GiB``; empty where none does, and without a GPU."""
+    most: dict[str, int] = {}
+    for stage in estimate.stages if estimate.capacity is not None else ():
+        moment, more = worst_moment(estimate, stage)
+        if more:
+            most[moment] = max(most.get(moment, 0), stage.headline + more)
+    upto = "up to " if len(estimate.stages) > 1 else ""
+    told = " and ".join(f"{moment}, which needs {upto}{size(needed)}" for moment, needed in most.items())
+    return f"free: in {told}" if told else ""
 
 
 def who(estimate: Estimate, stage: StageEstimate) -> str:
@@ -234,7 +254,7 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
 
 def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
     """Static, peak and free of a row."""
-    limit, unit = limit_of(estimate), unit_of(estimate)
+    unit = unit_of(estimate)
 
     def cell(figures: tuple[str, ...], style: str = "") -> Text:
         return Text((DASH if shape.one_line else f"{DASH}\n").join(figures), style=style)
@@ -246,11 +266,11 @@ def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
         return stage.headline
 
     def free(stage: StageEstimate) -> int | None:
-        return free_on(stage, limit)
+        return free_on(estimate, stage)
 
     over = f"bold {BAD}" if row.is_over else ""
     cells = [cell(row.figures(static, unit)), cell(row.figures(headline, unit), over or "bold")]
-    return cells if limit is None else [*cells, cell(row.figures(free, unit), over)]
+    return cells if estimate.capacity is None else [*cells, cell(row.figures(free, unit), over)]
 
 
 def _peak(row: Row, shape: Shape) -> Breakable:

@@ -13,7 +13,7 @@ from ..frameworks import framework
 from ..plan.fields import plan_fields
 from ..plan.notes import SEQ_DEFAULT, VOCAB_UNUSED, says_choice
 from ..plan.resolve import resolve
-from ..result import Estimate, Notice
+from ..result import Estimate, Notice, Verdict
 from ..search.changes import Method
 from ..search.result import Found, Offer, Suggestion
 from ..search.time import StepTime, best_published, cost_of_step, cost_of_tokens
@@ -47,6 +47,7 @@ from .suggestion_tables import (
     cuts_table,
     front_table,
     gpu_hours,
+    retry_marks,
     units,
     worth,
 )
@@ -58,6 +59,7 @@ from .suggestion_words import (
     part,
     rough,
     same_layout,
+    speed_words,
     time_unit,
 )
 
@@ -172,20 +174,29 @@ def _start(answer: Answer) -> Iterator[RenderableType]:
 
 
 def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
-    """The best layout in each framework that has one; best first."""
-    ranked = sorted((offer for offer in offers if offer.best is not None), key=lambda offer: offer.rank)
-    bests = [offer.best for offer in ranked if offer.best is not None]
-    if len(bests) < 2:
+    """The best layout in each framework that has one, best first; then frameworks in which nothing fits, with what the
+    closest layout needs. Those that do not train the model, or not on these GPUs, are left out."""
+    ranked = sorted((offer for offer in offers if offer.refused is None), key=lambda offer: offer.rank)
+    found = [(offer, one) for offer in ranked if (one := offer.best or offer.closest) is not None]
+    bests = [one for _, one in found]
+    if len(bests) < 2 or ranked[0].best is None:
         return
     unit, time = units(bests, bests[0])
     table = plain_table(
         left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
     )
-    for offer, best in zip(ranked, bests, strict=True):
-        other = "" if offer.keeps_fp32 else f"{best.plan.precision.dtype} alone, no fp32 parameters"
+    for offer, best in found:
+        other = f"{best.plan.precision.dtype} alone, no fp32 parameters"
+        caution = [*retry_marks(best), *([] if offer.keeps_fp32 else [Text(other, CAUTION)])]
+        marks = Text(", ").join(caution) if offer.best is not None else Text(_too_little(best), BAD)
         layout = DOT.join(layout_pieces(best))
-        table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), Text(other, CAUTION))
+        table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), marks)
     yield from titled("In each framework", table)
+
+
+def _too_little(closest: Suggestion) -> str:
+    """Of the closest layout, where a framework has none that fits."""
+    return "does not fit" if not closest.fits else "not sure to fit"
 
 
 def _stated(found: Found) -> Suggestion | None:
@@ -339,6 +350,7 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
         yield from titled("Why this one", alternatives(found), *worth(found))
         if any(one.seconds < best.seconds and not one.point.keeps_numerics for one in others) and _keeps(best):
             yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
+    yield from _ends_retries(found)
     given = found.given
     if given is not None and not same_layout(given, best):
         fits = "" if given.fits else ", and does not fit"
@@ -346,6 +358,21 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
         yield Text(f"The plan as given is {comparison_words(given, best)}{fits}.")
     elif given is not None:
         yield Text("It is the plan as given.")
+
+
+def _ends_retries(found: Found) -> Iterator[RenderableType]:
+    """That a setting of the allocator takes its retries from a layout, and how fast that is then."""
+    after = found.ends_retries
+    if after is None:
+        return
+    best = found.best[0]
+    which = "The layout that needs retries"
+    if best.judged.verdict is not Verdict.RETRIES and after.timed and best.timed and not same_layout(after, best):
+        which += f", {speed_words(after.seconds, best.seconds)},"
+    yield Text(
+        f"{which} needs none with expandable segments (--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): "
+        f"{size(after.needs)} on the device."
+    )
 
 
 def _keeps(one: Suggestion) -> bool:

@@ -52,6 +52,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "started_from": list(answer.started),
         "closest": _or_null(found.closest),
         "changes": [change_to_json(change) for change in found.changes],
+        **({"ends_retries": _suggestion(found.ends_retries)} if found.ends_retries is not None else {}),
         "cuts": [_method(method, timed=best is not None and best.timed) for method in answer.methods],
         **({"frameworks": [_offer(offer) for offer in answer.offers]} if answer.offers else {}),
         "search": _search(found.counts, found.seconds),
@@ -108,6 +109,7 @@ def _offer(offer: Offer) -> dict[str, Any]:
         "framework": offer.framework,
         "fits": offer.best is not None,
         "recommended": _or_null(offer.best),
+        "closest": _or_null(offer.closest),
         "refused": str(offer.refused) if offer.refused is not None else None,
     }
 

@@ -29,7 +29,7 @@ from .printing import (
     right,
     shares,
 )
-from .stages import free_on, in_colour, limit_of, measured, peak_reading, rows_of, unit_of
+from .stages import free_on, free_words, in_colour, limit_of, measured, peak_reading, rows_of, unit_of
 from .suggestion_words import (
     TimeUnit,
     beside_training,
@@ -55,6 +55,9 @@ def compact_stages(estimate: Estimate, console: Console) -> Iterator[RenderableT
     if in_colour(console) and cells >= SHORTEST_BAR:
         table = _stage_table(estimate, min(cells, LONGEST_BAR))
     yield table
+    words = free_words(estimate)
+    if words:
+        yield Text(f"{peak_reading(estimate)}: of an iteration, as below; {words}", FAINT)
 
 
 def _stage_table(estimate: Estimate, cells: int) -> Table:
@@ -75,7 +78,7 @@ def _stage_table(estimate: Estimate, cells: int) -> Table:
             Breakable(row.modules()),
             elements(row.worst.parameters),
             Text(DASH.join(row.figures(lambda stage: stage.headline, unit)), over or "bold"),
-            Text(DASH.join(row.figures(lambda stage: free_on(stage, limit), unit)), over),
+            Text(DASH.join(row.figures(lambda stage: free_on(estimate, stage), unit)), over),
         ]
         table.add_row(*figures, *([bar(shares(row.worst), scale, cells, limit)] if cells else []))
     return table
@@ -157,7 +160,7 @@ def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
     table = plain_table(
         folded("change"), left(), *map(right, (f"peak {unit.name}", "gained", f"step {time.name}", "slower"))
     )
-    table.add_row("none", _verdict_words(stuck), unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
+    table.add_row("as it is", _verdict_words(stuck), unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
     for change in changes:
         after = change.suggestion
         table.add_row(

@@ -17,8 +17,9 @@ from ..plan.fields import plan_fields
 from ..plan.plan import Plan
 from ..plan.resolved import ResolvedPlan
 from ..plan.sizes import default_reserve, headroom_bytes
+from ..result import Verdict
 from .candidates import Clock
-from .changes import changes_of, measured
+from .changes import changes_of, measured, without_retries
 from .result import Found, Offer, Suggestion
 from .search import Report, Search, alike
 from .space import Space, filled, nearest_counts, space_of
@@ -94,6 +95,9 @@ class Sought:
         faster = self.base is not stated and best and given is not None and given.fits
         stuck = closest if closest is not None else given if given is not None and not given.fits else None
         changes = changes_of(stuck, limit, self.fixed, search.report, known) if stuck is not None else ()
+        retrying = min(
+            (one for one in best if one.judged.verdict is Verdict.RETRIES), key=lambda one: one.seconds, default=None
+        )
         too_little = faster and given is not None and given.seconds < best[0].seconds
         return Found(
             base=self.resolved,
@@ -110,6 +114,7 @@ class Sought:
             given_keeps_too_little=bool(too_little) and not measured(self.base, known).is_safe,
             counts=search.counts(),
             seconds=self.seconds + perf_counter() - started,
+            ends_retries=without_retries(retrying, known) if retrying is not None else None,
             keeps_free="" if self.base is stated else self.base.headroom,
             error=self.error,
             within=self.within,

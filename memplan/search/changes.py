@@ -22,6 +22,7 @@ from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.tuning_checks import is_tuned
+from ..result import Verdict
 from ..values import dataclass, replace
 from .candidates import Clock, chunks_of
 from .cuts import fields_of, fitting, smallest
@@ -63,10 +64,15 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     yield from _fine_tuning(plan)
     if plan.attention == "eager" and search.flash_attention:
         yield Proposal("flash attention", {"attention": "flash"})
-    if "PYTORCH_CUDA_ALLOC_CONF" not in plan.environment and search.expandable_segments:
+    yield from _expandable_segments(plan)
+    yield from _larger_gpus(plan, given.needs)
+
+
+def _expandable_segments(plan: ResolvedPlan) -> Iterator[Proposal]:
+    """Where the plan says nothing of PyTorch's allocator."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in plan.environment and framework(plan.framework).search.expandable_segments:
         environment = {**plan.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         yield Proposal("expandable segments", {"environment": environment})
-    yield from _larger_gpus(plan, given.needs)
 
 
 def _smaller_batches(plan: ResolvedPlan) -> Iterator[Proposal]:
@@ -217,6 +223,18 @@ def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
 def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:
     """A plan as it is, with its verdict. ``PlanError`` where it cannot run."""
     return replayed(stated(base), known)
+
+
+def without_retries(retrying: Suggestion, known: Measured = NOTHING) -> Suggestion | None:
+    """A layout that fits with retries alone, with expandable segments, if those end all retries."""
+    for proposal in _expandable_segments(resolve(retrying.plan)):
+        try:
+            after = measured(changed(retrying.plan, proposal.fields), known)
+        except PlanError:
+            return None
+        if after.judged.verdict is Verdict.FITS:
+            return after
+    return None
 
 
 def changes_of(

@@ -135,6 +135,8 @@ class Found:
     """Why it cannot run as it was given."""
     given_keeps_too_little: bool = False
     """It fits, and would be faster than what is recommended, but leaves less than the default reserve."""
+    ends_retries: Suggestion | None = None
+    """The fastest of ``best`` that fits with retries alone, with expandable segments, where those end the retries."""
     keeps_free: str = ""
     """The headroom, where nobody gave one: the default reserve."""
     error: float = 0.0

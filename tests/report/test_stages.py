@@ -6,8 +6,12 @@ from dataclasses import replace
 
 from hypothesis import given
 
+from memplan.estimate import estimate as estimated
+from memplan.plan.read import read_plan
+from memplan.report.estimate import verdict
+from memplan.report.html.stages import stage_rows
 from memplan.report.names import unit_for
-from memplan.report.stages import free_on, limit_of, rows_of
+from memplan.report.stages import free_on, free_words, rows_of
 from memplan.result import Estimate
 
 from .fabricated import GIB, bigscience, judged_by_size
@@ -66,8 +70,30 @@ def test_every_stage_stands_in_exactly_one_row(estimate: Estimate) -> None:
 
 @given(estimates())
 def test_fits_means_that_every_stage_has_room(estimate: Estimate) -> None:
-    free = [free_on(stage, limit_of(estimate)) for stage in estimate.stages]
+    free = [free_on(estimate, stage) for stage in estimate.stages]
     if estimate.fits is None:
         assert set(free) == {None}
     else:
         assert estimate.fits == all(left is not None and left >= 0 for left in free)
+
+
+def test_free_is_what_the_moment_that_needs_most_leaves() -> None:
+    """With Liger's loss training never holds the logits and evaluation does, so that it decides: the column agrees with
+    the verdict's sentence. Free is capacity less headroom, what lies between iterations, and evaluation's tensors."""
+    flags = {"mbs": "4", "recompute": "full", "loss": "liger", "headroom": "1GiB"}
+    found = estimated(read_plan("llama-3-8b-8gpu", flags).plan)
+    (stage,) = found.stages
+    assert found.capacity is not None
+    assert stage.device is not None
+    assert stage.reserved is not None
+    evaluation = stage.moments["evaluation"]
+    assert evaluation is not None
+    assert evaluation > stage.reserved
+    outside = stage.device - stage.reserved
+    left = found.capacity - GIB - evaluation - outside
+    assert free_on(found, stage) == left
+    assert f"{left / GIB:.2f} GiB free" in verdict(found).plain
+    assert free_words(found) == f"free: in evaluation, which needs {(evaluation + outside) / GIB:.2f} GiB"
+    assert f"{left / GIB:.2f} GiB free in evaluation" in stage_rows(found, chosen=False)
+    without = estimated(read_plan("llama-3-8b-8gpu", {**flags, "loss": "plain"}).plan)
+    assert free_words(without) == ""

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from memplan.estimate import estimate
 from memplan.frameworks import framework
+from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.report.json import to_json
 from memplan.report.printing import Pieces
@@ -34,7 +35,7 @@ from memplan.search.answer import _with_more_room, suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
 from memplan.search.point import Extra
-from memplan.search.result import Found
+from memplan.search.result import Found, Offer
 
 from .printing import printed, widest
 
@@ -298,3 +299,68 @@ def test_most_room_is_that_of_the_device() -> None:
     assert _with_more_room(search, whole, [whole, other], 2.0) is other
     assert _with_more_room(search, whole, [whole, other], 1.8) is whole
     assert _with_more_room(search, whole, [whole, replace(other, device=11)], 2.0) is whole
+
+
+def test_what_ends_the_retries_of_a_faster_layout_is_said() -> None:
+    """Llama 3 8B without recompute needs a retry before it settles; with expandable segments its own estimate has none,
+    and needs what the sentence says."""
+    plan = read_plan("llama-3-8b-8gpu", {"gbs": "64"}).plan
+    found = suggest(plan, {})
+    after = found.ends_retries
+    assert after is not None
+    assert after.plan.environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (retrying,) = (one for one in found.best if one.judged.verdict is Verdict.RETRIES)
+    own = estimate(after.plan)
+    assert estimate(retrying.plan).judged.verdict is Verdict.RETRIES
+    assert own.judged.verdict is Verdict.FITS
+    text = " ".join(printed(lambda console: print_suggestion(Answer(found), console), 120).split())
+    faster = speed_words(retrying.seconds, found.best[0].seconds)
+    assert f"The layout that needs retries, {faster}, needs none with expandable segments" in text
+    assert f"{own.peak / 2**30:.2f} GiB on the device." in text
+    assert suggestion_to_json(Answer(found))["ends_retries"]["device_bytes"] == own.peak
+    again = suggest(plan.model_copy(update={"environment": after.plan.environment}), {})
+    assert again.best[0].estimate == own
+    assert again.ends_retries is None
+
+
+def test_frameworks_in_which_nothing_fits_are_named() -> None:
+    """With what the closest layout needs; those that cannot run at all are left out."""
+    best = answer("deepspeed").found.best[0]
+    closest = answer("does not fit").found.given
+    assert closest is not None
+    assert not closest.fits
+    offers = (
+        Offer("ddp", "time", None, closest),
+        Offer("deepspeed", "time", best),
+        Offer("single", "time", refused=PlanError("hardware.gpus", 2, "must be 1 with framework single")),
+    )
+    beside = Answer(answer("deepspeed").found, offers=offers)
+    text = printed(lambda console: print_suggestion(beside, console), 120)
+    _, told = text.split("In each framework\n")
+    rows = told.split("\n\n")[0].splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["deepspeed", "ddp"]
+    assert rows[1].endswith("does not fit")
+    assert f"{closest.needs / 2**30:.2f}" in rows[1]
+    told_in_json = {one["framework"]: one for one in suggestion_to_json(beside)["frameworks"]}
+    assert told_in_json["ddp"]["closest"]["device_bytes"] == closest.needs
+    assert told_in_json["deepspeed"]["closest"] is None
+
+
+def test_a_framework_whose_best_layout_needs_retries_says_so() -> None:
+    """Its peak may be more than there is, as an alternative's, which is marked so, too."""
+    best = answer("deepspeed").found.best[0]
+    retrying = replace(best, estimate=None, fullest_judged=Judged(Verdict.RETRIES, 3, 1), device=best.needs)
+    offers = Offer("deepspeed", "time", best), Offer("fsdp", "time", retrying)
+    beside = Answer(answer("deepspeed").found, offers=offers)
+    text = printed(lambda console: print_suggestion(beside, console), 160)
+    (row,) = (line for line in text.splitlines() if line.startswith("fsdp "))
+    assert "retries in every iteration" in row
+
+
+def test_single_changes_stand_below_the_layout_as_it_is() -> None:
+    """And not below ``none``, which could be no recompute."""
+    found = answer("does not fit").found
+    given = found.given
+    assert given is not None
+    text = printed(lambda console: console.print(changes_table(given, found.changes)), 120)
+    assert text.splitlines()[2].startswith("as it is  ")

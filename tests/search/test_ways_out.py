@@ -128,6 +128,19 @@ def test_what_gains_most_is_replayed_after_cheaper_ones_that_are_not_enough(monk
         assert after.judged.verdict is Verdict.FITS
 
 
+def test_a_way_stands_behind_more_that_are_not_enough() -> None:
+    """Tensors of five changes fit a 40 GB card, but not what the allocator reserves for them (each estimate says so);
+    the sixth, which recomputes some layers beside more tensor parallelism, needs no retry."""
+    flags = {"model": "llama-3-8b", "framework": "megatron", "gpu": "a100-40gb", "gpus": "8", "tp": "2", "pp": "2"}
+    plan = read_plan(None, {**flags, "mbs": "4", "seq": "4096"}).plan
+    (way,) = ways_out(plan, estimate(plan), NOTHING)
+    assert way.fits
+    assert way.what.startswith("tp 2 → 4 and full recompute of ")
+    assert estimate(changed(plan, dict(way.fields))).judged.verdict is Verdict.FITS
+    alone = {path: value for path, value in way.fields if not path.startswith("recompute.")}
+    assert estimate(changed(plan, alone)).judged.verdict is not Verdict.FITS
+
+
 def test_a_pipeline_over_nodes_whose_network_nobody_has_published_has_ways_out() -> None:
     """The changes of its cut are ranked, too, as on another network."""
     flags = {"model": "gpt2", "framework": "megatron", "gpus": "16", "pp": "2", "gpu": "rtx-3090", "seq": "1024"}

@@ -13,7 +13,7 @@ from ...result import Estimate, Notice, StageEstimate, Verdict
 from ..estimate import MOMENTS, READINGS, span_words
 from ..names import MEANING, elements, modules_text, percent, ranks_text, size, stage_word
 from ..printing import Share, ledger, shares
-from ..stages import free_on, limit_of, reading_of, unit_of, who
+from ..stages import free_on, limit_of, reading_of, unit_of, who, worst_moment
 from .markup import Child, Markup, details, join, section, table, tag
 
 TONES = {
@@ -62,13 +62,14 @@ def stage_rows(estimate: Estimate, *, chosen: bool) -> Markup:
     limit, scale = limit_of(estimate), max(estimate.capacity or 0, estimate.peak, 1)
     rows = []
     for at, stage in enumerate(estimate.stages):
-        free = free_on(stage, limit)
+        free = free_on(estimate, stage)
+        moment, more = worst_moment(estimate, stage)
         over = stage.judged.verdict is Verdict.DOES_NOT_FIT
         cells = (
             tag("span", who(estimate, stage), class_="name"),
             bar(shares(stage), scale, limit),
             tag("span", size(stage.headline), class_="figure bad" if over else "figure"),
-            tag("span", _left(free), class_="figure faint"),
+            tag("span", _left(free, moment if more else ""), class_="figure faint"),
         )
         hint = (
             f"{modules_text(stage.modules)}; ranks {ranks_text(stage.ranks)}; {elements(stage.parameters)} parameters"
@@ -82,10 +83,12 @@ def stage_rows(estimate: Estimate, *, chosen: bool) -> Markup:
     return tag("div", *rows, class_="stages")
 
 
-def _left(free: int | None) -> str:
+def _left(free: int | None, moment: str) -> str:
+    """``22.93 GiB free``, and in which ``moment`` where that is not an iteration."""
     if free is None:
         return ""
-    return f"{size(free)} free" if free >= 0 else f"{size(-free)} over"
+    when = f" in {moment}" if moment else ""
+    return f"{size(free)} free{when}" if free >= 0 else f"{size(-free)} over{when}"
 
 
 def readings(estimate: Estimate) -> Markup:
