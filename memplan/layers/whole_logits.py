@@ -196,9 +196,9 @@ def entropies(r: Recorder, logits: Tensor, *, copies: bool) -> Tensor:
     chunk = partial(r.empty, dtype=dtype, category=LOGITS)
     logarithms = None
     for size in sizes[:2] + sizes[2:][-1:]:
-        fresh = chunk((size, v), name="log_probabilities_of_chunk")
-        logarithms = fresh
-        del fresh
+        made = chunk((size, v), name="log_probabilities_of_chunk")
+        logarithms = made
+        del made
         exponentials = chunk((size, v), name="probabilities_of_chunk")
         product = chunk((size, v), name="entropy_of_chunk")
         del exponentials, product
