@@ -195,7 +195,7 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
 
 
 Replays = dict[int, Replayed]
-"""Of one plan, by stage: what was replayed already, and then what is."""
+"""Replayed stages of one plan, by number. Whoever replays further ones adds them."""
 
 
 def estimate(
@@ -231,7 +231,7 @@ def estimate(
 def _replayed(
     programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold], known: Replays
 ) -> tuple[Replayed, ...]:
-    """``replay`` of the stages that are not ``known``, which then are."""
+    """Replays the stages that ``known`` lacks, and adds them to it."""
     left = [program for program in programs if program.stage not in known]
     known |= zip([program.stage for program in left], replay(left, settings, workspaces), strict=True)
     return tuple(known[program.stage] for program in programs)

@@ -213,7 +213,7 @@ TRIED = 3
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
     """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest.
-    Every stage is replayed of that one alone: stages at the ends rule out, or rule in another one of ``best``."""
+    Of that one alone every stage is replayed; the fullest stage and those at the ends rule others out first."""
     if not best:
         return best
     fastest = best[0]

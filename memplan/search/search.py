@@ -144,8 +144,8 @@ class Search:
         return self.space.plan(candidate.point, dict(fields))
 
     def estimated(self, suggestion: Suggestion, *, again: bool = False) -> Suggestion:
-        """With the allocator's replay of every stage, and the parts of its time. ``again``: it was counted as its ends
-        were replayed."""
+        """With the allocator's replay of every stage, and the parts of its time. ``again``: its ends were
+        replayed before, and it was counted then."""
         self.replayed += not again
         key = (suggestion.point, suggestion.cut)
         if key not in self._wholes:

@@ -199,7 +199,7 @@ class _Reading(Parsed):
                 raise self.refused(in_flags(OF_UNSLOTH, self.keywords(), f"is of {package}: {why}"), None)
         configs = self.of(*_CONFIGS)
         parser = self.of("parse_args_into_dataclasses", "parse_args_and_config")
-        several.undecided(self)
+        several.ask_for_undecided(self)
         if parser and self.settled.is_started and not configs:
             configs = parser[:1]
         if not configs and not parser:  # trl's trainers make their own arguments where they are given none

@@ -32,7 +32,7 @@ def check_alone(script: Parsed, trainers: Sequence[ast.Call], own: Mapping[str, 
             raise script.refused(f"{problem}, each of them a job of its own: keep one of them; or {INSTEAD}", last)
 
 
-def undecided(script: Parsed) -> None:
+def ask_for_undecided(script: Parsed) -> None:
     """Asks for adapters and weights that the script makes under a condition that the command does not decide, or
     makes in several ways."""
     for name, key, keyword in (("LoraConfig", "lora_r", "r"), ("BitsAndBytesConfig", "load_in_4bit", "load_in_4bit")):
