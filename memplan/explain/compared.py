@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..allocator.caching import AllocatorSettings
-from ..allocator.timeline import Request, record
+from ..allocator.recorded import Request, record
 from ..tape.events import Bytes, Category, Hold
 from ..tape.program import Program
 from ..values import dataclass

@@ -15,7 +15,8 @@ from math import prod
 
 from ..allocator.blocks import LARGEST_SMALL, UNIT_BITS
 from ..allocator.caching import AllocatorSettings
-from ..allocator.timeline import Request, Tensor, record
+from ..allocator.named import Tensor
+from ..allocator.recorded import Request, record
 from ..layers.module import Parameter
 from ..result import Failure, StageEstimate
 from ..tape.events import Bytes, Category, Drop, Hold, rounded

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..allocator.caching import AllocatorSettings
-from ..allocator.timeline import Request, record
+from ..allocator.recorded import Request, record
 from ..tape.events import Category, Hold
 from ..tape.program import Program
 

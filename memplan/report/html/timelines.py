@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...allocator.timeline import Live, Tensor, Timeline
+from ...allocator.named import Tensor
+from ...allocator.timeline import Live, Timeline
 from ...result import Estimate
 from ...tape.events import Category
 from ..names import in_order, kind_of, modules_text, numbers_text
