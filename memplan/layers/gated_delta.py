@@ -125,9 +125,9 @@ def _made(r: Recorder, at: Sizes, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     return out, sums, inverse
 
 
-def rule_of_normed(r: Recorder, read: Sequence[Tensor], at: Sizes, documents: Sequence[Tensor] = ()) -> Tensor:
+def rule_of_normed(r: Recorder, read: Sequence[Tensor], at: Sizes) -> Tensor:
     """``rule`` of queries and keys that are normed within it (``use_qk_l2norm_in_kernel``): it saves these, and their
-    reciprocal norms. ``documents``: where packed sequences and their chunks begin, which are saved, too."""
+    reciprocal norms."""
     q, k, v, _, beta = read
     dtype = q.dtype
     q, q_norms = _normed(r, at, dtype, "query")
@@ -140,7 +140,7 @@ def rule_of_normed(r: Recorder, read: Sequence[Tensor], at: Sizes, documents: Se
             made[slot] = r.empty(at.keys, dtype, f"grad_{name}_unnormed")
         return made
 
-    saved = (q, q_norms, k, k_norms, v, sums, beta, inverse, *documents)
+    saved = (q, q_norms, k, k_norms, v, sums, beta, inverse)
     keys = 4 * size_of(at.keys, dtype)
     norms = Stream(keys, 2)
     return out.by(r.node(read, saved, backward, work=work_of(at, dtype).after((norms,), ()).then((), (norms,))))

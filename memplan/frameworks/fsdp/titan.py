@@ -10,6 +10,7 @@ from ...layers import (
     titan_moe,
     titan_muse,
     titan_newest,
+    titan_qwen35,
     titan_tp,
     torchtitan,
     torchtitan_tp,
@@ -44,6 +45,12 @@ EXPERTS = (
 
 VARLEN_OF_DENSE = "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size"
 VARLEN = f"{VARLEN_OF_DENSE}; what sorting of rows allocates inside is counted for their sum alone"
+
+DOCUMENTS = (
+    "convolutions and gated delta rule of flash-linear-attention, which know where each sequence begins; the few KiB "
+    "of tables that say so are not counted"
+)
+"""Of Qwen 3.5's."""
 
 ROWS = "every expert gets as many rows as any other, without padding; torch._grouped_mm"
 """The same of gpt-oss."""
@@ -144,6 +151,12 @@ def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, 
     """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
     (``Decoder.Config.update_from_config``)."""
     return _cosines(spec, seq, layers) * len(layers)
+
+
+def _cosines_of_attention(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
+    """Tables of the features that turn (``MRoPE``), of layers with attention."""
+    table = (seq, 2 * spec.rotary_features)
+    return (_table("rope_cache", table, "fp32", table),) * sum(not spec.is_linear(layer) for layer in layers)
 
 
 def _complex_tables_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
@@ -296,6 +309,46 @@ MUSE_GLIMMER = Titan(
     assumes=(VARLEN_OF_DENSE,),
 )
 
+DELTA = (
+    *("query", "key", "value", "delta_gate", "delta_a", "delta_b"),
+    *("query_convolution", "key_convolution", "value_convolution", "delta_norm"),
+)
+DELTA_SIZES = (
+    *("linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel",
+)
+
+QWEN_3_5 = Titan(
+    "qwen3_5",
+    "Qwen 3.5",
+    "August 2026",
+    block=titan_qwen35.block,
+    norm=titan_qwen35.offset_norm,
+    registered=(
+        *(*DELTA, "attention_output", "numbers", "query_norm", "key_norm", titan_moe.EXPERTS, "router", "shared_gate"),
+        *("shared_down", "shared_up", "shared_opens", "gate", "down", "up", *NORMS),
+    ),
+    covers={
+        **reads(LLAMA, *DELTA_SIZES, "rotary_fraction", "attention_gate"),
+        **{**UNTIED, "qk_norm": (True,), "attention_gate": (True,)},
+    },
+    buffers=_cosines_of_attention,
+    pipelined=False,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE, DOCUMENTS),
+)
+
+QWEN_3_5_MOE = replace(
+    QWEN_3_5,
+    covers={
+        **reads(QWEN_3_5.covers, "experts"),
+        **{**ROUTED, "shared_expert_gate": (True,), "router_groups": (0,), "router_score": ("softmax",)},
+    },
+    buffers=_with_experts(_cosines_of_attention),
+    groups_experts=True,
+    assumes=(VARLEN, ROWS, DOCUMENTS),
+)
+
 LLAMA_NEWEST = Titan(
     "llama3",
     "Llama",
@@ -343,6 +396,8 @@ MODELS: Mapping[str, Titan] = {
     "kimi_k2": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "muse_glimmer": MUSE_GLIMMER,
+    "qwen3_5": QWEN_3_5,
+    "qwen3_5_moe": QWEN_3_5_MOE,
 }
 """and the code of which every other job is."""
 

@@ -81,10 +81,10 @@ class Recipes:
 
     def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
         """Those from ``first`` on; equal ones are made once."""
-        spec, known = self.shape.spec, dict[object, Module]()
+        known = dict[object, Module]()
         result = []
         for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
-            key = mode, own, spec.has_experts(at), spec.has_positions(at), self.low_of(at)
+            key = mode, own, self.shape.of_layer(at), self.low_of(at)
             if key not in known:
                 known[key] = self.block(mode, own, at)
             result.append(known[key])
