@@ -184,7 +184,6 @@ def test_what_is_cut_crosswise_has_ids_of_its_own() -> None:
         ({"ep": "3"}, "layout.ep = 3: must divide the 32 experts"),
         ({"ep": "2", "fsdp-cuda-graphs": "true"}, "layout.ep = 2: must be 1 with CUDA graphs, as torchtitan itself"),
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
-        ({"pp": "2"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"gpus": "77", "gpus-per-node": "77"}, "model.expert_ffn = 2880: must be a multiple of 77"),
         ({"gpus": "64"}, ""),
         ({"gpus": "64", "fsdp-replicas": "2"}, ""),

@@ -131,9 +131,7 @@ def test_the_newest_does_not_run_here() -> None:
         job_of_plan(plan)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"tp": "2"}, {"pp": "2", "gbs": "32"}, {"fp8": "rowwise"}, {"model": "deepseek-v2-lite"}]
-)
+@pytest.mark.parametrize("flags", [{"tp": "2"}, {"fp8": "rowwise"}, {"model": "deepseek-v2-lite"}])
 def test_where_the_newest_has_no_recipe_it_is_the_older(flags: dict[str, str]) -> None:
     """Figures are those of the same plan without the field."""
     job = {**JOB, "model": "llama-3-8b", "layers": "2", "seq": "1024", "loss": "plain", **flags}
@@ -159,7 +157,6 @@ def test_parameters_are_those_of_its_code() -> None:
     ("flags", "says"),
     [
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's muse_glimmer"),
-        ({"pp": "2", "loss": "plain"}, "layout.pp = 2: must be 1 with torchtitan's muse_glimmer"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
         ({"compile-loss": "true"}, "fsdp.compile_loss = true: must be false with torchtitan's muse_glimmer"),
         ({"attention-gate": "false"}, "model.attention_gate = false: must be true in torchtitan's muse_glimmer"),

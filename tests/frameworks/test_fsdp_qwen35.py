@@ -152,7 +152,6 @@ def test_what_is_saved_without_recompute() -> None:
     ("flags", "says"),
     [
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3_5"),
-        ({"pp": "2", "loss": "plain"}, "layout.pp = 2: must be 1 with torchtitan's qwen3_5"),
         ({"cp": "2"}, "layout.cp = 2: must be 1 with torchtitan's qwen3_5"),
         ({"tied-embeddings": "true"}, "model.tied_embeddings = true: must be false in torchtitan's qwen3_5"),
         ({"ep": "2"}, "layout.ep = 2: must be 1: qwen3.5-9b has no experts"),

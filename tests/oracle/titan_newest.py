@@ -3,6 +3,7 @@ of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from . import titan_gpt_oss, titan_muse
+from .fsdp import undivided
 from .titan_gpt_oss import Metadata
 from .titan_models import Norm, feed_forward
 from .titan_muse import Sizes
@@ -195,3 +198,60 @@ class Qwen3MoeBlock(nn.Module):
 
 class Qwen3Moe(Decoder):
     block = Qwen3MoeBlock
+
+
+def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What makes one stage's model of ``decoder`` (``pipeline_llm``, which leaves out what is another's;
+    ``apply_fsdp_to_decoder`` with pipeline parallelism). Positions are those of one micro-batch for all."""
+
+    class Staged(decoder):  # type: ignore[valid-type, misc]
+        @property
+        def output(self) -> Any:
+            return self.lm_head
+
+        def given(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.arange(self.n), torch.zeros(2, dtype=torch.int32)
+
+        def take(self, positions: torch.Tensor, places: torch.Tensor) -> None:
+            self.positions, self.masks = positions, Metadata(places, self.s)
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+            for layer in self.layers.values():
+                h = layer(h, self.masks, self.positions)
+            h = self.norm(h) if self.norm is not None else h
+            if self.skips_head:
+                return h
+            return self.lm_head(h) if self.lm_head is not None else h
+
+    def made(sizes: Any, pipeline: Any, at: int, sharding: Any, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
+        assert ends_apart
+        low, high = pipeline.edges[at : at + 2]
+        model: Any = Staged(sizes)
+        model.n, model.s = sizes.n, sizes.s
+        first, last = not at, at == pipeline.stages - 1
+        for name in list(model.layers):
+            if not low <= int(name) < high:
+                del model.layers[name]
+        model.tok_embeddings = model.tok_embeddings if first else None
+        model.norm, model.lm_head = (model.norm, model.lm_head) if last else (None, None)
+        model.skips_head = last and pipeline.chunks > 0
+        policy = sharding.policy
+        policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        common: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "reshard_after_forward": False}
+        for name, block in list(model.layers.items()):
+            if hasattr(block, "moe"):
+                model.layers[name] = titan_gpt_oss.recomputed(block, sizes, mode)
+            else:
+                model.layers[name] = titan_muse.recomputed(block, mode)
+        if first:
+            fully_shard(model.tok_embeddings, **common)
+        if last:
+            fully_shard([model.norm, model.lm_head], **common)
+        for block in model.layers.values():
+            fully_shard(block, **common)
+        fully_shard(model, **common)
+        undivided(model, sharding)
+        return model
+
+    return made

@@ -257,12 +257,13 @@ def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: C
 
 
 def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
-    """Tokens and labels of ``count`` micro-batches, and of every stage its model's buffers and those for what it
-    receives."""
+    """Tokens, labels and what else a batch has of ``count`` micro-batches, and of every stage its model's buffers and
+    those for what it receives."""
     shape, hidden = made.shape, made.hidden
     batch = (count * shape.b, shape.s)
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
+    result += made.titan.given(shape) * count
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
         layers = range(cut.low, cut.high)

@@ -90,8 +90,6 @@ class Titan:
     linears: tuple[tuple[str, str], ...] = ()
     """Linear layers that torchao's float8 may take, by their names here and in torchtitan; none: it has no recipe with
     them."""
-    pipelined: bool = True
-    """It has one in pipeline stages."""
     ends_apart: bool = True
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
@@ -283,7 +281,6 @@ GPT_OSS = Titan(
     },
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
-    pipelined=False,
     given=_places,
     assumes=(VARLEN, ROWS),
 )
@@ -304,7 +301,6 @@ MUSE_GLIMMER = Titan(
         **{"sliding_window": (2048,)},
     },
     buffers=_complex_tables_of_layers,
-    pipelined=False,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
 )
@@ -333,7 +329,6 @@ QWEN_3_5 = Titan(
         **{**UNTIED, "qk_norm": (True,), "attention_gate": (True,)},
     },
     buffers=_cosines_of_attention,
-    pipelined=False,
     given=_places,
     assumes=(VARLEN_OF_DENSE, DOCUMENTS),
 )
@@ -358,7 +353,6 @@ LLAMA_NEWEST = Titan(
     registered=("qkv", "attention_output", "gate", "down", "up", *NORMS),
     covers=LLAMA_3.covers,
     buffers=_complex_tables_of_layers,
-    pipelined=False,
     shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
@@ -409,7 +403,9 @@ def newest(plan: Plan) -> bool:
         return False
     if plan.model.experts and ((layout.dp or 0) // given.replicas > plan.model.experts):
         return False  # experts are cut across their rows
-    plain = layout.tp == layout.pp == 1 and not given.compile and given.ends_apart
+    if layout.pp > 1 and (layout.cp > 1 or layout.ep > 1):
+        return False
+    plain = layout.tp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None
 
 

@@ -295,7 +295,6 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong("attention", f"must be flash: torchtitan's {titan.name} always runs a fused kernel")
     for name, has, what in (
         ("tp", titan.norm_of_parts, "tensor parallelism"),
-        ("pp", titan.pipelined, "pipeline parallelism"),
         ("cp", titan.shares_sequences, f"context parallelism; {CONTEXT}"),
     ):
         if getattr(layout, name) > 1 and not has:
@@ -308,6 +307,8 @@ def check(plan: ResolvedPlan) -> None:
             )
     if spec.tied_embeddings:
         _check_tied(plan)
+    if layout.pp > 1 and titan.groups_experts:
+        _check_staged_experts(plan, titan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
         raise plan.wrong(
             "fsdp.compile_loss",
@@ -346,6 +347,20 @@ def _check_tied(plan: ResolvedPlan) -> None:
     ):
         if plan.at(path) != kept:
             raise plan.wrong(path, f"must be {str(kept).lower()} with tied embeddings: {why}")
+
+
+def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
+    """Experts as a second group of their layer's unit, or cut otherwise than it, are not modelled in stages."""
+    shards = plan.layout.dp // plan.fsdp.replicas
+    for field, wrong, must in (
+        ("layout.ep", plan.layout.ep > 1, "1"),
+        ("layout.dp", shards > plan.model.experts, f"at most {plan.model.experts * plan.fsdp.replicas}"),
+    ):
+        if wrong:
+            problem = (
+                f"must be {must} with pipeline stages of torchtitan's {titan.name}: experts apart from the rest of "
+            )
+            raise plan.wrong(field, problem + "their layer are not modelled there")
 
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
