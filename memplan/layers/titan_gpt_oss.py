@@ -98,15 +98,36 @@ def checked(r: Recorder, n: int) -> None:
 def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
     """``VarlenAttention.forward``, and ``apply_attention_sink_rescale`` of what it gives."""
     parts: list[Tensor] = []
+    whole = of_all_ranks(r, k, v, shape)
 
     def kernel(r: Recorder) -> Tensor:
-        out, logsumexp = varlen_attention(r, q, k, v, shape)
+        out, logsumexp = varlen_attention(r, q, whole[0], whole[1], shape)
         parts.append(logsumexp)
         return out
 
     out = policy.run(r, kernel)
     (logsumexp,) = parts
     return rescaled(r, out, logsumexp, shape.spec)
+
+
+def of_all_ranks(r: Recorder, k: Tensor, v: Tensor, shape: LayerShape) -> list[Tensor]:
+    """Keys and values that attention reads: with context parallelism those of all ranks."""
+    if shape.context == 1:
+        return [k, v]
+    return [gathered(r, one, shape.context, name) for one, name in ((k, "key"), (v, "value"))]
+
+
+def gathered(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
+    """Keys or values of all ranks of context parallelism in one tensor, (ranks n, g, d), whose gradient is summed and
+    scattered (``set_gqa_inner_attention_local_map``; ``_AllGatherShard`` of spmd_types 0.3.1, ``_collectives.py``)."""
+    (n, *rest), dtype = x.shape, x.dtype
+    whole = (ranks * n, *rest)
+    out = r.empty(whole, dtype, f"{name}_gathered")
+    size = size_of(whole, dtype)
+    work = Operator((Exchange("all-gather", size, "cp"),), (Exchange("reduce-scatter", size, "cp"),))
+    return out.by(
+        r.node((x,), (), lambda r, gradients: [r.empty((n, *rest), dtype, f"grad_{name}_scattered")], work=work)
+    )
 
 
 def varlen_attention(

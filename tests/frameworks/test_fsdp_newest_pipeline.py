@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..oracle import fsdp as oracle
 from ..oracle import titan_gpt_oss, titan_muse, titan_newest
 from ..oracle.pipelining import Pipeline, traced_pipeline
 from ..oracle.titan_qwen35 import Qwen35, Qwen35MoE
+from ..oracle.torchtitan_tp import local
 from . import test_fsdp_gpt_oss as gpt_oss
 from . import test_fsdp_muse as muse
 from . import test_fsdp_qwen35 as qwen35
@@ -51,6 +53,8 @@ class Case:
     recompute: Checkpointing = "none"
     rank: int = 0
     loss_chunks: int = 0
+    context: bool = False
+    """All ranks of a stage share sequences."""
 
     @property
     def sizes(self) -> Any:
@@ -64,7 +68,7 @@ class Case:
         return replace(found.get(self.model, gpt_oss.SMALL), layers=self.edges[-1])
 
     def plan(self) -> ResolvedPlan:
-        sizes = self.sizes
+        sizes = replace(self.sizes, s=4 * self.sizes.s) if self.context else self.sizes
         if self.model == "muse":
             return muse.plan_of(sizes, 4, 0)
         if self.model in ("llama", "qwen3"):
@@ -88,6 +92,8 @@ CASES = {
     "gpt-oss": Case("gpt-oss", (0, 1, 2), 3, rank=1),
     "gpt-oss-chunked": Case("gpt-oss", (0, 1, 2), 3, "1f1b", "full", 1, loss_chunks=4),
     "qwen3.5": Case("qwen3.5", (0, 1, 2), 2, rank=1),
+    "llama-context": Case("llama", (0, 1, 2), 2, recompute="op", rank=1, context=True),
+    "gpt-oss-first-context": Case("gpt-oss", (0, 1, 2), 2, context=True),
     "qwen3.5-first-full": Case("qwen3.5-moe", (0, 1, 2), 2, recompute="full"),
 }
 
@@ -95,6 +101,7 @@ CASES = {
 SLOW = CASES.keys() - {"llama-op", "gpt-oss", "qwen3.5"}
 
 
+@pytest.mark.filterwarnings("ignore:.*_tensor. is deprecated:FutureWarning")  # as spmd_types calls them
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # hidden states for chunks are a view
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, case in CASES.items()]
@@ -110,13 +117,20 @@ def test_every_pass(case: Case) -> None:
         "loss": {"kind": "chunked", "chunks": case.loss_chunks} if case.loss_chunks else {"kind": "plain"},
         "fsdp": {"code": "torchtitan", "reshard_after_forward": False},
     }
+    if case.context:
+        updates["batch"] = {"gbs": sizes.b * case.microbatches}
+        updates["layout"] |= {"dp": 1, "cp": 4}
     sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
     plan = plan.model_copy(update=sections)
     recompute = ActivationCheckpointing(case.recompute)
     program = stage_programs(plan, Options(accumulates_in_place=False), recompute, Sharding(4))[case.rank]
     pipeline = Pipeline(case.edges, 2, case.schedule, case.microbatches, chunks=case.loss_chunks, packed=True)
+    pipeline = replace(pipeline, context=case.context)
     make = titan_newest.stage(DECODERS[case.model])
-    traced = traced_pipeline(sizes, pipeline, case.rank, oracle.Sharding(4), case.recompute, ends_apart=True, make=make)
+    with local() if case.context else nullcontext():
+        traced = traced_pipeline(
+            sizes, pipeline, case.rank, oracle.Sharding(4), case.recompute, ends_apart=True, make=make
+        )
     marks = marks_of(program, Place(case.rank, 2, case.chunks))
     if not case.loss_chunks:
         assert marks == traced
@@ -151,7 +165,7 @@ def test_what_a_stage_has_of_every_micro_batch() -> None:
             {"model": "gpt-oss-20b", "gpus": "128", "gbs": "512"},
             "layout.dp = 64: must be at most 32 with pipeline stages of torchtitan's gpt_oss",
         ),
-        ({"model": "llama-3-8b", "fsdp-newest": "true", "cp": "2"}, "layout.cp = 2: must be 1 with torchtitan's llama"),
+        ({"model": "qwen3.5-9b", "cp": "2"}, "layout.cp = 2: must be 1 with torchtitan's qwen3_5"),
     ],
 )
 def test_what_is_refused(flags: dict[str, str], says: str) -> None:

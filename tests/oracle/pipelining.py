@@ -61,6 +61,8 @@ class Pipeline:
     """Of the loss, if it has some."""
     packed: bool = False
     """Stages exchange rows of tokens, and every micro-batch has its positions."""
+    context: bool = False
+    """All shards share sequences, of which each has a part."""
 
     @property
     def stages(self) -> int:
@@ -192,6 +194,8 @@ def traced_pipeline(
         batch = (count * sizes.b * sizes.s,) if pipeline.packed else (count * sizes.b, sizes.s)
         tokens, labels = (torch.randint(0, sizes.vocab, batch) for _ in range(2))
         others = [models[0].given() for _ in range(count * pipeline.packed)]
+        whole = (meshes.data.size() * len(tokens),)
+        others += [tuple(torch.randint(0, sizes.vocab, whole) for _ in range(2)) for _ in range(pipeline.context)]
         for model in models[: len(models) * pipeline.packed]:
             model.take(*others[0])
         for tensor in (*tensors, tokens, labels, *(one for own in others for one in own)):
@@ -237,7 +241,7 @@ def traced_pipeline(
             sparse = init_device_mesh("cpu", sizes_of, mesh_dim_names=("pp", "efsdp", "ep"))
             meshes = replace(meshes, of_experts=sparse["efsdp"], together=sparse["ep"])
         with communication():
-            run(body) if pipeline.tensor == expert_ranks == 1 else run_local(body)
+            run(body) if pipeline.tensor == expert_ranks == 1 and not pipeline.context else run_local(body)
     finally:
         dist.destroy_process_group()
         clear_caches()

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 from . import titan_gpt_oss, titan_muse
 from .fsdp import undivided
-from .titan_gpt_oss import Metadata
+from .titan_gpt_oss import Gathered, Metadata
 from .titan_models import Norm, feed_forward
 from .titan_muse import Sizes
 
@@ -27,25 +26,6 @@ class FusedQKV(titan_gpt_oss.FusedQKV):
         super().__init__(given)
         features = self.wqkv.out_features
         self.wqkv = nn.Linear(sizes.hidden, features, bias=False)
-
-
-def _waited(x: torch.Tensor) -> torch.Tensor:
-    wait: Any = funcol.wait_tensor
-    return wait(x)  # type: ignore[no-any-return]
-
-
-class Gathered(torch.autograd.Function):
-    """``_AllGatherShard`` of spmd_types 0.3.1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _waited(funcol.all_gather_tensor(x, 0, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        return _waited(funcol.reduce_scatter_tensor(gradient, "sum", 0, ctx.group)), None
 
 
 class Attention(nn.Module):
@@ -227,7 +207,10 @@ def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
     def made(sizes: Any, pipeline: Any, at: int, sharding: Any, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
         assert ends_apart
         low, high = pipeline.edges[at : at + 2]
-        model: Any = Staged(sizes)
+        ranks = meshes.data.size() if pipeline.context else 1
+        model: Any = Staged(replace(sizes, s=ranks * sizes.s))
+        for block in model.layers.values() if pipeline.context else ():
+            block.attention.across = meshes.data.get_group()
         model.n, model.s = sizes.n, sizes.s
         first, last = not at, at == pipeline.stages - 1
         for name in list(model.layers):

@@ -264,10 +264,14 @@ def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
     result += made.titan.given(shape) * count
+    if shape.context > 1:  # what was read, of which these are this rank's part
+        whole = (count * shape.b, shape.s * shape.context)
+        size = hold_bytes(whole, "int64")
+        result += [Hold(0, size, Category.INPUTS, name, whole, "int64") for name in ("input_ids", "labels")]
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
         layers = range(cut.low, cut.high)
-        result += [*made.titan.buffers(shape.spec, shape.s, layers), *places(shape, made.titan, layers)]
+        result += [*made.titan.buffers(shape.spec, shape.s * shape.context, layers), *places(shape, made.titan, layers)]
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

@@ -281,6 +281,7 @@ GPT_OSS = Titan(
     },
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
+    shares_sequences=True,
     given=_places,
     assumes=(VARLEN, ROWS),
 )
@@ -301,6 +302,7 @@ MUSE_GLIMMER = Titan(
         **{"sliding_window": (2048,)},
     },
     buffers=_complex_tables_of_layers,
+    shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
 )
@@ -374,7 +376,6 @@ QWEN_3_MOE_NEWEST = replace(
     covers={**QWEN_3_MOE.covers, "shared_expert_ffn": (0,), "router_groups": (0,), "router_score": ("softmax",)},
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
-    shares_sequences=False,
     assumes=(VARLEN, ROWS),
 )
 
@@ -401,9 +402,9 @@ def newest(plan: Plan) -> bool:
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
     if not given.newest or plan.model.family not in NEWEST:
         return False
-    if plan.model.experts and ((layout.dp or 0) // given.replicas > plan.model.experts):
+    if plan.model.experts and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
-    if layout.pp > 1 and (layout.cp > 1 or layout.ep > 1):
+    if layout.pp > 1 and layout.ep > 1:
         return False
     plain = layout.tp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None

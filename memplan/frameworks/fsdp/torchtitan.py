@@ -33,7 +33,7 @@ from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, newest, titan_of, titan_of_plan
-from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, with_experts, with_groups
+from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, shards_of, with_experts, with_groups
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -282,9 +282,7 @@ def _waited(embedding: Module) -> Tape:
     return (Drop(LEFT, held.bytes, held.category),)
 
 
-CONTEXT = (
-    "the newest dense layers of Llama and Qwen 3 alone are with it (--fsdp-newest, without tp, pp and compiled layers)"
-)
+CONTEXT = "the newest layers alone are with it (of Llama and Qwen 3: --fsdp-newest, without tp and compiled layers)"
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -351,10 +349,10 @@ def _check_tied(plan: ResolvedPlan) -> None:
 
 def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
     """Experts as a second group of their layer's unit, or cut otherwise than it, are not modelled in stages."""
-    shards = plan.layout.dp // plan.fsdp.replicas
+    most = plan.model.experts * plan.fsdp.replicas // plan.layout.cp
     for field, wrong, must in (
         ("layout.ep", plan.layout.ep > 1, "1"),
-        ("layout.dp", shards > plan.model.experts, f"at most {plan.model.experts * plan.fsdp.replicas}"),
+        ("layout.dp", shards_of(plan) > plan.model.experts, f"at most {most}"),
     ):
         if wrong:
             problem = (
@@ -365,7 +363,7 @@ def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
     """Experts that every shard has a part of, along the first dimension (``apply_fsdp_to_decoder``)."""
-    shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
+    shards, experts = shards_of(plan), plan.model.experts
     for name, size in (("expert_ffn", 2 * plan.model.expert_ffn), ("hidden", plan.model.hidden)):
         if shards > experts and size % shards:
             raise plan.wrong(
