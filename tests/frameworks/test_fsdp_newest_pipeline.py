@@ -11,6 +11,7 @@ import pytest
 
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp.stages import stage_programs
+from memplan.frameworks.fsdp.titan_experts import cut_of_experts
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, Checkpointing
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
@@ -55,6 +56,9 @@ class Case:
     loss_chunks: int = 0
     context: bool = False
     """All ranks of a stage share sequences."""
+    shards: int = 4
+    together: int = 1
+    """Ranks that share experts."""
 
     @property
     def sizes(self) -> Any:
@@ -92,6 +96,12 @@ CASES = {
     "gpt-oss": Case("gpt-oss", (0, 1, 2), 3, rank=1),
     "gpt-oss-chunked": Case("gpt-oss", (0, 1, 2), 3, "1f1b", "full", 1, loss_chunks=4),
     "qwen3.5": Case("qwen3.5", (0, 1, 2), 2, rank=1),
+    "gpt-oss-shared": Case("gpt-oss", (0, 1, 2), 2, rank=1, shards=8, together=4),
+    "gpt-oss-first-shared-op": Case("gpt-oss", (0, 2, 3), 3, recompute="op", shards=8, together=2),
+    "qwen3-moe-shared-interleaved": Case(
+        "qwen3-moe", (0, 1, 2, 3, 4), 2, "interleaved", "full", 1, shards=8, together=4
+    ),
+    "qwen3.5-shared-chunked": Case("qwen3.5-moe", (0, 1, 2), 3, "1f1b", "op", 1, 4, shards=8, together=4),
     "llama-context": Case("llama", (0, 1, 2), 2, recompute="op", rank=1, context=True),
     "gpt-oss-first-context": Case("gpt-oss", (0, 1, 2), 2, context=True),
     "qwen3.5-first-full": Case("qwen3.5-moe", (0, 1, 2), 2, recompute="full"),
@@ -111,8 +121,8 @@ def test_every_pass(case: Case) -> None:
     entries = (0, *(edge + 1 for edge in case.edges[1:-1]), case.edges[-1] + 3)
     plan, sizes = case.plan(), case.sizes
     updates: dict[str, dict[str, object]] = {
-        "batch": {"gbs": sizes.b * 4 * case.microbatches},
-        "layout": {"pp": 2, "vpp": case.chunks},
+        "batch": {"gbs": sizes.b * case.shards * case.microbatches},
+        "layout": {"pp": 2, "vpp": case.chunks, "dp": case.shards, "ep": case.together},
         "pipeline": {"partition": entries},
         "loss": {"kind": "chunked", "chunks": case.loss_chunks} if case.loss_chunks else {"kind": "plain"},
         "fsdp": {"code": "torchtitan", "reshard_after_forward": False},
@@ -123,13 +133,18 @@ def test_every_pass(case: Case) -> None:
     sections = {name: getattr(plan, name).model_copy(update=update) for name, update in updates.items()}
     plan = plan.model_copy(update=sections)
     recompute = ActivationCheckpointing(case.recompute)
-    program = stage_programs(plan, Options(accumulates_in_place=False), recompute, Sharding(4))[case.rank]
+    cut = cut_of_experts(plan) if case.together > 1 else None
+    held = Sharding(case.shards, divides=case.together > 1, experts=cut)
+    program = stage_programs(plan, Options(accumulates_in_place=False), recompute, held)[case.rank]
     pipeline = Pipeline(case.edges, 2, case.schedule, case.microbatches, chunks=case.loss_chunks, packed=True)
     pipeline = replace(pipeline, context=case.context)
     make = titan_newest.stage(DECODERS[case.model])
-    with local() if case.context else nullcontext():
+    with local() if case.context or case.together > 1 else nullcontext():
         traced = traced_pipeline(
-            sizes, pipeline, case.rank, oracle.Sharding(4), case.recompute, ends_apart=True, make=make
+            *(sizes, pipeline, case.rank, oracle.Sharding(case.shards), case.recompute),
+            ends_apart=True,
+            make=make,
+            expert_ranks=case.together,
         )
     marks = marks_of(program, Place(case.rank, 2, case.chunks))
     if not case.loss_chunks:
@@ -138,7 +153,7 @@ def test_every_pass(case: Case) -> None:
         return
     assert (marks.before, marks.end, marks.names) == (traced.before, traced.end, traced.names)
     most = 3 * 512 * -(-sizes.hidden * 4 // 512)  # gradients of the norm
-    head = (sizes.vocab // 4 + 1) * sizes.hidden * 4
+    head = (sizes.vocab // case.shards + 1) * sizes.hidden * 4
     for mine, real in ((marks.levels, traced.levels), (marks.peaks, traced.peaks)):
         over = [one - other for one, other in zip(mine, real, strict=True)]
         assert min(over) >= 0
@@ -160,7 +175,6 @@ def test_what_a_stage_has_of_every_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"model": "gpt-oss-20b", "ep": "2"}, "layout.ep = 2: must be 1 with pipeline stages of torchtitan's gpt_oss"),
         (
             {"model": "gpt-oss-20b", "gpus": "128", "gbs": "512"},
             "layout.dp = 64: must be at most 32 with pipeline stages of torchtitan's gpt_oss",
@@ -171,12 +185,3 @@ def test_what_a_stage_has_of_every_micro_batch() -> None:
 def test_what_is_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)):
         programs_of(resolve(read_plan(None, {**STAGED, **flags}).plan), Options())
-
-
-def test_experts_that_ranks_share_in_stages_are_the_older() -> None:
-    job = {**STAGED, "model": "qwen3-30b-a3b", "ep": "4"}
-    one, other = (
-        [fold_program(each) for each in programs_of(resolve(read_plan(None, {**job, **more}).plan), Options())]
-        for more in ({}, NEWEST)
-    )
-    assert one == other

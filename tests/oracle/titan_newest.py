@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from . import titan_gpt_oss, titan_muse
@@ -180,6 +183,24 @@ class Qwen3Moe(Decoder):
     block = Qwen3MoeBlock
 
 
+def _prefetching(model: Any) -> None:
+    """The end of ``apply_fsdp_to_decoder``, of a stage that may have no embedding, and no norm and head."""
+    blocks = list(model.layers.values())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    if model.tok_embeddings is not None and blocks:
+        model.tok_embeddings.set_modules_to_forward_prefetch(blocks[:1])
+    ends = [[model.norm, model.lm_head]] if model.norm is not None else []
+    for block, after in zip(blocks, [*([one] for one in blocks[1:]), *ends], strict=False):
+        block.set_modules_to_forward_prefetch(after)
+    if model.norm is not None and blocks:
+        model.lm_head.set_modules_to_backward_prefetch(blocks[-1:])
+    first = [model.tok_embeddings] if model.tok_embeddings is not None else []
+    for block, before in zip(blocks[::-1], [*blocks[-2::-1], *first], strict=False):
+        block.set_modules_to_backward_prefetch([before])
+
+
 def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
     """What makes one stage's model of ``decoder`` (``pipeline_llm``, which leaves out what is another's;
     ``apply_fsdp_to_decoder`` with pipeline parallelism). Positions are those of one micro-batch for all."""
@@ -212,6 +233,8 @@ def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
         for block in model.layers.values() if pipeline.context else ():
             block.attention.across = meshes.data.get_group()
         model.n, model.s = sizes.n, sizes.s
+        for block in model.layers.values() if meshes.together is not None else ():
+            block.moe.routed_experts.shared_among(sizes, meshes.together.get_group())
         first, last = not at, at == pipeline.stages - 1
         for name in list(model.layers):
             if not low <= int(name) < high:
@@ -231,10 +254,20 @@ def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
             fully_shard(model.tok_embeddings, **common)
         if last:
             fully_shard([model.norm, model.lm_head], **common)
+        shares = meshes.together is not None
+        infos: list[Any] = [_get_mesh_info(one) for one in (meshes.data, meshes.of_experts) if shares]
+        across = shares and meshes.data.size() > sizes.experts
         for block in model.layers.values():
-            fully_shard(block, **common)
+            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()} if shares else set()
+
+            def placed(one: nn.Parameter, of: set[int] = experts) -> Any:
+                return ShardPlacementResult(Shard(int(across and id(one) in of)), infos[id(one) in of])
+
+            fully_shard(block, **common, shard_placement_fn=placed if shares else None)
         fully_shard(model, **common)
         undivided(model, sharding)
+        if shares:
+            _prefetching(model)
         return model
 
     return made

@@ -36,7 +36,7 @@ from . import chunked
 from .hooks import Explicit, Gradient, Role
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .passing import pass_through
-from .titan_experts import places, with_experts
+from .titan_experts import places, with_experts, with_groups
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
@@ -249,10 +249,14 @@ def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: C
     blocks = [one for one in units if one.name not in ("embedding", "ends")]
     mixed = [made.shape.spec.has_experts(layer) for layer in range(cut.low, cut.high)]
     first, last = ("embedding",) * cut.first, ("ends",) * cut.last
-    inner = with_experts(blocks, mixed, pieces, first=first, last=last)
-    names = [one.name for one in blocks]
-    opening = [replace(one, next_forward=tuple(names[:1])) for one in units if one.name == "embedding"]
-    closing = [replace(one, next_backward=tuple(names[-1:])) for one in units if one.name == "ends"]
+    if made.titan.groups_experts:
+        inner = with_groups(blocks, pieces, first=first, last=last)
+        ahead, behind = (one.name for one in inner[:2]), (one.name for one in inner[:-3:-1])
+    else:
+        inner = with_experts(blocks, mixed, pieces, first=first, last=last)
+        ahead, behind = ((one.name for one in blocks[at]) for at in (slice(1), slice(-1, None)))
+    opening = [replace(one, next_forward=tuple(ahead)) for one in units if one.name == "embedding"]
+    closing = [replace(one, next_backward=tuple(behind)) for one in units if one.name == "ends"]
     return [*opening, *inner, *closing]
 
 

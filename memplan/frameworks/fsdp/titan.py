@@ -404,8 +404,6 @@ def newest(plan: Plan) -> bool:
         return False
     if plan.model.experts and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
-    if layout.pp > 1 and layout.ep > 1:
-        return False
     plain = layout.tp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None
 

@@ -102,12 +102,19 @@ def with_experts(
     return result
 
 
-def with_groups(blocks: Sequence[Unit], cut: Cut) -> list[Unit]:
+def with_groups(
+    blocks: Sequence[Unit],
+    cut: Cut,
+    *,
+    first: tuple[str, ...] = ("embedding",),
+    last: tuple[str, ...] = ("ends",),
+) -> list[Unit]:
     """Units of blocks, each followed by the second group of its parameters, of experts, and what they gather ahead
-    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second."""
+    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second. ``first`` are units before
+    the blocks, ``last`` those behind them."""
     names = [(one.name, f"{one.name}.experts") for one in blocks]
-    after = [*names[1:], ("ends",)]
-    before = [("embedding",), *(one[::-1] for one in names[:-1])]
+    after = [*names[1:], last]
+    before = [first, *(one[::-1] for one in names[:-1])]
     result: list[Unit] = []
     for block, (own, second), following, preceding in zip(blocks, names, after, before, strict=True):
         result.append(replace(block, next_backward=(own,)))  # the second group alone gathers ahead

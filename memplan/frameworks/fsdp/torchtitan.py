@@ -348,17 +348,12 @@ def _check_tied(plan: ResolvedPlan) -> None:
 
 
 def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
-    """Experts as a second group of their layer's unit, or cut otherwise than it, are not modelled in stages."""
-    most = plan.model.experts * plan.fsdp.replicas // plan.layout.cp
-    for field, wrong, must in (
-        ("layout.ep", plan.layout.ep > 1, "1"),
-        ("layout.dp", shards_of(plan) > plan.model.experts, f"at most {most}"),
-    ):
-        if wrong:
-            problem = (
-                f"must be {must} with pipeline stages of torchtitan's {titan.name}: experts apart from the rest of "
-            )
-            raise plan.wrong(field, problem + "their layer are not modelled there")
+    """Experts of one unit with their layer that are cut otherwise than it are not modelled in stages."""
+    experts = plan.model.experts
+    if plan.layout.ep == 1 and shards_of(plan) > experts:
+        most = experts * plan.fsdp.replicas // plan.layout.cp
+        problem = f"must be at most {most} with pipeline stages of torchtitan's {titan.name} without expert parallelism: "
+        raise plan.wrong("layout.dp", problem + "experts that are cut across their rows are not modelled there")
 
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
