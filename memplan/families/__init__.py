@@ -28,6 +28,7 @@ ROOMS = {
     "mixtral": ".mixtral",
     "qwen3_moe": ".qwen3_moe",
     "qwen3_next": ".qwen3_next",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ".qwen3_5"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
     "gpt_oss": ".gpt_oss",
     "muse_glimmer": ".muse_glimmer",

@@ -50,6 +50,8 @@ class LayerShape:
     """The layer has experts in place of an MLP."""
     turns: bool = True
     """Queries and keys have positions, in a model some of whose layers' have none."""
+    linear: bool = False
+    """The layer has a gated delta net in place of attention."""
     torch: Version = CLAMPED_SLICES
     """The PyTorch that runs it."""
     kernel: str = "flash"
@@ -72,7 +74,9 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
-        return self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number))
+        own = self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number))
+        linear = self.spec.is_linear(number)
+        return own if linear == own.linear else replace(own, linear=linear)
 
     def of_kind(self, mixture: bool, turns: bool) -> LayerShape:
         """Of a layer with or without experts, with or without positions."""

@@ -10,7 +10,7 @@ a token, N = n k rows, E experts, h hidden, f an expert's inner width, a heads, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..plan.spec import ModelSpec
@@ -21,7 +21,8 @@ from .experts import grouped_product
 from .flash_kernels import Call, Release
 from .fused_attention import allocates
 from .gradients import fresh
-from .huggingface import LayerShape, Shared, linear, rotary_one
+from .huggingface import LayerShape, linear, rotary_one
+from .huggingface import Shared as Tables
 from .tensor_parallel import tagged
 from .titan_moe import divided, fused_rms_norm, normalises, put, with_zeros
 from .titan_moe import grouped as plain_grouped
@@ -78,11 +79,11 @@ def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     checked(r, n)
     rows = r.empty((n, 2 * d), "fp32", "rope_rows")
     half = Tensor(rows.storage, (n, 1, d), "fp32")
-    shared = Shared(cos=half, sin=half)
+    tables = Tables(cos=half, sin=half)
     q = ops.cast(r, q, "fp32", "query_fp32")
     k = ops.cast(r, k, "fp32", "key_fp32")
-    q_out = rotary_one(r, q, shared, "query")
-    k_out = rotary_one(r, k, shared, "key")
+    q_out = rotary_one(r, q, tables, "query")
+    k_out = rotary_one(r, k, tables, "key")
     q_cast = ops.cast(r, q_out, dtype, "query_rotary_cast")
     return q_cast, ops.cast(r, k_out, dtype, "key_rotary_cast")
 
@@ -97,15 +98,36 @@ def checked(r: Recorder, n: int) -> None:
 def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
     """``VarlenAttention.forward``, and ``apply_attention_sink_rescale`` of what it gives."""
     parts: list[Tensor] = []
+    whole = of_all_ranks(r, k, v, shape)
 
     def kernel(r: Recorder) -> Tensor:
-        out, logsumexp = varlen_attention(r, q, k, v, shape)
+        out, logsumexp = varlen_attention(r, q, whole[0], whole[1], shape)
         parts.append(logsumexp)
         return out
 
     out = policy.run(r, kernel)
     (logsumexp,) = parts
     return rescaled(r, out, logsumexp, shape.spec)
+
+
+def of_all_ranks(r: Recorder, k: Tensor, v: Tensor, shape: LayerShape) -> list[Tensor]:
+    """Keys and values that attention reads: with context parallelism those of all ranks."""
+    if shape.context == 1:
+        return [k, v]
+    return [gathered(r, one, shape.context, name) for one, name in ((k, "key"), (v, "value"))]
+
+
+def gathered(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
+    """Keys or values of all ranks of context parallelism in one tensor, (ranks n, g, d), whose gradient is summed and
+    scattered (``set_gqa_inner_attention_local_map``; ``_AllGatherShard`` of spmd_types 0.3.1, ``_collectives.py``)."""
+    (n, *rest), dtype = x.shape, x.dtype
+    whole = (ranks * n, *rest)
+    out = r.empty(whole, dtype, f"{name}_gathered")
+    size = size_of(whole, dtype)
+    work = Operator((Exchange("all-gather", size, "cp"),), (Exchange("reduce-scatter", size, "cp"),))
+    return out.by(
+        r.node((x,), (), lambda r, gradients: [r.empty((n, *rest), dtype, f"grad_{name}_scattered")], work=work)
+    )
 
 
 def varlen_attention(
@@ -158,15 +180,21 @@ def projected(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> Tensor
 # -- experts ----------------------------------------------------------------------------------------
 
 
-def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
+Shared = Callable[[Recorder, Tensor, LayerShape, Policy], Tensor]
+"""Experts that take every token."""
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, shared: Shared | None = None) -> Tensor:
     """``MoE.forward`` of (n, h)."""
     spec, n = shape.spec, x.shape[0]
     top, chosen, _scores = router(r, x, spec, policy)
     _map = r.empty((n, spec.experts), "bool", "routing_map")
     counts = r.empty((spec.experts,), "int64", "rows_of_expert")
     if shape.expert_ranks > 1:
-        return exchanged_experts(r, x, top, chosen, shape)
-    return routed_experts(r, x, top, chosen, counts, spec)
+        out = exchanged_experts(r, x, top, chosen, shape)
+    else:
+        out = routed_experts(r, x, top, chosen, counts, spec)
+    return out if shared is None else ops.add(r, out, shared(r, x, shape, policy), "experts_and_shared")
 
 
 def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:

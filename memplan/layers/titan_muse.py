@@ -14,7 +14,7 @@ from ..tape.events import Category
 from . import ops, torchtitan
 from .autograd import Gradients, Recorder, Tensor
 from .huggingface import LayerShape
-from .titan_gpt_oss import checked, varlen_attention
+from .titan_gpt_oss import checked, of_all_ranks, varlen_attention
 from .torchtitan import Operator, Policy, feed_forward
 
 LOGITS = Category.LOGITS
@@ -63,7 +63,9 @@ def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tens
     k = norm_of(r, k, "key_norm")
     if shape.turns:
         q, k = rotary(r, q, k)
-    out = policy.run(r, lambda r: varlen_attention(r, q, k, v, shape, alone=True)[0]).view(n, a * d)
+    whole = of_all_ranks(r, k, v, shape)
+    out = policy.run(r, lambda r: varlen_attention(r, q, whole[0], whole[1], shape, alone=True)[0]).view(n, a * d)
+    whole.clear()
     gate = ops.elementwise(r, "gate_sigmoid", (policy.linear(r, x, "output_gate", a * d),), saves_output=True)
     out = ops.multiply(r, out, gate, "attention_gated")
     del gate

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import ops, titan_gpt_oss, titan_muse
-from .autograd import Recorder, Tensor, size_of
+from .autograd import Recorder, Tensor
 from .huggingface import LayerShape
 from .titan_moe import fused_rms_norm
 from .torchtitan import Policy, feed_forward
-from .work import Exchange, Operator
 
 Turning = Callable[[Recorder, Tensor, Tensor], tuple[Tensor, Tensor]]
 """What rotary positions make of queries and keys."""
@@ -59,24 +58,8 @@ def attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, turning
         q = fused_rms_norm(r, q, "query_norm")
         k = fused_rms_norm(r, k, "key_norm")
     q, k = turning(r, q, k)
-    if shape.context > 1:
-        whole = [gathered(r, one, shape.context, name) for one, name in ((k, "key"), (v, "value"))]
-    else:
-        whole = [k, v]
+    whole = titan_gpt_oss.of_all_ranks(r, k, v, shape)
     out = policy.run(r, lambda r: titan_gpt_oss.varlen_attention(r, q, whole[0], whole[1], shape, alone=True)[0])
     whole.clear()
     out = out.view(x.shape[0], spec.heads * spec.head_dim)
     return policy.linear(r, out, "attention_output", spec.hidden)
-
-
-def gathered(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
-    """Keys or values of all ranks of context parallelism in one tensor, (ranks n, g, d), whose gradient is summed and
-    scattered (``set_gqa_inner_attention_local_map``; ``_AllGatherShard`` of spmd_types 0.3.1, ``_collectives.py``)."""
-    (n, *rest), dtype = x.shape, x.dtype
-    whole = (ranks * n, *rest)
-    out = r.empty(whole, dtype, f"{name}_gathered")
-    size = size_of(whole, dtype)
-    work = Operator((Exchange("all-gather", size, "cp"),), (Exchange("reduce-scatter", size, "cp"),))
-    return out.by(
-        r.node((x,), (), lambda r, gradients: [r.empty((n, *rest), dtype, f"grad_{name}_scattered")], work=work)
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -25,6 +26,7 @@ from ..layers.test_against_transformers import drops_sorted, named, sizes, witho
 from ..oracle import fsdp as oracle
 from ..oracle.titan_gpt_oss import Decoder, Sizes, builder, expert_meshes
 from ..oracle.titan_newest import Qwen3Moe
+from ..oracle.torchtitan_tp import local
 from .every_event import check_every_event
 
 MIB = 2**20
@@ -50,6 +52,8 @@ class Case:
     """That share experts."""
     newest: bool = False
     """It is Qwen 3's mixture."""
+    context: bool = False
+    """All ranks share sequences."""
 
 
 CASES = {
@@ -72,6 +76,11 @@ CASES = {
     "qwen3-shared": Case("none", SMALL, 8, ranks=4, newest=True),
     "qwen3-shared-op-chunked": Case("op", WIDE, 8, chunks=2, ranks=2, newest=True),
     "qwen3-shared-full": Case("full", WIDE, 8, ranks=4, newest=True),
+    "context": Case("op", SMALL, chunks=2, context=True),
+    "context-shared": Case("none", SMALL, 8, ranks=4, context=True),
+    "context-across-full": Case("full", SMALL, 16, chunks=2, context=True),
+    "qwen3-context": Case("none", SMALL, chunks=2, newest=True, context=True),
+    "qwen3-context-shared": Case("op", WIDE, 8, ranks=2, newest=True, context=True),
 }
 
 
@@ -95,17 +104,21 @@ def plan_of(given: Sizes, shards: int, chunks: int = 0, *, newest: bool = False)
     return plan.model_copy(update=parts)
 
 
-SLOW = tuple(CASES.keys() - {"across", "chunked", "full", "shared", "qwen3-shared"})
+SLOW = tuple(CASES.keys() - {"across", "chunked", "full", "shared", "qwen3-shared", "context-shared"})
 
 
+@pytest.mark.filterwarnings("ignore:.*_tensor. is deprecated:FutureWarning")  # as spmd_types calls them
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
     ids=list(CASES),
 )
 def test_every_event(case: Case) -> None:
-    plan = plan_of(case.sizes, case.shards, case.chunks, newest=case.newest)
-    updates = {"fsdp": {"compile_loss": case.compiled}, "layout": {"ep": case.ranks}}
+    whole = replace(case.sizes, s=case.shards * case.sizes.s) if case.context else case.sizes
+    plan = plan_of(whole, case.shards, case.chunks, newest=case.newest)
+    updates: dict[str, dict[str, object]] = {"fsdp": {"compile_loss": case.compiled}, "layout": {"ep": case.ranks}}
+    if case.context:
+        updates |= {"layout": {"ep": case.ranks, "dp": 1, "cp": case.shards}, "batch": {"gbs": case.sizes.b}}
     plan = plan.model_copy(update={name: getattr(plan, name).model_copy(update=one) for name, one in updates.items()})
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
@@ -116,10 +129,15 @@ def test_every_event(case: Case) -> None:
     modes = [case.recompute] * case.sizes.layers
     decoder = Qwen3Moe if case.newest else Decoder
     build = builder(
-        case.sizes, sharding, modes, case.chunks, compiles_loss=case.compiled, ranks=case.ranks, decoder=decoder
+        *(case.sizes, sharding, modes, case.chunks),
+        compiles_loss=case.compiled,
+        ranks=case.ranks,
+        decoder=decoder,
+        context=case.context,
     )
     meshes = (lambda _: expert_meshes(case.shards, case.ranks)) if shares else None
-    steps = oracle.traced(build, sharding, of=meshes)
+    with local() if case.context else nullcontext():
+        steps = oracle.traced(build, sharding, of=meshes)
     check_every_event(program, steps)
 
 
@@ -184,7 +202,6 @@ def test_what_is_cut_crosswise_has_ids_of_its_own() -> None:
         ({"ep": "3"}, "layout.ep = 3: must divide the 32 experts"),
         ({"ep": "2", "fsdp-cuda-graphs": "true"}, "layout.ep = 2: must be 1 with CUDA graphs, as torchtitan itself"),
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's gpt_oss"),
-        ({"pp": "2"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
         ({"gpus": "77", "gpus-per-node": "77"}, "model.expert_ffn = 2880: must be a multiple of 77"),
         ({"gpus": "64"}, ""),
         ({"gpus": "64", "fsdp-replicas": "2"}, ""),

@@ -156,7 +156,6 @@ MIXTURE |= {"seq": "2048", "mbs": "1", "layers": "4", "pp": "2", "gbs": "32"}
         ({"gpu": "a100-80gb"}, "hardware.gpu = a100-80gb: must be of Hopper or later"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
         ({"ep": "3"}, "layout.ep = 3: must divide the 128 experts"),
-        ({"model": "gpt-oss-20b"}, "layout.pp = 2: must be 1 with torchtitan's gpt_oss"),
     ],
 )
 def test_what_is_refused(flags: dict[str, str], says: str) -> None:

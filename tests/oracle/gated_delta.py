@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from .triton_functions import _Anything
 SOURCE = "MEMPLAN_FLA_SOURCE"
 READ = (
     "ops.utils.cumsum", "ops.common.chunk_delta_h", "ops.common.chunk_o", "ops.gated_delta_rule.wy_fast",
-    "ops.gated_delta_rule.chunk_fwd", "ops.gated_delta_rule.chunk", "modules.conv.triton.ops",
+    "ops.gated_delta_rule.chunk_fwd", "modules.l2norm", "ops.gated_delta_rule.chunk", "modules.conv.triton.ops",
 )  # fmt: skip
 """Modules whose own code runs, in the order of their imports."""
 
@@ -69,7 +70,7 @@ def load(path: Path) -> tuple[Any, Any]:
                 sys.modules[package] = _Made(package)
     others = ("utils", "ops.backends", "modules.backends", "ops.common.backends", "ops.utils", "ops.utils.cache")
     unread = ("constant", "index", "op", "softplus")
-    for name in (*others, *(f"ops.utils.{one}" for one in unread), "ops.cp", "ops.cp.chunk_delta_h", "modules.l2norm"):
+    for name in (*others, *(f"ops.utils.{one}" for one in unread), "ops.cp", "ops.cp.chunk_delta_h"):
         sys.modules.setdefault(f"fla.{name}", _Made(f"fla.{name}"))
     for name in (
         "ops.common.chunk_scaled_dot_kkt",
@@ -105,10 +106,24 @@ def load(path: Path) -> tuple[Any, Any]:
 
 def measured(case: Case, rule: Any, convolution: Any) -> list[list[int]]:
     """Signed sizes of what is held (+) and dropped (-), forward and backward."""
+    if case.part.startswith("packed"):
+        return _packed(case, rule, convolution)
     if case.part == "rule":
         return _traced(lambda: _given(case), lambda *x: rule.ChunkGatedDeltaRuleFunction.apply(*x, 1.0, None, False)[0])
     apply = convolution.CausalConv1dFunction.apply
     return _traced(lambda: _given(case), lambda *x: apply(*x, None, None, None, False, "silu")[0])
+
+
+def _packed(case: Case, rule: Any, convolution: Any) -> list[list[int]]:
+    """The same of one row, with tables of sequences and of their chunks that are made outside."""
+    at, one = case.at, replace(case, b=1, s=case.b * case.s)
+    ends = torch.zeros(at.b + 1, dtype=torch.int32)
+    chunks = torch.zeros(at.b * at.c, 2, dtype=torch.int32)
+    if case.part == "packed rule":
+        apply = rule.ChunkGatedDeltaRuleFunction.apply
+        return _traced(lambda: _given(one), lambda *x: apply(*x, 1.0, None, False, False, ends, None, chunks, True)[0])
+    apply = convolution.CausalConv1dFunction.apply
+    return _traced(lambda: _given(one), lambda *x: apply(*x, None, None, None, False, "silu", ends, None, chunks)[0])
 
 
 def measured_in_torch(sizes: Sequence[tuple[tuple[int, ...], str]]) -> list[list[int]]:
@@ -151,6 +166,8 @@ def _given(case: Case) -> list[torch.Tensor]:
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, requires_grad=True)
 
+    if case.part == "packed convolution":
+        return [made(at.b, at.s, at.m), made(at.m, at.kernel)]
     if case.part == "convolution":
         return [made(at.s, at.b, at.features).transpose(0, 1)[..., : at.m], made(at.m, at.kernel)]
     return [made(*at.keys), made(*at.keys), made(*at.values), made(*at.heads, dtype=torch.float32), made(*at.heads)]

@@ -59,6 +59,10 @@ class Pipeline:
     parallel_loss: bool = False
     chunks: int = 0
     """Of the loss, if it has some."""
+    packed: bool = False
+    """Stages exchange rows of tokens, and every micro-batch has its positions."""
+    context: bool = False
+    """All shards share sequences, of which each has a part."""
 
     @property
     def stages(self) -> int:
@@ -187,8 +191,14 @@ def traced_pipeline(
             for model, at in zip(models, numbers, strict=True)
         ]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        tokens, labels = (torch.randint(0, sizes.vocab, (count * sizes.b, sizes.s)) for _ in range(2))
-        for tensor in (*tensors, tokens, labels):
+        batch = (count * sizes.b * sizes.s,) if pipeline.packed else (count * sizes.b, sizes.s)
+        tokens, labels = (torch.randint(0, sizes.vocab, batch) for _ in range(2))
+        others = [models[0].given() for _ in range(count * pipeline.packed)]
+        whole = (meshes.data.size() * len(tokens),)
+        others += [tuple(torch.randint(0, sizes.vocab, whole) for _ in range(2)) for _ in range(pipeline.context)]
+        for model in models[: len(models) * pipeline.packed]:
+            model.take(*others[0])
+        for tensor in (*tensors, tokens, labels, *(one for own in others for one in own)):
             follow.adopt(tensor, "state")
         many = pipeline.schedule == "interleaved"
         group = meshes.tensor.get_group() if meshes.tensor is not None else None
@@ -231,7 +241,7 @@ def traced_pipeline(
             sparse = init_device_mesh("cpu", sizes_of, mesh_dim_names=("pp", "efsdp", "ep"))
             meshes = replace(meshes, of_experts=sparse["efsdp"], together=sparse["ep"])
         with communication():
-            run(body) if pipeline.tensor == expert_ranks == 1 else run_local(body)
+            run(body) if pipeline.tensor == expert_ranks == 1 and not pipeline.context else run_local(body)
     finally:
         dist.destroy_process_group()
         clear_caches()
@@ -239,6 +249,8 @@ def traced_pipeline(
 
 
 def _loss_of(pipeline: Pipeline, model: Any, group: Any) -> Callable[..., torch.Tensor]:
+    if not pipeline.chunks and pipeline.packed:
+        return lambda logits, labels: cross_entropy(logits.unsqueeze(0), labels.unsqueeze(0))
     if not pipeline.chunks:
         return cross_entropy
 
@@ -255,6 +267,10 @@ def _stage(
     hidden = torch.empty(sizes.b, sizes.s // pipeline.tensor, sizes.hidden, dtype=dtype, requires_grad=True)
     tokens = torch.zeros(sizes.b, sizes.s, dtype=torch.int64)
     logits = torch.empty(sizes.b, sizes.s, sizes.vocab, dtype=dtype, requires_grad=True)
+    if pipeline.packed:
+        tokens = torch.zeros(sizes.b * sizes.s, dtype=torch.int64)
+        hidden, logits = hidden.detach().flatten(0, 1), logits.detach().flatten(0, 1)
+        hidden, logits = hidden.requires_grad_(), logits.requires_grad_()
     if pipeline.chunks:
         logits = torch.empty(sizes.b * sizes.s, sizes.hidden, dtype=dtype, requires_grad=True)
     return PipelineStage(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -151,6 +152,25 @@ def rescaled(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch
     return out * scale.to(out.dtype)
 
 
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    wait: Any = funcol.wait_tensor
+    return wait(x)  # type: ignore[no-any-return]
+
+
+class Gathered(torch.autograd.Function):
+    """``_AllGatherShard`` of spmd_types 0.3.1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _waited(funcol.all_gather_tensor(x, 0, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return _waited(funcol.reduce_scatter_tensor(gradient, "sum", 0, ctx.group)), None
+
+
 class Output(nn.Linear):
     """``ScaledBiasRowwiseLinear``."""
 
@@ -162,6 +182,9 @@ class Output(nn.Linear):
 
 
 class Attention(nn.Module):
+    across: Any = None
+    """Ranks of context parallelism."""
+
     def __init__(self, sizes: Sizes, layer: int) -> None:
         super().__init__()
         self.window = 127 if layer % 2 == 0 else -1
@@ -175,9 +198,16 @@ class Attention(nn.Module):
         n = x.shape[0]
         q, k, v = self.qkv_linear(x)
         q, k = self.rope(q, k, positions)
-        output = self.inner_attention(q, k, v, masks=masks, window=self.window, transform=self.apply_sinks)
+        if self.across is not None:
+            output = self.gathering(q, k, v, masks)
+        else:
+            output = self.inner_attention(q, k, v, masks=masks, window=self.window, transform=self.apply_sinks)
         output = output.reshape(n, -1).contiguous()
         return self.wo(output)  # type: ignore[no-any-return]
+
+    def gathering(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Metadata) -> torch.Tensor:
+        every: Any = Gathered.apply(k, self.across), Gathered.apply(v, self.across)  # type: ignore[no-untyped-call]
+        return self.inner_attention(q, *every, masks=masks, window=self.window, transform=self.apply_sinks)  # type: ignore[no-any-return]
 
     def apply_sinks(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         return rescaled(out, lse, self.sinks)
@@ -544,13 +574,18 @@ def builder(
     compiles_loss: bool = False,
     ranks: int = 1,
     decoder: Callable[[Any], Any] = Decoder,
+    context: bool = False,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``chunks`` of the loss, if it has some.
-    ``ranks``: so many share experts; the mesh is then of shards, of those with the same experts, and of those."""
+    ``context``: all ranks share sequences, of which each has ``sizes.s`` tokens. ``ranks``: so many share experts; the
+    mesh is then of shards, of those with the same experts, and of those."""
 
     def build(meshes: Any) -> tuple[Any, Callable[[], torch.Tensor]]:
         mesh, of_experts, together = meshes if ranks > 1 else (meshes,) * 3
-        model = decoder(sizes)
+        parts = mesh.size() if context else 1
+        model = decoder(replace(sizes, s=parts * sizes.s))
+        for block in model.layers.values() if context else ():
+            block.attention.across = mesh.get_group()
         for block in model.layers.values() if ranks > 1 else ():
             block.moe.routed_experts.shared_among(sizes, together.get_group())
         model.skips_head = chunks > 0
@@ -580,8 +615,9 @@ def builder(
         tokens, labels = (torch.randint(0, sizes.vocab, (sizes.n,)) for _ in range(2))
         positions = torch.arange(sizes.n)
         places = torch.zeros(2, dtype=torch.int32)
+        read = [torch.randint(0, sizes.vocab, (parts * sizes.n,)) for _ in range(2 * context)]
 
-        def loss() -> torch.Tensor:
+        def loss(_: Sequence[torch.Tensor] = read) -> torch.Tensor:
             logits = model(tokens, positions, Metadata(places, sizes.s))
             if chunks:
                 return titan_loss.chunked(logits, labels, model.lm_head, chunks, loss_of=loss_of)

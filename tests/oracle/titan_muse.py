@@ -23,7 +23,7 @@ from memplan.trace.torchtitan import cross_entropy
 from . import titan_loss
 from .fsdp import Sharding, undivided
 from .megatron import FusedRMSNorm
-from .titan_gpt_oss import Metadata, contexts, kept
+from .titan_gpt_oss import Gathered, Metadata, contexts, kept
 from .titan_models import feed_forward
 
 
@@ -142,6 +142,9 @@ class Varlen(nn.Module):
 
 
 class Attention(nn.Module):
+    across: Any = None
+    """Ranks of context parallelism."""
+
     def __init__(self, sizes: Sizes, *, turns: bool) -> None:
         super().__init__()
         self.turns = turns
@@ -160,10 +163,17 @@ class Attention(nn.Module):
         xk = self.k_norm(xk)
         if self.turns:
             xq, xk = self.rope(xq, xk, positions)
-        output = self.inner_attention(xq, xk, xv, masks=masks).contiguous()
+        if self.across is not None:
+            output = self.gathering(xq, xk, xv, masks)
+        else:
+            output = self.inner_attention(xq, xk, xv, masks=masks).contiguous()
         output = output.view(n, -1)
         output = output * torch.sigmoid(self.o_gate(x))
         return self.wo(output)  # type: ignore[no-any-return]
+
+    def gathering(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: Metadata) -> torch.Tensor:
+        every: Any = Gathered.apply(k, self.across), Gathered.apply(v, self.across)  # type: ignore[no-untyped-call]
+        return self.inner_attention(q, *every, masks=masks).contiguous()  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

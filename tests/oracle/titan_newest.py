@@ -3,17 +3,22 @@ of ``torchtitan/models/llama3/model.py``, ``qwen3/model.py`` and ``models/common
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from . import titan_gpt_oss, titan_muse
-from .titan_gpt_oss import Metadata
+from .fsdp import undivided
+from .titan_gpt_oss import Gathered, Metadata
 from .titan_models import Norm, feed_forward
 from .titan_muse import Sizes
 
@@ -24,25 +29,6 @@ class FusedQKV(titan_gpt_oss.FusedQKV):
         super().__init__(given)
         features = self.wqkv.out_features
         self.wqkv = nn.Linear(sizes.hidden, features, bias=False)
-
-
-def _waited(x: torch.Tensor) -> torch.Tensor:
-    wait: Any = funcol.wait_tensor
-    return wait(x)  # type: ignore[no-any-return]
-
-
-class Gathered(torch.autograd.Function):
-    """``_AllGatherShard`` of spmd_types 0.3.1."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _waited(funcol.all_gather_tensor(x, 0, group))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        return _waited(funcol.reduce_scatter_tensor(gradient, "sum", 0, ctx.group)), None
 
 
 class Attention(nn.Module):
@@ -195,3 +181,93 @@ class Qwen3MoeBlock(nn.Module):
 
 class Qwen3Moe(Decoder):
     block = Qwen3MoeBlock
+
+
+def _prefetching(model: Any) -> None:
+    """The end of ``apply_fsdp_to_decoder``, of a stage that may have no embedding, and no norm and head."""
+    blocks = list(model.layers.values())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    if model.tok_embeddings is not None and blocks:
+        model.tok_embeddings.set_modules_to_forward_prefetch(blocks[:1])
+    ends = [[model.norm, model.lm_head]] if model.norm is not None else []
+    for block, after in zip(blocks, [*([one] for one in blocks[1:]), *ends], strict=False):
+        block.set_modules_to_forward_prefetch(after)
+    if model.norm is not None and blocks:
+        model.lm_head.set_modules_to_backward_prefetch(blocks[-1:])
+    first = [model.tok_embeddings] if model.tok_embeddings is not None else []
+    for block, before in zip(blocks[::-1], [*blocks[-2::-1], *first], strict=False):
+        block.set_modules_to_backward_prefetch([before])
+
+
+def stage(decoder: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What makes one stage's model of ``decoder`` (``pipeline_llm``, which leaves out what is another's;
+    ``apply_fsdp_to_decoder`` with pipeline parallelism). Positions are those of one micro-batch for all."""
+
+    class Staged(decoder):  # type: ignore[valid-type, misc]
+        @property
+        def output(self) -> Any:
+            return self.lm_head
+
+        def given(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.arange(self.n), torch.zeros(2, dtype=torch.int32)
+
+        def take(self, positions: torch.Tensor, places: torch.Tensor) -> None:
+            self.positions, self.masks = positions, Metadata(places, self.s)
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+            for layer in self.layers.values():
+                h = layer(h, self.masks, self.positions)
+            h = self.norm(h) if self.norm is not None else h
+            if self.skips_head:
+                return h
+            return self.lm_head(h) if self.lm_head is not None else h
+
+    def made(sizes: Any, pipeline: Any, at: int, sharding: Any, mode: str, meshes: Any, *, ends_apart: bool) -> Any:
+        assert ends_apart
+        low, high = pipeline.edges[at : at + 2]
+        ranks = meshes.data.size() if pipeline.context else 1
+        model: Any = Staged(replace(sizes, s=ranks * sizes.s))
+        for block in model.layers.values() if pipeline.context else ():
+            block.attention.across = meshes.data.get_group()
+        model.n, model.s = sizes.n, sizes.s
+        for block in model.layers.values() if meshes.together is not None else ():
+            block.moe.routed_experts.shared_among(sizes, meshes.together.get_group())
+        first, last = not at, at == pipeline.stages - 1
+        for name in list(model.layers):
+            if not low <= int(name) < high:
+                del model.layers[name]
+        model.tok_embeddings = model.tok_embeddings if first else None
+        model.norm, model.lm_head = (model.norm, model.lm_head) if last else (None, None)
+        model.skips_head = last and pipeline.chunks > 0
+        policy = sharding.policy
+        policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        common: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "reshard_after_forward": False}
+        for name, block in list(model.layers.items()):
+            if hasattr(block, "moe"):
+                model.layers[name] = titan_gpt_oss.recomputed(block, sizes, mode)
+            else:
+                model.layers[name] = titan_muse.recomputed(block, mode)
+        if first:
+            fully_shard(model.tok_embeddings, **common)
+        if last:
+            fully_shard([model.norm, model.lm_head], **common)
+        shares = meshes.together is not None
+        infos: list[Any] = [_get_mesh_info(one) for one in (meshes.data, meshes.of_experts) if shares]
+        across = shares and meshes.data.size() > sizes.experts
+        for block in model.layers.values():
+            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()} if shares else set()
+
+            def placed(one: nn.Parameter, of: set[int] = experts) -> Any:
+                return ShardPlacementResult(Shard(int(across and id(one) in of)), infos[id(one) in of])
+
+            fully_shard(block, **common, shard_placement_fn=placed if shares else None)
+        fully_shard(model, **common)
+        undivided(model, sharding)
+        if shares:
+            _prefetching(model)
+        return model
+
+    return made

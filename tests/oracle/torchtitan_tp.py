@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.trace.torchtitan import Transformer, apply_tp, cross_entropy
 
-from . import titan_loss
+from . import fsdp, titan_loss
 from .fsdp import ResizedFollow, Sharding, Steps, _cut, fake_ranks, resizing, undivided
 from .torchtitan import Sizes, llama, recomputed
 from .tracer import Trace, cuda_behaviour
@@ -118,6 +118,14 @@ def run_local(body: Callable[[Trace, ResizedFollow], None]) -> None:
     ):
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         body(trace, follow)
+
+
+@contextmanager
+def local() -> Iterator[None]:
+    """``fsdp.run`` and stages with collectives of local tensors, and no ``DTensor`` but parameters: what is in int32 is
+    no mesh then."""
+    with patch.object(LocalFollow, "adopt", ResizedFollow.adopt), patch.object(fsdp, "run", run_local):
+        yield
 
 
 def traced(

@@ -18,7 +18,7 @@ from ..rows import Table
 from .following import INSTEAD, Following
 from .keys import key_of
 from .python_values import Kept, Made, Unknown, Value, is_job
-from .stages import FLAVOURS, without_recipe
+from .stages import DECODERS, FLAVOURS, without_recipe
 
 CONFIG = ("CONFIG", "config")
 """Names that ``--set`` has for the function."""
@@ -202,7 +202,7 @@ class _Written:
         kind, _, module = made.name.partition(":")
         if module:
             family = module.rpartition(".")[2]
-            known = "model_spec" in self.overridden or any(one == family for one, _ in FLAVOURS)
+            known = "model_spec" in self.overridden or any(one == family for one, _ in (*FLAVOURS, *DECODERS))
             if module.startswith("torchtitan.models.") and not known:
                 raise without_recipe(family, made.origin)
             found["name"] = Node(family, made.origin)

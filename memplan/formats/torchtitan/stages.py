@@ -57,12 +57,21 @@ FLAVOURS = MappingProxyType(
 )
 """Specs by ``model.name`` and ``model.flavor``."""
 
+DECODERS = MappingProxyType(
+    {
+        **{("qwen3_5", size): f"qwen3.5-{size.lower()}" for size in ("9B", "27B", "35B-A3B", "122B-A10B", "397B-A17B")},
+        **{("qwen3_5", size): f"qwen3.5-{size.lower()} --tied-embeddings false" for size in ("0.8B", "2B", "4B")},
+        **{("muse_glimmer", size): "muse-glimmer-30b" for size in ("30B_mm", "debugmodel_mm")},
+        **{("qwen3_5", size): "qwen3.5-9b" for size in ("debugmodel",)},
+        **{("qwen3_5", size): "qwen3.5-35b-a3b" for size in ("debugmodel_moe",)},
+    }
+)
+"""What ``--model`` takes in place of flavours with a vision tower, by ``model.name`` and ``model.flavor``: the decoder,
+or, of one to debug with, another."""
+
 OTHER_ATTENTION = ("_flex", "_flex_attn", "_varlen", "_varlen_attn")
 """Ends of flavours whose attention is FlexAttention or a kernel for sequences of several lengths."""
 
-
-WITH_IMAGES = "_mm"
-"""End of a flavour that takes images, too."""
 
 UNFUSED = "_non_fused_qkv"
 """End of a flavour with products of their own for queries, keys and values, which are those of the recipe."""
@@ -120,7 +129,7 @@ def flavour_of(family: str, flavour: str, day: str) -> tuple[str, dict[str, int]
 
 def without_recipe(family: str, origin: Origin, key: str = "model_spec.name") -> PlanError:
     """What is wrong with a model of torchtitan's that memplan does not know."""
-    known = ", ".join(sorted({one for one, _ in FLAVOURS}))
+    known = ", ".join(sorted({one for one, _ in (*FLAVOURS, *DECODERS)}))
     why = f": {_OTHER[family]}" if family in _OTHER else ""
     problem = f"has no recipe{why}; torchtitan's models with one: {known} (--model names another in its place)"
     return PlanError(key, family, problem, origin=origin)
@@ -128,13 +137,12 @@ def without_recipe(family: str, origin: Origin, key: str = "model_spec.name") ->
 
 _OTHER = {
     "flux": "it makes images",
-    "qwen3_5": "it has a vision tower, and gated delta nets between layers of attention",
     "llama4": "torchtitan has taken it out, and its attention has chunks",
 }
 """Why models of torchtitan's have none."""
 VARLEN = "gpt_oss"
 """The model whose attention is that of packed sequences by itself, and is estimated so."""
-PACKED = (VARLEN, "muse_glimmer")
+PACKED = (VARLEN, "muse_glimmer", "qwen3_5")
 """Models that are estimated with it."""
 FLEX = "deepseek_v3"
 """The model whose flavours, but for the one to debug with, ask for FlexAttention by themselves (``attn_type``)."""

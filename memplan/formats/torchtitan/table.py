@@ -17,12 +17,12 @@ from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
 from .settings import Settings
 from .stages import (
+    DECODERS,
     FLAVOURS,
     OTHER_ATTENTION,
     SIZED,
     TEST_TOKENIZER,
     VARLEN,
-    WITH_IMAGES,
     flavour_of,
     parts,
     split_points,
@@ -87,6 +87,20 @@ def torchtitan_plan(settings: Settings, gpus: Node | None, vocabulary: Node | No
 # -- model --------------------------------------------------------------------------------------------
 
 
+def _unknown(settings: Settings, name: Node, flavour: Node) -> PlanError:
+    """What is wrong with a flavour that has no sizes here, or a vision tower."""
+    family, plain = str(name.value), str(flavour.value)
+    decoder = DECODERS.get((family, plain))
+    known = [size for one, size in (*FLAVOURS, *DECODERS) if one == family]
+    if not known:
+        return without_recipe(family, name.origin, settings.name("model_spec.name", "model.name"))
+    problem = f"of model {family} has no sizes here ({', '.join(known)}): name a model with --model"
+    if decoder is not None:
+        alone = "a larger one's decoder alone" if plain.startswith("debug") else "its decoder alone"
+        problem = f"of model {family} has a vision tower, which is not modelled: --model {decoder} estimates {alone}"
+    return PlanError(settings.name("model_spec.flavor", "model.flavor"), plain, problem, origin=flavour.origin)
+
+
 def _model(building: Building, settings: Settings, vocabulary: Node | None, flags: Collection[str]) -> None:
     names, flavours = ("model_spec.name", "model.name"), ("model_spec.flavor", "model.flavor")
     path, name = "model.tokenizer_path", settings.word(*names, default="llama3")
@@ -104,12 +118,7 @@ def _model(building: Building, settings: Settings, vocabulary: Node | None, flag
     family = str(name.value)
     found = flavour_of(family, plain, settings.era.day)
     if found is None:
-        known = [size for one, size in FLAVOURS if one == family]
-        if not known:
-            raise without_recipe(family, name.origin, settings.name(*names))
-        lacks = "a vision tower, which is not modelled" if plain.endswith(WITH_IMAGES) else "no sizes here"
-        problem = f"of model {family} has {lacks} ({', '.join(known)}): name a model with --model"
-        raise PlanError(key, plain, problem, origin=flavour.origin)
+        raise _unknown(settings, name, flavour)
     if family == VARLEN and settings.era.day < NO_TOML:
         problem = f"keeps its layers in bf16 in {settings.era.label}, which is not modelled; later code is"
         raise PlanError(settings.name(*names), family, problem, origin=name.origin)

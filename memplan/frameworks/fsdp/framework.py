@@ -47,6 +47,7 @@ class Fsdp(Framework):
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
+        mixtures=("experts", "latent_kv_rank", "linear_interval"),
         compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
         "(layers that torchtitan compiles by itself are --compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),

@@ -69,7 +69,7 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     if (layout.etp or 1) > 1 and not plan.model.experts:
         raise plan.wrong("layout.etp", f"must be 1: {plan.model.name} has no experts")
     if layout.ep > 1:
-        check_expert_ranks(plan, given, shards)
+        check_expert_ranks(plan, given, shards * layout.cp)
     plan.refuse(
         (
             "fsdp.reshard_to",

@@ -36,7 +36,7 @@ from . import chunked
 from .hooks import Explicit, Gradient, Role
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .passing import pass_through
-from .titan_experts import places, with_experts
+from .titan_experts import places, with_experts, with_groups
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
@@ -249,24 +249,33 @@ def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: C
     blocks = [one for one in units if one.name not in ("embedding", "ends")]
     mixed = [made.shape.spec.has_experts(layer) for layer in range(cut.low, cut.high)]
     first, last = ("embedding",) * cut.first, ("ends",) * cut.last
-    inner = with_experts(blocks, mixed, pieces, first=first, last=last)
-    names = [one.name for one in blocks]
-    opening = [replace(one, next_forward=tuple(names[:1])) for one in units if one.name == "embedding"]
-    closing = [replace(one, next_backward=tuple(names[-1:])) for one in units if one.name == "ends"]
+    if made.titan.groups_experts:
+        inner = with_groups(blocks, pieces, first=first, last=last)
+        ahead, behind = (one.name for one in inner[:2]), (one.name for one in inner[:-3:-1])
+    else:
+        inner = with_experts(blocks, mixed, pieces, first=first, last=last)
+        ahead, behind = ((one.name for one in blocks[at]) for at in (slice(1), slice(-1, None)))
+    opening = [replace(one, next_forward=tuple(ahead)) for one in units if one.name == "embedding"]
+    closing = [replace(one, next_backward=tuple(behind)) for one in units if one.name == "ends"]
     return [*opening, *inner, *closing]
 
 
 def _kept(made: Recipes, cuts: Sequence[Cut], count: int) -> list[Hold]:
-    """Tokens and labels of ``count`` micro-batches, and of every stage its model's buffers and those for what it
-    receives."""
+    """Tokens, labels and what else a batch has of ``count`` micro-batches, and of every stage its model's buffers and
+    those for what it receives."""
     shape, hidden = made.shape, made.hidden
     batch = (count * shape.b, shape.s)
     size = hold_bytes(batch, "int64")
     result = [Hold(0, size, Category.INPUTS, name, batch, "int64") for name in ("input_ids", "labels")]
+    result += made.titan.given(shape) * count
+    if shape.context > 1:  # what was read, of which these are this rank's part
+        whole = (count * shape.b, shape.s * shape.context)
+        size = hold_bytes(whole, "int64")
+        result += [Hold(0, size, Category.INPUTS, name, whole, "int64") for name in ("input_ids", "labels")]
     size = hold_bytes(hidden, shape.dtype)
     for cut in cuts:
         layers = range(cut.low, cut.high)
-        result += [*made.titan.buffers(shape.spec, shape.s, layers), *places(shape, made.titan, layers)]
+        result += [*made.titan.buffers(shape.spec, shape.s * shape.context, layers), *places(shape, made.titan, layers)]
         names = ["received_input"] * (not cut.first) + ["received_gradient"] * (not cut.last)
         kind = Category.COMMUNICATION_BUFFERS
         result += [Hold(0, size, kind, name, hidden, shape.dtype) for name in names for _ in range(count)]

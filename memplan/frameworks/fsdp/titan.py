@@ -10,6 +10,7 @@ from ...layers import (
     titan_moe,
     titan_muse,
     titan_newest,
+    titan_qwen35,
     titan_tp,
     torchtitan,
     torchtitan_tp,
@@ -44,6 +45,12 @@ EXPERTS = (
 
 VARLEN_OF_DENSE = "varlen_attn by flash attention 3, as on Hopper, with one document a sequence; windows change no size"
 VARLEN = f"{VARLEN_OF_DENSE}; what sorting of rows allocates inside is counted for their sum alone"
+
+DOCUMENTS = (
+    "convolutions and gated delta rule of flash-linear-attention, which know where each sequence begins; the few KiB "
+    "of tables that say so are not counted"
+)
+"""Of Qwen 3.5's."""
 
 ROWS = "every expert gets as many rows as any other, without padding; torch._grouped_mm"
 """The same of gpt-oss."""
@@ -83,8 +90,6 @@ class Titan:
     linears: tuple[tuple[str, str], ...] = ()
     """Linear layers that torchao's float8 may take, by their names here and in torchtitan; none: it has no recipe with
     them."""
-    pipelined: bool = True
-    """It has one in pipeline stages."""
     ends_apart: bool = True
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
@@ -144,6 +149,12 @@ def _cosines_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, 
     """Every layer has a table of its own (``RoPE.__init__``), as long as a sequence
     (``Decoder.Config.update_from_config``)."""
     return _cosines(spec, seq, layers) * len(layers)
+
+
+def _cosines_of_attention(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
+    """Tables of the features that turn (``MRoPE``), of layers with attention."""
+    table = (seq, 2 * spec.rotary_features)
+    return (_table("rope_cache", table, "fp32", table),) * sum(not spec.is_linear(layer) for layer in layers)
 
 
 def _complex_tables_of_layers(spec: ModelSpec, seq: int, layers: range) -> tuple[Hold, ...]:
@@ -270,7 +281,7 @@ GPT_OSS = Titan(
     },
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
-    pipelined=False,
+    shares_sequences=True,
     given=_places,
     assumes=(VARLEN, ROWS),
 )
@@ -291,9 +302,48 @@ MUSE_GLIMMER = Titan(
         **{"sliding_window": (2048,)},
     },
     buffers=_complex_tables_of_layers,
-    pipelined=False,
+    shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
+)
+
+DELTA = (
+    *("query", "key", "value", "delta_gate", "delta_a", "delta_b"),
+    *("query_convolution", "key_convolution", "value_convolution", "delta_norm"),
+)
+DELTA_SIZES = (
+    *("linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel",
+)
+
+QWEN_3_5 = Titan(
+    "qwen3_5",
+    "Qwen 3.5",
+    "August 2026",
+    block=titan_qwen35.block,
+    norm=titan_qwen35.offset_norm,
+    registered=(
+        *(*DELTA, "attention_output", "numbers", "query_norm", "key_norm", titan_moe.EXPERTS, "router", "shared_gate"),
+        *("shared_down", "shared_up", "shared_opens", "gate", "down", "up", *NORMS),
+    ),
+    covers={
+        **reads(LLAMA, *DELTA_SIZES, "rotary_fraction", "attention_gate"),
+        **{**UNTIED, "qk_norm": (True,), "attention_gate": (True,)},
+    },
+    buffers=_cosines_of_attention,
+    given=_places,
+    assumes=(VARLEN_OF_DENSE, DOCUMENTS),
+)
+
+QWEN_3_5_MOE = replace(
+    QWEN_3_5,
+    covers={
+        **reads(QWEN_3_5.covers, "experts"),
+        **{**ROUTED, "shared_expert_gate": (True,), "router_groups": (0,), "router_score": ("softmax",)},
+    },
+    buffers=_with_experts(_cosines_of_attention),
+    groups_experts=True,
+    assumes=(VARLEN, ROWS, DOCUMENTS),
 )
 
 LLAMA_NEWEST = Titan(
@@ -305,7 +355,6 @@ LLAMA_NEWEST = Titan(
     registered=("qkv", "attention_output", "gate", "down", "up", *NORMS),
     covers=LLAMA_3.covers,
     buffers=_complex_tables_of_layers,
-    pipelined=False,
     shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
@@ -327,7 +376,6 @@ QWEN_3_MOE_NEWEST = replace(
     covers={**QWEN_3_MOE.covers, "shared_expert_ffn": (0,), "router_groups": (0,), "router_score": ("softmax",)},
     buffers=_with_experts(_cosines_of_layers),
     groups_experts=True,
-    shares_sequences=False,
     assumes=(VARLEN, ROWS),
 )
 
@@ -343,6 +391,8 @@ MODELS: Mapping[str, Titan] = {
     "kimi_k2": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "muse_glimmer": MUSE_GLIMMER,
+    "qwen3_5": QWEN_3_5,
+    "qwen3_5_moe": QWEN_3_5_MOE,
 }
 """and the code of which every other job is."""
 
@@ -352,9 +402,9 @@ def newest(plan: Plan) -> bool:
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
     if not given.newest or plan.model.family not in NEWEST:
         return False
-    if plan.model.experts and ((layout.dp or 0) // given.replicas > plan.model.experts):
+    if plan.model.experts and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
-    plain = layout.tp == layout.pp == 1 and not given.compile and given.ends_apart
+    plain = layout.tp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None
 
 

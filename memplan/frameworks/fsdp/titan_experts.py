@@ -28,16 +28,21 @@ def parts_of_experts(plan: ResolvedPlan) -> int:
     return plan.layout.tp if plan.layout.ep == 1 else plan.layout.etp or 1
 
 
+def shards_of(plan: ResolvedPlan) -> int:
+    """Ranks that share parameters: those of data and of context parallelism (``ParallelDims.build_mesh``, ``fsdp``)."""
+    return plan.layout.dp // plan.fsdp.replicas * plan.layout.cp
+
+
 def ranks_of_experts(plan: ResolvedPlan) -> int:
     """Those among which whole experts are dealt out (``ParallelDims.build_mesh``, ``efsdp`` and ``ep``)."""
-    return plan.layout.dp // plan.fsdp.replicas * plan.layout.tp // parts_of_experts(plan)
+    return shards_of(plan) * plan.layout.tp // parts_of_experts(plan)
 
 
 def crosswise(plan: ResolvedPlan) -> bool:
     """Whether experts that no ranks share are cut along another dimension than a layer's other parameters
     (``apply_fsdp_to_decoder``)."""
     spec = plan.model
-    return bool(spec.experts) and titan_of(spec).groups_experts and plan.layout.dp // plan.fsdp.replicas > spec.experts
+    return bool(spec.experts) and titan_of(spec).groups_experts and shards_of(plan) > spec.experts
 
 
 def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
@@ -58,7 +63,8 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
         raise plan.wrong("layout.etp", f"{problem}: torchtitan has no other part of an expert on a rank")
     if ranks_of_experts(plan) % ep:
         among = f", {tp // etp} ranks of tensor parallelism each" if etp < tp else ""
-        raise plan.wrong("layout.ep", f"must divide the {shards} shards (dp / fsdp.replicas){among}")
+        context = " × cp" if plan.layout.cp > 1 else ""
+        raise plan.wrong("layout.ep", f"must divide the {shards} shards (dp / fsdp.replicas{context}){among}")
     for field, kept in (("fsdp.offload", False), ("fsdp.gradient_sync", True), ("fsdp.reshard_after_forward", True)):
         staged = field == "fsdp.reshard_after_forward" and plan.layout.pp > 1  # where it is what torchtitan has
         if plan.at(field) is not kept and not staged:
@@ -70,7 +76,7 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
             raise plan.wrong(
                 f"model.{name}", f"must be a multiple of {least}: with more shards than experts they are cut along it"
             )
-    rows = plan.batch.mbs * plan.batch.seq // (tp // etp) * spec.expert_top_k
+    rows = plan.batch.mbs * plan.batch.seq // (plan.layout.cp * tp // etp) * spec.expert_top_k
     if rows % ep:
         raise plan.wrong("batch.mbs", f"must give rows of experts that ep {ep} divides, not {rows}")
 
@@ -96,12 +102,19 @@ def with_experts(
     return result
 
 
-def with_groups(blocks: Sequence[Unit], cut: Cut) -> list[Unit]:
+def with_groups(
+    blocks: Sequence[Unit],
+    cut: Cut,
+    *,
+    first: tuple[str, ...] = ("embedding",),
+    last: tuple[str, ...] = ("ends",),
+) -> list[Unit]:
     """Units of blocks, each followed by the second group of its parameters, of experts, and what they gather ahead
-    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second."""
+    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second. ``first`` are units before
+    the blocks, ``last`` those behind them."""
     names = [(one.name, f"{one.name}.experts") for one in blocks]
-    after = [*names[1:], ("ends",)]
-    before = [("embedding",), *(one[::-1] for one in names[:-1])]
+    after = [*names[1:], last]
+    before = [first, *(one[::-1] for one in names[:-1])]
     result: list[Unit] = []
     for block, (own, second), following, preceding in zip(blocks, names, after, before, strict=True):
         result.append(replace(block, next_backward=(own,)))  # the second group alone gathers ahead

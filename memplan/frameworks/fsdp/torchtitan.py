@@ -33,7 +33,7 @@ from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, newest, titan_of, titan_of_plan
-from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, with_experts, with_groups
+from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, shards_of, with_experts, with_groups
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -81,10 +81,10 @@ class Recipes:
 
     def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
         """Those from ``first`` on; equal ones are made once."""
-        spec, known = self.shape.spec, dict[object, Module]()
+        known = dict[object, Module]()
         result = []
         for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
-            key = mode, own, spec.has_experts(at), spec.has_positions(at), self.low_of(at)
+            key = mode, own, self.shape.of_layer(at), self.low_of(at)
             if key not in known:
                 known[key] = self.block(mode, own, at)
             result.append(known[key])
@@ -282,9 +282,7 @@ def _waited(embedding: Module) -> Tape:
     return (Drop(LEFT, held.bytes, held.category),)
 
 
-CONTEXT = (
-    "the newest dense layers of Llama and Qwen 3 alone are with it (--fsdp-newest, without tp, pp and compiled layers)"
-)
+CONTEXT = "the newest layers alone are with it (of Llama and Qwen 3: --fsdp-newest, without tp and compiled layers)"
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -295,7 +293,6 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong("attention", f"must be flash: torchtitan's {titan.name} always runs a fused kernel")
     for name, has, what in (
         ("tp", titan.norm_of_parts, "tensor parallelism"),
-        ("pp", titan.pipelined, "pipeline parallelism"),
         ("cp", titan.shares_sequences, f"context parallelism; {CONTEXT}"),
     ):
         if getattr(layout, name) > 1 and not has:
@@ -308,6 +305,8 @@ def check(plan: ResolvedPlan) -> None:
             )
     if spec.tied_embeddings:
         _check_tied(plan)
+    if layout.pp > 1 and titan.groups_experts:
+        _check_staged_experts(plan, titan)
     if plan.fsdp.compile_loss and plan.loss.kind not in ("plain", "chunked"):
         raise plan.wrong(
             "fsdp.compile_loss",
@@ -348,9 +347,18 @@ def _check_tied(plan: ResolvedPlan) -> None:
             raise plan.wrong(path, f"must be {str(kept).lower()} with tied embeddings: {why}")
 
 
+def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
+    """Experts of one unit with their layer that are cut otherwise than it are not modelled in stages."""
+    experts = plan.model.experts
+    if plan.layout.ep == 1 and shards_of(plan) > experts:
+        most = experts * plan.fsdp.replicas // plan.layout.cp
+        problem = f"must be at most {most} with pipeline stages of torchtitan's {titan.name} without expert parallelism: "
+        raise plan.wrong("layout.dp", problem + "experts that are cut across their rows are not modelled there")
+
+
 def _check_experts_here(plan: ResolvedPlan) -> None:
     """Experts that every shard has a part of, along the first dimension (``apply_fsdp_to_decoder``)."""
-    shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
+    shards, experts = shards_of(plan), plan.model.experts
     for name, size in (("expert_ffn", 2 * plan.model.expert_ffn), ("hidden", plan.model.hidden)):
         if shards > experts and size % shards:
             raise plan.wrong(

@@ -1,88 +1,32 @@
 """Gated delta nets in Megatron-Core: ``ssm/gated_delta_net/gdn.py`` (``GatedDeltaNet.forward``) and ``common.py``
-(``_GDNBase``), over the kernels of flash-linear-attention 0.5 (``ops/gated_delta_rule/chunk.py``, ``chunk_fwd.py``,
-``wy_fast.py``, ``ops/common/chunk_delta_h.py``, ``chunk_o.py``, ``modules/conv/triton/ops.py``, ``l2norm.py``), or in
-deterministic mode over PyTorch's operators (``gated_delta_torch``).
+(``_GDNBase``), over the kernels of flash-linear-attention (``layers/gated_delta.py``), or in deterministic mode over
+PyTorch's operators (``gated_delta_torch``).
 
 What the projection gives is saved whole: the convolution, which is made again in backward, and the compiled function
-that prepares the rule's inputs (``jit_fuser``) read parts of it. The rule saves what it reads, sums of decays and each
-chunk's inverse; its states and values are made again. The gated norm saves its input, the norm and the gate.
+that prepares the rule's inputs (``jit_fuser``) read parts of it. The gated norm saves its input, the norm and the gate.
 AOTAutograd decides what compiled functions save: inputs, not what is computed of them.
 
 Shapes: s sequence, b micro-batch; on this rank: k key heads of d features, v value heads of e features,
-m = 2 k d + v e channels of the convolution, c chunks of 64 tokens.
+m = 2 k d + v e channels of the convolution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...values import dataclass, replace
+from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..gated_delta import Sizes, convolution, rule
 from ..gradients import fresh
-from ..work import Operator, Product, Scan, Stream
+from ..work import Operator, Stream
 from . import mamba, te
-from .gated_delta_torch import CHUNK, chunked
+from .gated_delta_torch import chunked
 from .grouped import without_output
 from .shape import CoreShape
 
 MODULE = "self_attention"
 IN, OUT, NORM = f"{MODULE}.in_proj", f"{MODULE}.out_proj", f"{MODULE}.out_norm"
-KERNEL = 64
-"""Tokens of which a program of the convolution's backward sums weights' gradients (``CausalConv1dFunction``)."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of one layer on one rank."""
-
-    b: int
-    s: int
-    k: int
-    v: int
-    d: int
-    e: int
-    kernel: int
-
-    @property
-    def m(self) -> int:
-        return 2 * self.k * self.d + self.v * self.e
-
-    @property
-    def features(self) -> int:
-        """Of the input projection: queries, keys, values, the gate, and two numbers of each value head."""
-        return self.m + self.v * self.e + 2 * self.v
-
-    @property
-    def c(self) -> int:
-        return -(-self.s // CHUNK)
-
-    @property
-    def channels(self) -> Shape:
-        return self.b, self.s, self.m
-
-    @property
-    def joined(self) -> Shape:
-        """Queries and keys before they are repeated for each value head,"""
-        return self.b, self.s, 2 * self.k, self.d
-
-    @property
-    def keys(self) -> Shape:
-        """and one of them behind that."""
-        return self.b, self.s, self.v, self.d
-
-    @property
-    def values(self) -> Shape:
-        return self.b, self.s, self.v, self.e
-
-    @property
-    def heads(self) -> Shape:
-        """A number of each head for each token."""
-        return self.b, self.s, self.v
-
-    @property
-    def states(self) -> Shape:
-        return self.b, self.c, self.v, self.d, self.e
 
 
 def sizes_of(shape: CoreShape) -> Sizes:
@@ -160,9 +104,9 @@ def between(r: Recorder, given: list[Tensor], weight: Tensor, numbers: list[Tens
         numbers = [_of_rank(r, one, (at.v,), copies=False) for one in numbers]
     gate = (*at.heads[:2], at.v * at.e)
     x, gated, *features = ops.split(r, x, [at.channels, gate, at.heads, at.heads], "projected")
-    mixed = (_plain_convolution if shape.deterministic else _convolution)(r, x, weight, at)
+    mixed = (_plain_convolution if shape.deterministic else convolution)(r, x, weight, at)
     *read, z = _prepared(r, mixed, gated, features, numbers, shape)
-    out = chunked(r, read) if shape.deterministic else _rule(r, read, at)
+    out = chunked(r, read) if shape.deterministic else rule(r, read, at)
     held = [x, mixed, *read, z, out]
 
     def region(r: Recorder, out: Tensor, z: Tensor) -> tuple[Tensor]:
@@ -175,24 +119,6 @@ def between(r: Recorder, given: list[Tensor], weight: Tensor, numbers: list[Tens
 
 
 # -- the convolution ---------------------------------------------------------------------------------------
-
-
-def _convolution(r: Recorder, x: Tensor, weight: Tensor, at: Sizes) -> Tensor:
-    """``CausalConv1dFunction``: saves its input, a part of what the projection gave; its output without the activation
-    is made again. Gradients of weights are summed in fp32, those of 64 tokens first."""
-    dtype, size = x.dtype, size_of(at.channels, x.dtype)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        again = r.empty(at.channels, dtype, "convolution_again")
-        grad = r.empty(at.channels, dtype, "grad_convolution_input")
-        parts = r.empty((at.b * -(-at.s // KERNEL), at.m, at.kernel), "fp32", "grad_convolution_parts")
-        total = r.empty((at.m, at.kernel), "fp32", "grad_convolution_fp32")
-        narrow = r.empty((at.m, 1, at.kernel), dtype, "grad_convolution_weight")
-        del total, parts, again
-        return [grad, narrow]
-
-    done = Operator((Stream(2 * size),), (Stream(6 * size, 4),))
-    return r.output((x, weight), (x, weight), backward, at.channels, dtype, "convolution", work=done)
 
 
 def _plain_convolution(r: Recorder, x: Tensor, weight: Tensor, at: Sizes) -> Tensor:
@@ -248,79 +174,7 @@ def _prepared(
     return [Tensor(x.storage, x.shape, x.dtype, node, slot) for slot, x in enumerate(made)]
 
 
-# -- the rule ----------------------------------------------------------------------------------------------
-
-
-def _rule(r: Recorder, read: Sequence[Tensor], at: Sizes) -> Tensor:
-    """``ChunkGatedDeltaRuleFunction``, without a first and a last state: saves what it reads, with sums of decays in
-    place of these, and the inverse of each chunk."""
-    q, k, v, _, beta = read
-    dtype = q.dtype
-    sums = r.empty(at.heads, "fp32", "decay_sums")
-    inverse = r.empty((*at.heads, CHUNK), dtype, "inverse")
-    variables = _states(r, at, dtype)
-    out = r.empty(at.values, dtype, "rule")
-    variables.clear()
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return _rule_backward(r, at, dtype)
-
-    return out.by(r.node(read, (q, k, v, sums, beta, inverse), backward, work=work_of(at, dtype)))
-
-
-def _states(r: Recorder, at: Sizes, dtype: str) -> list[Tensor]:
-    """``recompute_w_u_fwd`` and ``chunk_gated_delta_rule_fwd_h``: keys and values in each chunk's own terms, states
-    before chunks, and values without what these hold already."""
-    sizes = {"chunk_keys": at.keys, "chunk_values": at.values, "states": at.states, "values_new": at.values}
-    return [r.empty(size, dtype, name) for name, size in sizes.items()]
-
-
-def _rule_backward(r: Recorder, at: Sizes, dtype: str) -> list[Tensor | None]:
-    """``chunk_gated_delta_rule_bwd``. On Hopper and later a program takes 128 features of a key, on Ampere 64,
-    each with a part of the decays' gradient."""
-    variables = _states(r, at, dtype)
-    within = [r.empty(at.values, dtype, "grad_values_within")]
-    variables.append(r.empty(at.states, dtype, "grad_states"))
-    within.append(r.empty(at.values, dtype, "grad_values_new"))
-    del within[0]
-    grad_q, grad_k = (r.empty(at.keys, dtype, f"grad_{name}") for name in ("query", "key"))
-    parts = [r.empty((-(-at.d // 128), *at.heads), "fp32", "grad_decay_parts")]
-    variables.append(r.empty(at.keys, dtype, "grad_chunk_keys"))
-    decay = r.empty(at.heads, "fp32", "grad_decay")
-    parts.clear()
-    more = r.empty(at.keys, dtype, "grad_key_of_inverse")
-    grad_v = r.empty(at.values, dtype, "grad_value")
-    of_inverse = r.empty(at.heads, "fp32", "grad_decay_of_inverse")
-    grad_beta = r.empty(at.heads, dtype, "grad_beta")
-    within.clear()
-    back = r.empty(at.heads, "fp32", "grad_decay_summed")
-    del decay, more, of_inverse
-    variables.clear()
-    return [grad_q, grad_k, grad_v, back, grad_beta]
-
-
-def work_of(at: Sizes, dtype: str) -> Operator:
-    """Products of chunks: of keys with keys, their inverse with keys and values; with states, that chunks are taken one
-    after the other for; of queries with keys, states and values. In backward the states again, and two products for
-    each of these. The inverse itself, of triangles of 16, is left out."""
-    heads, e, d, v = at.b * at.c * at.v, size_of((1,), dtype), at.d, at.e
-    keys, values, states = size_of(at.keys, dtype), size_of(at.values, dtype), size_of(at.states, dtype)
-
-    def products(*sizes: tuple[int, int, int]) -> list[Scan]:
-        return [Scan(Product(m, n, k, heads, e)) for m, n, k in sizes]
-
-    square = CHUNK, CHUNK
-    again = products((CHUNK, d, CHUNK), (CHUNK, v, CHUNK), (CHUNK, v, d), (d, v, CHUNK))
-    forward = [*products((*square, d)), *again, *products((CHUNK, v, d), (*square, d), (CHUNK, v, CHUNK))]
-    within = products((*square, d), (CHUNK, v, CHUNK))
-    of_states = products((CHUNK, v, d), (d, v, CHUNK), (d, v, CHUNK))
-    of_chunk = products((*square, v), (*square, d), *[(CHUNK, d, v)] * 3, *[(CHUNK, d, CHUNK)] * 2)
-    of_inverse = products(
-        (*square, d), (*square, v), *[(*square, CHUNK)] * 2, (CHUNK, v, CHUNK), *[(CHUNK, d, CHUNK)] * 3
-    )
-    read = Scan(Stream(4 * keys + 5 * values + 3 * states, 5))
-    back = Scan(Stream(16 * keys + 16 * values + 8 * states, 10))
-    return Operator((*forward, read), (*again, *within, *of_states, *of_chunk, *of_inverse, back))
+# -- the gated norm -------------------------------------------------------------------------------------
 
 
 def _gated_norm(r: Recorder, x: Tensor, gate: Tensor, at: Sizes, shape: CoreShape) -> Tensor:

@@ -12,11 +12,9 @@ from math import prod
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
+from ..gated_delta import CHUNK
 from ..gradients import fresh
 from ..work import Operator, Stream
-
-CHUNK = 64
-"""Tokens that the rule takes at once."""
 
 
 def chunked(r: Recorder, given: Sequence[Tensor]) -> Tensor:

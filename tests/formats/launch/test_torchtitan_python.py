@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -363,6 +364,18 @@ def test_muse_glimmer(read: Read) -> None:
     assert [note.code for note in made.warnings] == ["attention-other"]
     with pytest.raises(PlanError, match=r"flavor = debugmodel_mm: of model muse_glimmer has a vision tower"):
         read("job.py", text=text.replace(".llama3 ", ".muse_glimmer ").replace('"debugmodel"', '"debugmodel_mm"'))
+
+
+def test_qwen3_5(read: Read) -> None:
+    """Its decoder, by a name of memplan's; flavours have a vision tower, too."""
+    text = one(model_spec='model_registry("4B")').replace(".llama3 ", ".qwen3_5 ")
+    says = "4B: of model qwen3_5 has a vision tower, which is not modelled: --model qwen3.5-4b --tied-embeddings false"
+    with pytest.raises(PlanError, match=re.escape(says)):
+        read("job.py", text=text)
+    made = read("job.py", text=text, model="qwen3.5-4b", tied_embeddings="false")
+    spec = resolve(made.plan).model
+    assert (spec.family, spec.layers, spec.linear_interval, spec.linear_value_heads) == ("qwen3_5", 32, 4, 32)
+    assert [note.code for note in made.warnings] == ["attention-other"]
 
 
 def test_nothing_is_run(read: Read, tmp_path: Path) -> None:

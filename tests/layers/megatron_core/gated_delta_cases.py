@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan.layers import gated_delta
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.megatron_core import gated_delta
-from memplan.layers.megatron_core.gated_delta import Sizes
+from memplan.layers.gated_delta import Sizes
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.plan.spec import ModelSpec
 
@@ -16,7 +16,8 @@ from memplan.plan.spec import ModelSpec
 class Case:
     """On one rank."""
 
-    part: Literal["rule", "convolution"] = "rule"
+    part: Literal["rule", "convolution", "packed rule", "packed convolution"] = "rule"
+    """Packed: of one row with the tokens of all sequences, and with queries and keys that the rule norms."""
     b: int = 2
     s: int = 384
     keys: int = 2
@@ -41,6 +42,9 @@ CASES = [
     Case(d=256),
     Case(part="convolution"),
     Case(part="convolution", b=1, s=500),
+    Case(part="packed rule"),
+    Case(part="packed rule", s=500, d=128),
+    Case(part="packed convolution", s=500),
 ]
 
 
@@ -59,8 +63,10 @@ def torch_inputs(size: TorchSize) -> list[tuple[tuple[int, ...], str]]:
 def run(r: Recorder, given: list[Tensor], case: Case) -> Tensor:
     """The rule of queries, keys, values, decays and steps, or the convolution of an input by a weight."""
     if case.part == "rule":
-        return gated_delta._rule(r, given, case.at)
-    return gated_delta._convolution(r, given[0], given[1], case.at)
+        return gated_delta.rule(r, given, case.at)
+    if case.part == "packed rule":
+        return gated_delta.rule_of_normed(r, given, case.at)
+    return gated_delta.convolution(r, given[0], given[1], case.at)
 
 
 def spec(**changes: object) -> ModelSpec:

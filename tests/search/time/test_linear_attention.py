@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memplan.layers.megatron_core.gated_delta import Sizes, work_of
+from memplan.layers.gated_delta import Sizes, work_of
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
