@@ -97,6 +97,7 @@ GPT_OSS = replace(
             "expert_top_k": key("num_experts_per_tok", default=4),
             "expert_ffn": key("intermediate_size"),
             "activation_clamp": key("swiglu_limit", default=7.0),
+            "yarn_factor": key("rope_parameters.factor", "rope_scaling.factor", default=32.0),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
         },
         constants={

@@ -13,7 +13,8 @@ from math import prod
 from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .gradients import fresh
-from .work import REPEATED, Operator
+from .shapes import ITEMSIZE
+from .work import REPEATED, STRIDED, Operator, Stream
 
 
 def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
@@ -34,8 +35,15 @@ def largest_last(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
-    """``x.clamp`` with one or both bounds: saves x; backward compares with each, and takes the gradient or nought."""
+    """``x.clamp`` with one or both bounds, of a half of each row: saves x; backward compares with each, joins what both
+    say in place, and takes the gradient or nought (``FunctionsManual.cpp``, ``clamp_backward``). Halves of rows, and
+    nought, which is one number, are read by an index for each element."""
     shape, dtype = x.shape, x.dtype
+    n, e = prod(shape), ITEMSIZE[dtype]
+    indexed = STRIDED.of(n)
+    compared = [Stream((e + 1) * n, issue=indexed)] * bounds + [Stream(3 * n)] * (bounds - 1)
+    taken = Stream((2 * e + 1) * n, issue=indexed)
+    done = Operator(None, (Stream(e), *compared, taken), (indexed, 0))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         nought = r.empty((), dtype, f"{name}_nought")
@@ -44,7 +52,7 @@ def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
         del inside, nought
         return [gradient]
 
-    return r.output((x,), (x,), backward, shape, dtype, name)
+    return r.output((x,), (x,), backward, shape, dtype, name, work=done)
 
 
 def gathered(r: Recorder, x: Tensor, indices: Tensor, name: str) -> Tensor:

@@ -392,7 +392,7 @@ def _whole(least: int, most: int) -> _Rule:
 _MAY_BE_NULL = (
     "sliding_window", "kv_heads", "attention_softcap", "logit_softcap", "latent_q_rank", "router_groups",
     "router_group_top_k", "layers", "experts", "shared_experts", "router_aux_loss", "attention_chunk",
-    "activation_clamp",
+    "activation_clamp", "yarn_factor",
 )  # fmt: skip
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
@@ -429,7 +429,7 @@ _RULES: Mapping[str, _Rule] = {
     "mtp_layers": _whole(0, 16),
     "mtp_pattern": ("the kinds of these layers, in letters or as a list", _is_pattern),
     **dict.fromkeys(("experts", "expert_ffn", "expert_top_k", "shared_expert_ffn"), _whole(0, LARGEST)),
-    **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp"), _POSITIVE_RULE),
+    **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp", "yarn_factor"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
     "router_scaling": _POSITIVE_RULE,

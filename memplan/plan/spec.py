@@ -50,7 +50,7 @@ class ModelSpec(Terse):
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
             "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel",
+            "linear_conv_kernel", "yarn_factor",
         )
     )  # fmt: skip
 
@@ -84,6 +84,12 @@ class ModelSpec(Terse):
     position_offset: Rows = Field(0, description="unused first rows of the learned position table (OPT: 2)")
     rotary_fraction: float = Field(
         1.0, gt=0.0, le=1.0, description="fraction of each head's features that rotary positions rotate"
+    )
+    yarn_factor: float | None = Field(
+        None,
+        ge=1.0,
+        description="factor by which YaRN stretches rotary positions, whose sines and cosines it scales "
+        "(gpt-oss); default: plain ones",
     )
     activation: Activation = Field(
         description="MLP activation; gelu_new and gelu_fast are the tanh form in Python; relu2 is the square of relu; "

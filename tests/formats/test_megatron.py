@@ -57,6 +57,17 @@ def test_layers_that_differ() -> None:
     assert model["--use-rope-scaling"] is True
 
 
+def test_yarn_by_its_factor() -> None:
+    """``--rotary-scaling-factor`` is also latent attention's, which has no positions of whole heads."""
+    flags = {"framework": "megatron", "gpus": "8", "seq": "512", "gbs": "8", "mbs": "1", "bias-dropout-fusion": "false"}
+    plan = read_plan(None, {**flags, "model": "gpt-oss-20b", "ep": "8"}).plan
+    done = round_trip(plan, TARGET)
+    assert "--position-embedding-type yarn" in done.text
+    assert "--rotary-scaling-factor 32.0" in done.text
+    plain = of("", **flags, model="qwen3-30b-a3b", ep="8").content["arguments"]["MODEL"]
+    assert (plain["--position-embedding-type"], "--rotary-scaling-factor" in plain) == ("rope", False)
+
+
 def test_kernels_and_states_of_mamba_layers() -> None:
     flags = {
         "framework": "megatron",

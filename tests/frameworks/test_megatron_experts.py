@@ -150,6 +150,18 @@ def test_gpt_oss_has_sinks_in_cudnns_attention() -> None:
             programs(plan("gpt-oss-20b", **GPT_OSS | flags), Options())
 
 
+def test_yarn_turns_queries_by_operators() -> None:
+    """Transformer Engine's fused kernel has no factor of sines and cosines, as Megatron-Core knows since 0.16
+    (``apply_rotary_pos_emb``); 0.1 ln(32) + 1 is 1.35. A plain model keeps its kernel, and so does YaRN by 1."""
+    fused = {
+        version: core_shape(plan("gpt-oss-20b", **GPT_OSS, megatron_core=version)).rope_fusion
+        for version in ("0.15", "0.16", "0.19")
+    }
+    assert fused == {"0.15": True, "0.16": False, "0.19": False}
+    assert core_shape(plan()).rope_fusion
+    assert core_shape(plan("gpt-oss-20b", **GPT_OSS, yarn_factor=1.0)).rope_fusion
+
+
 @pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 2), (4, 2), (4, 1), (2, 4)])
 def test_experts_are_divided_by_their_own_ranks(ep: int, etp: int) -> None:
     """Of tp 2: layers have half of every matrix, ranks of an expert a part of E / ep experts."""

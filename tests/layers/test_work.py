@@ -161,6 +161,16 @@ def test_what_an_operator_does(name: str) -> None:
         (lambda r, x: ops.softmax(r, x(A, B)), [SOFTMAX.of(A * B)], [SOFTMAX_BACKWARD.of(A * B)]),
         (lambda r, x: ops.cat_last(r, x(A, B), x(A, 1), "sinks"), [CAT_OF_ODD_ROWS.of(A * (B + 1))], []),
         (
+            lambda r, x: selecting.clamped(r, x(A, B), "half", bounds=1),
+            [STRIDED.of(A * B)],
+            [0, STRIDED.of(A * B), STRIDED.of(A * B)],
+        ),
+        (
+            lambda r, x: selecting.clamped(r, x(A, B), "half", bounds=2),
+            [STRIDED.of(A * B)],
+            [0, STRIDED.of(A * B), STRIDED.of(A * B), 0, STRIDED.of(A * B)],
+        ),
+        (
             lambda r, x: selecting.gathered(r, x(A, B), r.outside((4 * A,), "int64"), "biases"),
             [0],
             [REPEATED.of(0, 4)],
@@ -171,6 +181,13 @@ def test_what_an_operator_s_instructions_take(operator: Operator, forward: list[
     """A factor of other shape or dtype, and a wider result; a cast to 16 bits has a kernel of its own."""
     issued = [[one.issue for one in work if isinstance(one, Stream)] for work in once(operator)]
     assert issued == [forward, backward]
+
+
+def test_a_clamp_s_gradient_by_hand() -> None:
+    """``where((x >= low) & (x <= high), gradient, 0)`` of 48 numbers of two bytes: nought is written; 96 bytes are read
+    and 48 of booleans written, twice; they are joined in place; then booleans and the gradient are read, 96 written."""
+    _, backward = once(lambda r, x: selecting.clamped(r, x(6, 8), "half", bounds=2))
+    assert [one.bytes for one in backward if isinstance(one, Stream)] == [2, 144, 144, 144, 240]
 
 
 # -- layers ---------------------------------------------------------------------------------------------

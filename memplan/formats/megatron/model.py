@@ -37,7 +37,8 @@ def _kv_heads(reader: Reader) -> None:
         put("model.kv_heads", reader.building.items["model.heads"], grouped, "--num-attention-heads")
 
 
-_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", "yarn": "rotary", "none": "none"}
+YARN = "yarn"
+_POSITIONS = {"learned_absolute": "learned", "rope": "rotary", YARN: "rotary", "none": "none"}
 
 
 def _positions(reader: Reader) -> None:
@@ -58,6 +59,12 @@ def _positions(reader: Reader) -> None:
 def _without_rotary(reader: Reader) -> str:
     rotary = reader.building.items["model.positions"].value == "rotary" and not reader.settings.has(experts.LATENT)
     return "" if rotary else "no effect without rotary positions of whole heads"
+
+
+def _without_yarn(reader: Reader) -> str:
+    """``--rotary-scaling-factor`` is also one of latent attention's, whose kernels scale by themselves."""
+    kind = reader.settings.word("--position-embedding-type")
+    return "" if kind is not None and kind.value == YARN else "no effect without --position-embedding-type yarn"
 
 
 def _squared_relu(reader: Reader) -> None:
@@ -205,6 +212,15 @@ MODEL = (
         words=_POSITIONS,
         read=_positions,
         when=lambda plan: plan.model.family != "bert",
+        value=lambda plan: YARN if plan.model.yarn_factor else plan.model.positions,
+    ),
+    Row(
+        "--rotary-scaling-factor",
+        "model.yarn_factor",
+        "MODEL",
+        "number",
+        without_effect=_without_yarn,
+        when=lambda plan: plan.model.yarn_factor is not None,
     ),
     Row(
         "--rotary-percent",

@@ -51,6 +51,7 @@ RENAMED: Mapping[str, str] = {
     "fp4": "--fp4-format",
     "fp4_param": "--fp4-param-gather",
     "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "yarn_rotary_scaling_factor": "--rotary-scaling-factor",
 }
 """The argument that says the same."""
 
@@ -100,7 +101,7 @@ _IGNORED = """
     cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
     inference_sampling_seed hetereogenous_dist_checkpoint
     original_max_position_embeddings beta_fast beta_slow parallel_output rope_scaling seq_len_interpolation_factor
-    yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
+    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale
     yarn_mscale_all_dim yarn_correction_range_round_to_int scatter_embedding_sequence_parallel hf_model_id
     hf_model_revision mtp_enabled use_arbitrary_attention_mask
     async_tensor_model_parallel_allreduce config_logger_dir mlp_chunks_for_prefill

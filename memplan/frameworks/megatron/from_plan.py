@@ -62,7 +62,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         else megatron.bias_gelu_fusion and spec.activation != "relu2",
         weighted_fusion=plan.experts.squared_relu_fusion,
         bias_dropout_fusion=megatron.bias_dropout_fusion,
-        rope_fusion=megatron.rope_fusion,
+        rope_fusion=megatron.rope_fusion and not _scales_angles(plan),
         rotary_interleaved=megatron.rotary_interleaved,
         masked_softmax_fusion=megatron.masked_softmax_fusion,
         softmax_in_fp32=megatron.attention_softmax_in_fp32 or megatron.query_key_layer_scaling,
@@ -104,6 +104,18 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         overlap=_overlap(plan),
         multiprocessors=132 if local_layers else MULTIPROCESSORS.get(plan.hardware.gpu or "", 132),
     )
+
+
+SCALED_APART = (0, 16)
+"""Megatron-Core that knows that Transformer Engine's fused rotary positions have no ``mscale``: it runs operators
+(``rope_utils.py``, ``apply_rotary_pos_emb``: "is not supported by TE's fused RoPE"); before, the kernel without it."""
+
+
+def _scales_angles(plan: ResolvedPlan) -> bool:
+    """Sines and cosines times ``0.1 ln(factor) + 1`` (``_yarn_get_concentration_factor_from_config``). Latent attention
+    has kernels of its own, which know it."""
+    factor = plan.model.yarn_factor or 1.0
+    return factor > 1 and not plan.model.latent_kv_rank and _version(plan.experts.megatron_core) >= SCALED_APART
 
 
 def _context_ways(plan: ResolvedPlan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh, viewed
 from ..recompute import recomputed_reentrant
-from ..work import exchanged
+from ..work import STRIDED, exchanged
 from . import (
     adapters,
     fused_mlp,
@@ -504,6 +504,10 @@ def _regrouped(r: Recorder, x: Tensor, shape: CoreShape, *, copies: bool) -> Ten
     return out
 
 
+INDEXED = (STRIDED, STRIDED)
+"""Of kernels in both directions whose operands are parts of rows, or one row for all heads."""
+
+
 def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     """``apply_rotary_pos_emb`` on (s, b, heads, d): Transformer Engine's kernel, or operators."""
     if shape.rope_fusion:
@@ -514,9 +518,9 @@ def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     del whole
     cos = _table(r, f"{name}_cos", shape)
     sin = _table(r, f"{name}_sin", shape)
-    plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,))
+    plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,), issue=INDEXED)
     rotated = _rotated(r, x, name, shape.rotary_interleaved)
-    rotated = ops.elementwise(r, f"{name}_times_sin", (rotated,), (sin,))
+    rotated = ops.elementwise(r, f"{name}_times_sin", (rotated,), (sin,), issue=INDEXED)
     x = ops.add(r, plain, rotated, f"{name}_embedded")
     del plain, rotated
     return ops.cat_last(r, x, rest, f"{name}_cat")
@@ -529,7 +533,8 @@ def _rotated(r: Recorder, x: Tensor, name: str, interleaved: bool) -> Tensor:
         first, second = (ops.slice_last(r, x, half[-1], f"{name}_{part}") for part in ("even", "odd"))
     else:
         first, second = ops.split(r, x, [half, half], f"{name}_chunk")
-    return ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
+    negated = ops.elementwise(r, f"{name}_negated", (second,), issue=INDEXED)
+    return ops.cat_last(r, negated, first, f"{name}_rotated")
 
 
 def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:

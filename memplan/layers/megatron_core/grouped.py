@@ -16,11 +16,11 @@ from math import prod
 from typing import Any
 
 from ...values import replace
-from .. import ops
+from .. import ops, selecting
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor
 from ..gradients import fresh, fresh_each, viewed
 from ..shapes import ITEMSIZE
-from ..work import NOTHING, Operator, Product, Stream
+from ..work import NOTHING, SUM_OF_ROWS, Operator, Product, Stream, issued
 from . import adapters, grouped_chain, local, offload, te, te_facts
 from .operands import members
 from .precision import up
@@ -202,9 +202,9 @@ def _clamped(r: Recorder, x: Tensor) -> Tensor:
     """Both halves clamped, and put together again."""
     half = (*x.shape[:-1], x.shape[-1] // 2)
     gate, linear = ops.split(r, x, [half, half], "expert_chunk")
-    return ops.cat_last(
-        r, local.clamp(r, gate, "expert_gate"), local.clamp(r, linear, "expert_linear"), "expert_clamped"
-    )
+    gate = selecting.clamped(r, gate, "expert_gate_clamped", bounds=1)
+    linear = selecting.clamped(r, linear, "expert_linear_clamped", bounds=2)
+    return ops.cat_last(r, gate, linear, "expert_clamped")
 
 
 def _weighted(r: Recorder, x: Tensor, scale: Tensor, width: int) -> Tensor:
@@ -320,10 +320,7 @@ def _products(rows: int, n: int, k: int, dtype: str, shape: CoreShape, r: Record
 
 
 def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:
-    """``_apply_bias``: each expert's bias times the probability of its rows, put together again. Of each element
-    forward writes the product in the probabilities' dtype, reads it and the row for their sum, copies the sums
-    together and casts them; backward casts the gradient, and for each expert back and for its bias and probabilities
-    multiplies and sums it, and puts the rows together."""
+    """``_apply_bias``: each expert's bias times the probability of its rows, put together again."""
     if not shape.spec.mlp_bias:
         return x
     biases = [r.parameter(f"mlp.experts.{FC2}.bias{i}", x.shape[-1:], shape.dtype) for i in range(shape.local_experts)]
@@ -340,10 +337,38 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
     scaled = r.empty(like, kind, "experts_bias_scaled")
     out = r.empty(like, dtype, "experts_biased")
     del scaled
-    n, low, wide, e = prod(like), ITEMSIZE[dtype], ITEMSIZE[kind], len(biases)
-    done = Stream(n * (6 * wide + 2 * low), 2 * e + 2)
-    undone = Stream(n * (8 * wide + 4 * low), 6 * e + 2)
-    return out.by(r.node((x, weights, *biases), (weights,), backward, work=Operator((done,), (undone,))))
+    return out.by(r.node((x, weights, *biases), (weights,), backward, work=_of_biases(like, dtype, kind, len(biases))))
+
+
+def _of_biases(shape: Shape, dtype: str, kind: str, experts: int) -> Operator:
+    """Kernels of ``torch.cat([t + b * p for …]).to(dtype)``: rows and biases in ``dtype``, probabilities in ``kind``.
+
+    Forward an expert's bias times its rows' probabilities, and the sum with its rows, two kernels an expert; all rows
+    put together, and cast. Backward the gradient is cast to ``kind``, each expert's part back for its rows, multiplied
+    with the probabilities and summed over rows for its bias, whose sum is cast, multiplied with the bias and summed
+    over features for the probabilities; gradients of rows and of probabilities are put together. Operands of one shape
+    and dtype, and casts to a narrower one, are as fast as the memory; others are not (``work.issued``)."""
+    n, rows, low, wide = prod(shape), shape[0], ITEMSIZE[dtype], ITEMSIZE[kind]
+    row, column, whole = ((1, shape[1]), dtype), ((rows, 1), kind), (shape, kind)
+    casts = kind != dtype
+    forward = [
+        Stream(wide * n, experts, issue=issued((row, column), shape, kind)),
+        Stream((low + 2 * wide) * n, experts, issue=issued(((shape, dtype), whole), shape, kind)),
+        Stream(2 * wide * n),
+    ]
+    backward = [
+        Stream(2 * wide * n, experts, issue=issued((whole, column), shape, kind)),
+        Stream(wide * n, 2 * experts if casts else experts),
+        Stream(2 * wide * n, experts, issue=issued((whole, row), shape, kind)),
+        Stream(wide * n, experts, issue=SUM_OF_ROWS.of(n, rows)),
+        Stream(2 * low * n),
+        Stream(2 * wide * rows),
+    ]
+    if casts:
+        forward.append(Stream((wide + low) * n))
+        narrowed = Stream((wide + low) * n, experts)
+        backward = [Stream((low + wide) * n, issue=issued(((shape, dtype),), shape, kind)), narrowed, *backward]
+    return Operator(forward, backward)
 
 
 def _sequential(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor:

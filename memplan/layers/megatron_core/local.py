@@ -7,7 +7,7 @@ from math import prod
 
 from ...plan.layer_blocks import LINEAR
 from ...tape.events import Category
-from .. import ops
+from .. import ops, selecting
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from ..gradients import fresh
 from ..reductions import summed
@@ -115,15 +115,11 @@ def swiglu(r: Recorder, x: Tensor, name: str, *, clamped: bool = False) -> Tenso
     half = (*x.shape[:-1], x.shape[-1] // 2)
     gate, linear = ops.split(r, x, [half, half], f"{name}_chunk")
     if clamped:
-        gate, linear = clamp(r, gate, f"{name}_gate"), clamp(r, linear, f"{name}_linear")
+        gate = selecting.clamped(r, gate, f"{name}_gate_clamped", bounds=1)
+        linear = selecting.clamped(r, linear, f"{name}_linear_clamped", bounds=2)
     activated = ops.elementwise(r, f"{name}_silu", (gate,), (gate,))
     offset = ops.add_constant(r, linear, f"{name}_offset")
     return ops.multiply(r, activated, offset, f"{name}_swiglu")
-
-
-def clamp(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``torch.clamp``: saves its input."""
-    return ops.elementwise(r, f"{name}_clamped", (x,), (x,))
 
 
 # -- local -----------------------------------------------------------------------------------------------

@@ -364,6 +364,18 @@ def test_misspelt_arguments_that_change_memory_are_errors() -> None:
     assert "--recompute_granularty: is not an argument of megatron; did you mean --recompute-granularity?" in line
 
 
+def test_yarn_stretches_positions_by_a_factor() -> None:
+    def factor(arguments: str) -> object:
+        return build_plan(launch(small(arguments)).source, {}).plan.model.yarn_factor
+
+    scaled = "--rotary-scaling-factor 32"
+    assert factor(f"--position-embedding-type yarn {scaled}") == 32
+    assert factor("--position-embedding-type yarn") is None
+    assert factor(f"--position-embedding-type rope {scaled}") is None
+    line = error_of(lambda: factor("--position-embedding-type yarn --rotary-scaling-factor 0.5"))
+    assert "must be at least 1" in line
+
+
 def test_unknown_arguments_and_those_that_are_not_modelled() -> None:
     read = launch(small("--log-intervall 8 --my-fork x y"))
     assert [(note.code, note.message.split(" (")[0]) for note in read.notes] == [

@@ -570,6 +570,12 @@ def test_a_script_of_a_recipe_is_its_overrides(tmp_path: Path) -> None:
     assert any("llama3_8b_pretrain_config is Python, which is not run" in one.message for one in found.warnings)
 
 
+def test_yarn_is_called_otherwise(tmp_path: Path) -> None:
+    """``yarn_rotary_scaling_factor`` of gpt-oss' provider (``gpt_oss_bridge.py``)."""
+    given = changed(position_embedding_type="yarn", yarn_rotary_scaling_factor=32.0, yarn_beta_fast=32.0)
+    assert read(tmp_path, given).plan.model.yarn_factor == 32
+
+
 def test_a_script_that_puts_its_overrides_together_is_followed(tmp_path: Path) -> None:
     """As ``examples/models/gpt_oss/slurm_sft.sh`` and those of Nemotron 3 do: lines made one by ``tr`` and ``sed``, a
     size that a test chooses, and a checkpoint that may be there, which changes no memory."""
