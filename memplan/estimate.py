@@ -51,7 +51,7 @@ from .plan.resolve import resolve
 from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
-from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst
+from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst, worst_moment
 from .tape.events import Category, Hold
 from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
 from .values import replace
@@ -322,48 +322,57 @@ def timelines(
         yield timeline(programs[at], settings, workspaces, peak)
 
 
+class Reading(NamedTuple):
+    """What stages of a plan take of their devices, in bytes, and whether it is there."""
+
+    device: int
+    """An iteration's furthest reading that is known."""
+    worst: tuple[str, int]
+    """The moment that needs most, and the bytes that it adds to that: 0 where that is an iteration."""
+    judged: Judged
+
+    @property
+    def needs(self) -> int:
+        """In the moment that needs most."""
+        return self.device + self.worst[1]
+
+
 def judged_stage(
-    plan: ResolvedPlan, stage: int, known: Measured = NOTHING, replays: Replays | None = None
-) -> tuple[int, Judged]:
-    """The furthest reading of one stage of a resolved plan that is known, and the verdict on it; the same as in the
-    whole report, but that what is tight there does not fit here."""
+    plan: ResolvedPlan,
+    stage: int,
+    known: Measured = NOTHING,
+    replays: Replays | None = None,
+    *,
+    tells_tight: bool = False,
+) -> Reading:
+    """One stage of a resolved plan; the same as in the whole report, but that without ``tells_tight`` what is tight
+    there does not fit here."""
     program = kernel_programs(plan)[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
     outside = causes(plan, stage, known)
-    low, high = outside_range(outside)
-    judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=False)
-    return _reserved(program, replayed, settings, workspaces).middle + (low + high) // 2, judged
-
-
-def _most_of_stage(plan: ResolvedPlan, stage: int, known: Measured = NOTHING) -> tuple[int, int]:
-    """Of one stage of a resolved plan: the bytes of the device that its worst moment takes where the allocator gives
-    nothing back, with what lies outside PyTorch as in a reading, and with the most of that."""
-    program = kernel_programs(plan)[stage]
-    (replayed,) = replay((program,), allocator_settings(plan), held_workspaces(plan, known))
-    moments = [replayed.reserved, program.initialisation or 0, replayed.static + program.saving]
-    if plan.trainer.evaluated:
-        moments.append(evaluation_peak(evaluation_programs(plan, programs_of(plan, Options()))[stage], replayed) or 0)
-    low, high = outside_range(causes(plan, stage, known))
-    return max(moments) + (low + high) // 2, max(moments) + high
+    judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=tells_tight)
+    reserved = _reserved(program, replayed, settings, workspaces).middle
+    needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
+    return Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
 
 
 def judged_ends(
-    plan: ResolvedPlan, fullest: int, known: Measured = NOTHING, replays: Replays | None = None
-) -> tuple[int, Judged]:
-    """The furthest reading of some stages of a resolved plan that is known, and the verdict on the worst of them:
-    the ``fullest`` by its tensors, and the first and the last, whose embedding, head and loss leave other blocks in the
-    allocator's cache than layers do."""
-    stages = _ends(plan, fullest)
-    devices, judged = zip(*(judged_stage(plan, stage, known, replays) for stage in stages), strict=True)
-    return max(devices), worst(judged)
-
-
-def most_of_ends(plan: ResolvedPlan, fullest: int, known: Measured = NOTHING) -> tuple[int, int]:
-    """As ``_most_of_stage``, the largest of the same stages."""
-    devices, most = zip(*(_most_of_stage(plan, stage, known) for stage in _ends(plan, fullest)), strict=True)
-    return max(devices), max(most)
+    plan: ResolvedPlan,
+    fullest: int,
+    known: Measured = NOTHING,
+    replays: Replays | None = None,
+    *,
+    tells_tight: bool = False,
+) -> Reading:
+    """The most that some stages of a resolved plan take, and the verdict on the worst of them: the ``fullest`` by its
+    tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
+    layers do."""
+    ends = _ends(plan, fullest)
+    found = [judged_stage(plan, stage, known, replays, tells_tight=tells_tight) for stage in ends]
+    device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
+    return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
 
 
 def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
@@ -451,10 +460,7 @@ def _stage(
         breakdown=replayed.breakdown,
         beyond=apart,
         moments={
-            "initialisation": program.initialisation,
-            "steady": replayed.allocated,
-            "evaluation": evaluation_peak(evaluated, replayed),
-            "checkpoint": replayed.static + program.saving,
+            **_moments(program, replayed, evaluated),
             "first_iteration_device": None if device is None else device - replayed.reserved + replayed.first_iteration,
         },
         in_flight=program.order.in_flight,
@@ -465,6 +471,16 @@ def _stage(
         outside=outside,
         judged=judged,
     )
+
+
+def _moments(program: Program, replayed: Replayed, evaluated: Program | None) -> dict[str, int | None]:
+    """What is alive at most in each moment, without the allocator's cache."""
+    return {
+        "initialisation": program.initialisation,
+        "steady": replayed.allocated,
+        "evaluation": None if evaluated is None else evaluation_peak(evaluated, replayed),
+        "checkpoint": replayed.static + program.saving,
+    }
 
 
 def _peak(folded: Folded, upper_bound: bool) -> Peak:
@@ -529,7 +545,6 @@ __all__ = [
     "fold",
     "judged_ends",
     "judged_stage",
-    "most_of_ends",
     "programs_of",
     "timelines",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from enum import Enum
 
@@ -109,6 +109,19 @@ def worst(judged: Iterable[Judged]) -> Judged:
     return max(judged, key=lambda one: (order.index(one.verdict), one.retries_in_iteration, one.retries))
 
 
+MOMENTS = ("initialisation", "evaluation", "checkpoint")
+"""Beside iterations."""
+
+
+def worst_moment(moments: Mapping[str, int | None], replayed: int) -> tuple[str, int]:
+    """The moment that needs most, and the bytes by which that is more than ``replayed``, an iteration's; 0 where an
+    iteration needs most. Of other moments the sum of what is alive is known, without the allocator's cache; what lies
+    outside PyTorch is there in all."""
+    moment = max(MOMENTS, key=lambda name: moments.get(name) or 0)
+    more = (moments.get(moment) or 0) - replayed
+    return (moment, more) if more > 0 else ("steady", 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
     """One pipeline stage (or device of a device map): its most loaded rank in steady state."""
@@ -155,15 +168,10 @@ class StageEstimate:
 
     def worst(self, *, evaluated: bool) -> tuple[str, int]:
         """The moment that needs most, and the bytes that it adds to an iteration's headline: 0 where that is it.
-
-        Of other moments the sum of what is alive is known, without the allocator's cache; what lies outside PyTorch is
-        there in all. Without ``evaluated`` the plan includes no evaluation.
-        """
+        Without ``evaluated`` the plan includes no evaluation."""
         replayed = next((one for one in (self.reserved, self.allocated) if one is not None), self.requested)
-        others = ("initialisation", *(["evaluation"] if evaluated else []), "checkpoint")
-        moment = max(others, key=lambda name: self.moments.get(name) or 0)
-        more = (self.moments.get(moment) or 0) - replayed
-        return (moment, more) if more > 0 else ("steady", 0)
+        moments = self.moments if evaluated else self.moments | {"evaluation": None}
+        return worst_moment(moments, replayed)
 
     def of(self, category: Category) -> int:
         return self.breakdown[category]
@@ -183,17 +191,29 @@ class WayOut:
 
     what: str
     fields: tuple[tuple[str, object], ...]
-    """Values by paths of fields (``layout.tp``)."""
-    fits: bool | None
-    """``None``: what lies outside PyTorch is not known."""
+    """Values by paths of fields (``layout.tp``);"""
+    flags: str
+    """and the same as flags beside those of the plan."""
+    judged: Judged
+    """The verdict on the changed plan, as far as that was followed."""
     gained: int
-    """What the fullest stage needs less;"""
+    """What the fullest stage needs less in its worst moment;"""
     needs: int
-    """and what it then needs: as far as that was followed."""
+    """and what it then needs."""
     slower: float | None
     """By which part of its time a step takes longer; ``None`` where times are not known."""
     costs: str
     """What it costs beside time."""
+
+    @property
+    def fits(self) -> bool | None:
+        """As ``Estimate.fits`` of the changed plan."""
+        return self.judged.verdict.fits
+
+    @property
+    def helps(self) -> bool:
+        """It may be enough, as far as is known."""
+        return self.judged.verdict not in (Verdict.TIGHT, Verdict.DOES_NOT_FIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +252,13 @@ class Estimate:
     @property
     def peak(self) -> int:
         return self.stages[self.peak_stage].headline
+
+    @property
+    def worst(self) -> tuple[str, int]:
+        """The moment of all stages that needs most, and the bytes that it adds to ``peak``: 0 where that is it."""
+        found = [(stage.headline, *stage.worst(evaluated=self.plan.trainer.evaluated)) for stage in self.stages]
+        headline, moment, more = max(found, key=lambda one: one[0] + one[2])
+        return moment, headline + more - self.peak
 
 
 @dataclass(frozen=True, slots=True)

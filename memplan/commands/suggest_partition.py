@@ -12,6 +12,7 @@ import typer
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, PlanError, check_choice, one_line, together, wrong_at
 from ..plan.fields import plan_fields
+from ..plan.flags import flags_between
 from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
@@ -193,6 +194,7 @@ def answered(
     from ..result import Notice
     from ..search.changes import methods_of
 
+    typed = read.plan
     read = _with_own_gpus(_with_own_batch(read))
     offers: tuple[Offer, ...] = ()
     with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
@@ -203,7 +205,10 @@ def answered(
             found = _found(read, asked, _sought(read, asked))
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
-    return Answer(found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes))
+    added = flags_between(typed, found.best[0].plan, ("framework",) if offers else ()) if found.best else ""
+    return Answer(
+        found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes), flags=added
+    )
 
 
 def _with_own_batch(read: ReadPlan) -> ReadPlan:

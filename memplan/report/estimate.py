@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
-from ..result import Estimate, Failure, Judged, Notice, StageEstimate, Verdict
-from .names import MEANING, UNKNOWN, Unit, percent, plan_text, size, stage_word
+from ..result import Estimate, Failure, Notice, StageEstimate, Verdict
+from .names import MEANING, UNKNOWN, Unit, percent, plan_text, retry_words, size, stage_word
 from .printing import (
     BAD,
     CAUTION,
@@ -77,7 +77,7 @@ def verdict(estimate: Estimate) -> Text:
     if judged.verdict is Verdict.UNKNOWN:
         if judged.retries or free <= 0:
             needs = f"would take {need.removeprefix('at least ')} of {_limit(estimate)}"
-            retries = f"; {_retries(judged)}" if judged.retries else ""
+            retries = f"; {retry_words(judged)}" if judged.retries else ""
             return Text.assemble(
                 ("May fit, with retries", f"bold {CAUTION}"),
                 f": {told_of} {needs}{retries}; {_unknown(estimate, told)}",
@@ -89,17 +89,17 @@ def verdict(estimate: Estimate) -> Text:
     if judged.verdict is Verdict.RETRIES:
         return Text.assemble(
             ("Fits with retries", f"bold {CAUTION}"),
-            f": {told_of} would take {most}{need} of {_limit(estimate)}; {_retries(judged)}",
+            f": {told_of} would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}",
         )
     if judged.verdict is Verdict.TIGHT and told.device_range is not None:
         least, utmost = (size(one + more) for one in told.device_range)
         what = f"what {_outside(estimate)} take decides, and it fits only at the lower end"
         if judged.retries:
-            needs = f"would take {most}{need} of {_limit(estimate)}; {_retries(judged)}: {what}"
+            needs = f"would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}: {what}"
         else:
             needs = f"needs {most}{least} to {utmost} of {_limit(estimate)}: {what}"
         return Text.assemble(("Tight", f"bold {CAUTION}"), f": {told_of} {needs}")
-    left_over = f"{size(free)} free" if free >= 0 else _retries(judged)
+    left_over = f"{size(free)} free" if free >= 0 else retry_words(judged)
     return Text.assemble(("Fits", f"bold {GOOD}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
 
 
@@ -114,18 +114,6 @@ def _unknown(estimate: Estimate, stage: StageEstimate) -> str:
     parts = {f"{platform} context": stage.beyond.cuda_context, library: stage.beyond.nccl}
     names = [name for name, known in parts.items() if known is None]
     return f"{' and '.join(names)} on this GPU {'are' if names[1:] else 'is'} not known"
-
-
-def _retries(judged: Judged) -> str:
-    """How often cached memory is given back."""
-    if not judged.retries_in_iteration:
-        return f"the allocator gives cached memory back {_times(judged.retries)} before it settles, and then no more"
-    least = "at least " if judged.at_least else ""
-    return f"the allocator gives cached memory back {least}{_times(judged.retries_in_iteration)} in every iteration"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _too_much(estimate: Estimate, stage: StageEstimate, who: str, need: str, free: int) -> str:

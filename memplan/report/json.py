@@ -82,7 +82,10 @@ def way_out_to_json(way: WayOut) -> dict[str, Any]:
     return {
         "change": way.what,
         "fields": {path: list(value) if isinstance(value, tuple) else value for path, value in way.fields},
+        "flags": way.flags,
         "fits": way.fits,
+        "verdict": way.judged.verdict.value,
+        "retries_per_iteration": way.judged.retries_in_iteration,
         "gained_bytes": way.gained,
         "peak_bytes": way.needs,
         "slower": way.slower,

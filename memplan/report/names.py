@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 
 from ..frameworks import framework
 from ..plan.plan import Plan
+from ..result import Judged
 from ..values import dataclass
 
 # -- units -----------------------------------------------------------------------------------------------
@@ -190,3 +191,15 @@ def _tuning(plan: Plan) -> list[str]:
     frozen = ["embedding"] if plan.frozen.embedding else []
     frozen += [f"{plan.frozen.layers} layers"] if plan.frozen.layers else []
     return [*parts, f"frozen {' and '.join(frozen)}"] if frozen else parts
+
+
+def retry_words(judged: Judged) -> str:
+    """How often cached memory is given back."""
+    if not judged.retries_in_iteration:
+        return f"the allocator gives cached memory back {_times(judged.retries)} before it settles, and then no more"
+    least = "at least " if judged.at_least else ""
+    return f"the allocator gives cached memory back {least}{_times(judged.retries_in_iteration)} in every iteration"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

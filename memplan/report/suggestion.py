@@ -20,7 +20,7 @@ from ..search.time import StepTime, best_published, cost_of_step, cost_of_tokens
 from ..search.time.stand_in import STAND_IN, lacks_network
 from ..values import dataclass
 from .estimate import first_notes, verdict
-from .names import size, stage_word
+from .names import retry_words, size, stage_word
 from .printing import (
     BAD,
     CAUTION,
@@ -52,8 +52,10 @@ from .suggestion_tables import (
     worth,
 )
 from .suggestion_words import (
+    beside_training,
     comparison_words,
     cut_words,
+    difference_pieces,
     gpus_words,
     layout_pieces,
     part,
@@ -83,6 +85,8 @@ class Answer:
     """Of every framework, where the plan names none."""
     started: tuple[str, ...] = ()
     """Flags of fields that the search chose: where it started."""
+    flags: str = ""
+    """Flags that make the recommended layout of the plan."""
 
     def warnings(self, stated: Suggestion | None) -> list[Notice]:
         """Of the plan, and of the estimate and the time of ``stated``."""
@@ -142,7 +146,7 @@ def suggestion_report(answer: Answer, console: Console, verbose: bool = False) -
     yield from _start(answer)
     yield Text()
     if stated is not None:
-        yield from _layout(stated, console, verbose, found.error)
+        yield from _layout(stated, console, verbose, found.error, answer.flags if found.best else "")
     if answer.offers:
         yield from _offers(answer.offers)
     if found.best:
@@ -224,7 +228,7 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         return ("Nothing is sure to fit", f"bold {CAUTION}"), f": {kept}the closest is "
     over = found.closest.needs - found.limit
     why = (
-        f"{size(over)} too much on the closest"
+        f"{size(over)} too much on the closest{beside_training(found.closest.judged)}"
         if over > 0
         else f"the closest has too little for {_moments(found.closest)}"
     )
@@ -272,7 +276,9 @@ def _short(value: object) -> str:
 # -- the recommended one -----------------------------------------------------------------------------------
 
 
-def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: float) -> Iterator[RenderableType]:
+def _layout(
+    suggestion: Suggestion, console: Console, verbose: bool, error: float, flags: str
+) -> Iterator[RenderableType]:
     estimate, step = suggestion.estimate, suggestion.step
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None and suggestion.timed:
@@ -290,6 +296,8 @@ def _layout(suggestion: Suggestion, console: Console, verbose: bool, error: floa
         field = framework(suggestion.plan.framework).cut_field(suggestion.plan, whole=verbose)
         if field:
             facts.add_row("cut", field)
+    if flags:
+        facts.add_row("flags", flags)
     yield facts
     if estimate is None:
         return
@@ -348,8 +356,8 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
     best, *others = found.best
     if others or found.given is not None:
         yield from titled("Why this one", alternatives(found), *worth(found))
-        if any(one.seconds < best.seconds and not one.point.keeps_numerics for one in others) and _keeps(best):
-            yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
+        yield from _passed_over(found)
+    yield from _faster_with_retries(found)
     yield from _ends_retries(found)
     given = found.given
     if given is not None and not same_layout(given, best):
@@ -375,8 +383,35 @@ def _ends_retries(found: Found) -> Iterator[RenderableType]:
     )
 
 
-def _keeps(one: Suggestion) -> bool:
-    return one.timed and one.point.keeps_numerics
+def _passed_over(found: Found) -> Iterator[Text]:
+    """Why layouts are not recommended that are faster, or as fast and need less."""
+    best, *others = found.best
+    if not best.timed or not best.point.keeps_numerics:
+        return
+    longest = (1 + found.within) * min(one.seconds for one in found.best if not one.judged.retries)
+    better = [
+        one
+        for one in others
+        if one.seconds < best.seconds or (one.seconds <= longest and one.needs < best.needs and one.is_safe)
+    ]
+    if any(not one.point.keeps_numerics for one in better):
+        yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
+    roomier = [one for one in better if one.point.keeps_numerics and one.needs < best.needs]
+    if any(one.point.moved - best.point.moved for one in roomier):
+        yield Text("Of layouts as fast, those that keep more off the GPU than the fastest are not recommended.", FAINT)
+
+
+def _faster_with_retries(found: Found) -> Iterator[Text]:
+    """That the fastest layout fits with retries alone, which no time counts."""
+    best, *others = found.best
+    retrying = [one for one in others if one.judged.verdict is Verdict.RETRIES and one.seconds < best.seconds]
+    if not best.timed or best.judged.retries or not retrying:
+        return
+    one = min(retrying, key=lambda one: one.seconds)
+    yield Text(
+        f"{DOT.join(difference_pieces(one, best))} is {speed_words(one.seconds, best.seconds)} and runs, but "
+        f"{retry_words(one.judged)}, which no time counts: a layout that needs no retry is recommended before it."
+    )
 
 
 def _changes(found: Found, verbose: bool) -> Iterator[RenderableType]:

@@ -45,6 +45,7 @@ def suggestion_to_json(answer: Answer) -> dict[str, Any]:
         "time_error": found.error,
         "equally_fast_within": found.within,
         "recommended": _or_null(best),
+        "flags": answer.flags or None,
         "alternatives": [_suggestion(one) for one in alternatives],
         "front": [_suggestion(one) for one in found.front],
         "given": _or_null(found.given),
@@ -79,12 +80,14 @@ def _or_null(suggestion: Suggestion | None) -> dict[str, Any] | None:
 def _suggestion(one: Suggestion) -> dict[str, Any]:
     plan = resolve(one.plan)
     estimate = one.estimate
+    replayed = one.device is not None or estimate is not None
     return {
         "plan": plan.model_dump(mode="json"),
         "layout": _layout(one, plan),
         "layers": [[chunk.layers for chunk in stage] for stage in one.cut],
         "requested_bytes": one.requested,
-        "device_bytes": one.needs if one.device is not None or estimate is not None else None,
+        "device_bytes": one.reading if replayed else None,
+        "worst_moment": {"moment": one.worst_moment[0], "device_bytes": one.needs} if replayed else None,
         "verdict": one.judged.verdict.value,
         "retries_per_iteration": one.judged.retries_in_iteration,
         "fullest_stage": one.fullest,

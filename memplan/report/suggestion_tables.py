@@ -19,7 +19,6 @@ from .printing import (
     FAINT,
     FILLED,
     GAP,
-    GOOD,
     Breakable,
     Pieces,
     bar,
@@ -41,6 +40,7 @@ from .suggestion_words import (
     same_layout,
     time_unit,
     unit_of_time,
+    verdict_words,
 )
 
 SHORTEST_BAR, LONGEST_BAR = 12, 64
@@ -90,7 +90,9 @@ def alternatives(found: Found) -> Table:
     unit, time = units([*found.best, *([found.given] if found.given is not None else [])], best)
     step = f"step {time.name} ±{part(found.error)}" if time.known else "step"
     table = plain_table(folded("layout"), *map(right, (step, "slower", f"peak {unit.name}", "memory")))
-    table.add_row("recommended", time.figure(best.seconds), "", unit.figure(best.needs), "")
+    table.add_row(
+        Pieces(["recommended", *_moment_marks(best)]), time.figure(best.seconds), "", unit.figure(best.needs), ""
+    )
     for other in others:
         table.add_row(_named(other, best), *_beside(other, best, unit, time))
     given = found.given
@@ -131,18 +133,18 @@ def _named(other: Suggestion, best: Suggestion, prefix: str = "", beside: Sequen
     first, *pieces = difference_pieces(other, best)
     marks = [] if other.point.keeps_numerics else [Text("changes the numerics", CAUTION)]
     marks += [Text(f"does not fit{beside_training(other.judged)}", BAD)] if not other.fits else retry_marks(other)
-    return Pieces([prefix + first, *pieces, *marks, *beside])
+    return Pieces([prefix + first, *pieces, *marks, *_moment_marks(other), *beside])
+
+
+def _moment_marks(one: Suggestion) -> list[Text]:
+    """Where another moment than an iteration needs most, which its peak is then of."""
+    moment, more = one.worst_moment
+    return [Text(f"peak in {moment}", FAINT)] if more else []
 
 
 def retry_marks(one: Suggestion) -> list[Text]:
     """Where the allocator has to give memory back, or only the least outside PyTorch leaves enough."""
-    judged = one.judged
-    if judged.verdict is Verdict.TIGHT:
-        return [Text("tight", CAUTION)]
-    if judged.verdict is not Verdict.RETRIES:
-        return []
-    times = judged.retries_in_iteration
-    return [Text("retries in every iteration" if times else "retries before it settles", CAUTION)]
+    return [verdict_words(one.judged)] if one.judged.verdict in (Verdict.TIGHT, Verdict.RETRIES) else []
 
 
 def _beside(other: Suggestion, best: Suggestion, unit: Unit, time: TimeUnit) -> list[str]:
@@ -155,32 +157,24 @@ def units(suggestions: Sequence[Suggestion], best: Suggestion) -> tuple[Unit, Ti
 
 
 def changes_table(stuck: Suggestion, changes: Sequence[Change]) -> Table:
-    """Each with the bytes that it gains and the time that it loses."""
+    """Each with the bytes that it gains and the time that it loses. Peaks are of the moment that needs most, before any
+    cache is given back."""
     unit, time = units([stuck, *(change.suggestion for change in changes)], stuck)
     table = plain_table(
-        folded("change"), left(), *map(right, (f"peak {unit.name}", "gained", f"step {time.name}", "slower"))
+        folded("change"), folded(), *map(right, (f"peak {unit.name}", "gained", f"step {time.name}", "slower"))
     )
-    table.add_row("as it is", _verdict_words(stuck), unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
+    table.add_row("as it is", verdict_words(stuck.judged), unit.figure(stuck.needs), "", time.figure(stuck.seconds), "")
     for change in changes:
         after = change.suggestion
         table.add_row(
             Text(change.what),
-            _verdict_words(after),
+            verdict_words(after.judged),
             unit.figure(after.needs),
             unit.figure(change.gained),
             time.figure(after.seconds),
             time.change(after.seconds, stuck.seconds),
         )
     return table
-
-
-def _verdict_words(one: Suggestion) -> Text:
-    """The verdict, which counts every moment; the peak beside it is an iteration's, before any cache is given back."""
-    judged = one.judged
-    if not one.fits:
-        return Text(f"too large{beside_training(judged)}", BAD)
-    words = {Verdict.TIGHT: "tight", Verdict.RETRIES: "fits with retries", Verdict.UNKNOWN: "may fit"}
-    return Text(words[judged.verdict], CAUTION) if judged.verdict in words else Text("fits", GOOD)
 
 
 def cuts_table(methods: Sequence[Method], best: Suggestion) -> Iterator[RenderableType]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from rich.text import Text
+
 from ..frameworks import framework
 from ..plan.checks import listed
 from ..plan.plan import Plan
-from ..result import Judged
+from ..result import Judged, Verdict
 from ..search.cuts import StageLayers
 from ..search.point import Recomputing
 from ..search.result import Suggestion
 from ..values import dataclass
 from .names import DASH, MINUS, size
-from .printing import DOT
+from .printing import BAD, CAUTION, DOT, GOOD
 
 SIZES = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")
 
@@ -119,6 +121,20 @@ def beside_training(judged: Judged) -> str:
     """Where no iteration fails and something else does, what that is: `` in evaluation``."""
     moments = dict.fromkeys(failure.moment for failure in judged.failures)
     return f" in {' and '.join(moments)}" if moments and "steady" not in moments else ""
+
+
+def verdict_words(judged: Judged) -> Text:
+    """In a table: ``fits``, ``too large in evaluation``, ``fits with 2 retries an iteration``."""
+    verdict = judged.verdict
+    if verdict is Verdict.DOES_NOT_FIT:
+        return Text(f"too large{beside_training(judged)}", BAD)
+    if verdict is Verdict.RETRIES:
+        times = judged.retries_in_iteration
+        least = "at least " if judged.at_least else ""
+        words = f"{least}{times} {'retry' if times == 1 else 'retries'} an iteration" if times else "retries at first"
+        return Text(f"fits with {words}", CAUTION)
+    others = {Verdict.TIGHT: "tight", Verdict.UNKNOWN: "may fit"}
+    return Text(others[verdict], CAUTION) if verdict in others else Text("fits", GOOD)
 
 
 def comparison_words(other: Suggestion, than: Suggestion) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from ..frameworks import framework
 from ..result import Estimate, WayOut
 from .names import Unit
-from .printing import BAD, CAUTION, FAINT, GOOD, folded, left, plain_table, right, spaced
-from .suggestion_words import change_percent
+from .printing import FAINT, folded, plain_table, right, spaced
+from .suggestion_words import change_percent, verdict_words
 
 
 def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
@@ -19,13 +20,16 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     ways = estimate.ways_out
     if not ways:
         return
-    told = "cheapest first" if ways[0].fits is not False else "none is enough; what gains most"
+    told = "cheapest first" if ways[0].helps else "none is enough; what gains most"
     yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}; peaks of the worst moment", FAINT)))
-    table = plain_table(folded("change"), left(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
+    table = plain_table(folded("change"), folded(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
-        words = {True: Text("fits", GOOD), False: Text("too large", BAD), None: Text("may fit", CAUTION)}
-        table.add_row(Text(way.what), words[way.fits], unit.figure(way.needs), unit.figure(way.gained), costs(way))
+        row = verdict_words(way.judged), unit.figure(way.needs), unit.figure(way.gained), costs(way)
+        table.add_row(Text(way.what), *row)
     yield table
+    yield Text("Flags of each, beside the plan's own:", FAINT)
+    for way in ways:
+        yield Padding(Text(way.flags), (0, 0, 0, 2))
     if framework(estimate.plan.framework).search.searched(estimate.plan):
         yield Text("memplan suggest-partition searches all layouts.", FAINT)
 

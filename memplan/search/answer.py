@@ -212,8 +212,9 @@ TRIED = 3
 
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
-    """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest.
-    Of that one alone every stage is replayed; the fullest stage and those at the ends rule others out first."""
+    """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest and
+    keep as much on the GPU. Of that one alone every stage is replayed; the fullest stage and those at the ends rule
+    others out first."""
     if not best:
         return best
     fastest = best[0]
@@ -223,6 +224,7 @@ def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> li
         is_sure = one.is_safe and one.judged.retries <= fastest.judged.retries
         return is_sure and one.needs < fastest.needs
 
+    whole = fastest
     for roomy in search.roomier(fastest, within)[:TRIED]:
         ends = search.replayed_fullest(roomy)
         if not is_worth(ends):
@@ -230,16 +232,16 @@ def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> li
         whole = _with_more_room(search, ends, best, longest)
         if whole is ends:
             whole = search.estimated(roomy, again=True)
-            if not is_worth(whole):
-                continue
-            whole = _with_more_room(search, whole, best, longest)
-        return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
-    return best
+        if is_worth(whole):
+            break
+        whole = fastest
+    whole = _with_more_room(search, whole, best, longest)
+    return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
 
 
 def _with_more_room(search: Search, whole: Suggestion, best: Sequence[Suggestion], longest: float) -> Suggestion:
-    """``whole``, which requests least, or one of ``best`` that is as fast and takes less of the device: what the
-    allocator and NCCL add can be the other way round."""
+    """``whole``, or one of ``best`` that is as fast, keeps as much on the GPU as the fastest and takes less of the
+    device: what the allocator and NCCL add can be the other way round than what tensors request."""
     others = [
         one
         for one in best
@@ -247,7 +249,7 @@ def _with_more_room(search: Search, whole: Suggestion, best: Sequence[Suggestion
         and one.needs < whole.needs
         and one.device is not None
         and (one.is_safe, one.judged.retries) == (True, whole.judged.retries)
-        and alike(one.point, whole.point)
+        and alike(one.point, best[0].point)
     ]
     roomy = search.estimated(min(others, key=lambda one: one.needs)) if others else whole
     return roomy if roomy.is_safe and roomy.needs < whole.needs else whole

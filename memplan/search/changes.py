@@ -13,7 +13,7 @@ from typing import Any
 
 from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured
-from ..estimate import estimate, fold, judged_ends
+from ..estimate import Reading, estimate, fold, judged_ends
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.lora import ALL_LINEAR, default_targets, last_names
@@ -23,7 +23,7 @@ from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.tuning_checks import is_tuned
 from ..result import Verdict
-from ..values import dataclass, replace
+from ..values import dataclass
 from .candidates import Clock, chunks_of
 from .cuts import fields_of, fitting, smallest
 from .framework import Proposal
@@ -213,11 +213,9 @@ def replayed(suggestion: Suggestion, known: Measured = NOTHING) -> Suggestion:
     """With the verdict on the fullest stage and those at the ends, or on all where those are few."""
     plan = resolve(suggestion.plan)
     if framework(plan.framework).search.chooses_cut:
-        device, judged = judged_ends(plan, suggestion.fullest, known)
-    else:
-        whole = estimate(suggestion.plan, known)
-        device, judged = whole.peak, whole.judged
-    return replace(suggestion, device=device, fullest_judged=judged)
+        return suggestion.replayed(judged_ends(plan, suggestion.fullest, known))
+    whole = estimate(suggestion.plan, known)
+    return suggestion.replayed(Reading(whole.peak, whole.worst, whole.judged))
 
 
 def measured(base: Plan, known: Measured = NOTHING) -> Suggestion:

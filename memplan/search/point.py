@@ -67,6 +67,12 @@ class Point(NamedTuple):
         return all(extra.keeps_numerics for extra in self.extras)
 
     @property
+    def moved(self) -> frozenset[tuple[str, Any]]:
+        """What is kept elsewhere than on the GPU: fields of a plan, as one extra can move what another moves and
+        more."""
+        return frozenset([field for extra in self.extras if extra.moves_states for field in extra.fields])
+
+    @property
     def order(self) -> tuple[object, ...]:
         """Smaller sizes and fewer changes first: what decides between equals."""
         changes = len(self.extras), tuple(extra.label for extra in self.extras)

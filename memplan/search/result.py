@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf
 
+from ..estimate import Reading
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..result import Estimate, Judged, Verdict
 from ..tape.events import Category
-from ..values import dataclass
+from ..values import dataclass, replace
 from .cuts import StageLayers
 from .point import Point
 from .time import StepTime, is_timed, lacks_network
@@ -33,7 +34,10 @@ class Suggestion:
     """Which stage that is."""
     seconds: float
     device: int | None = None
-    """The furthest reading of the fullest stage that is known; ``None`` where the allocator was not replayed."""
+    """The furthest reading of an iteration of the fullest stage that is known; ``None`` where the allocator was not
+    replayed."""
+    worst: tuple[str, int] = ("steady", 0)
+    """The moment that needs most of those stages, and the bytes that it adds to that reading."""
     estimate: Estimate | None = None
     """Of every stage: the recommended layout's."""
     fullest_judged: Judged | None = None
@@ -47,12 +51,26 @@ class Suggestion:
         known = known and not lacks_network(self.plan, self.point.gpus)
         return known and framework(self.plan.framework).search.searched(self.plan)
 
+    def replayed(self, found: Reading) -> Suggestion:
+        """With what stages of it take, where not all of them were replayed."""
+        return replace(self, device=found.device, worst=found.worst, fullest_judged=found.judged)
+
     @property
-    def needs(self) -> int:
-        """The furthest reading that is known."""
+    def reading(self) -> int:
+        """The furthest reading of an iteration that is known."""
         if self.estimate is not None:
             return self.estimate.peak
         return self.requested if self.device is None else self.device
+
+    @property
+    def worst_moment(self) -> tuple[str, int]:
+        """The moment that needs most, and the bytes that it adds to ``reading``."""
+        return self.worst if self.estimate is None else self.estimate.worst
+
+    @property
+    def needs(self) -> int:
+        """What the device shows in the moment that needs most, as far as is known."""
+        return self.reading + self.worst_moment[1]
 
     @property
     def judged(self) -> Judged:

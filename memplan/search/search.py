@@ -164,8 +164,9 @@ class Search:
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
-            device, judged = judged_ends(plan, suggestion.fullest, self.known, self._replays[key])
-            suggestion = replace(suggestion, device=device, fullest_judged=judged, step=step, seconds=step.total)
+            found = judged_ends(plan, suggestion.fullest, self.known, self._replays[key])
+            suggestion = suggestion.replayed(found)
+            suggestion = replace(suggestion, step=step, seconds=step.total)
             self._fullest[key] = suggestion
         return self._fullest[key]
 
@@ -204,7 +205,7 @@ class Search:
                     continue
                 if replayed.is_safe and retrying is None and not found:
                     retrying = replayed
-                overhead = max(0, replayed.needs - suggestion.requested - self.beyond)
+                overhead = max(0, replayed.reading - suggestion.requested - self.beyond)
             self._waiting += self._fitted(candidate, self.requestable - overhead)
         if retrying is None or (wanted == 1 and found):
             return list(found.values())
@@ -418,9 +419,8 @@ def _is_steady(suggestion: Suggestion) -> bool:
 
 
 def alike(point: Point, other: Point) -> bool:
-    """They train with the same numbers, and ``point`` keeps no more off the GPU."""
-    moved = {extra.label for extra in point.extras if extra.moves_states}
-    return point.keeps_numerics == other.keeps_numerics and moved <= {extra.label for extra in other.extras}
+    """They train with the same numbers, and ``point`` keeps nothing off the GPU that ``other`` keeps there."""
+    return point.keeps_numerics == other.keeps_numerics and point.moved <= other.moved
 
 
 SIZES = 9

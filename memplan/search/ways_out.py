@@ -2,7 +2,8 @@
 
 Changes are those of ``proposals``. Each is folded, which takes milliseconds; then, from the cheapest on, those whose
 tensors fit are replayed, until enough of different kinds are found. Where too few are enough by themselves, others are
-tried on top of those that gain most.
+tried on top of those that gain most. What fits with retries alone is named where the plan itself does not run, and
+counts as something that costs more than time.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..device.measured import Measured, least_context
-from ..estimate import most_of_ends
+from ..estimate import judged_ends
 from ..plan.errors import PlanError
+from ..plan.flags import flags_of
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..plan.resolved import ResolvedPlan
 from ..plan.sizes import headroom_bytes
-from ..result import Estimate, StageEstimate, WayOut
+from ..result import Estimate, Verdict, WayOut
 from ..values import replace
 from .changes import proposals, stated
 from .framework import Proposal
@@ -36,8 +38,8 @@ LAYERS = 1500
 """Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
 
 COSTS_BESIDE_TIME = 0.25
-"""What a change of the training's numbers, of the GPUs or of their number counts as in the order of the ways, in parts
-of a step's time: a rule of this list, which changes no figure."""
+"""What a change of the training's numbers, of the GPUs or of their number, or a retry in every iteration counts as in
+the order of the ways, in parts of a step's time: a rule of this list, which changes no figure."""
 ANOTHER_JOB = 1.0
 """And other or more GPUs, or adapters that are trained in place of the weights."""
 
@@ -61,12 +63,10 @@ class _Room(NamedTuple):
 class _Tried:
     """A change, or several, folded."""
 
-    __slots__ = ("after", "fits", "proposed", "room", "slower")
+    __slots__ = ("after", "proposed", "room", "slower")
 
     def __init__(self, proposed: tuple[Proposal, ...], after: Suggestion, given: Suggestion, room: _Room) -> None:
         self.proposed, self.after, self.room = proposed, after, room
-        self.fits: bool | None = None
-        """Without a retry, once that is known."""
         self.slower = after.seconds / given.seconds - 1 if after.timed and given.timed else None
 
     @property
@@ -88,9 +88,22 @@ class _Tried:
         return any(one.costs for one in self.proposed)
 
     @property
+    def is_replayed(self) -> bool:
+        return self.after.fullest_judged is not None
+
+    @property
+    def fits(self) -> bool:
+        """Without a retry, once it is replayed and as far as is known."""
+        return self.is_replayed and self.after.is_safe and not self.retries
+
+    @property
+    def retries(self) -> int:
+        return self.after.judged.retries
+
+    @property
     def may_fit(self) -> bool:
         """As far as is known."""
-        return self.after.requested <= self.room.tensors if self.fits is None else self.fits
+        return self.fits if self.is_replayed else self.after.requested <= self.room.tensors
 
     @property
     def on_another(self) -> bool:
@@ -103,7 +116,7 @@ class _Tried:
         another = ANOTHER_JOB * any(
             path.startswith(_OF_ANOTHER_JOB) and path != "hardware.capacity" for path in self._bought
         )
-        beside = COSTS_BESIDE_TIME * sum(bool(one.costs) for one in self.proposed)
+        beside = COSTS_BESIDE_TIME * (sum(bool(one.costs) for one in self.proposed) + bool(self.retries))
         slower = self.slower or 0.0
         return (max(slower, 0.0) if beside else slower) + beside + another, len(self.proposed), -self.after.requested
 
@@ -111,11 +124,13 @@ class _Tried:
     def _bought(self) -> Iterator[str]:
         return (path for one in self.proposed if one.costs for path in one.fields)
 
-    def way(self, given: Suggestion, *, fits: bool | None) -> WayOut:
+    def way(self, given: Suggestion) -> WayOut:
+        fields = {path: value for one in self.proposed for path, value in one.fields.items()}
         return WayOut(
             what=self.what,
-            fields=tuple(pair for one in self.proposed for pair in one.fields.items()),
-            fits=fits,
+            fields=tuple(fields.items()),
+            flags=flags_of(given.plan, fields),
+            judged=self.after.judged,
             gained=given.needs - self.after.needs,
             needs=self.after.needs,
             slower=self.slower,
@@ -128,14 +143,13 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     first; where none does, what gains most, another GPU among it."""
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
-    fits = None if any(stage.device is None for stage in estimate.stages) else True
     room = _Room.of(estimate.plan, known)
     try:
-        given = replace(stated(plan), device=max(map(_needs, estimate.stages)))
+        given = replace(stated(plan), estimate=estimate)
         every = list(proposals(given, room.tensors))
     except PlanError:
         return ()
-    changes = _Changes(given, room, known)
+    changes = _Changes(given, room, known, is_stuck=estimate.judged.verdict is not Verdict.RETRIES)
     left = MOST_REPLAYED
     found: list[_Tried] = []
     folded = [one for proposal in every for one in changes.folded((proposal,))]
@@ -154,24 +168,34 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
         folds -= len(tried)
     best = [one for one in sorted(folded, key=_least)[:WAYS] if one.after.requested < given.requested]
     found = found or [one for one in best if changes.replay(one)]
-    if found:
-        return tuple(one.way(given, fits=fits) for one in sorted(found, key=lambda one: one.price))
+    if found or changes.retrying:
+        return tuple(one.way(given) for one in _cheapest(found, changes.retrying))
+    for one in best:
+        changes.replay(one, tells_tight=True)
     best.sort(key=lambda one: one.after.needs)
-    return tuple(one.way(given, fits=False) for one in best if one.after.needs < given.needs)
+    return tuple(one.way(given) for one in best if one.after.needs < given.needs)
 
 
-def _needs(stage: StageEstimate) -> int:
-    """What the worst moment of a stage shows on its device, as far as is known."""
-    outside = stage.headline - (stage.reserved or 0) if stage.reserved is not None else 0
-    failed = (one.allocated + outside for one in stage.judged.failures if one.moment != "steady")
-    return max(stage.headline, *failed, 0)
+def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Tried]:
+    """The cheapest of what was ``found`` to fit, and of what fits with retries if it is of another kind; one of the
+    former among them where there is one."""
+    kinds = {one.kind for one in found}
+    others = {one.kind: one for one in reversed(retrying) if one.kind not in kinds}
+    best = sorted((*found, *others.values()), key=lambda one: one.price)[:WAYS]
+    if found and all(one.retries for one in best):
+        best[-1] = min(found, key=lambda one: one.price)
+    return best
 
 
 class _Changes:
     """Changes of a plan that does not fit: ``given``, which has ``room``."""
 
-    def __init__(self, given: Suggestion, room: _Room, known: Measured) -> None:
+    def __init__(self, given: Suggestion, room: _Room, known: Measured, *, is_stuck: bool) -> None:
         self.given, self.room, self.known = given, room, known
+        self.is_stuck = is_stuck
+        """It does not run as it is."""
+        self.retrying: list[_Tried] = []
+        """What was found to fit with retries alone, where that is better than ``given``; the cheapest first."""
 
     def folded(self, together: tuple[Proposal, ...]) -> Iterator[_Tried]:
         """What comes of them, if the framework runs them; on another GPU within its own memory."""
@@ -200,12 +224,13 @@ class _Changes:
                 kinds.add(one.kind)
         return found, left
 
-    def replay(self, one: _Tried) -> bool:
-        """Whether the most that its fullest stage or one at an end may take of the device is there; what it takes in
-        the middle is kept."""
-        device, most = most_of_ends(resolve(one.after.plan), one.after.fullest, self.known)
-        one.after = replace(one.after, device=device)
-        one.fits = most <= one.room.whole
+    def replay(self, one: _Tried, *, tells_tight: bool = False) -> bool:
+        """Whether its fullest stage and those at the ends fit without a retry, as far as is known; what they need is
+        kept."""
+        plan = resolve(one.after.plan)
+        one.after = one.after.replayed(judged_ends(plan, one.after.fullest, self.known, tells_tight=tells_tight))
+        if self.is_stuck and one.after.is_safe and one.retries and one not in self.retrying:
+            self.retrying.append(one)
         return one.fits
 
     def on_top_of(self, tried: Sequence[_Tried], others: Sequence[Proposal]) -> Iterator[_Tried]:

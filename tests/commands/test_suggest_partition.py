@@ -424,6 +424,7 @@ def test_without_a_framework_all_are_searched(capsys: pytest.CaptureFixture[str]
     assert main(["suggest-partition", *flags, "--framework", best]) == 0
     named = json.loads(capsys.readouterr().out)
     own = {"frameworks", "warnings"}
+    assert found.pop("flags") == f"--framework {best} {named.pop('flags')}"
     assert all(named[key] == found[key] for key in named.keys() - own - {"search"})
     assert named["search"] | {"seconds": 0} == found["search"] | {"seconds": 0}
     assert main(["suggest-partition", *flags, "--framework", other]) == 0

@@ -344,8 +344,8 @@ def test_one_stage_alone_is_as_in_the_whole() -> None:
     plan = read_plan(None, TWO_STAGES).plan
     stages = estimate(plan, measured).stages
     for stage in stages:
-        assert judged_stage(resolve(plan), stage.stage, measured)[0] == stage.device
-        assert judged_stage(resolve(plan), stage.stage, NOTHING)[0] == estimate(plan).stages[stage.stage].device
+        assert judged_stage(resolve(plan), stage.stage, measured).device == stage.device
+        assert judged_stage(resolve(plan), stage.stage, NOTHING).device == estimate(plan).stages[stage.stage].device
 
 
 def test_versions_without_driver() -> None:

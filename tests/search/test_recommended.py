@@ -104,7 +104,7 @@ def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
     }
     plan = read_plan(None, {**flags, "tp": "2", "pp": "4", "vpp": "2"}).plan
     replays: Replays = {}
-    device, _ = judged_ends(resolve(plan), 0, replays=replays)
+    device = judged_ends(resolve(plan), 0, replays=replays).device
     assert sorted(replays) == [0, 3]
     whole = estimate(plan, replays=replays)
     assert sorted(replays) == [0, 1, 2, 3]

@@ -64,8 +64,8 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_is_named_fits(name: str) -> None:
-    """Each is what the estimate of the changed plan says, which needs no retry, and a step trains on as much: one of
-    half the sequences would take half the time."""
+    """Each is what the estimate of the changed plan says, retries included, and a step trains on as much: one of half
+    the sequences would take half the time. One of them at least needs no retry."""
     plan = read_plan(*TOO_LARGE[name], traced=True).plan
     whole = estimate(plan)
     assert whole.fits is False
@@ -75,12 +75,12 @@ def test_what_is_named_fits(name: str) -> None:
     for way in ways:
         after = estimate(changed(plan, dict(way.fields)))
         assert after.plan.batch.gbs == whole.plan.batch.gbs, way.what
-        assert after.judged.verdict in (Verdict.FITS, Verdict.UNKNOWN), way.what
-        assert not after.judged.retries
+        assert after.judged == way.judged, way.what
         assert way.gained > 0
-        assert way.needs >= after.peak * 0.999
+        assert way.needs == after.peak + after.worst[1], way.what
+    assert any(not way.judged.retries for way in ways)
     assert len({way.what for way in ways}) == len(ways)
-    slower = [way.slower for way in ways if not way.costs and way.slower is not None]
+    slower = [way.slower for way in ways if not way.costs and way.slower is not None and not way.judged.retries]
     assert slower == sorted(slower)
 
 
@@ -133,8 +133,9 @@ def test_a_way_stands_behind_more_that_are_not_enough() -> None:
     the sixth, which recomputes some layers beside more tensor parallelism, needs no retry."""
     flags = {"model": "llama-3-8b", "framework": "megatron", "gpu": "a100-40gb", "gpus": "8", "tp": "2", "pp": "2"}
     plan = read_plan(None, {**flags, "mbs": "4", "seq": "4096"}).plan
-    (way,) = ways_out(plan, estimate(plan), NOTHING)
+    way, *others = ways_out(plan, estimate(plan), NOTHING)
     assert way.fits
+    assert all(other.judged.retries for other in others)
     assert way.what.startswith("tp 2 → 4 and full recompute of ")
     assert estimate(changed(plan, dict(way.fields))).judged.verdict is Verdict.FITS
     alone = {path: value for path, value in way.fields if not path.startswith("recompute.")}

@@ -116,9 +116,13 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     _check_work(layer_shape, entries)
     again = recomputed(job.recompute, entries)
     leaf = "embedding" in entries and leaves_input(job.options)
+    passing = [_passes_on(layer_shape, group) for group in groups]
+    """Groups whose output is their input; recomputed, they copy its gradient."""
+    first = passing.index(False)
+    last = max(at for at, group in enumerate(groups) if not passing[at] or group[0] in again)
     spans: list[Span] = []
     for at, group in enumerate(groups):
-        own = _placed(job.options, receives and at == 0, not (sends and at == len(groups) - 1))
+        own = _placed(job.options, receives and at <= first, not (sends and at >= last))
         if group[0].startswith("layer."):
             shapes = tuple(layer_shape_in(layer_shape, name, keeping, at_once) for name in group)
             module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
@@ -144,6 +148,12 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     return Chunk(tuple(edges), first_differs=bool(keeping) and not at_once)
 
 
+def _passes_on(shape: CoreShape, group: Sequence[str]) -> bool:
+    """All of it are empty layers."""
+    layers = [layer_shape_of(shape, int(name[6:])) for name in group if name.startswith("layer.")]
+    return len(layers) == len(group) and all(map(replaced.is_empty, layers))
+
+
 def leaves_input(options: Options) -> bool:
     """The embedding's output requires no gradient."""
     return options.tuning is not None and not options.tuning.input_requires_grad
@@ -151,8 +161,7 @@ def leaves_input(options: Options) -> bool:
 
 def _check_work(shape: CoreShape, entries: Sequence[str]) -> None:
     """A chunk has more than empty layers, or none: its output would be its input itself."""
-    layers = [layer_shape_of(shape, int(name[6:])) for name in entries if name.startswith("layer.")]
-    if layers and len(layers) == len(entries) and all(map(replaced.is_empty, layers)):
+    if entries and _passes_on(shape, entries):
         raise PlanError(
             "model.layer_blocks",
             ",".join(shape.spec.layer_blocks),
