@@ -41,12 +41,9 @@ def adapted_fit(job: Job, base: Fit) -> tuple[Fit, int]:
     """That of ``job``, which has adapters, and how many steps were traced; ``UnfitError`` and ``NotRenewedError`` where
     traces are not what it says. ``base``: the same model's without adapters."""
     full = Learner(job, _traced, max(one.domain.s_to for one in base.pieces), STEP)
-    fewest = _few(job, base)
-    if fewest is None or isinstance(fewest, int):
-        return _adapted(full, base, job, fewest)
-    with suppress(UnfitError):
-        return _adapted(full, base, replace(job, config=fewest), None)
-    return _adapted(full, base, replace(job, config=_longer(job, fewest)), None)
+    if base.extends and layers_name(job.config) is not None:
+        return _adapted(full, base, job, FEW)
+    return _adapted(full, base, replace(job, config=_few(job)), None)
 
 
 def _adapted(full: Learner, base: Fit, few: Job, layers: int | None) -> tuple[Fit, int]:
@@ -61,12 +58,11 @@ def _adapted(full: Learner, base: Fit, few: Job, layers: int | None) -> tuple[Fi
     pieces = [_piece(learner, base.pieces[0])]
     grows = _growth(full, pieces[0]) if few.config != full.job.config else None
     pieces += [_piece(learner, one) for one in base.pieces[1:]]
-    for piece in pieces[:: max(1, len(pieces) - 1)]:
-        small = piece if other.shallow is None else replace(piece, row=piece.grown(other.shallow))
-        *_, point = points_of(piece)
-        (ranked_piece,) = at_rank(replace(base, pieces=(small,)), OTHER_RANK).pieces
-        check_at(other, ranked_piece, point)
-        check_work(ranked_piece, point, work_of(other.at(*point)[0]))
+    small = pieces[0] if other.shallow is None else replace(pieces[0], row=pieces[0].grown(other.shallow))
+    (small,) = at_rank(replace(base, pieces=(small,)), OTHER_RANK).pieces
+    *_, point = points_of(small)
+    check_at(other, small, point)
+    check_work(small, point, work_of(other.at(*point)[0]))
     buckets = all(gradients_follow_rows(one, learner.at(*_points(one.domain)[0])[0]) for one in pieces)
     if grows is not None:
         pieces = [grows(one) for one in pieces]
@@ -78,24 +74,19 @@ def _adapted(full: Learner, base: Fit, few: Job, layers: int | None) -> tuple[Fi
     return replace(fit, torch=torch.__version__, transformers=transformers.__version__), traces
 
 
-def _few(job: Job, base: Fit) -> dict[str, Any] | int | None:
-    """With how many layers traces tell of all, or with which configuration; nothing where it takes all."""
-    if base.extends and layers_name(job.config) is not None:
-        return FEW
+def _few(job: Job) -> dict[str, Any]:
+    """The job's configuration, with three periods of layers where their kinds take turns: the first of a kind ends what
+    others share, and the last may differ."""
     found = periods.shortened(job)
-    return found[0] if found is not None else None
-
-
-def _longer(job: Job, config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with a further period of layers: the first and the last of a kind may be others than the rest."""
-    found, key = periods.shortened(job), periods._layers_key(config)
-    assert found is not None
-    _, period, layers = found
-    count = config[key] + period
+    if found is None:
+        return job.config
+    config, period, layers = found
+    key = periods._layers_key(config)
+    count = config[key] + (period if config[key] < 3 * period else 0)
     if count + period > layers:
         return job.config
-    lists = {name: value for name, value in job.config.items() if isinstance(value, list) and value != config[name]}
-    return {**config, **{name: value[:count] for name, value in lists.items()}, key: count}
+    lists = {name for name, value in job.config.items() if isinstance(value, list) and len(value) == layers}
+    return {**config, **{name: job.config[name][:count] for name in lists}, key: count}
 
 
 def _traced(job: Job) -> Traced:
