@@ -1,12 +1,14 @@
 """The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
 
 python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check] [--zero-3]
+python -m benchmarks.learned [MODEL …] --adapters [--again]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
 those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
 anew where they are what it says, with what operators do; else it learns it. ``--zero-3`` learns what DeepSpeed's
-stage 3 needs, too, which few models ship with. ``--check`` learns nothing: it counts
+stage 3 needs, too, which few models ship with. ``--adapters`` learns LoRA of any rank on models whose fits are there
+(``adapted``): peft's own targets, else queries and values, and all linear layers. ``--check`` learns nothing: it counts
 the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
 tests/trace/test_built_in.py`` traces each beside its fit.
 """
@@ -16,22 +18,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from memplan.frameworks.fsdp.learned import ENDS, cast_of
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, LearnedModel, learned_models
+from memplan.plan.lora import ALL_LINEAR, default_targets
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.trace import cache
-from memplan.trace.fit import LAYER, Fit
+from memplan.trace.fit import LAYER, Fit, Piece
 from memplan.trace.job import Job
 from memplan.trace.learned import fit_by_traces, fit_of, forget, job_of, kept_as, longest_of, settings_of
+from memplan.trace.structure import UnfitError
+from memplan.trace.work import NoWorkError
 
 VARIANTS: tuple[dict[str, str], ...] = ({"recompute": "full"}, {})
 """Flags of the plans that are learnt of every model: bf16 and the flash kernel, without recompute and with it."""
@@ -49,10 +54,17 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--renew", action="store_true", help="what another tracer made, checked beside traces")
     parser.add_argument("--zero-3", action="store_true", help="DeepSpeed's stage 3, too")
+    parser.add_argument("--adapters", action="store_true", help="LoRA on what is there")
     parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
     asked = parser.parse_args()
     models = [learned_models()[name] for name in asked.models or learned_models()]
-    work = checked if asked.check else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3)
+    work = (
+        checked
+        if asked.check
+        else partial(adapted, again=asked.again)
+        if asked.adapters
+        else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3)
+    )
     wrong = [line for one in models for line in work(one)]
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return 1 if wrong else 0
@@ -94,6 +106,55 @@ def learnt(model: LearnedModel, *, again: bool, renew: bool, gathers: bool) -> I
             path.unlink()
 
 
+QUERIES_AND_VALUES = (("q_proj", "v_proj"), ("query", "value"), ("q_lin", "v_lin"), ("q", "v"))
+"""What architectures call the linear layers that LoRA's paper adapts."""
+
+
+def adapted(model: LearnedModel, *, again: bool) -> Iterator[str]:
+    """Writes the fits of ``model`` with adapters; what could not be learnt, in words."""
+    path = cache.together_path(model.name, settings_of(job_of(plan_of(model, {})), None))
+    kept = {} if again else cache.shipped_together(path)
+    for targets, variant, dtype in product(targets_of(model), VARIANTS, ("fp32", "bf16")):
+        flags = {"lora-rank": "8", "lora-targets": ",".join(targets), "lora-dtype": dtype, **variant}
+        fit = yield from adapted_to(model, flags, variant, kept)
+        if fit is not None and dtype == "bf16" and is_cast_piece(fit.pieces[0], dtype):
+            yield from adapted_to(model, {**SHARDED, **flags}, {**SHARDED, **variant}, kept)
+        path.write_bytes(cache.written_together(kept))
+    print(f"{model.name}: {len(kept)} fits with adapters, {path.stat().st_size:,} bytes", flush=True)
+
+
+def adapted_to(
+    model: LearnedModel, flags: dict[str, str], without: dict[str, str], kept: dict[str, dict[str, Any]]
+) -> Generator[str, None, Fit | None]:
+    """The fit of ``flags``, which is ``kept``, from that of the flags ``without`` adapters."""
+    from .adapted import adapted_fit
+    from .renewing import NotRenewedError
+
+    job = job_of(plan_of(model, flags))
+    for layers in (None, plan_of(model, flags).model.layers):
+        if (there := kept.get(cache.digest_of(settings_of(job, layers)))) is not None:
+            return Fit.from_json(there["fit"])
+    started, words = time.monotonic(), " ".join([model.name, *flags.values()])
+    try:
+        fit, traces = adapted_fit(job, fit_of(plan_of(model, without)))
+    except (PlanError, UnfitError, NotRenewedError, NoWorkError) as error:
+        yield f"{words}: {error}"
+        return None
+    settings = kept_as(job, fit)
+    kept[cache.digest_of(settings)] = cache.told(settings, fit)
+    print(f"{words}: {traces} traces, {time.monotonic() - started:.0f} s", flush=True)
+    return fit
+
+
+def targets_of(model: LearnedModel) -> list[tuple[str, ...]]:
+    """peft's, else queries and values; and all linear layers."""
+    plan = plan_of(model, {})
+    kinds = (kind for piece in fit_of(plan).pieces for kind in piece.kinds)
+    names = {part for kind in kinds for one in kind.parameters for part in one.name.split(".")}
+    usual = default_targets(plan.model) or next((one for one in QUERIES_AND_VALUES if names >= {*one}), None)
+    return [*([usual] if usual is not None else []), (ALL_LINEAR,)]
+
+
 def paths_of(model: LearnedModel, plan: ResolvedPlan) -> list[Path]:
     """Files that are there of ``plan``'s fit."""
     job = job_of(plan)
@@ -132,9 +193,12 @@ def is_cast(model: LearnedModel, flags: dict[str, str]) -> bool:
     """Whether layers of ``model`` are handed tensors that ``fully_shard`` casts, by what was learnt without it."""
     forget()
     plan = plan_of(model, flags)
-    piece = fit_of(plan).pieces[0]
+    return is_cast_piece(fit_of(plan).pieces[0], plan.precision.dtype)
+
+
+def is_cast_piece(piece: Piece, dtype: str) -> bool:
     one_list = {name for _, names in piece.row for name in names if not name.startswith(LAYER)} <= ENDS
-    return one_list and bool(cast_of(piece, piece.row, plan.precision.dtype))
+    return one_list and bool(cast_of(piece, piece.row, dtype))
 
 
 def checked(model: LearnedModel) -> Iterator[str]:

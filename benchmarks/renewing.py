@@ -60,13 +60,13 @@ def _renewed(learner: Learner, piece: Piece, recomputed: Fit | None) -> Piece:
     small = replace(piece, row=row, work=None)
     given = next((one for one in recomputed.pieces if one.domain == piece.domain), None) if recomputed else None
     if given is not None and given.work is not None:
-        _check(learner, small, other)
+        check_at(learner, small, other)
         with suppress(NoWorkError):
             work = without_recompute(given, given.work, piece)
             check_work(replace(small, work=work), other, work_of(learner.at(*other)[0]))
             return replace(piece, work=work)
     for point in (*grid, other):
-        _check(learner, small, point)
+        check_at(learner, small, point)
     made = learner.with_work(small, grid, other)
     if made.work is None:
         raise NotRenewedError("what its operators do is not known")
@@ -100,7 +100,7 @@ def points_of(piece: Piece) -> Iterator[Point]:
     yield bs[-1], first + (4 if len(bs) > 1 else 3) * step
 
 
-def _check(learner: Learner, piece: Piece, point: Point) -> None:
+def check_at(learner: Learner, piece: Piece, point: Point) -> None:
     if point not in piece.domain:
         raise NotRenewedError(f"it has no room for {point}")
     traced, structure = learner.at(*point)

@@ -14,6 +14,8 @@ from memplan.frameworks import ROOMS as FRAMEWORKS
 from memplan.frameworks import framework
 from memplan.optimizers import algorithms
 from memplan.plan.library import learned_models
+from memplan.plan.traced_spec import layers_name
+from memplan.trace.learned import shipped_targets
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/support.md"
@@ -80,8 +82,10 @@ def families() -> Iterator[list[str]]:
 
 def learned() -> Iterator[list[str]]:
     for one in learned_models().values():
-        kind = one.configuration()["model_type"]
-        yield [f"`{one.name}`", f"`{kind}`", f"{one.parameters / 1e9:.2f} B", named(one.hub)]
+        config = one.configuration()
+        kind, layers = config["model_type"], layers_name(config)
+        adapted = shipped_targets({"config": {name: value for name, value in config.items() if name != layers}})
+        yield [f"`{one.name}`", f"`{kind}`", f"{one.parameters / 1e9:.2f} B", named(adapted), named(one.hub)]
 
 
 def tables() -> str:
@@ -109,7 +113,7 @@ def tables() -> str:
             "4-bit",
             "LoRA's targets",
         ],
-        "learned": ["model", "`model_type`", "parameters", "on the Hub"],
+        "learned": ["model", "`model_type`", "parameters", "LoRA on", "on the Hub"],
     }
     return "\n".join(
         [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 import re
 import time
@@ -30,6 +31,8 @@ from .fit import Fit
 FORMAT = 2
 VARIABLE = "MEMPLAN_CACHE"
 SUFFIX = ".json.gz"
+TOGETHER = ".jsonl.xz"
+"""Of a file that holds the fits of one model with adapters, a line each, which are much alike."""
 ABANDONED = 3600
 """Seconds after which what a writer that was killed has left is removed."""
 LARGEST = 1 << 28
@@ -81,8 +84,8 @@ def tracer() -> str:
 
 
 NO_TRACER = frozenset(
-    {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "run", "tapes", "timed", "worker"}
-    | {"gathering", "marks", "periods"}
+    {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "ranks", "run", "tapes", "timed"}
+    | {"gathering", "marks", "periods", "worker"}
     | {"compiled", "compiled_model", "compiled_replica", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
@@ -102,16 +105,17 @@ def folder() -> Path:
 
 def path_of(settings: Mapping[str, Any], known: Versions) -> Path:
     """The file of a fit under ``settings``."""
-    return folder() / f"{_stem(settings)}-{_digest(known._asdict())}{SUFFIX}"
+    return folder() / f"{_stem(settings)}-{digest_of(known._asdict())}{SUFFIX}"
 
 
 def _stem(settings: Mapping[str, Any]) -> str:
     """What names of files of fits under ``settings`` begin with, whatever versions they are of."""
     kind = re.sub(r"[^a-z0-9]+", "-", str(settings["config"].get("model_type", "")).lower())[:40]
-    return f"{kind}-{_digest(settings)}"
+    return f"{kind}-{digest_of(settings)}"
 
 
-def _digest(value: Mapping[str, Any]) -> str:
+def digest_of(value: Mapping[str, Any]) -> str:
+    """What tells ``value`` from others in names of files."""
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -123,28 +127,58 @@ def load(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
 
 def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
     """The file of the learned or compiled model ``name`` under ``settings``."""
-    return (COMPILED if "compiled" in settings else LEARNED) / name / f"{_digest(settings)}{SUFFIX}"
+    return (COMPILED if "compiled" in settings else LEARNED) / name / f"{digest_of(settings)}{SUFFIX}"
 
 
 def built_in(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
     """The fit that ships with memplan, whichever tracer made it: tests see to it that it is this one."""
-    for path in (COMPILED if "compiled" in settings else LEARNED).glob(f"*/{_digest(settings)}{SUFFIX}"):
-        data = shipped(path)
-        if data is not None and data["settings"] == settings:
-            return kind.from_json(data["fit"])
-    return None
+    stem, folder = digest_of(settings), COMPILED if "compiled" in settings else LEARNED
+    found = [shipped(path) for path in folder.glob(f"*/{stem}{SUFFIX}")]
+    if settings.get("tuned") is not None:
+        paths = folder.glob(f"*/{digest_of(settings['config'])}{TOGETHER}")
+        found += [_checked(_together(path, stem).get(stem)) for path in paths]
+    return next((kind.from_json(one["fit"]) for one in found if one is not None and one["settings"] == settings), None)
 
 
 def shipped(path: Path) -> dict[str, Any] | None:
     """What is in the file of a fit that ships; nothing where it is not whole, or of another format."""
-    data = _json(path)
+    return _checked(_json(path))
+
+
+def _checked(data: dict[str, Any] | None) -> dict[str, Any] | None:
     return data if data is not None and data.get("format") == FORMAT and _is_whole(data) else None
 
 
 def is_stale(path: Path) -> bool:
-    """Whether the fit of a file that ships is not what this tracer is known to find."""
-    data = shipped(path)
-    return data is None or data.get("versions", {}).get("tracer") != tracer()
+    """Whether a fit of a file that ships is not what this tracer is known to find."""
+    found = [*map(_checked, _together(path).values())] if path.name.endswith(TOGETHER) else [shipped(path)]
+    return not found or any(data is None or data.get("versions", {}).get("tracer") != tracer() for data in found)
+
+
+def together_path(name: str, settings: Mapping[str, Any]) -> Path:
+    """The file of the learned model ``name`` with adapters, of any ``settings``."""
+    return LEARNED / name / f"{digest_of(settings['config'])}{TOGETHER}"
+
+
+def shipped_together(path: Path) -> dict[str, dict[str, Any]]:
+    """What is in a file of fits of one model that ships, by digests of their settings."""
+    return {stem: data for stem, line in _together(path).items() if (data := _checked(line)) is not None}
+
+
+def _together(path: Path, stem: str = "") -> dict[str, dict[str, Any]]:
+    """Each line of the file, or the one that begins with ``stem``; nothing where there is none."""
+    try:
+        with lzma.open(path) as file:
+            lines = [line for line in file if line.startswith(stem.encode())]
+        return {key.decode(): json.loads(text) for key, _, text in (line.partition(b" ") for line in lines)}
+    except (OSError, EOFError, ValueError, lzma.LZMAError):
+        return {}
+
+
+def written_together(fits: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """What a file holds of ``fits``, by digests of their settings; the same for the same fits."""
+    lines = (f"{stem} {json.dumps(data, separators=(',', ':'))}\n" for stem, data in sorted(fits.items()))
+    return lzma.compress("".join(lines).encode())
 
 
 def _of_user(settings: Mapping[str, Any], kind: Any) -> Any:
@@ -214,10 +248,14 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 def written(settings: Mapping[str, Any], fit: Learnt) -> bytes:
     """What a file holds of ``fit``; the same for the same fit."""
+    return gzip.compress(json.dumps(told(settings, fit), separators=(",", ":")).encode(), mtime=0)
+
+
+def told(settings: Mapping[str, Any], fit: Learnt) -> dict[str, Any]:
+    """``fit`` with what it is of."""
     fitted = fit.to_json()
     data = {"format": FORMAT, "settings": settings, "versions": versions()._asdict(), "fit": fitted}
-    data["sha256"] = checksum(fitted)
-    return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    return {**data, "sha256": checksum(fitted)}
 
 
 def store(settings: Mapping[str, Any], fit: Learnt) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,8 @@ from ..layers.module import Options
 from ..plan.checks import framework_sections, listed
 from ..plan.errors import PlanError, wrong_at
 from ..plan.fields import Kind, PlanField, plan_fields
-from ..plan.library import learned_models
+from ..plan.library import LEARNED, learned_models
+from ..plan.lora import ALL_LINEAR
 from ..plan.models import load_spec
 from ..plan.plan import Batch, Optimizer, Plan
 from ..plan.releases import parsed
@@ -29,6 +31,7 @@ from . import cache
 from .fit import Born, Fit
 from .framework import job_of_plan
 from .job import MOST_MICROBATCHES, Job
+from .ranks import TRACED_RANK, at_rank, lacks_rank, names_all, of_any_rank
 
 if TYPE_CHECKING:
     from .run import Steps
@@ -65,7 +68,9 @@ def job_of(plan: ResolvedPlan) -> Job:
     job = job_of_plan(plan.model_copy(update=update), config)
     # Without autocast the Trainer's loop changes no event of forward and backward.
     at_once = MOST_MICROBATCHES if job.trainer is not None and job.autocast is not None else None
-    return replace(job, trainer=at_once, casts=running.learnt_casts(plan), gathers=running.learnt_gathers(plan))
+    tuned = job.tuned and of_any_rank(job.tuned)
+    casts, gathers = running.learnt_casts(plan), running.learnt_gathers(plan)
+    return replace(job, trainer=at_once, tuned=tuned, casts=casts, gathers=gathers)
 
 
 def settings_of(job: Job, layers: int | None) -> Settings:
@@ -160,17 +165,33 @@ def _read(plan: ResolvedPlan, spec: TracedSpec) -> Fit:
     for settings in asked:
         fit: Fit | None = cache.load(settings)
         if fit is not None:
-            return replace(fit, casts="casts" in settings)
+            return at_rank(replace(fit, casts="casts" in settings), plan.lora.rank)
+    if job.tuned is not None and job.tuned.rank is not None and plan.lora.targets != (ALL_LINEAR,):
+        every = plan.model_copy(update={"lora": plan.lora.model_copy(update={"targets": (ALL_LINEAR,)})})
+        with suppress(PlanError):
+            fit = _read(every, spec)
+            if names_all(fit, plan.lora.targets or ()):
+                return fit
     made = next(filter(None, map(cache.others, asked)), "")
     why = f"; what was learnt of it was of {made}" if made else ""
     learn = " ".join(["memplan trace --learn --model", shlex.quote(spec.source), *advised(plan)])
     needs = " and ".join(["torch", *job.packages])
     if spec.source in learned_models():
-        problem = f"ships learned in {SHIPS_IN}; it is not known in {_told(plan)}{why}: `{learn}` (needs {needs})"
+        targets = shipped_targets(asked[0]) if job.tuned is not None else []
+        adapted = f", and with LoRA of any rank on {listed(targets)}" if targets else ""
+        problem = f"ships learned in {SHIPS_IN}{adapted}; it is not known in {_told(plan)}{why}: `{learn}` "
+        problem += f"(needs {needs})"
     else:
         reason = spec.reason.partition("; known are")[0]
         problem = f"{reason}; nothing was learnt of it for {_told(plan)}{why}: `{learn}` traces it once (needs {needs})"
     raise wrong_at(spec.source, problem)
+
+
+def shipped_targets(settings: Settings) -> list[str]:
+    """Linear layers on which the model of ``settings`` ships with adapters, as ``--lora-targets`` names them."""
+    paths = LEARNED.glob(f"*/{cache.together_path('', settings).name}")
+    known = (one["settings"]["tuned"]["targets"] for path in paths for one in cache.shipped_together(path).values())
+    return sorted({",".join(one) for one in known})
 
 
 def _jobs(job: Job) -> tuple[Job, ...]:
@@ -318,6 +339,8 @@ def fit_by_traces(
 
     answer = answer_of("learned", job, {"longest": longest}, name, report)
     fit = Fit.from_json(answer["fit"])
+    if job.tuned is not None and job.tuned.rank is not None and (of := lacks_rank(fit)):
+        raise PlanError("model", name, f"cannot be learnt with adapters: {TRACED_RANK} divides a dimension of {of}")
     _compare(plan, fit, answer["point"], answer["points"], name)
     return fit, int(answer["traces"])
 
