@@ -352,8 +352,9 @@ def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
     experts = plan.model.experts
     if plan.layout.ep == 1 and shards_of(plan) > experts:
         most = experts * plan.fsdp.replicas // plan.layout.cp
-        problem = f"must be at most {most} with pipeline stages of torchtitan's {titan.name} without expert parallelism: "
-        raise plan.wrong("layout.dp", problem + "experts that are cut across their rows are not modelled there")
+        where = f"with pipeline stages of torchtitan's {titan.name} without expert parallelism"
+        problem = f"must be at most {most} {where}: experts that are cut across their rows are not modelled there"
+        raise plan.wrong("layout.dp", problem)
 
 
 def _check_experts_here(plan: ResolvedPlan) -> None:
