@@ -24,7 +24,7 @@ from .gradients import fresh
 from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables
 from .tensor_parallel import tagged
-from .titan_moe import divided, fused_rms_norm, normalises, put, with_zeros
+from .titan_moe import divided, fused_rms_norm, normalises, of_best_groups, put, scored, top_k, with_zeros
 from .titan_moe import grouped as plain_grouped
 from .torchtitan import Policy
 from .work import Exchange, Operator, Stream
@@ -142,7 +142,7 @@ def varlen_attention(
     """
     (n, a, d), g, dtype = q.shape, k.shape[1], q.dtype
     shapes = (q.shape, k.shape, v.shape)
-    out = r.empty(q.shape, dtype, "attention")
+    out = r.empty((n, a, v.shape[-1]), dtype, "attention")
     logsumexp = r.empty((a, n), "fp32", "attention_logsumexp")
     state = r.empty((2,), "int64", "attention_rng_state")
 
@@ -155,7 +155,8 @@ def varlen_attention(
         del unused, zeros
         return [*made]
 
-    work = attention_work((shape.b, shape.s, a, d), g, shape.s * shape.context, dtype, causal=True)
+    width = v.shape[-1] if v.shape[-1] != d else 0
+    work = attention_work((shape.b, shape.s, a, d), g, shape.s * shape.context, dtype, causal=True, values=width)
     node = r.node((q, k, v), (q, k, v, out, logsumexp, state), backward, outputs=2, work=work)
     return Tensor(out.storage, out.shape, dtype, node, 0), Tensor(logsumexp.storage, (n, a), "fp32", node, 1)
 
@@ -199,16 +200,11 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, shared: S
 
 def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Tensor, Tensor, Tensor]:
     """``TokenChoiceTopKRouter.forward``, whose gate runs in fp32 (``torch.autocast``)."""
-    scores = ops.softmax(r, gate_of(r, x, spec, policy), "router_scores")
+    scores = scored(r, gate_of(r, x, spec, policy), spec)
     choice = ops.add_constant(r, scores, "scores_for_choice")
-    values: list[Tensor] = []
-
-    def chosen_of(r: Recorder) -> Tensor:
-        best, indices = selecting.top_k(r, choice, spec.expert_top_k, "chosen")
-        values.append(best)
-        return indices
-
-    chosen = policy.run(r, chosen_of)
+    if spec.router_groups:
+        choice = of_best_groups(r, choice, spec, policy)
+    _values, chosen = top_k(r, choice, spec.expert_top_k, "chosen", policy)
     top = selecting.gathered(r, scores, chosen, "top_scores")
     if normalises(spec):
         total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")

@@ -93,14 +93,29 @@ def scored(r: Recorder, logits: Tensor, spec: ModelSpec) -> Tensor:
     return ops.elementwise(r, "router_scores", (logits,), saves_output=True)
 
 
-def of_best_groups(r: Recorder, scores: Tensor, spec: ModelSpec) -> Tensor:
+def top_k(r: Recorder, x: Tensor, k: int, name: str, policy: Policy | None) -> tuple[Tensor, Tensor]:
+    """Values and indices, which selective recompute keeps under ``policy``."""
+    if policy is None:
+        return selecting.top_k(r, x, k, name)
+    values: list[Tensor] = []
+
+    def indices(r: Recorder) -> Tensor:
+        best, chosen = selecting.top_k(r, x, k, name)
+        values.append(best)
+        return chosen
+
+    chosen = policy.run(r, indices)
+    return values.pop(), chosen
+
+
+def of_best_groups(r: Recorder, scores: Tensor, spec: ModelSpec, policy: Policy | None = None) -> Tensor:
     """``_get_node_limited_routing_scores``: −∞ for experts outside the groups whose two best are the best."""
     n, every = scores.shape
     groups, size = spec.router_groups, every // spec.router_groups
     grouped = scores.view(n, groups, size)
-    two, _of_two = selecting.top_k(r, grouped, 2, "best_of_group")
+    two, _of_two = top_k(r, grouped, 2, "best_of_group", policy)
     best = selecting.sum_last(r, two, "group_scores").view(n, groups)
-    _best, chosen = selecting.top_k(r, best, spec.router_group_top_k, "chosen_groups")
+    _best, chosen = top_k(r, best, spec.router_group_top_k, "chosen_groups", policy)
     _of_two = chosen
     mask = r.empty((n, groups), "bool", "group_mask")
     masked = ops.elementwise(r, "scores_in_groups", (grouped,), (mask,))

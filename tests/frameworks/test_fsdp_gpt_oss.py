@@ -76,6 +76,7 @@ CASES = {
     "qwen3-shared": Case("none", SMALL, 8, ranks=4, newest=True),
     "qwen3-shared-op-chunked": Case("op", WIDE, 8, chunks=2, ranks=2, newest=True),
     "qwen3-shared-full": Case("full", WIDE, 8, ranks=4, newest=True),
+    "qwen3-shared-across": Case("op", SMALL, 16, ranks=4, newest=True),
     "context": Case("op", SMALL, chunks=2, context=True),
     "context-shared": Case("none", SMALL, 8, ranks=4, context=True),
     "context-across-full": Case("full", SMALL, 16, chunks=2, context=True),

@@ -101,9 +101,7 @@ def test_what_a_rank_has_of_a_sequence() -> None:
     assert tables == {(8192, 64)}
 
 
-@pytest.mark.parametrize(
-    "flags", [{"tp": "2"}, {"compile": "true"}, {"fsdp-newest": "false"}, {"model": "deepseek-v2-lite"}]
-)
+@pytest.mark.parametrize("flags", [{"tp": "2"}, {"compile": "true"}, {"fsdp-newest": "false"}])
 def test_context_parallelism_elsewhere_is_refused(flags: dict[str, str]) -> None:
     job = {**JOB, "model": "llama-3-8b", "layers": "2", "fsdp-newest": "true", "cp": "2", **flags}
     with pytest.raises(
@@ -130,7 +128,7 @@ def test_the_newest_does_not_run_here() -> None:
         job_of_plan(plan)
 
 
-@pytest.mark.parametrize("flags", [{"tp": "2"}, {"fp8": "rowwise"}, {"model": "deepseek-v2-lite"}])
+@pytest.mark.parametrize("flags", [{"tp": "2"}, {"fp8": "rowwise"}])
 def test_where_the_newest_has_no_recipe_it_is_the_older(flags: dict[str, str]) -> None:
     """Figures are those of the same plan without the field."""
     job = {**JOB, "model": "llama-3-8b", "layers": "2", "seq": "1024", "loss": "plain", **flags}

@@ -22,7 +22,9 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category
+from memplan.tape.program import fold_program
 
+from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
 from ..oracle import fsdp as oracle
 from ..oracle import titan_gpt_oss, titan_muse
 from ..oracle.titan_gpt_oss import expert_meshes
@@ -94,6 +96,25 @@ def test_every_event_with_experts(recompute: str, chunks: int, ranks: int) -> No
     build = titan_gpt_oss.builder(MIXED, sharding, [recompute] * MIXED.layers, chunks, ranks=ranks, decoder=Qwen35MoE)
     steps = oracle.traced(build, sharding, of=(lambda _: expert_meshes(8, ranks)) if shares else None)
     check_every_event(program, steps)
+
+
+@pytest.mark.slow
+def test_what_a_cuda_graph_captures() -> None:
+    """Every backward adds to gradients that are there, and what passes hold lies in pools of their own."""
+    plan = plan_of(SMALL, 4, 2)
+    plan = plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"cuda_graphs": True})})
+    model = torchtitan_model(plan, Options(accumulates_in_place=False), ActivationCheckpointing(), ends_apart=True)
+    program = fsdp.program(plan, model, Sharding(4))
+    sharding = oracle.Sharding(4)
+    build = titan_muse.builder(SMALL, sharding, ["op"] * SMALL.layers, 2, Qwen35)
+    steps = oracle.traced(build, sharding, keeps_gradients=True)
+    modules = [span.module for span in program.spans for _ in span.names]
+    forward = [event for module in modules for event in named(module, module.first.forward)]
+    backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
+    assert drops_sorted(sizes(forward)) == drops_sorted(sizes(steps.stretches[0]))
+    assert drops_sorted(sizes(without_scalars(backward))) == drops_sorted(sizes(without_grad_loss(steps.stretches[1])))
+    captured = sum(one.bytes for one in program.extra if one.category is Category.INPUTS) // 2
+    assert fold_program(program).static - captured == steps.before == steps.end
 
 
 def own(model: str = "qwen3.5-9b", **flags: str) -> ResolvedPlan:

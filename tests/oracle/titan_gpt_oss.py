@@ -511,6 +511,7 @@ def kept() -> set[Any]:
 
     every: Any = get_default_op_list()
     own = {aten.topk.default, aten.max.default, torch.ops.torch_attn._varlen_attn.default}
+    own |= {one.default for one in (getattr(torch.ops.memplan_tests, "latent_varlen", None),) if one is not None}
     return {one.default for one in every.compute_intensive_ops} | own
 
 
@@ -586,7 +587,7 @@ def builder(
         model = decoder(replace(sizes, s=parts * sizes.s))
         for block in model.layers.values() if context else ():
             block.attention.across = mesh.get_group()
-        for block in model.layers.values() if ranks > 1 else ():
+        for block in (one for one in model.layers.values() if ranks > 1 and hasattr(one, "moe")):
             block.moe.routed_experts.shared_among(sizes, together.get_group())
         model.skips_head = chunks > 0
         loss_of = compiled(titan_loss.cross_entropy) if compiles_loss else titan_loss.cross_entropy
@@ -600,14 +601,15 @@ def builder(
         across = sharding.shards > sizes.experts
         infos: list[Any] = [_get_mesh_info(one) for one in (mesh, of_experts) if ranks > 1]
         for block in model.layers.values():
-            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()}
+            mixed = hasattr(block, "moe")
+            experts = {id(one) for one in block.moe.routed_experts.inner_experts.parameters()} if mixed else set()
 
             def placed(one: nn.Parameter, of: set[int] = experts) -> Any:
                 if ranks == 1:
                     return Shard(1) if id(one) in of else None
                 return ShardPlacementResult(Shard(int(across and id(one) in of)), infos[id(one) in of])
 
-            fully_shard(block, **common, shard_placement_fn=placed if across or ranks > 1 else None)
+            fully_shard(block, **common, shard_placement_fn=placed if mixed and (across or ranks > 1) else None)
         fully_shard(model, **common)
         undivided(model, sharding)
         if ranks > 1:

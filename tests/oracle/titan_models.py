@@ -63,6 +63,10 @@ class Sizes:
     """Embedding and head share a weight."""
 
     @property
+    def n(self) -> int:
+        return self.b * self.s
+
+    @property
     def latent(self) -> bool:
         return self.kv_rank > 0
 

@@ -183,6 +183,148 @@ class Qwen3Moe(Decoder):
     block = Qwen3MoeBlock
 
 
+@torch.library.custom_op("memplan_tests::latent_varlen", mutates_args=())
+def latent_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``_varlen_attn`` of values of another width, for which PyTorch's fake kernel gives queries' width."""
+    raise NotImplementedError
+
+
+@latent_varlen.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    state = torch.empty(2, dtype=torch.int64)
+    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), state
+
+
+def _latent_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _latent_backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k, v, *_ = ctx.saved_tensors
+    return tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+
+
+latent_varlen.register_autograd(_latent_backward, setup_context=_latent_setup)
+
+
+class LatentAttention(nn.Module):
+    """``Attention`` of DeepSeek V3."""
+
+    across: Any = None
+
+    def __init__(self, sizes: Any) -> None:
+        super().__init__()
+        self.sizes, both = sizes, sizes.plain + sizes.turned
+        if sizes.q_rank:
+            self.wq_a = nn.Linear(sizes.hidden, sizes.q_rank, bias=False)
+            self.q_norm = Norm(sizes.q_rank)
+            self.wq_b = nn.Linear(sizes.q_rank, sizes.heads * both, bias=False)
+        else:
+            self.wq = nn.Linear(sizes.hidden, sizes.heads * both, bias=False)
+        self.wkv_a = nn.Linear(sizes.hidden, sizes.kv_rank + sizes.turned, bias=False)
+        self.kv_norm = Norm(sizes.kv_rank)
+        self.wkv_b = nn.Linear(sizes.kv_rank, sizes.heads * (sizes.plain + sizes.width), bias=False)
+        self.wo = nn.Linear(sizes.heads * sizes.width, sizes.hidden, bias=False)
+        self.rope = titan_muse.RoPE(replace(sizes, head_dim=sizes.turned))
+
+    def forward(self, x: torch.Tensor, masks: Metadata, positions: torch.Tensor) -> torch.Tensor:
+        sizes, n = self.sizes, x.shape[0]
+        if sizes.q_rank:
+            q = self.wq_a(x)
+            q = self.wq_b(self.q_norm(q))
+        else:
+            q = self.wq(x)
+        q = q.view(n, -1, sizes.plain + sizes.turned)
+        q_nope, q_pe = torch.split(q, [sizes.plain, sizes.turned], dim=-1)
+        kv = self.wkv_a(x)
+        kv, k_pe = torch.split(kv, [sizes.kv_rank, sizes.turned], dim=-1)
+        q_pe, k_pe = self.rope(q_pe, k_pe.unsqueeze(1), positions)
+        q = torch.cat([q_nope, q_pe], dim=-1)
+        kv = self.wkv_b(self.kv_norm(kv))
+        kv = kv.view(n, -1, sizes.plain + sizes.width)
+        k_nope, v = torch.split(kv, [sizes.plain, sizes.width], dim=-1)
+        k = torch.cat([k_nope, k_pe.expand(-1, k_nope.size(1), -1)], dim=-1)
+        output = self.inner_attention(q, k, v).contiguous()
+        output = output.view(n, -1)
+        return self.wo(output)  # type: ignore[no-any-return]
+
+    def inner_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.across is not None:
+            k, v = Gathered.apply(k, self.across), Gathered.apply(v, self.across)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = latent_varlen(q, k, v)[0]
+        return out
+
+
+class GroupRouter(Router):
+    """``TokenChoiceTopKRouter`` with either score, and with groups of experts."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sizes: Any = self.sizes
+        scores = functional.linear(*self.wide(x))
+        scores = torch.sigmoid(scores) if sizes.score == "sigmoid" else functional.softmax(scores, dim=-1)
+        choice = scores + bias
+        if sizes.groups:
+            choice = self.limited(choice)
+        _, chosen = torch.topk(choice, k=sizes.top_k, dim=-1, sorted=False)
+        top = scores.gather(dim=-1, index=chosen)
+        if sizes.normed:
+            total = top.sum(dim=-1, keepdim=True) + 1e-20
+            top = top / total
+        top = top * 1.0
+        return top, chosen, scores
+
+    def limited(self, choice: torch.Tensor) -> torch.Tensor:
+        sizes: Any = self.sizes
+        grouped = choice.unflatten(-1, (sizes.groups, sizes.experts // sizes.groups))
+        best, _ = grouped.topk(2, dim=-1)
+        of_group = best.sum(dim=-1)
+        _, groups = torch.topk(of_group, k=sizes.group_top_k, dim=-1, sorted=False)
+        # ``ones_like`` there, by which a trace knows the gradient of the loss
+        mask = torch.full_like(of_group, True, dtype=torch.bool)
+        mask.scatter_(-1, groups, False)
+        choice = grouped.masked_fill(mask.unsqueeze(-1), float("-inf")).flatten(-2)
+        return choice  # noqa: RET504 (a variable, as there)
+
+
+class SharedMoE(MoE):
+    def __init__(self, sizes: Any) -> None:
+        super().__init__(sizes)
+        self.router = GroupRouter(sizes)
+        self.shared_experts = feed_forward(sizes.hidden, sizes.shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        top, chosen, scores = self.router(x, self.expert_bias)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
+        counts = routing_map.sum(dim=0)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        out = self.routed_experts(x, top, chosen, counts)
+        shared = self.shared_experts(x)
+        out = out + shared
+        return out  # type: ignore[no-any-return]  # noqa: RET504 (a variable, as there)
+
+
+class DeepSeekBlock(nn.Module):
+    def __init__(self, sizes: Any, layer: int) -> None:
+        super().__init__()
+        self.attention = LatentAttention(sizes)
+        self.attention_norm = Norm(sizes.hidden)
+        self.ffn_norm = Norm(sizes.hidden)
+        if layer < sizes.dense:
+            self.feed_forward = feed_forward(sizes.hidden, sizes.ffn)
+        else:
+            self.moe = SharedMoE(sizes)
+
+    def forward(self, x: torch.Tensor, masks: Metadata, positions: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), masks, positions)
+        x = x + (self.moe(self.ffn_norm(x)) if hasattr(self, "moe") else self.feed_forward(self.ffn_norm(x)))
+        return x  # noqa: RET504 (a variable, as there)
+
+
+class DeepSeek(Decoder):
+    block = DeepSeekBlock
+
+
 def _prefetching(model: Any) -> None:
     """The end of ``apply_fsdp_to_decoder``, of a stage that may have no embedding, and no norm and head."""
     blocks = list(model.layers.values())

@@ -36,7 +36,7 @@ from . import chunked
 from .hooks import Explicit, Gradient, Role
 from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .passing import pass_through
-from .titan_experts import places, with_experts, with_groups
+from .titan_experts import groups_of, places, with_experts, with_groups
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
 from .units import Cut as CutOfExperts
 from .units import Sharding, Unit, shard, sharded_states, sharded_step
@@ -250,13 +250,13 @@ def units_with_experts(units: Sequence[Unit], made: Recipes, cut: Cut, pieces: C
     mixed = [made.shape.spec.has_experts(layer) for layer in range(cut.low, cut.high)]
     first, last = ("embedding",) * cut.first, ("ends",) * cut.last
     if made.titan.groups_experts:
-        inner = with_groups(blocks, pieces, first=first, last=last)
-        ahead, behind = (one.name for one in inner[:2]), (one.name for one in inner[:-3:-1])
+        inner = with_groups(blocks, mixed, pieces, first=first, last=last)
+        ahead, behind = (groups_of(inner, at) if inner else () for at in (0, -1))
     else:
         inner = with_experts(blocks, mixed, pieces, first=first, last=last)
-        ahead, behind = ((one.name for one in blocks[at]) for at in (slice(1), slice(-1, None)))
-    opening = [replace(one, next_forward=tuple(ahead)) for one in units if one.name == "embedding"]
-    closing = [replace(one, next_backward=tuple(behind)) for one in units if one.name == "ends"]
+        ahead, behind = (tuple(one.name for one in blocks[at]) for at in (slice(1), slice(-1, None)))
+    opening = [replace(one, next_forward=ahead) for one in units if one.name == "embedding"]
+    closing = [replace(one, next_backward=behind) for one in units if one.name == "ends"]
     return [*opening, *inner, *closing]
 
 

@@ -379,7 +379,25 @@ QWEN_3_MOE_NEWEST = replace(
     assumes=(VARLEN, ROWS),
 )
 
-NEWEST: Mapping[str, Titan] = {"llama": LLAMA_NEWEST, "qwen3": QWEN_3_NEWEST, "qwen3_moe": QWEN_3_MOE_NEWEST}
+DEEPSEEK_V3_NEWEST = replace(
+    DEEPSEEK_V3,
+    release="August 2026",
+    block=titan_newest.deepseek_block,
+    norm_of_parts=None,
+    buffers=_with_experts(_complex_tables_of_layers),
+    keeps_exchanged=False,
+    groups_experts=True,
+    shares_sequences=True,
+    given=_places,
+    assumes=(VARLEN, ROWS),
+)
+
+NEWEST: Mapping[str, Titan] = {
+    "llama": LLAMA_NEWEST,
+    "qwen3": QWEN_3_NEWEST,
+    "qwen3_moe": QWEN_3_MOE_NEWEST,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), DEEPSEEK_V3_NEWEST),
+}
 """The newest code, where it has a recipe of its own,"""
 
 MODELS: Mapping[str, Titan] = {
@@ -402,7 +420,7 @@ def newest(plan: Plan) -> bool:
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
     if not given.newest or plan.model.family not in NEWEST:
         return False
-    if plan.model.experts and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
+    if plan.model.experts and layout.ep == 1 and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
     plain = layout.tp == 1 and not given.compile and given.ends_apart
     return plain and precision.dtype == "bf16" and precision.fp8 is None

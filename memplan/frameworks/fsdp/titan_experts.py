@@ -104,23 +104,34 @@ def with_experts(
 
 def with_groups(
     blocks: Sequence[Unit],
+    mixed: Sequence[bool],
     cut: Cut,
     *,
     first: tuple[str, ...] = ("embedding",),
     last: tuple[str, ...] = ("ends",),
 ) -> list[Unit]:
-    """Units of blocks, each followed by the second group of its parameters, of experts, and what they gather ahead
-    (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second. ``first`` are units before
-    the blocks, ``last`` those behind them."""
-    names = [(one.name, f"{one.name}.experts") for one in blocks]
+    """Units of blocks, each followed by the second group of its parameters, of experts if it has some (``mixed``), and
+    what they gather ahead (``apply_fsdp_to_decoder``): in forward the first group first, in backward the second.
+    ``first`` are units before the blocks, ``last`` those behind them."""
+    names = [(one.name, f"{one.name}.experts") if has else (one.name,) for one, has in zip(blocks, mixed, strict=True)]
     after = [*names[1:], last]
     before = [first, *(one[::-1] for one in names[:-1])]
     result: list[Unit] = []
-    for block, (own, second), following, preceding in zip(blocks, names, after, before, strict=True):
+    for block, (own, *second), following, preceding in zip(blocks, names, after, before, strict=True):
+        if not second:
+            result.append(replace(block, next_forward=following, next_backward=preceding))
+            continue
         result.append(replace(block, next_backward=(own,)))  # the second group alone gathers ahead
-        experts = Unit(second, (), block.first, block.last, block.reshard, cut=cut, beside=True)
+        experts = Unit(second[0], (), block.first, block.last, block.reshard, cut=cut, beside=True)
         result.append(replace(experts, next_forward=following, next_backward=preceding))
     return result
+
+
+def groups_of(units: Sequence[Unit], at: int) -> tuple[str, ...]:
+    """Names of the groups of the first (0) or the last (-1) block among ``units``, as ``with_groups`` made them; of the
+    last one as they are gathered in backward."""
+    own = [one for one in units if (one.first, one.last) == (units[at].first, units[at].last)]
+    return tuple(one.name for one in (own if at == 0 else own[::-1]))
 
 
 def places(shape: LayerShape, titan: Titan, layers: range) -> tuple[Hold, ...]:

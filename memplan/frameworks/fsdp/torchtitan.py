@@ -33,7 +33,16 @@ from ..plain import programs as plain
 from . import chunked, float8
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, newest, titan_of, titan_of_plan
-from .titan_experts import crosswise, cut_of_experts, parts_of_experts, places, shards_of, with_experts, with_groups
+from .titan_experts import (
+    crosswise,
+    cut_of_experts,
+    groups_of,
+    parts_of_experts,
+    places,
+    shards_of,
+    with_experts,
+    with_groups,
+)
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -282,7 +291,7 @@ def _waited(embedding: Module) -> Tape:
     return (Drop(LEFT, held.bytes, held.category),)
 
 
-CONTEXT = "the newest layers alone are with it (of Llama and Qwen 3: --fsdp-newest, without tp and compiled layers)"
+CONTEXT = "the newest layers alone are with it (Llama, Qwen 3, DeepSeek V3: --fsdp-newest, without tp, compiled layers)"
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -352,8 +361,8 @@ def _check_staged_experts(plan: ResolvedPlan, titan: Titan) -> None:
     experts = plan.model.experts
     if plan.layout.ep == 1 and shards_of(plan) > experts:
         most = experts * plan.fsdp.replicas // plan.layout.cp
-        stages = f"pipeline stages of torchtitan's {titan.name} without expert parallelism"
-        problem = f"must be at most {most} with {stages}: experts that are cut across their rows are not modelled there"
+        where = f"with pipeline stages of torchtitan's {titan.name} without expert parallelism"
+        problem = f"must be at most {most} {where}: experts that are cut across their rows are not modelled there"
         raise plan.wrong("layout.dp", problem)
 
 
@@ -512,11 +521,12 @@ def _model(
     opening, closing = names[:1], names[-1:]
     if given.shared:
         assert given.experts is not None
+        mixed = [spec.has_experts(at) for at in every]
         if made.titan.groups_experts:
-            units = with_groups(units, given.experts)
-            opening, closing = (units[0].name, units[1].name), (units[-1].name, units[-2].name)
+            units = with_groups(units, mixed, given.experts)
+            opening, closing = groups_of(units, 0), groups_of(units, -1)
         else:
-            units = with_experts(units, [spec.has_experts(at) for at in every], given.experts)
+            units = with_experts(units, mixed, given.experts)
     if spec.tied_embeddings:
         units = [Unit(chunked.ENDS, (), 0, last + 2, False, False), *units]
     elif given.ends_apart:
