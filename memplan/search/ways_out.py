@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from ..device.measured import Measured, least_context
@@ -177,10 +178,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
 
 
 def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Tried]:
-    """The cheapest of what was ``found`` to fit, and of what fits with retries if it is of another kind; one of the
-    former among them where there is one."""
-    kinds = {one.kind for one in found}
-    others = {one.kind: one for one in reversed(retrying) if one.kind not in kinds}
+    """The cheapest of what was ``found`` to fit, and of what fits with retries: of that, changes of another kind that
+    are single ones or cheaper than some of ``found``. One of those is among them where there is one."""
+    kinds, dearest = {one.kind for one in found}, max((one.price for one in found), default=(inf,))
+    worth = [one for one in retrying if one.kind not in kinds and (len(one.proposed) == 1 or one.price < dearest)]
+    others = {one.kind: one for one in reversed(worth)}
     best = sorted((*found, *others.values()), key=lambda one: one.price)[:WAYS]
     if found and all(one.retries for one in best):
         best[-1] = min(found, key=lambda one: one.price)

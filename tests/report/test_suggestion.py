@@ -31,7 +31,7 @@ from memplan.report.suggestion_words import (
     time_unit,
 )
 from memplan.result import Failure, Judged, Verdict
-from memplan.search.answer import _with_more_room, suggest
+from memplan.search.answer import _roomiest_first, _with_more_room, suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
 from memplan.search.point import Extra
@@ -304,6 +304,92 @@ def test_most_room_is_that_of_the_device() -> None:
     assert _with_more_room(search, whole, [whole, other], 2.0) is other
     assert _with_more_room(search, whole, [whole, other], 1.8) is whole
     assert _with_more_room(search, whole, [whole, replace(other, device=11)], 2.0) is whole
+
+
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [
+        ((Verdict.FITS, 0, 0), "roomiest"),
+        ((Verdict.DOES_NOT_FIT, 0, 0), "second"),
+        ((Verdict.TIGHT, 0, 0), "second"),
+        ((Verdict.RETRIES, 1, 0), "second"),
+        ((Verdict.FITS, 0, 5), "second"),
+    ],
+)
+def test_a_stage_between_the_ends_rules_the_roomiest_out(inner: tuple[Verdict, int, int], expected: str) -> None:
+    """Layouts with most room are replayed at their fullest stage and their ends; of the one that is to be recommended
+    every stage is, and where one between them fails, needs a retry or takes more than the fastest layout does, the one
+    with the next most room is recommended."""
+    verdict, retries, more = inner
+    first = replace(answer("megatron").found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS))
+    named = {
+        name: replace(first, point=first.point._replace(mbs=mbs), device=device, seconds=seconds)
+        for name, mbs, device, seconds in (("fastest", 1, 10, 2.0), ("second", 2, 9, 2.01), ("roomiest", 4, 8, 2.02))
+    }
+    whole = {one.point.mbs: one for one in named.values()}
+    whole[4] = replace(named["roomiest"], device=8 + more, fullest_judged=Judged(verdict, retries))
+    search: Any = SimpleNamespace(
+        roomier=lambda fastest, within: [named["roomiest"], named["second"]],
+        replayed_fullest=lambda one: one,
+        estimated=lambda one, again=False: whole[one.point.mbs],
+    )
+    found = _roomiest_first(search, [named["fastest"]], 0.05)
+    assert found == [named[expected], named["fastest"]]
+
+
+def test_where_all_with_more_room_are_ruled_out_the_fastest_is_recommended() -> None:
+    first = replace(answer("megatron").found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS))
+    fastest, roomy = (
+        replace(first, point=first.point._replace(mbs=mbs), device=device) for mbs, device in ((1, 10), (2, 9))
+    )
+    too_large = replace(roomy, fullest_judged=Judged(Verdict.DOES_NOT_FIT))
+    search: Any = SimpleNamespace(
+        roomier=lambda fastest, within: [roomy],
+        replayed_fullest=lambda one: one,
+        estimated=lambda one, again=False: too_large,
+    )
+    assert _roomiest_first(search, [fastest], 0.05) == [fastest]
+
+
+def test_a_faster_layout_that_needs_retries_has_a_sentence() -> None:
+    """Llama 3 8B on 8 A100 with 7,800 tokens: its own estimate gives cached memory back twice in every iteration, and
+    what fits without that keeps everything on the CPU."""
+    job = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "a100-80gb", "gpus": "8", "gbs": "8", "mbs": "1"}
+    fixed = {"batch.mbs": 1, "recompute.mode": "none", "loss.kind": "plain"}
+    plan = read_plan(None, {**job, "seq": "7800", "headroom": "0"}).plan
+    found = suggest(plan, fixed)
+    assert [extra.label for extra in found.best[0].point.extras] == ["CPU offload"]
+    judged = estimate(plan).judged
+    assert (judged.verdict, judged.retries_in_iteration) == (Verdict.RETRIES, 2)
+    text = " ".join(printed(lambda console: print_suggestion(Answer(found), console), 120).split())
+    assert (
+        "without CPU offload is faster by 84 % and runs, but the allocator gives cached memory back 2 times in every "
+        "iteration, which no time counts: a layout that needs no retry is recommended before it." in text
+    )
+    assert "without CPU offload · fits with 2 retries an iteration" in text
+
+
+def test_why_a_layout_with_more_room_is_not_recommended() -> None:
+    """It keeps more off the GPU than the fastest layout does."""
+    found = answer("deepspeed").found
+    best = replace(found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS), device=10)
+    offload = Extra("optimizer on the CPU", (("deepspeed.offload_optimizer", "cpu"),), moves_states=True)
+    moved = replace(best, device=9, point=best.point._replace(extras=(offload,)))
+    sentence = "Of layouts as fast, those that keep more off the GPU than the fastest are not recommended.\n"
+
+    def text(device: int) -> str:
+        beside = Answer(replace(found, best=(best, replace(moved, device=device)), given=None))
+        return printed(lambda console: print_suggestion(beside, console), 120)
+
+    assert sentence in text(9)
+    assert sentence not in text(11)
+
+
+def test_flags_make_the_recommended_layout() -> None:
+    beside = replace(answer("megatron"), flags="--mbs 2 --headroom 2%")
+    text = printed(lambda console: print_suggestion(beside, console), 120)
+    assert "\nflags   --mbs 2 --headroom 2%\n" in text
+    assert suggestion_to_json(beside)["flags"] == "--mbs 2 --headroom 2%"
 
 
 def test_what_ends_the_retries_of_a_faster_layout_is_said() -> None:

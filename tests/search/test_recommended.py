@@ -14,6 +14,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.result import Verdict
 from memplan.search.answer import suggest
+from memplan.search.result import Found
 from memplan.search.time.hardware import SPEEDS
 
 FRAMEWORKS = ("fsdp", "deepspeed", "megatron", "ddp", "single", "megatron-deepspeed")
@@ -57,7 +58,49 @@ def recommended(seed: int) -> bool:
     alike = [one for one in found.best if one.point.keeps_numerics == best.point.keeps_numerics]
     fastest = min(one.seconds for one in alike if not one.judged.retries)
     assert best.seconds <= fastest * (1 + found.within)
+    check_most_room(found)
     return True
+
+
+def check_most_room(found: Found) -> None:
+    """Of all layouts that are shown, none that counts as equally fast and keeps as much on the GPU as the fastest needs
+    less than the recommended one."""
+    best = found.best[0]
+    alike = [one for one in found.best if one.point.keeps_numerics == best.point.keeps_numerics]
+    fastest = min((one for one in alike if not one.judged.retries), key=lambda one: one.seconds)
+    for one in alike:
+        if one.seconds <= fastest.seconds * (1 + found.within) and one.is_safe and not one.judged.retries:
+            moved = {path for extra in one.point.extras if extra.moves_states for path, _ in extra.fields}
+            kept = {path for extra in fastest.point.extras if extra.moves_states for path, _ in extra.fields}
+            assert moved - kept or one.needs >= best.needs, one.point
+
+
+def test_of_layouts_as_fast_that_offload_the_roomiest_is_recommended() -> None:
+    """Llama 3 70B under ZeRO-3 on 8 H100, with memory for nothing but offload: parameters and states on the CPU with
+    mbs 4 are 1 % faster than states alone with mbs 2, which needs 20 GiB less."""
+    job = {"model": "llama-3-70b", "framework": "deepspeed", "gpu": "h100", "gpus": "8", "gbs": "64", "seq": "4096"}
+    fixed = {"layout.zero": 3, "recompute.mode": "full", "loss.kind": "plain"}
+    plan = read_plan(None, {**job, "zero": "3", "recompute": "full"}).plan
+    found = suggest(plan, fixed)
+    best, *others = found.best
+    assert [extra.label for extra in best.point.extras] == ["optimizer on the CPU"]
+    (fastest,) = (one for one in others if one.seconds < best.seconds)
+    assert [extra.label for extra in fastest.point.extras] == ["optimizer and parameters on the CPU"]
+    assert fastest.seconds < best.seconds <= fastest.seconds * (1 + found.within)
+    assert estimate(best.plan).peak < estimate(fastest.plan).peak
+    check_most_room(found)
+
+
+def test_peaks_are_of_the_moment_that_needs_most() -> None:
+    """Evaluation of 64 sequences holds logits of all of them; each layout's own estimate says as much."""
+    job = {"model": "gpt2", "framework": "ddp", "gpu": "a100-40gb", "gpus": "2", "gbs": "16", "seq": "512"}
+    found = suggest(read_plan(None, {**job, "trainer": "transformers", "eval-mbs": "64"}).plan, {})
+    assert len(found.best) > 1
+    for one in found.best:
+        whole = estimate(one.plan)
+        moment, more = whole.worst
+        assert moment == "evaluation"
+        assert one.needs == whole.peak + more > whole.peak == one.reading
 
 
 def test_every_recommendation_leaves_the_reserve() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import pytest
@@ -140,6 +141,52 @@ def test_a_way_stands_behind_more_that_are_not_enough() -> None:
     assert estimate(changed(plan, dict(way.fields))).judged.verdict is Verdict.FITS
     alone = {path: value for path, value in way.fields if not path.startswith("recompute.")}
     assert estimate(changed(plan, alone)).judged.verdict is not Verdict.FITS
+
+
+def test_what_fits_with_retries_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 3 8B with 9,000 tokens on 8 A100 does not run. With Liger's loss it does, if the allocator gives cached
+    memory back at first; with expandable segments beside that, which cost nothing, it need not: own estimates of the
+    plan with the flags that are printed say the same."""
+    words = ["--model", "llama-3-8b", "--framework", "fsdp", "--gpu", "a100-80gb", "--gpus", "8", "--seq", "9000"]
+    assert main(["estimate", *words, "--mbs", "1", "--json"]) == 1
+    ways = {way["change"]: way for way in json.loads(capsys.readouterr().out)["ways_out"]}
+    assert ways.keys() == {"Liger's fused loss and expandable segments", "full recompute", "Liger's fused loss"}
+    assert [way["verdict"] for way in ways.values()] == ["fits", "fits", "fits-with-retries"]
+    for way in ways.values():
+        assert main(["estimate", *words, "--mbs", "1", *shlex.split(way["flags"]), "--json"]) == 0
+        after = json.loads(capsys.readouterr().out)
+        found = [after[key] for key in ("verdict", "retries_per_iteration", "peak_bytes")]
+        assert found == [way[key] for key in ("verdict", "retries_per_iteration", "peak_bytes")]
+    assert main(["estimate", *words, "--mbs", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "fits with retries at" in told
+    assert all(f"\n  {way['flags']}\n" in told for way in ways.values())
+
+
+def test_a_plan_that_needs_retries_has_no_way_that_does() -> None:
+    plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "seq": "7800"}).plan
+    whole = estimate(plan)
+    ways = ways_out(plan, whole, NOTHING)
+    assert whole.judged.verdict is Verdict.RETRIES
+    assert ways
+    assert not any(way.judged.retries for way in ways)
+
+
+def test_expandable_segments_are_a_way_out_where_the_cache_is_in_the_way() -> None:
+    """They make no tensor smaller and cost no time: what they gain is what the allocator keeps in pieces, and the plan
+    with them needs no retry."""
+    flags = {"mbs": "1", "gbs": "64", "loss": "liger", "headroom": "2%"}
+    plan = read_plan("llama-3-8b-8gpu", flags).plan
+    whole = estimate(plan)
+    assert whole.judged.verdict is Verdict.RETRIES
+    way, *_ = ways_out(plan, whole, NOTHING)
+    assert (way.what, way.slower, way.costs) == ("expandable segments", 0, "")
+    assert way.flags == "--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    after = estimate(read_plan("llama-3-8b-8gpu", {**flags, "env": way.flags.split()[1]}).plan)
+    assert after.judged.verdict is Verdict.FITS
+    assert after.judged == way.judged
+    assert after.stages[0].requested == whole.stages[0].requested
+    assert way.gained == whole.peak - after.peak
 
 
 def test_a_pipeline_over_nodes_whose_network_nobody_has_published_has_ways_out() -> None:
