@@ -64,7 +64,7 @@ class Point(NamedTuple):
 
     @property
     def keeps_numerics(self) -> bool:
-        return not self.extras or all([extra.keeps_numerics for extra in self.extras])
+        return all(extra.keeps_numerics for extra in self.extras)
 
     @property
     def order(self) -> tuple[object, ...]:
