@@ -242,31 +242,17 @@ class SegmentPool:
         """Take back what ``steps`` give back, if free blocks serve all of each of ``requests``, one after the other,
         wherever that makes larger ones of some; the units by which blocks exceed their requests more than before, or
         ``None`` where they may not serve.
-
-        What is free behind it begins and ends where no two free blocks meet.
         """
         free, edges = self.free, self.edges
-        for one in requests:
-            if not one.served(free):
-                return None
-        if not steps:
-            return 0
         codes = [blocks[step[0]] for step in steps]
-        starts = {code & ADDRESS for code in codes}
-        ends = {(code & ADDRESS) + (code >> SHIFT) for code in codes}
-        changing = {edges[edge] for edge in edges.keys() & (starts | ends)}
-        for one in requests if changing else ():
+        bounds = [code & ADDRESS for code in codes]
+        bounds += [(code & ADDRESS) + (code >> SHIFT) for code in codes]
+        changing = {edges[edge] for edge in bounds if edge in edges}
+        for one in requests:
             if not one.served(free, changing):
                 return None
-        for code in changing:
-            del free[bisect_left(free, code)]
-            address, end = code & ADDRESS, (code & ADDRESS) + (code >> SHIFT)
-            del edges[address], edges[end]
-            starts.add(address)
-            ends.add(end)
-        for address, end in zip(sorted(starts - ends), sorted(ends - starts), strict=True):
-            code = edges[address] = edges[end] = end - address << SHIFT | address
-            insort(free, code)
+        for code in codes:
+            self.give(code)
         return -sum([code >> SHIFT for code in codes]) - sum([step[1] for step in steps])
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
@@ -287,11 +273,11 @@ class SegmentPool:
                 index = bisect_left(free, least)
                 if picky:
                     index = self._pick(index, units)
-                if index < len(free):
+                try:
                     code = free.pop(index)
                     address = code & ADDRESS
                     del edges[address]
-                else:
+                except IndexError:
                     code = self._grow(units)
                     address, index = code & ADDRESS, len(free)
                     edges[address + (code >> SHIFT)] = code
@@ -333,15 +319,22 @@ class SegmentPool:
     def reuse(self, units: int) -> int:
         """``take`` from the free blocks alone (``get_free_block``); 0 where none will do."""
         free, edges = self.free, self.edges
-        index = bisect_left(free, units << SHIFT)
+        least = units << SHIFT
+        index = bisect_left(free, least)
         if self.picky:
             index = self._pick(index, units)
         if index == len(free):
             return 0
         code = free.pop(index)
-        address = code & ADDRESS
-        del edges[address], edges[address + (code >> SHIFT)]
-        return self._cut(code, units)
+        address, rest = code & ADDRESS, (code >> SHIFT) - units
+        behind = address + units
+        del edges[address]
+        if rest < self.least_rest or units >= self.split_below:
+            del edges[behind + rest]
+            return code
+        code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
+        insort(free, code, 0, index)
+        return least | address
 
     def grow(self, units: int, room: int) -> int:
         """``take`` from new memory alone, of which there are ``room`` units (``alloc_block``); 0 where that is too

@@ -10,7 +10,7 @@ on one serves no request on another. ``fully_shard`` gathers on one stream and k
 another, so its segments add up to more than the order of events alone would need.
 
 Stages with equal modules differ in how many forward passes they run before the first backward, and
-those passes are prefixes of one another: they are run once, and every stage branches off a copy.
+what they do until then are prefixes of one another: that is run once, and every stage branches off a copy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
 from ..tape.events import END_OF_GRADIENT, Bytes, Category, Drop, Event, Hold
-from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Program, Role, What, Whole, drop_all
+from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Order, Program, Role, What, Whole, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
@@ -54,6 +55,10 @@ class Replayed:
 
 WORTH_KNOWING = 64
 """Steps in a row that are worth remembering."""
+IN_VAIN = 8
+"""So often what they came to is remembered before it is known that they come to something else each time."""
+UNSEEN = 1 << SHIFT
+"""More units than there are: as a peak, what is never exceeded, where nobody asks for the peak."""
 SLACK = 1 << 12
 """Units below the peak from which on it is known exactly how much is held: what accumulates between passes that are
 equal otherwise, as losses do, is less."""
@@ -73,7 +78,7 @@ class _Ran(NamedTuple):
 class Rank:
     """One rank's memory while its events run. A tensor is known by its pool's code of its block."""
 
-    __slots__ = ("allocated", "by", "filled", "large", "most", "peak", "peak_at", "ran", "settings", "small")
+    __slots__ = ("allocated", "by", "filled", "in_vain", "large", "most", "peak", "peak_at", "ran", "settings", "small")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self.settings = settings
@@ -91,7 +96,9 @@ class Rank:
         self.peak = 0
         self.peak_at: Peak = (tuple(self.by), None, 0)
         self.ran: dict[Row, _Ran] = {}
-        """What steps in a row came to the last time."""
+        """What steps in a row came to the last time,"""
+        self.in_vain: dict[Row, int] = {}
+        """and how often in a row that was of no use."""
 
     def copy(self) -> Rank:
         twin = copy(self)
@@ -186,7 +193,7 @@ class Rank:
 
     def _serve(self, pool: SegmentPool, row: Row, frame: list[int], limit: int) -> tuple[int, int, int]:
         """``run_all`` of ``pool``, or what it came to the last time."""
-        if row.length < WORTH_KNOWING:
+        if row.length < WORTH_KNOWING or self.in_vain.get(row, 0) == IN_VAIN:
             return row.run(pool, frame, limit)
         given, staying = row.slots
         before = pool.free, pool.holes, pool.top, [frame[slot] for slot in given]
@@ -196,8 +203,10 @@ class Rank:
             pool.free, pool.edges = free.copy(), edges.copy()
             for slot, block in zip(staying, blocks, strict=True):
                 frame[slot] = block
+            self.in_vain[row] = 0
             more, most, place = known.came
         else:
+            self.in_vain[row] = self.in_vain.get(row, 0) + 1
             before, reserved = (pool.free.copy(), *before[1:]), pool.reserved
             more, most, place = came = row.run(pool, frame, limit - SLACK)
             if pool.reserved == reserved:
@@ -257,11 +266,13 @@ class _Chunk:
     ) -> tuple[Pass, list[int]]:
         """A pass, its next piece, or what hooks do besides, which is the first micro-batch's. ``amid`` is called behind
         the first product of matrices, or before the pass if none is known."""
-        at = 0 if amid is None or what in WHOLE else self.passes.product(what, role)
+        if what in WHOLE:
+            if amid is not None:
+                amid()
+            return self._run_piece(rank, WHOLE[what], microbatch, role)
+        at = 0 if amid is None else self.passes.product(what, role)
         if amid is not None and not at:
             amid()
-        if what in WHOLE:
-            return self._run_piece(rank, WHOLE[what], microbatch, role)
         events = self.passes.of(what, role)
         frame = self._opened(what, microbatch, events)
         if amid is not None and at:
@@ -445,7 +456,7 @@ class Run:
         twin.program, twin.rank = program, self.rank.copy()
         twin.chunks = [chunk.copy() for chunk in self.chunks]
         twin.static, twin.between, twin.untaken = self.static.copy(), self.between.copy(), self.untaken.copy()
-        twin.full, twin.taken = self.full.copy(), self.taken.copy()
+        twin.full, twin.taken, twin.begun = self.full.copy(), self.taken.copy(), self.begun.copy()
         return twin
 
     def keep(self, tape: Iterable[Event]) -> None:
@@ -466,6 +477,8 @@ class Run:
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
         rank = self.rank
+        if self.second_differs:
+            rank.peak = UNSEEN
         self.iterate(actions[done:])
         first_iteration = rank.most_reserved
         if self.second_differs:
@@ -518,15 +531,15 @@ class Run:
             elif what in ("begin_all", "end_all"):
                 (self.begin_all if what == "begin_all" else self.end_all)(chunk, tensor, number)
             else:
-                known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
+                size, category, stream = known = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
                 if tensor in numbered:
-                    block, known = self.handed, (*known[:2], self.stream)
+                    block, stream = self.handed, self.stream
                 else:
                     block = self.receive(tensor, chunk, number, known)
                 if what == "begin":
-                    between[tensor, chunk, number] = block, *known
+                    between[tensor, chunk, number] = block, size, category, stream
                 else:  # outputs are merged, and the result is dropped
-                    rank.drop(block, *known)
+                    rank.drop(block, size, category, stream)
 
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
         """The block of a tensor between passes that begins by itself."""
@@ -668,17 +681,16 @@ def replay(
 ) -> tuple[Replayed, ...]:
     """One result per program."""
     results: dict[int, Replayed] = {}
-    for group in _alike(programs):
+    for group in _alike(programs, settings):
         base = Run(group[0], Rank(settings), workspaces_of(group[0], workspaces))
         base.begin()
+        runs = [(program.order, list(program.order.shortened), program) for program in group]
+        runs.sort(key=lambda run: sum(1 for _ in takewhile(_is_early, run[1])))
         done = 0
-        for program in sorted(group, key=lambda program: program.order.in_flight):
-            actions, run = list(program.order.shortened), base
-            if len(group) > 1:
-                while actions[done].what == "forward":
-                    base.do(actions[done : done + 1])
-                    done += 1
-                run = base.copy(program)
+        for (_, actions, program), shared in zip(runs, _shared(runs), strict=True):
+            base.do(actions[done:shared])
+            done = shared
+            run = base if len(group) == 1 else base.copy(program)
             results[program.stage] = run.result(actions, done)
     return tuple(results[program.stage] for program in programs)
 
@@ -688,12 +700,39 @@ def workspaces_of(program: Program, workspaces: Sequence[Hold]) -> Sequence[Hold
     return workspaces if program.kept is None else ()
 
 
-def _alike(programs: Sequence[Program]) -> list[list[Program]]:
-    """Programs that differ in nothing but how many micro-batches are in flight. One whose passes exchange tensors is
-    alone."""
+def _alike(programs: Sequence[Program], settings: AllocatorSettings) -> list[list[Program]]:
+    """Programs that differ in nothing but their orders of passes."""
     groups: dict[tuple[object, ...], list[Program]] = {}
     for program in programs:
         modules = tuple([(id(span.module), len(span.names)) for span in program.spans])
-        alone = program.stage if program.order.exchanged.any else -1
-        groups.setdefault((modules, program.extra, program.step, program.late_step, alone), []).append(program)
+        chunks = [passes(chunk, settings) for chunk in program.order.chunks] if program.order.exchanged.any else ()
+        kept = program.kept
+        tapes = () if kept is None else (kept.construction, kept.states, kept.step, kept.carried, kept.pool)
+        made = program.before, program.building, program.states, program.made
+        key = (modules, *chunks, *tapes, *made, program.extra, program.step, program.late_step)
+        groups.setdefault(key, []).append(program)
     return list(groups.values())
+
+
+def _shared(runs: Sequence[tuple[Order, Sequence[Action], Program]]) -> list[int]:
+    """By run, how many first actions it does as all runs behind it do."""
+    found = [0]
+    for (order, actions, _), (other, theirs, _) in reversed([*pairwise(runs)]):
+        same = sum(1 for _ in takewhile(bool, map(partial(_is_same, order, other), actions, theirs)))
+        found.append(min(same, found[-1]) if len(found) > 1 else same)
+    return [*found[:0:-1], found[1] if len(found) > 1 else 0]
+
+
+def _is_early(action: Action) -> bool:
+    """It comes before the first backward pass, and leaves nothing half done."""
+    return action.what in ("forward", "begin", "end", "begin_all")
+
+
+def _is_same(order: Order, other: Order, action: Action, theirs: Action) -> bool:
+    """An early action comes to the same in both orders."""
+    chunk, tensor = action.chunk, action.tensor
+    return (
+        action == theirs
+        and _is_early(action)
+        and (tensor is None or order.begun(chunk, tensor) == other.begun(chunk, tensor))
+    )

@@ -325,6 +325,12 @@ class Group(NamedTuple):
     """With their cuts; where none is chosen yet, with bounds from below, of whatever cut."""
     is_cut: bool
 
+    @property
+    def ranks(self) -> set[tuple[bool, float]]:
+        """Of its candidates, which take the same time."""
+        kinds = {one.point.keeps_numerics: one for one in self.candidates}
+        return {one.rank for one in kinds.values()}
+
 
 Kept = tuple[int, tuple[Extra, ...]]
 """ZeRO stage, and what goes with it."""
@@ -386,7 +392,7 @@ class Candidates:
             alike = [[Point(*layout, zero, mbs, recompute, extras) for zero, extras in group] for group in groups]
             runs = refused == self.refused.total() and self.space.cut is None
             bounds = self._bounded(alike) if runs else None
-            if runs and not self._surely_could_fit(alike, bounds):
+            if bounds == [] or (runs and bounds is None and not self._surely_could_fit(alike)):
                 self._leave_out((len(sizes) - at) * many)
                 return
             if bounds is not None:
@@ -402,15 +408,18 @@ class Candidates:
                 return
 
     def _bounded(self, alike: Sequence[Sequence[Point]]) -> list[list[Candidate]] | None:
-        """Each of ``alike``, points that take the same time, with bounds of any cut; ``None`` where nobody chooses
-        cuts, or some cannot be laid out."""
+        """Each of ``alike``, points that take the same time, with bounds of any cut, none where all are too large;
+        ``None`` where nobody chooses cuts, or some cannot be laid out."""
         if not alike or not self.chooses_cut:
             return None
         clock, one = self.clock, alike[0][0]
         if not has_place(clock.first, clock.layers, (one.pp, one.vpp, clock.alone)):
             return None
         try:
-            floors = iter(self.needs.of_any_cut([*chain.from_iterable(alike)]))
+            sizes = self.needs.of_any_cut([*chain.from_iterable(alike)])
+            if min(sizes) > self.requestable:
+                return []
+            floors = iter(sizes)
             return [
                 [Candidate(seconds, floor, point, ()) for point, floor in zip(points, floors)]  # noqa: B905
                 for points, seconds in ((points, clock.least(points[0])) for points in alike)
@@ -471,10 +480,8 @@ class Candidates:
         self.refused[without_values(error)] += points
         self.considered -= points
 
-    def _surely_could_fit(self, alike: Sequence[Sequence[Point]], bounds: Sequence[Sequence[Candidate]] | None) -> bool:
+    def _surely_could_fit(self, alike: Sequence[Sequence[Point]]) -> bool:
         """``_could_fit``, or they are refused."""
-        if bounds is not None:
-            return any(one.floor <= self.requestable for group in bounds for one in group)
         try:
             return self._could_fit(list(chain.from_iterable(alike)))
         except PlanError:

@@ -76,9 +76,9 @@ class Search:
         self._ahead = [
             entry for group in self._groups if group.is_cut for entry in _entries(group.place, group.candidates)
         ]
-        uncut = [group for group in self._groups if not group.is_cut]
-        ranks = {(*one.rank, group.place): group for group in uncut for one in group.candidates}
-        self._ahead += [(*rank, group) for rank, group in ranks.items()]
+        self._ahead += [
+            (*rank, group.place, group) for group in self._groups if not group.is_cut for rank in group.ranks
+        ]
         self._ahead.sort()
 
     @property

@@ -105,3 +105,44 @@ def test_a_fused_loss_leaves_its_gradients_once(framework: str, gbs: str) -> Non
 
 
 LIGER = {"model": "gpt2", "layers": "4", "seq": "256", "mbs": "4", "loss": "liger"}
+
+
+PIPELINE = {
+    "model": "llama-3-8b",
+    "framework": "megatron",
+    "pp": "8",
+    "dp": "1",
+    "gbs": "16",
+    "seq": "1000",
+    "zero": "1",
+}
+PIPELINES = {
+    "one chunk": {},
+    "interleaved": {"vpp": "2"},
+    "late sends": {"vpp": "2", "overlap-p2p": "false"},
+    "taking turns": {
+        "model": "qwen3-30b-a3b",
+        "layers": "16",
+        "vpp": "2",
+        "dp": "2",
+        "ep": "2",
+        "moe-overlap-exchange": "true",
+    },
+    "torch": {
+        "framework": "fsdp",
+        "fsdp-code": "torchtitan",
+        "gbs": "64",
+        "pp": "4",
+        "vpp": "2",
+        "zero": "0",
+        "dp": "2",
+    },
+}
+
+
+@pytest.mark.parametrize("flags", PIPELINES.values(), ids=PIPELINES)
+def test_stages_whose_first_passes_are_run_once_are_as_each_alone(flags: dict[str, str]) -> None:
+    programs = programs_of(resolve(read_plan(None, {**PIPELINE, **flags}).plan), Options())
+    settings = AllocatorSettings()
+    together = replaying.replay(programs, settings, ())
+    assert together == tuple(replaying.replay((program,), settings, ())[0] for program in programs)
