@@ -19,7 +19,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from ..plan.releases import LOGITS_TO_KEEP, LOSS_FUNCTION
-from ..tape.events import INPUT, Category, Drop, Hold, Tape
+from ..tape.events import INPUT, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..values import dataclass
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
@@ -413,11 +413,28 @@ def metrics_of_pairs(r: Recorder, logits: Tensor, *, copies: bool) -> list[Tenso
 
 
 def hidden_ended(tape: Tape, behind: Sequence[str] = FIRST_OF_LOSS) -> Tape:
-    """``tape`` with the end of the head's input where the model has returned, if no operator has saved it: before the
-    first tensor that is called as one of ``behind``."""
+    """``tape`` with the hooks behind the model's forward where the model has returned, before the first tensor of
+    ``FIRST_OF_LOSS``; and with the end of the head's input, if no operator has saved it, before the first of
+    ``behind``."""
+    hooks = [event for event in tape if isinstance(event, Seam) and event.hook is Hook.AFTER_FORWARD]
     ended = [event for event in tape if isinstance(event, Drop) and event.tensor == INPUT]
-    if not ended:
+    return _before(_before(tape, hooks, FIRST_OF_LOSS), ended, behind)
+
+
+def hooked_behind_loss(tape: Tape) -> Tape:
+    """The head's backward ``tape`` with the hooks before the model's backward where its logits have their gradient."""
+    hooks = [event for event in tape if isinstance(event, Seam) and event.hook is Hook.BEFORE_BACKWARD]
+    return _before(tape, hooks, OF_PRODUCT)
+
+
+OF_PRODUCT = ("grad_logits_weight", "grad_logits_input")
+"""Backward of the product that makes logits begins with one of these."""
+
+
+def _before(tape: Tape, events: Sequence[Event], names: Sequence[str]) -> Tape:
+    """``tape`` with its own ``events`` before the first tensor that is called as one of ``names``, if there is one."""
+    rest = [event for event in tape if event not in events]
+    places = (place for place, one in enumerate(rest) if isinstance(one, Hold) and one.name in names)
+    if not events or (at := next(places, None)) is None:
         return tape
-    rest = [event for event in tape if event not in ended]
-    at = next(place for place, one in enumerate(rest) if isinstance(one, Hold) and one.name in behind)
-    return (*rest[:at], *ended, *rest[at:])
+    return (*rest[:at], *events, *rest[at:])

@@ -106,6 +106,15 @@ def as_on_cuda() -> tuple[Any, Any]:
     return utils, kernel
 
 
+def fused() -> Any:
+    """What puts trl's fused head into a model, which releases before 1.15 have not."""
+    import trl.trainer.utils as utils  # type: ignore[import-untyped]
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        return lambda *model, **named: None
+    return as_on_cuda()[0].add_fused_lm_head
+
+
 def head(case: dict[str, Any]) -> dict[str, Any]:
     """Signed bytes of the head's forward and backward on hidden states (b, s, h)."""
     utils, _ = as_on_cuda()

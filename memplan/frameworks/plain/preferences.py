@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from ...families import family
 from ...layers.fused_losses import WHOLE_LOGITS, HeadLoss
 from ...layers.module import Module, Parameter, hold_bytes
-from ...layers.whole_logits import hidden_ended
+from ...layers.whole_logits import hidden_ended, hooked_behind_loss
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
@@ -161,7 +161,8 @@ def of_reference(plan: ResolvedPlan, what: Returned) -> Returned:
 
 @lru_cache(maxsize=64)
 def _returning(head: Module, hidden_states: bool) -> Module:
-    return head.changed(partial(hidden_ended, behind=(LOSS,)) if hidden_states else hidden_ended)
+    ended = partial(hidden_ended, behind=(LOSS,)) if hidden_states else hidden_ended
+    return head.changed(ended, hooked_behind_loss)
 
 
 def with_reference(
