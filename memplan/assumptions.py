@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
+from .layers.whole_logits import GROUPS, PAIRS, form
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -163,13 +164,18 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
     """What a loss of whole logits holds; empty where there are tiles."""
     if plan.loop.loss_of != "whole-logits":
         return ""
-    kept = (
-        "and those of its reference, stay until metrics have been computed"
-        if plan.trainer.runs_reference
-        else "stay until their entropies have been computed"
-    )
+    how = form(PAIRS, release(plan, "trl")) if plan.trainer.kind.reduced == "rows" else None
+    kept = "stay until their entropies have been computed"
+    if how is None and not form(GROUPS, release(plan, "trl")).entropies:
+        kept = "end once log-probabilities are there"
+    elif how is not None and not how.measures:
+        kept = "stay until the loss is there" if how.stays else "end before the reference runs, or the loss begins"
+        kept += " (those of the reference before the loss)" * plan.trainer.runs_reference
+    elif plan.trainer.runs_reference:
+        kept = "and those of its reference, stay until metrics have been computed"
+    at_once = "at once" if how is not None and how.at_once else "sequence by sequence"
     return (
-        f"the loss is taken of all logits, sequence by sequence (from trl {shown(TRL_TILES)} on by tiles, which take "
+        f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take "
         f"far less); the model's logits, {kept}; every token is taken to belong to a completion"
     )
 
@@ -210,10 +216,15 @@ def _of_pairs_of_llama_factory(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's SFTTrainer."""
+    if not plan.loop.own_loss:
+        return (
+            f"SFTTrainer of trl {_trl(plan)}: the model's own loss, of all logits, which also its metrics are of "
+            f"(from trl {shown(TRL_TILES)} on of tiles, which take far less); no MoE auxiliary loss",
+        )
     return (
         f"SFTTrainer of trl {_trl(plan)}, loss_type nll: its fused head computes log-probabilities of labels in "
-        "tiles of 4,096 tokens and 32,768 words, and never logits (before trl 1.15 it held them: --trainer "
-        "transformers --versions trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
+        "tiles of 4,096 tokens and 32,768 words, and never logits (before trl 1.15 it held them: "
+        "--versions trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
     )
 
 

@@ -64,7 +64,7 @@ class HeadLoss:
     reduced: Literal["rows", "clipped", "tokens"] = "rows"
     """Of labels' log-probabilities: what becomes of them (``TrainingLoop.reduced``)."""
     trl: Version = ()
-    """Of whole logits: the release of trl."""
+    """Of whole logits, and of those that trl's SFTTrainer measures: its release."""
     accumulates: bool = False
     """Chunked: several micro-batches before a step. The gradient of the head's weight, which is born in the
     forward pass of the first one, is there already in all others."""
@@ -82,6 +82,17 @@ class HeadLoss:
     """Chunked: what multiplies, in place of ``ops.linear``."""
     around_head: Callable[[Recorder, Callable[[Recorder], Tensor]], Tensor] | None = None
     """Chunked: what the head does to its product."""
+
+    @property
+    def measured(self) -> Callable[[Recorder, Tensor], None] | None:
+        """What SFTTrainer computes of the logits that the model returns."""
+        return partial(whole_logits.measured, trl=self.trl) if self.kind == "plain" and self.trl else None
+
+    @property
+    def of_pairs(self) -> whole_logits.Pairs | None:
+        """How DPOTrainer takes it of whole logits."""
+        own = self.kind == WHOLE_LOGITS and self.reduced == "rows"
+        return whole_logits.form(whole_logits.PAIRS, self.trl) if own else None
 
     @property
     def converts_itself(self) -> bool:

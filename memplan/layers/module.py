@@ -296,7 +296,9 @@ class Run:
     """Displaces a tensor that an earlier micro-batch left (``STALE``), and stays until it is displaced."""
     loss: Tensor | None = None
     converted: list[Tensor] = field(default_factory=list)
-    """Like ``until_end``, and cast to fp32 first, once autocast has ended."""
+    """Like ``until_end``, and cast to fp32 first, once autocast has ended,"""
+    measured: Callable[[Recorder, Tensor], None] | None = None
+    """behind which a training loop computes this of the first of them, without a graph."""
 
 
 Recipe = Callable[[Recorder, Tensor], Run]
@@ -528,10 +530,15 @@ def _tapes(
 
 def _convert(recorder: Recorder, run: Run) -> None:
     """Outputs in 16 bits get an fp32 copy, and both end."""
-    narrow = [x.shape for x in run.converted if x.dtype != "fp32"]
-    copies = [recorder.empty(shape, "fp32", "logits_converted", Category.LOGITS) for shape in narrow]
+    narrow = [x for x in run.converted if x.dtype != "fp32"]
+    copies = [recorder.empty(x.shape, "fp32", "logits_converted", Category.LOGITS) for x in narrow]
+    last = copies[:1] or run.converted[:1]
+    narrow.clear()
     run.converted.clear()
-    del copies
+    if run.measured is not None:
+        run.measured(recorder, last[0])
+    last.clear()
+    copies.clear()
 
 
 def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: Recorder, options: Options) -> Tape:

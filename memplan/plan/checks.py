@@ -369,7 +369,7 @@ def check_sections(plan: ResolvedPlan) -> None:
         raise plan.wrong(
             "versions.trl",
             f"must be {shown(TRL_TILES)} or later with trainer.loop {loop} under {plan.framework}: earlier losses, of "
-            "all logits, are modelled in single and ddp",
+            "all logits, are modelled in single, ddp and fsdp",
         )
     for name in framework_sections():
         for field, value in getattr(plan, name).changed_here():

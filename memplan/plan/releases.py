@@ -41,11 +41,12 @@ LIBRARIES: Mapping[str, Library] = {
     ),
     "peft": Library((0, 12), (0, 21)),
     "trl": Library(
-        (0, 11),
-        (1, 9),
+        (0, 10),
+        (1, 14),
         (
-            ((0, 11), {"transformers": (4, 40)}),
+            ((0, 10), {"transformers": (4, 40)}),
             ((0, 12), {"transformers": (4, 46), "accelerate": (0, 34)}),
+            ((0, 18), {"transformers": (4, 50), "accelerate": (0, 34)}),
             ((0, 19), {"transformers": (4, 51), "accelerate": (1, 4)}),
             ((0, 20), {"transformers": (4, 53, 2), "accelerate": (1, 4)}),
             ((0, 21), {"transformers": (4, 55), "accelerate": (1, 4)}),
@@ -69,6 +70,9 @@ them and returns them in fp32 (``models/llama/modeling_llama.py``, ``LlamaForCau
 
 PADDED_LABELS: Version = (4, 49)
 """Labels are padded and shifted; before, logits are, in a contiguous copy (``ForCausalLMLoss``)."""
+
+LOGITS_TO_KEEP: Version = (4, 49)
+"""``forward`` has the argument of this name; before, it is ``num_logits_to_keep``, which trl calls it no longer."""
 
 ATTENTION_FUNCTIONS: Version = (4, 48)
 """Models share attention functions: each projection is seen as heads at once, and ``integrations/sdpa_attention.py``

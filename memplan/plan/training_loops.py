@@ -67,10 +67,11 @@ class TrainingLoop:
         return self.own_loss and self.of_trl
 
     def released(self, trl: Version | None) -> TrainingLoop:
-        """This loop in a release of trl: before 1.15 log-probabilities are made of all logits."""
+        """This loop in a release of trl: before 1.15 log-probabilities are made of all logits, but that SFTTrainer has
+        the model's own loss."""
         if trl is None or trl >= TRL_TILES or self.loss_of != "log-probabilities":
             return self
-        return replace(self, loss_of="whole-logits")
+        return replace(self, loss_of="model" if self.reduced == "tokens" else "whole-logits")
 
     def of_labels(self) -> TrainingLoop:
         """This loop around a model for sequence classification, whose collator makes one label of a sequence."""
@@ -78,8 +79,11 @@ class TrainingLoop:
 
 
 OF_TILES: Releases = (TRL_TILES, TRL_NEWEST)
-OF_WHOLE_LOGITS: Releases = ((1, 0), (1, 13))
-"""Releases whose DPOTrainer and GRPOTrainer hold all logits; 1.14 has Triton kernels of its own for their loss."""
+OF_WHOLE_LOGITS: Releases = ((0, 10), (1, 13))
+"""Releases whose DPOTrainer holds all logits, and GRPOTrainer from 0.15 on; 1.14 has Triton kernels of its own for
+their loss."""
+OF_THE_MODEL: Releases = ((0, 10), (1, 14))
+"""Releases whose SFTTrainer has the model's own loss."""
 
 NONE = TrainingLoop("none")
 TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
@@ -89,6 +93,7 @@ SFT = TrainingLoop(
     beside=("entropy", "is_top1"),
     reduced="tokens",
     masks=("attention_mask",),
+    follows=(OF_THE_MODEL, OF_TILES),
     evaluates=True,
 )
 DPO = TrainingLoop(
@@ -121,7 +126,7 @@ GRPO = TrainingLoop(
     beside=("entropy",),
     reduced="clipped",
     reference="between-steps",
-    follows=(OF_WHOLE_LOGITS, OF_TILES),
+    follows=(((0, 15), OF_WHOLE_LOGITS[1]), OF_TILES),
     fields=("completion_length", "generation_memory", "keeps_reference"),
     needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
     untimed="generation and any forward pass of a reference",
@@ -133,7 +138,7 @@ REWARD = TrainingLoop(
     drops_out=False,
     inputs=("input_ids",),
     masks=("attention_mask",),
-    follows=(((1, 0), TRL_NEWEST),),
+    follows=(((0, 24), TRL_NEWEST),),
     evaluates=True,
 )
 

@@ -35,6 +35,7 @@ OF_LLAMA_FACTORY: list[dict[str, Any]] = json.loads(
 ALONE_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_alone_steps.json").read_text())
 FLAT_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_flat_steps.json").read_text())
 SHARDED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_fsdp_steps.json").read_text())
+WHOLE_FSDP_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_whole_fsdp_steps.json").read_text())
 RANKS = 4
 MIXED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_expert_steps.json").read_text())
 AVERAGED_STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_sft_steps.json").read_text())
@@ -306,6 +307,28 @@ def test_step_of_trls_trainer_under_fully_shard(step: dict[str, Any], tmp_path: 
     assert (forward, backward) == pytest.approx((step["forward"], step["backward"]), rel=3e-4)
 
 
+@pytest.mark.parametrize(
+    "step", WHOLE_FSDP_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
+)
+def test_step_before_tiles_under_fsdp(step: dict[str, Any], tmp_path: Path) -> None:
+    """Under FSDP2, and flat under FSDP1: hooks run where the model has returned, before there is a loss, and behind the
+    loss's backward. A mode that sees operators adds gradients to new tensors."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "mbs": PAIRS, "seq": LENGTH, "attention": "eager"}
+    flags |= {"framework": "fsdp", "gpus": RANKS, "dtype": "bf16", "versions": "trl=1.13.0"}
+    stored = "fp32" if step.get("mixed") else "bf16"
+    if step.get("flat"):
+        flags |= {"fsdp_version": 1}
+    else:
+        flags |= {"fsdp_reduce": "bf16", "fsdp_parameters": stored}
+        flags |= {"reshard_root": "true"} if step["reshard"] else {"reshard_after_forward": "false"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": stored} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    (program,) = programs_of(plan(**flags), Options(accumulates_in_place=False))
+    assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-4)
+
+
 @pytest.mark.parametrize("step", FLAT_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True))
 def test_step_of_trls_trainer_under_fsdp1(step: dict[str, Any], tmp_path: Path) -> None:
     """A second model's root stays gathered; what is held before differs from that without one by its shards and this
@@ -431,10 +454,11 @@ def test_batches_are_of_pairs() -> None:
         ({"model": "bert-large"}, "no head for causal"),
         ({"model": "mixtral-8x7b"}, "with experts"),
         ({"loss": "liger"}, "must be plain"),
-        ({"versions": "trl=0.20.0"}, r"must be 1\.0 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl's dpo"),
-        ({"versions": "trl=1.14.0", **GROUPED}, r"must be 1\.0 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
-        ({"versions": "trl=1.9.0", "trainer": "sft"}, r"must be 1\.15 to 1\.16: the releases .* of trl's sft"),
-        ({"versions": "trl=1.9.0", "framework": "fsdp", "gpus": 2}, r"must be 1\.15 or later .* under fsdp"),
+        (
+            {"versions": "trl=1.14.0"},
+            r"must be 0\.10 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl's dpo",
+        ),
+        ({"versions": "trl=1.14.0", **GROUPED}, r"must be 0\.15 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
         ({"versions": "trl=1.9.0", "framework": "deepspeed", "gpus": 2}, r"must be 1\.15 or later .* under deepspeed"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
         ({**GROUPED, "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),

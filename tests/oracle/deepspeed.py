@@ -461,7 +461,7 @@ def trl_loss(case: Case, model: Any, own: Any, ids: Any) -> tuple[Any, list[Any]
 
     from . import trl_step
 
-    utils, _ = trl_step.as_on_cuda()
+    add_head = trl_step.fused()
     models: Any = import_module("trl.models.utils")
     config = configuration(case)
     alive = transformers.integrations.HfDeepSpeedConfig(config)
@@ -469,14 +469,14 @@ def trl_loss(case: Case, model: Any, own: Any, ids: Any) -> tuple[Any, list[Any]
     ones = torch.ones_like(ids)
     reference = None
     if case.trainer == "grpo":
-        utils.add_fused_lm_head(own, outputs=("log_probs", "entropy"))
+        add_head(own, outputs=("log_probs", "entropy"))
         loss, inputs = trl_step.grouped(model, *ids.shape, COMPLETION)
         return lambda engine, alive=alive: loss(engine, inputs), [*inputs.values()]
     if not case.lora:
         reference = type(own)(own.config).to(own.dtype).eval()
-        utils.add_fused_lm_head(reference)
+        add_head(reference)
         reference = models.prepare_deepspeed(reference, SimpleNamespace(state=state))
-    utils.add_fused_lm_head(own, outputs=tuple(trl_step.OUTPUTS))
+    add_head(own, outputs=tuple(trl_step.OUTPUTS))
     loss = trl_step.paired(model, reference, precomputed=False)
     inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones.clone()}
     return lambda engine, alive=alive: loss(engine, inputs), [*inputs.values()]

@@ -3,7 +3,7 @@ tensors of the CPU, rank 0 of several whose collectives do nothing: written to J
 
 The policy is sharded as Accelerate shards it, layer by layer; a second model as trl shards it (``models/utils.py``,
 ``prepare_fsdp``): one unit of ``fully_shard``, or wrapped as the policy by FSDP1. Run with trl 1.16 (and datasets)
-importable: ``python -m tests.oracle.trl_fsdp``.
+importable, or with 1.13 for its loss of whole logits: ``python -m tests.oracle.trl_fsdp``.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from .fsdp import ResizedFollow, Sharding, fake_ranks, mesh_of, resizing
 from .tracer import Trace
-from .trl_step import LENGTH, LLAMA, OUTPUTS, PAIRS, SAMPLES, as_on_cuda, averaged, paired, policy, scored, scorer
+from .trl_step import LENGTH, LLAMA, OUTPUTS, PAIRS, SAMPLES, averaged, fused, paired, policy, scored, scorer
 from .tuned_step import blocks
 
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_steps.json"
 ALONE_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_fsdp_alone_steps.json"
 FLAT_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_flat_steps.json"
+WHOLE_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_whole_fsdp_steps.json"
 RANKS = 4
 
 
 def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, reshard: bool) -> dict[str, Any]:
     """Bytes before the second iteration, and how much more its forward with the loss and its backward hold at most."""
-    utils, _ = as_on_cuda()
+    add_head = fused()
     stored = torch.float32 if mixed else torch.bfloat16
     sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
     model, base = policy(adapters=adapters, recompute=recompute)
     reference: Any = None
     if not adapters and not precomputed:
         reference = transformers.AutoModelForCausalLM.from_config(base.config, dtype=stored).eval()
-        utils.add_fused_lm_head(reference)
-    utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+        add_head(reference)
+    add_head(base, outputs=tuple(OUTPUTS))
     model.to(stored)
     with fake_ranks(RANKS):
         mesh = mesh_of(sharding)
@@ -82,13 +83,13 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, res
 
 def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
     """The same of ``SFTTrainer`` and ``RewardTrainer``, which have no reference, in 16 bits."""
-    utils, _ = as_on_cuda()
+    add_head = fused()
     if loop == "reward":
         model = scorer(LLAMA, "bfloat16", adapters=adapters, recompute=recompute)
         base = model.get_base_model() if adapters else model
     else:
         model, base = policy(adapters=adapters, recompute=recompute)
-        utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+        add_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model.to(torch.bfloat16)
     sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
     with fake_ranks(RANKS):
@@ -139,15 +140,15 @@ def resizing_flat(follow: ResizedFollow) -> Iterator[None]:
 
 def flat_step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str, Any]:
     """The same under FSDP1, in 16 bits, of a policy that is trained whole, and of a second model, whose root stays."""
-    utils, _ = as_on_cuda()
+    add_head = fused()
     model, base = policy(adapters=adapters, recompute=recompute)
     model.to(torch.bfloat16)
     models = [model]
     if not adapters and not precomputed:
         reference: Any = transformers.AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16).eval()
-        utils.add_fused_lm_head(reference)
+        add_head(reference)
         models.append(reference)
-    utils.add_fused_lm_head(base, outputs=tuple(OUTPUTS))
+    add_head(base, outputs=tuple(OUTPUTS))
     wraps = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(blocks(base)[0])})
     if adapters:
         from peft.utils.other import fsdp_auto_wrap_policy
@@ -196,8 +197,29 @@ def flat_step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict[str
     return how | {"before": before, "forward": most[0], "backward": most[1]}
 
 
+def of_whole_logits() -> None:
+    """Of a release before 1.15, 1.13."""
+    how = {"mixed": False, "reshard": True}
+    steps = [
+        step(adapters=True, precomputed=False, recompute=True, **(how | {"mixed": True})),
+        step(adapters=False, precomputed=False, recompute=False, **how),
+        step(adapters=False, precomputed=True, recompute=False, **(how | {"reshard": False})),
+        step(adapters=False, precomputed=False, recompute=True, **(how | {"mixed": True})),
+    ]
+    steps += [
+        {"flat": True, **flat_step(adapters=a, precomputed=p, recompute=r)}
+        for a, p, r in ((False, False, False), (False, True, True), (True, False, True))
+    ]
+    WHOLE_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
+
+
 def main() -> None:
+    import trl.trainer.utils as utils
+
     both = (False, True)
+    if not hasattr(utils, "add_fused_lm_head"):
+        of_whole_logits()
+        return
     steps = [
         step(adapters=a, precomputed=p, recompute=r, mixed=r, reshard=s)
         for a in both

@@ -43,6 +43,8 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 40_000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 PAIRS, LENGTH, RANK = 2, 96, 8
+DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
+"""What ``from_config`` calls it."""
 EVALUATED = 3
 """Times as many pairs as a step of training has."""
 SAMPLES, COMPLETION = 4, 72
@@ -104,6 +106,15 @@ def as_on_cuda() -> tuple[Any, Any]:
     return utils, kernel
 
 
+def fused() -> Any:
+    """What puts trl's fused head into a model, which releases before 1.15 have not."""
+    import trl.trainer.utils as utils  # type: ignore[import-untyped]
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        return lambda *model, **named: None
+    return as_on_cuda()[0].add_fused_lm_head
+
+
 def head(case: dict[str, Any]) -> dict[str, Any]:
     """Signed bytes of the head's forward and backward on hidden states (b, s, h)."""
     utils, _ = as_on_cuda()
@@ -144,11 +155,14 @@ def head(case: dict[str, Any]) -> dict[str, Any]:
     return {"case": case, "forward": forward, "backward": backward}
 
 
-def policy(*, adapters: bool, recompute: bool, given: dict[str, Any] = LLAMA) -> tuple[Any, Any]:
+def policy(
+    *, adapters: bool, recompute: bool, given: dict[str, Any] = LLAMA, attention: str = "eager"
+) -> tuple[Any, Any]:
     """The model, with adapters around it if asked for, and the model inside."""
     sizes = {name: value for name, value in given.items() if name != "model_type"}
-    config = transformers.AutoConfig.for_model(given["model_type"], **sizes, attn_implementation="eager")
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    config = transformers.AutoConfig.for_model(given["model_type"], **sizes, attn_implementation=attention)
+    named: dict[str, Any] = {DTYPE: torch.bfloat16}
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, **named).train()
     base = model
     if recompute:
         model.gradient_checkpointing_enable()

@@ -87,7 +87,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     open_still = dialect is None and not (found.script or by_folder or "trainer" in asked.names)
     by_key = named_by_keys(written) if open_still else ""
     loop = loop_of(starts or by_folder or (by_key and "sft"), written, asked)
-    written = loop.with_defaults(written)
+    written = loop.with_defaults(written, asked)
     _refuse(written)
     written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)

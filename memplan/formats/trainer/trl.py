@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
-from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed
+from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown
 from ...plan.saved_dtype import SAVED
 from ...values import dataclass
 from ..launch import Asked
@@ -37,18 +37,32 @@ class Loop:
     without_effect: frozenset[str] = frozenset()
     """Keys that change no memory, beside those of ``TrainingArguments``."""
     defaults: Mapping[str, bool | int] = field(default_factory=dict)
-    """Where they are others than those of ``TrainingArguments``."""
+    """Where they are others than those of ``TrainingArguments``,"""
+    earlier: Mapping[str, tuple[Version, bool | float | None]] = field(default_factory=dict)
+    """and before which release of trl they are others than these, or none."""
+    counts_before: Mapping[str, tuple[Version, str]] = field(default_factory=dict)
+    """Keys that change memory before a release, which is not modelled, and what they do there."""
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
 
-    def with_defaults(self, written: Node) -> Node:
+    def with_defaults(self, written: Node, asked: Asked) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
+        for key, (first, does) in self.counts_before.items():
+            node = written.mapping.get(key)
+            if node is not None and node.value not in (None, False) and _is_before(first, "trl", asked):
+                raise node.wrong(key, f"must be left out before trl {shown(first)}, where it {does}: not modelled")
         given = {key: node for key, node in written.mapping.items() if key not in self.without_effect}
         known = {key for key, node in given.items() if node.value is not None}
         known |= {"gradient_checkpointing"} if "activation_checkpointing" in known else set()
         known |= {"bf16"} if "fp16" in known and given["fp16"].value else set()
-        unsaid = {key: Node(value, written.origin) for key, value in self.defaults.items() if key not in known}
+        defaults: dict[str, bool | float | None] = {**self.defaults}
+        defaults |= {key: value for key, (first, value) in self.earlier.items() if _is_before(first, "trl", asked)}
+        unsaid = {
+            key: Node(value, written.origin)
+            for key, value in defaults.items()
+            if key not in known and value is not None
+        }
         return Node({**unsaid, **given}, written.origin)
 
 
@@ -95,7 +109,7 @@ def _reward_model(reader: Reader) -> None:
 def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
-    if (node := arguments.on("use_liger_kernel")) is not None:
+    if (node := arguments.on("use_liger_kernel", "use_liger_loss")) is not None:
         raise node.wrong(
             "use_liger_kernel",
             "must be false: Liger's losses of pairs and groups are not modelled; trl's own head makes no logits",
@@ -135,13 +149,27 @@ HEAD_FROZEN = (
     "scores stay random products"
 )
 
-_NO_LIGER = Row("use_liger_kernel", "", read=_no_liger)
+
+def _no_last_logits(reader: Reader) -> None:
+    """``DPOTrainer`` of 0.13 to 0.28 then asks for logits from the first completion on alone."""
+    for key in ("use_logits_to_keep", "use_num_logits_to_keep"):
+        if (node := reader.settings.on(key)) is not None:
+            raise node.wrong(key, "must be false: logits of completions alone are not modelled in DPO")
+
+
+_NO_LIGER = Row("use_liger_kernel", "", older=("use_liger_loss",), read=_no_liger)
+_ALL_LOGITS = Row("use_logits_to_keep", "", older=("use_num_logits_to_keep",), read=_no_last_logits)
 
 # -- the loops -------------------------------------------------------------------------------------------
 
 _DATA = "router_aux_loss_coef "
 _OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": True}
 """``_BaseConfig``: bf16 unless fp16 is asked for."""
+_EARLIER: Mapping[str, tuple[Version, bool | float | None]] = {
+    "gradient_checkpointing": ((0, 22), None),
+    "bf16": ((0, 19), None),
+}
+"""Before these releases trl has the defaults of ``TrainingArguments``."""
 
 
 def _saved_classifier(reader: Reader) -> None:
@@ -169,6 +197,7 @@ _BEFORE_TILES = Loop(
         ).split()
     ),
     defaults={**_OF_ALL, "max_length": 1024},
+    earlier=_EARLIER,
     rows=EVALUATION,
     own_loss=False,
 )
@@ -180,6 +209,7 @@ _SFT = Loop(
     alone=("packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss"),
     without_effect=_BEFORE_TILES.without_effect,
     defaults=_BEFORE_TILES.defaults,
+    earlier=_EARLIER,
     rows=(
         Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
         Row("loss_type", "", read=_negative_likelihood),
@@ -203,8 +233,14 @@ _DPO = Loop(
         ).split()
     ),
     defaults={**_OF_ALL, "max_length": 1024},
+    earlier={**_EARLIER, "max_length": ((0, 14), 512)},
+    counts_before={
+        "rpo_alpha": ((0, 29), "adds a cross entropy of the chosen sequences"),
+        "use_weighting": ((0, 29), "takes all log-probabilities once more"),
+    },
     rows=(
         _NO_LIGER,
+        _ALL_LOGITS,
         Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
         *EVALUATION_OF_LOSS,
     ),
@@ -235,6 +271,7 @@ _GRPO = Loop(
         ).split()
     ),
     defaults={**_OF_ALL, "max_completion_length": 256},
+    earlier={**_EARLIER, "beta": ((0, 19), 0.04), "max_prompt_length": ((0, 26), 512)},
     rows=(
         _NO_LIGER,
         Row("max_completion_length", "trainer.completion_length"),
@@ -255,6 +292,7 @@ _REWARD = Loop(
         (_DATA + "pad_token pad_to_multiple_of center_rewards_coefficient disable_dropout").split()
     ),
     defaults={**_OF_ALL, "max_length": 1024},
+    earlier=_EARLIER,
     rows=(
         Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
         Row("lora_task_type", "lora.modules_to_save", read=_saved_head),

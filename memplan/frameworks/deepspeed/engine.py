@@ -34,7 +34,8 @@ from ...values import dataclass, replace
 from ..plain import hooked, preferences, trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
-from ..plain.programs import head_loss, keeps_embedded, layer_shape
+from ..plain.programs import EMBEDDED, head_loss, keeps_embedded, layer_shape
+from ..plain.returned import NOTHING, Returned, kept
 from ..plain.tuned import frozen_layer, shared_table, stored, tuning_of
 from . import states as zero_states
 from . import step as zero_step
@@ -157,7 +158,9 @@ def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int |
     numbers = _candidates(setting, shape, plan.model.layers) if rank is None else [rank]
     ranks = {number: _rank(setting, shape, plan.model.layers, options, number) for number in numbers}
     keeps = keeps_embedded(shape)
-    made = {number: program_of(one, setting, beside, own, keeps) for number, one in ranks.items()}
+    what = preferences.returned(plan, setting.loss)
+    of_own = preferences.of_reference(plan, what)
+    made = {number: program_of(one, setting, beside, own, keeps, what, of_own) for number, one in ranks.items()}
     return {number: replace(one, initialisation=building) for number, one in made.items()}
 
 
@@ -175,8 +178,9 @@ def _reference(setting: Setting, shape: LayerShape, plan: ResolvedPlan, options:
     nowhere gathered count once."""
     if not plan.trainer.runs_reference:
         return ()
-    zero, tuning, loss = setting.zero, setting.tuning, HeadLoss(kind=setting.loss.kind)
-    layers = plan.model.layers if zero.stage == 3 else min(plan.model.layers, preferences.MOST)
+    zero, tuning, loss = setting.zero, setting.tuning, HeadLoss(kind=setting.loss.kind, trl=setting.loss.trl)
+    every = zero.stage == 3 or preferences.of_reference(plan, preferences.returned(plan, setting.loss))
+    layers = plan.model.layers if every else min(plan.model.layers, preferences.MOST)
     options = replace(options, tuning=tuning and frozen_layer(tuning))
     model = model_of(shape, layers, options, zero.stage, False, loss)
     tapes = zip(model.instances, insert_into_evaluation(model, zero, setting.dp), strict=True)
@@ -194,10 +198,18 @@ def _initialisation(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> 
 
 
 def program_of(
-    rank: Rank, setting: Setting, beside: Sequence[Hold], own: tuple[Span, ...] = (), keeps_input: bool = False
+    rank: Rank,
+    setting: Setting,
+    beside: Sequence[Hold],
+    own: tuple[Span, ...] = (),
+    keeps_input: bool = False,
+    what: Returned = NOTHING,
+    of_own: Returned = NOTHING,
 ) -> Program:
+    """``own``: modules of a reference; ``what`` the model returns besides logits, and ``of_own`` that."""
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
-    spans = preferences.with_reference(spans, own, keeps_input) if own else spans
+    spans = kept(spans, what, EMBEDDED, preferences.LOSS) if what else spans
+    spans = preferences.with_reference(spans, own, keeps_input, of_own) if own else spans
     return Program(
         stage=0,
         ranks=tuple(range(setting.dp)),

@@ -30,8 +30,8 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        loops=("sft", "dpo", "grpo", "reward"),
         whole_logits=False,
+        loops=("sft", "dpo", "grpo", "reward"),
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),

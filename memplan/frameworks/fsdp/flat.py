@@ -372,7 +372,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             ahead=ahead,
         )
         own = flat_pass(inner, with_seams(options), units, made)
-        spans = with_pass(spans, own, plain.keeps_embedded(plain.layer_shape(plan)))
+        spans = with_pass(plan, spans, own, plain.keeps_embedded(plain.layer_shape(plan)))
     spans, flats = units_held(spans, units, family(plan.model.family).registered)
     tensors = tuple(one for span in spans for one in span.module.parameters)
     ranks = 1 if ignored else plan.layout.dp

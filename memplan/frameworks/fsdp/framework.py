@@ -51,7 +51,6 @@ class Fsdp(Framework):
         compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
         "(layers that torchtitan compiles by itself are --compile)",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
-        whole_logits=False,
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         shards_as_zero={
             3: "fsdp shards so without a stage of ZeRO (with --fsdp-code torchtitan beside tp or pp, and with "

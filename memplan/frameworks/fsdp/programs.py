@@ -274,7 +274,7 @@ def _program(
     extra += [*preferences.beside(plan, (shape.b, shape.s)), *sharded_reference(plan, model.units, sharding)]
     if model.reference:
         keeps = plain.keeps_embedded(shape)
-        spans, last = (with_pass(one, model.reference, keeps) if one else one for one in (spans, last))
+        spans, last = (with_pass(plan, one, model.reference, keeps) if one else one for one in (spans, last))
     return Program(
         stage=0,
         ranks=tuple(range(ranks * sharding.tensor)),

@@ -52,8 +52,13 @@ def passed_again(hooks: Running, modules: int, end: int) -> list[Around]:
     return result
 
 
-def with_pass(spans: tuple[Span, ...], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
-    """``spans``, of which the last is the head, with the modules ``own`` behind the hooks of its forward."""
+def with_pass(plan: ResolvedPlan, spans: tuple[Span, ...], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
+    """``spans``, of which the last is the head, with the modules ``own`` behind the hooks of its forward; where the
+    model returns before there is a loss, these ran then."""
+    loss = plain.head_loss(plan)
+    if loss.converts_itself:
+        what = preferences.of_reference(plan, preferences.returned(plan, loss))
+        return preferences.with_reference(spans, own, keeps_input, what)
     *others, last = spans
     head = last.module
     inserted = preferences.passed(own, head.largest_id + 1, keeps_input)

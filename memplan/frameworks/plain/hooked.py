@@ -16,6 +16,7 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
 from ...tape.events import INPUT
 from ...values import dataclass, replace
+from . import preferences
 from .hooked_recorder import NONE, HookedRecorder
 from .programs import (
     EMBEDDED,
@@ -208,16 +209,19 @@ def _ends(
 
     def head(r: Recorder, x: Tensor) -> Run:
         loss, returned = fused_losses.head(r, x, shape, head_loss)
+        if head_loss.measured is not None:
+            head_loss.measured(r, returned[0])
         return Run(None, until_end=returned, loss=loss)
 
     interface = hidden_interface(shape)
     tied = frozenset({TIED}) if spec.tied_embeddings else frozenset()
     outputs = {TIED: "embedding_scaled"} if family_of(spec.family).scale_in_embedding else {}
     how = (options, spec.family, bias_first)
+    last = _hooked("head", head, interface, *how)
     return (
         _hooked("embedding", embedding_recipe(shape), Interface(None, shape.dtype), *how, tied, outputs),
         _hooked("final_norm", norm_recipe(shape), interface, *how) if spec.final_norm else None,
-        _hooked("head", head, interface, *how),
+        replace(last, module=preferences.returning(last.module, head_loss)),
     )
 
 

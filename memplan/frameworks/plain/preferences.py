@@ -19,17 +19,19 @@ together; there is no reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ...families import family
 from ...layers.fused_losses import WHOLE_LOGITS, HeadLoss
 from ...layers.module import Module, Parameter, hold_bytes
-from ...layers.whole_logits import hidden_ended
+from ...layers.whole_logits import hidden_ended, hooked_behind_loss
 from ...plan.kernels import LOSSES
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
-from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, rounded
+from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, drops, rounded
 from ...tape.program import Span
+from ...values import replace
+from .returned import CACHED, LAYER, NOTHING, Returned, ids
 
 LOSS = "loss"
 
@@ -140,23 +142,40 @@ def reference_parameters(parameters: Sequence[Parameter], buffers: Sequence[Hold
 
 def returning(head: Module, loss: HeadLoss) -> Module:
     """``head``, whose input ends where the model returns, if that is before its loss is there."""
-    return _returning(head) if loss.kind == WHOLE_LOGITS else head
+    how = loss.of_pairs
+    return _returning(head, how is not None and how.hidden_states) if loss.kind == WHOLE_LOGITS else head
+
+
+def returned(plan: ResolvedPlan, loss: HeadLoss) -> Returned:
+    """What the policy returns beside its logits."""
+    how = loss.of_pairs
+    if how is None:
+        return NOTHING
+    return Returned(how.hidden_states, how.cache, how.cache and plan.recompute.mode == "none")
+
+
+def of_reference(plan: ResolvedPlan, what: Returned) -> Returned:
+    """What the reference does: a model of its own is evaluated, else it is the policy, in training."""
+    return replace(what, cache=what.cache if has_model(plan) else what.cache_of_training)
 
 
 @lru_cache(maxsize=64)
-def _returning(head: Module) -> Module:
-    return head.changed(hidden_ended)
+def _returning(head: Module, hidden_states: bool) -> Module:
+    ended = partial(hidden_ended, behind=(LOSS,)) if hidden_states else hidden_ended
+    return head.changed(ended, hooked_behind_loss)
 
 
-def with_reference(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
+def with_reference(
+    spans: Sequence[Span], own: Sequence[Span], keeps_input: bool, what: Returned = NOTHING
+) -> tuple[Span, ...]:
     """``spans``, of which the last is the head, with a pass of the reference's modules ``own`` behind its loss."""
     *others, head = spans
-    return (*others, Span(_behind(head.module, tuple(own), keeps_input), head.names))
+    return (*others, Span(_behind(head.module, tuple(own), keeps_input, what), head.names))
 
 
 @lru_cache(maxsize=64)
-def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool) -> Module:
-    events = passed(own, head.largest_id + 1, keeps_input)
+def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool, what: Returned) -> Module:
+    events = passed(own, head.largest_id + 1, keeps_input, what)
     return head.changed(lambda tape: _inserted(tape, events))
 
 
@@ -173,12 +192,14 @@ def _inserted(tape: Tape, events: Tape) -> Tape:
     return (*tape[:at], *ended, *events[:left], *rest, *events[left:])
 
 
-def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
+def passed(own: Sequence[Span], first: int, keeps_input: bool, what: Returned = NOTHING) -> Tape:
     """The evaluation of modules one after the other, as one tape that leaves nothing behind; ids begin at ``first``.
-    What a module leaves besides its output ends with the model's frame, before the last module, the head."""
+    What a module leaves besides its output ends with the model's frame, before the last module, the head; what
+    it returns besides ends behind that."""
     result: list[Event] = []
     given: Hold | None = None
     frame: list[Hold] = []
+    states: list[Hold] = []
     gathered: dict[int, int] = {}
     for place, span in enumerate(own):
         if place == len(own) - 1:
@@ -187,10 +208,15 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
         for _ in span.names[:1]:
             events, left = _numbered(span.module.evaluation, first, given, gathered)
             first += span.module.largest_id + 1 + len(events)
-            keeps = keeps_input and place == 1 and given is not None
-            if keeps and given is not None:
+            layer = span.names[0].startswith(LAYER)
+            state = layer and what.hidden_states
+            if (state or (keeps_input and place == 1)) and given is not None:
                 events = [one for one in events if not (isinstance(one, Drop) and one.tensor == given.tensor)]
-                frame.append(given)
+                (states if state else frame).append(given)
+            if layer and what.cache:
+                cached = ids(events, [f"reference/{name}" for name in CACHED])
+                states += [one for one in events if isinstance(one, Hold) and one.tensor in cached]
+                events = [one for one in events if not (isinstance(one, Drop) and one.tensor in cached)]
             result += events
             outputs = left[-1:] if place else _hidden(left)
             frame += [hold for hold in left if hold not in outputs]
@@ -198,7 +224,7 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool) -> Tape:
     result += [hold.end for hold in frame]
     if given is not None:
         result.append(given.end)
-    return tuple(result)
+    return (*result, *drops(states))
 
 
 def _hidden(left: Sequence[Hold]) -> list[Hold]:

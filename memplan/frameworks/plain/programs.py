@@ -34,6 +34,7 @@ from ...plan.releases import (
     PACKAGES,
     SUMMED_POSITIONS,
     casts_back,
+    has_trl,
     parsed,
     release,
     sdpa_kernel,
@@ -46,7 +47,7 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import INPUT, Category, Drop, Event, Stretch, Tape, drops
 from ...tape.program import Program, Span
 from ...values import replace
-from . import preferences, trainer
+from . import preferences, returned, trainer
 from .buffers import buffers, inputs
 from .contexts import outlived
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
@@ -209,8 +210,11 @@ def end_modules(
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
+        measured = head_loss.measured
         if options.converts_outputs and not head_loss.converts_itself:
-            return Run(None, converted=returned, loss=loss)
+            return Run(None, converted=returned, loss=loss, measured=measured)
+        if measured is not None:
+            measured(r, returned[0])
         return Run(None, until_end=returned, loss=loss)
 
     interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
@@ -297,8 +301,9 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
 
 
 def released(plan: ResolvedPlan) -> tuple[int, ...]:
-    """The release of trl that a loss of whole logits is computed by."""
-    return release(plan, "trl") if plan.loop.loss_of == WHOLE_LOGITS else ()
+    """The release of trl that a loss of whole logits is computed by, or that measures those of the model's own."""
+    measures = has_trl(plan) and trainer.runs(plan) and not plan.loop.own_loss and plan.model.causal
+    return release(plan, "trl") if measures or plan.loop.loss_of == WHOLE_LOGITS else ()
 
 
 def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
@@ -497,8 +502,12 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     if plan.framework != "device-map":
         middle = layers(row, layer_names(plan.model.layers))
         whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
+        what = preferences.returned(plan, head_loss(plan))
+        if what:
+            whole = returned.kept(whole, what, EMBEDDED, preferences.LOSS)
         if plan.trainer.runs_reference:
-            whole = preferences.with_reference(whole, reference(plan, shape, options, later), keeps_embedded(shape))
+            own, keeps = reference(plan, shape, options, later), keeps_embedded(shape)
+            whole = preferences.with_reference(whole, own, keeps, preferences.of_reference(plan, what))
         whole = outlived(whole)
         return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None
@@ -531,7 +540,9 @@ def reference(
     loss = HeadLoss(kind=plan.loop.loss_of, trl=released(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)
-    middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, preferences.MOST))]
+    what = preferences.of_reference(plan, preferences.returned(plan, loss))
+    most = plan.model.layers if what else preferences.MOST
+    middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, most))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     return (Span(embedding, ("embedding",)), *middle, *normed, Span(preferences.returning(head, loss), ("head",)))
 

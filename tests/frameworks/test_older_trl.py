@@ -1,0 +1,94 @@
+"""trl's trainers before 1.0, and SFTTrainer before 1.15: their own code on tiny real models
+(``tests/oracle/trl_older_step.py``), with the transformers of their time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from memplan.estimate import evaluation_programs, programs_of
+from memplan.layers.module import Options
+from memplan.plan.errors import PlanError
+from memplan.tape.events import Drop, Hold
+from memplan.tape.program import Program, fold_evaluation, static
+
+from ..oracle.trl_older_step import DEEP, WIDE
+from ..oracle.trl_step import COMPLETION, LENGTH, PAIRS, RANK, SAMPLES
+from .test_preferences import GROUPED, plan
+
+STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_older_steps.json").read_text())
+
+
+def peaks(program: Program) -> list[int]:
+    """Of forward, with what runs once autocast has ended, and of backward, beyond what is held before."""
+    live, found = 0, [0, 0]
+    for backward in (0, 1):
+        for span in reversed(program.spans) if backward else program.spans:
+            tapes = span.module.first
+            for _ in span.names:
+                for event in tapes.backward if backward else tapes.forward + tapes.end:
+                    if isinstance(event, Hold | Drop):
+                        live += event.bytes if isinstance(event, Hold) else -event.bytes
+                        found[backward] = max(found[backward], live)
+    return found
+
+
+def flags_of(step: dict[str, Any], folder: Path) -> dict[str, object]:
+    sizes = {name: value for name, value in (DEEP if step["deep"] else WIDE).items() if name != "model_type"}
+    transformers.LlamaConfig(**sizes).to_json_file(folder / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": folder, "trainer": step["loop"], "seq": LENGTH, "attention": "flash"}
+    flags |= {"dtype": "bf16", "versions": f"trl={step['trl']},transformers={step['transformers']}"}
+    flags |= {"mbs": PAIRS if step["loop"] == "dpo" else SAMPLES}
+    flags |= {**GROUPED, "completion_length": COMPLETION} if step["loop"] == "grpo" else {}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full", "use_reentrant": "true"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    return flags | ({"autocast": "true"} if step["autocast"] else {})
+
+
+@pytest.mark.parametrize(
+    "step", STEPS, ids=lambda one: "-".join((one["trl"], one["loop"], *(k for k, v in one.items() if v is True)))
+)
+def test_step_of_trls_trainers(step: dict[str, Any], tmp_path: Path) -> None:
+    """Of large vocabularies within a tenth of a percent: labels, masks and sums are a few hundred numbers each. Where
+    logits are small, ids that are concatenated and flushed are 0.5 % of a reference's pass. SFTTrainer before 0.22
+    leaves the cache of an evaluation to the model, which is not counted."""
+    chosen = plan(**flags_of(step, tmp_path))
+    (program,) = programs_of(chosen, Options(accumulates_in_place=False))
+    forward, backward = peaks(program)
+    assert forward == pytest.approx(step["forward"], rel=6e-3 if step["deep"] else 2e-3)
+    assert backward == pytest.approx(step["backward"], rel=1e-3)
+    if "evaluation" in step:
+        (evaluation,) = evaluation_programs(chosen, (program,))
+        found = (fold_evaluation(evaluation) or 0) - static(evaluation).net
+        assert found == pytest.approx(step["evaluation"], rel=1e-2 if step["deep"] else 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"trainer": "dpo", "versions": "trl=0.9.6"}, r"must be 0\.10 to 1\.13 or 1\.15"),
+        ({"trainer": "grpo", "versions": "trl=0.14.0", **GROUPED}, r"must be 0\.15 to 1\.13 or 1\.15"),
+        ({"trainer": "reward", "versions": "trl=0.20.0"}, r"must be 0\.24 to 1\.16"),
+        ({"trainer": "sft", "versions": "trl=0.12.0,transformers=4.45.0"}, r"must be 4\.46 or later with trl 0\.12"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        programs_of(plan(**flags), Options())
+
+
+def test_reference_at_once() -> None:
+    """Before 0.14 of Llama 3 8B two pairs of 512 tokens: while the reference runs, log-probabilities of the policy wait
+    in bf16, and its own logits, their copy and their ``log_softmax`` are there; from 0.15 on its log-probabilities are
+    of one sequence and the next."""
+    (before,), (since,) = (
+        programs_of(plan(recompute="full", lora_rank=8, versions=f"trl={trl},transformers={transformers}"), Options())
+        for trl, transformers in (("0.13.0", "4.48.0"), ("0.18.0", "4.51.0"))
+    )
+    row = 512 * 128_256 * 2
+    assert peaks(before)[0] - peaks(since)[0] == pytest.approx((4 + 4 + 4 + 4 - 4 - 4 - 2) * row, rel=0.02)
