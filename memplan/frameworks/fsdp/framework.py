@@ -47,8 +47,8 @@ class Fsdp(Framework):
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
-        compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
-        "(layers that torchtitan compiles by itself are --compile)",
+        compiled="",
+        compiled_as="layers",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
         whole_logits=False,
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),

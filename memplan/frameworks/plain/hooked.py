@@ -17,14 +17,14 @@ from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run,
 from ...tape.events import INPUT
 from ...values import dataclass, replace
 from .hooked_recorder import NONE, HookedRecorder
-from .programs import (
+from .programs import layer_names
+from .recipes import (
     EMBEDDED,
     FULL_MASK,
     MASK,
     embedding_recipe,
     hidden_interface,
     keeps_embedded,
-    layer_names,
     layer_recipe,
     leaves_embedding,
     norm_recipe,
