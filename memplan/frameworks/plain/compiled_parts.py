@@ -55,7 +55,8 @@ class Compiled:
             cos, sin = _tables(r, shape, ended)
             mask = self._mask(r, ended)
             parameters = self._parameters(r, part)
-            return Run(*run(r, x, part, parameters, {"mask": mask, "cos": cos, "sin": sin}))
+            (out,) = run(r, x, part, parameters, {"mask": mask, "cos": cos, "sin": sin})
+            return Run(out)
 
         return build("layer", recipe, recipes.hidden_interface(shape), self.options)
 
@@ -86,7 +87,8 @@ class Compiled:
 
         def recipe(r: Recorder, x: Tensor) -> Run:
             own = [r.parameter(one.name, one.shape, dtype) for one in parameters]
-            return Run(*run(r, x, part, own, {}))
+            (out,) = run(r, x, part, own, {})
+            return Run(out)
 
         return build("final_norm", recipe, recipes.hidden_interface(self.shape), self.options)
 
