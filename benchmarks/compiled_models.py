@@ -21,6 +21,9 @@ TRAINER = {"trainer": "transformers", "autocast": "true", "mbs": "1", "seq": "40
 LOADED = {**TRAINER, "autocast-parameters": "bf16"}
 """Over parameters as transformers 5 loads them from a checkpoint in bf16."""
 REPLICAS = {"framework": "ddp", "gpus": "8"}
+SHARDED = {"framework": "fsdp", "gpus": "8"}
+EIGHT = {"model": "llama-3-8b", "mbs": "1", "seq": "4096", **SHARDED}
+REGIONS = {"compile-regions": "true"}
 PLANS: tuple[Mapping[str, str], ...] = (
     {"model": "llama-3.2-1b", "mbs": "2", "seq": "4096"},
     {"model": "llama-3-8b", **TRAINER},
@@ -33,6 +36,8 @@ PLANS: tuple[Mapping[str, str], ...] = (
     *({"model": name, **LOADED} for name in ("llama-3.2-1b", "mistral-7b-v0.3", "qwen2.5-7b", "qwen3-8b")),
     {"model": "llama-3.2-1b", **REPLICAS, "mbs": "2", "seq": "4096"},
     *({"model": name, **LOADED, **REPLICAS} for name in ("llama-3.2-1b", "llama-3.2-3b")),
+    *({**EIGHT, **regions, **recompute} for regions in ({}, REGIONS) for recompute in ({}, {"recompute": "full"})),
+    *({**EIGHT, "model": name} for name in ("llama-3.2-1b", "mistral-7b-v0.3")),
 )
 """Flags of the plans that are learnt."""
 

@@ -50,9 +50,10 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.code == "2020":
         return (*OLD, *PLAIN[1:])
     if plan.compile:
-        from .layers import compiled_model
+        from .layers.compiled_assumptions import assumptions
 
-        return (PLAIN[0], *compiled_model.assumptions(framework(plan.framework).supports.compiled_parts), *PLAIN[2:])
+        own = framework(plan.framework).supports.compiled_as
+        return (PLAIN[0], *assumptions("regions" if plan.compile_regions else own), *PLAIN[2:])
     if not plan.versions:
         return PLAIN
     followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)

@@ -70,7 +70,7 @@ def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     b, s = plan.batch.mbs, plan.batch.seq
     if plan.loss.kind in ("adaptive-softmax", *FUSED) or plan.loop.own_loss:
         return
-    if plan.compile or plan.fsdp.compile_loss:
+    if (plan.compile and not plan.compile_regions) or plan.fsdp.compile_loss:
         return
     s = plan.loss.logits_to_keep or s
     vocab = framework(plan.framework).logits_vocab(plan)

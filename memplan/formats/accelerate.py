@@ -20,7 +20,7 @@ from ..plan.read import Source
 from ..plan.text import folder_of, path_of, read_text, text_at
 from ..plan.yaml_events import parse_yaml
 from ..values import dataclass
-from .compiler import compiled
+from .compiler import Compiler, compiled
 from .deepspeed.reader import ds_config_in
 from .launch import Asked, Launch, left_out
 from .launchers import found_from
@@ -80,7 +80,7 @@ class Accelerated:
     """Where DeepSpeed runs: as a ``ds_config.json``."""
     kind: Node
     """``distributed_type``."""
-    compiler: Node | None = None
+    compiler: Compiler | None = None
     """What turns ``torch.compile`` on."""
 
 
@@ -102,7 +102,8 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     building = Building(written.origin)
     if found.processes is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.processes)
-    building.put_said("compile", found.compiler)
+    if found.compiler is not None:
+        found.compiler.put(building)
     if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))
@@ -232,8 +233,15 @@ def _wrapped(reader: Reader) -> None:
 
 def _recomputed(reader: Reader) -> None:
     node = reader.settings.value(Row("activation_checkpointing", "", kind="switch"))
-    if node is not None and node.value:
-        reader.building.put("recompute.mode", Node("full", node.origin))
+    if node is None or not node.value:
+        return
+    if "compile" in reader.building.items:
+        raise node.wrong(
+            "fsdp_activation_checkpointing",
+            "must be false with torch.compile, which passes over layers in torch's CheckpointWrapper: these run as "
+            "without it; transformers' gradient_checkpointing is compiled",
+        )
+    reader.building.put("recompute.mode", Node("full", node.origin))
 
 
 FSDP_ROWS = (

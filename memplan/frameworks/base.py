@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from ..values import dataclass
 
@@ -160,8 +160,8 @@ class Supports:
     """transformers' layers are recomputed with reentrance, too."""
     compiled: str = "it puts hooks into the graph, which torch.compile cuts there, and such graphs are not modelled"
     """Why a model that is compiled as a whole is not modelled; empty where it is."""
-    compiled_parts: bool = False
-    """torch cuts its graph into parts."""
+    compiled_as: Literal["one graph", "buckets", "layers"] = "one graph"
+    """Where torch cuts its graph into parts."""
 
 
 class Parts(NamedTuple):
@@ -351,7 +351,7 @@ class Framework:
 
     def attention_words(self, plan: Plan) -> str:
         """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``)."""
-        if plan.compile:
+        if plan.compile and not plan.compile_regions:
             return "sdpa"
         sdpa = plan.attention == "flash" and self.runs_transformers(plan) and plan.model.has_sizes
         return plan.sdpa_kernel if sdpa else str(plan.attention)

@@ -18,34 +18,6 @@ from ..values import dataclass
 from .autograd import Gradients, Recorder, Shape, Tensor, incoming
 from .module import Run
 
-WHOLE = (
-    "torch.compile of the whole model, backend inductor, mode default: one graph, as Inductor writes it for an H100, "
-    "run on fake tensors at these sizes with a few layers; other GPUs split sums otherwise",
-    "autograd fills a gradient of the logits with zeros, which the loss does not need; all gradients of parameters are "
-    "there when the backward graph ends, and only then added to those of earlier micro-batches",
-)
-IN_PARTS = (
-    "torch.compile of the whole model, backend inductor, mode default: DDPOptimizer (optimize_ddp, as by default) cuts "
-    "the graph wherever parameters fill a bucket, and each part is compiled by itself, as Inductor writes it for an "
-    "H100, run on fake tensors at these sizes; other GPUs split sums otherwise",
-    "autograd fills a gradient of the logits with zeros, which the loss does not need; a part's gradients of "
-    "parameters are there when its backward graph ends",
-)
-ASSUMPTIONS = (
-    "compiled, transformers passes a mask of (b, 1, s, s) to sdpa even where no token is masked: PyTorch leaves its "
-    "flash kernel for the memory-efficient one, or cuDNN's, and keys and values are repeated for every head",
-    "batches have one shape: others compile another graph, for any shape; a batch without gradients has a graph of its "
-    "own, which takes no more; what kernels and their compilation take inside is not counted; times, where shown, are "
-    "of the code without the compiler",
-)
-
-
-def assumptions(parts: bool) -> tuple[str, ...]:
-    """Taken for granted, of one graph or of its ``parts``."""
-    first, of_gradients = IN_PARTS if parts else WHOLE
-    return (first, ASSUMPTIONS[0], of_gradients, ASSUMPTIONS[1])
-
-
 Stream = Literal["f", "b", "z", "r"]
 """Who made a tensor: what runs forward, what runs backward, or autograd: zeros for the gradient of the logits, and the
 loss's gradient. ``r``: one of backward's, a parameter's gradient, does not end but is ready for hooks."""

@@ -362,6 +362,15 @@ def check_sections(plan: ResolvedPlan) -> None:
         require(plan, "device_map", ABSENT, "left out", "sections", "device_map", "layers placed by hand")
     if plan.compile and (why := framework(plan.framework).supports.compiled):
         raise plan.wrong("compile", f"must be false with framework {plan.framework}: {why}")
+    plan.refuse(
+        ("compile_regions", plan.compile_regions and not plan.compile, "must be false without compile"),
+        (
+            "compile_regions",
+            plan.compile_regions and framework(plan.framework).supports.compiled_as != "layers",
+            f"must be false with framework {plan.framework}: layers that are compiled one by one are modelled under "
+            "fsdp alone (torchtitan's: fsdp.compile)",
+        ),
+    )
     loop, supports = plan.trainer.loop, framework(plan.framework).supports
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *supports.loops), "or"), "loops", loop)

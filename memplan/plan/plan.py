@@ -345,7 +345,7 @@ class Pipeline(Section):
 class Plan(Section, Terse):
     """A training job: the whole input of an estimate."""
 
-    unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels", "compile"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels", "compile", "compile_regions"})
 
     model: SerializeAsAny[ModelSpec]
     framework: FrameworkName = Field("single", description="training framework")
@@ -371,6 +371,11 @@ class Plan(Section, Terse):
         description="the whole model runs by torch.compile (transformers' torch_compile) with Inductor as by default; "
         "torchtitan's layers: fsdp.compile",
         json_schema_extra={"flag": "--torch-compile"},
+    )
+    compile_regions: bool = Field(
+        False,
+        description="with compile: every layer, and each module beside them, by itself (Accelerate's "
+        "use_regional_compilation)",
     )
     loss: Loss = Loss.model_construct()
     lora: Lora = Lora.model_construct()

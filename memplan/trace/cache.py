@@ -86,7 +86,7 @@ def tracer() -> str:
 NO_TRACER = frozenset(
     {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "ranks", "run", "tapes", "timed"}
     | {"gathering", "marks", "periods", "worker"}
-    | {"compiled", "compiled_model", "compiled_replica", "inductor", "torchtitan", "torchtitan_step"}
+    | {"compiled", "compiled_model", "compiled_parts", "compiled_replica", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
 from them."""

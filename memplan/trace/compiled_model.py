@@ -35,6 +35,7 @@ LOSS, ZEROS = 10**7, 10**7 + 1
 LONGEST = 32
 """Letters of a kernel's name."""
 FOUND = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64", "uint8": "uint8", "bool": "bool"}
+FOUND |= {"uint64": "int64"}
 
 
 class Model(nn.Module):
@@ -105,7 +106,7 @@ def _forward(graphs: Graphs, fake: FakeTensorMode) -> tuple[list[Event], dict[st
     inputs = [node for node in graphs.forward.graph.nodes if node.op == "placeholder"]
     with fake:
         code = code_of(graphs.forward, is_backward=False)
-        ran = happened(code, [_fake(node) for node in inputs], [0] * len(inputs), {})
+        ran = happened(code, [fake_of(node) for node in inputs], [0] * len(inputs), {})
     numbers = [None if one is None else one - 1 for one in ran.returned]
     values = _values(graphs.forward)
     kept = {node.name: number for node, number in zip(values, numbers, strict=True) if number is not None}
@@ -120,21 +121,22 @@ def _backward(graphs: Graphs, kept: Mapping[str, int], fake: FakeTensorMode) -> 
     numbers = [next(tangents) if "tangent" in node.name else kept.get(node.name, -1) + 1 for node in inputs]
     seen: dict[int, torch.Tensor] = {}
     with fake:
-        given = [_same(seen, number, _fake(node)) for node, number in zip(inputs, numbers, strict=True)]
+        given = [same(seen, number, fake_of(node)) for node, number in zip(inputs, numbers, strict=True)]
         seen.clear()
         ran = happened(code_of(graphs.backward, is_backward=True), given, numbers, {}, above=ZEROS)
     events = in_one_order(_event(one, "b") for one in ran.events if one != 0)
     return events, [None if one is None else one - ZEROS - 1 for one in ran.returned]
 
 
-def _fake(node: Any) -> Any:
+def fake_of(node: Any) -> Any:
+    """Like the input that ``node`` stands for."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(tuple(map(int, value.shape)), value.stride(), dtype=value.dtype)
 
 
-def _same(seen: dict[int, torch.Tensor], number: int, made: Any) -> Any:
+def same(seen: dict[int, torch.Tensor], number: int, made: Any) -> Any:
     """A second view of what was saved once."""
     if number and number in seen:
         return seen[number].as_strided(made.shape, made.stride())

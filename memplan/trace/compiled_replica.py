@@ -12,15 +12,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.distributed import DDPOptimizer
-from torch._functorch import partitioners
-from torch._inductor.compile_fx import partition_fn
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,11 +23,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..layers.compiled_model import Begins, Ends, Event
 from ..tape.events import Drop, Hold
 from .compiled_model import FOUND, Depth, Model, batch, in_one_order, of_depth, short
-from .inductor import Numbered, code_of
+from .inductor import Numbered, aot, as_fused, code_of
 from .job import Job
 from .places import UntraceableError
 from .recording import FORWARD, Place, Recording
-from .substitutions import fused_attention
 
 MIB = 2**20
 BUFFER = "aten.empty_strided.default"
@@ -83,16 +77,8 @@ def cut(function: Any, arguments: Sequence[Any], mode: FakeTensorMode, cap: floa
 
         return compiled
 
-    aot = aot_autograd(
-        fw_compiler=compiler(False),
-        bw_compiler=compiler(True),
-        partition_fn=partition_fn,
-        decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,
-    )
-
     def backend(graph: GraphModule, examples: Any) -> Any:
-        runs.append(DDPOptimizer(int(cap * MIB), aot).compile_fn(graph, examples))
+        runs.append(DDPOptimizer(int(cap * MIB), aot(compiler(False), compiler(True))).compile_fn(graph, examples))
 
         def kept(*inputs: Any) -> Any:
             given.extend(inputs)
@@ -101,8 +87,7 @@ def cut(function: Any, arguments: Sequence[Any], mode: FakeTensorMode, cap: floa
         return kept
 
     torch._dynamo.reset()
-    attention = patch.object(nn.functional, "scaled_dot_product_attention", fused_attention)
-    with mode, attention, patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
+    with mode, as_fused():
         compiled: Any = torch.compile(function, backend=backend, fullgraph=True)
         compiled(*arguments)[0].backward()
     return Cut(runs[0], given, recording, calls)

@@ -116,19 +116,31 @@ def graphs_of(function: Any, arguments: Sequence[Any], mode: FakeTensorMode) -> 
         return backend(graph, examples)
 
     torch._dynamo.reset()
-    backend = aot_autograd(
-        fw_compiler=kept("forward"),
-        bw_compiler=kept("backward"),
-        partition_fn=partition_fn,
-        decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,
-    )
-    attention = patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention)
-    with mode, attention, patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
+    backend = aot(kept("forward"), kept("backward"))
+    with mode, as_fused():
         run: Any = torch.compile(function, backend=named, fullgraph=True)
         out = run(*arguments)
         (out[0] if isinstance(out, tuple) else out).sum().backward()
     return Graphs(found["forward"], found["backward"], inputs)
+
+
+def aot(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """AOTAutograd as Inductor calls it, with these compilers of both directions."""
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        partition_fn=partition_fn,
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,
+    )
+
+
+@contextmanager
+def as_fused() -> Iterator[None]:
+    """While a function of the CPU's fake tensors is traced as a GPU would run it."""
+    attention = patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention)
+    with attention, patch.object(partitioners, "has_recomputable_rng_ops", lambda _: False):
+        yield
 
 
 def code_of(graph: GraphModule, *, is_backward: bool, reuse: bool = False) -> Code:

@@ -175,12 +175,14 @@ def learned(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict
 
 
 def compiled(job: Job, data: Mapping[str, Any], versions: dict[str, str]) -> dict[str, Any]:
-    """What ``torch.compile`` makes of the whole model."""
-    from . import compiled_model, compiled_replica
+    """What ``torch.compile`` makes of the whole model, or of each part between hooks."""
+    from . import compiled_model, compiled_parts, compiled_replica
 
     def report(done: int) -> None:
         print(PROGRESS, done, max(3, done + 1), file=sys.stderr, flush=True)
 
+    if job.fsdp is not None:
+        return {**versions, "compiled": compiled_parts.learnt(job, regions=data["regions"]).to_json()}
     depth = (compiled_model if job.ddp is None else compiled_replica).depth_of
     found = compiled_model.learnt(job, data["layers"], report, depth)
     return {**versions, "compiled": found.to_json()}

@@ -105,7 +105,7 @@ def test_regimes() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({"fsdp-code": "transformers"}, r"must be false: compiled code is modelled of torchtitan's Llama alone"),
+        ({"fsdp-code": "transformers"}, r"must be false: it is torchtitan's setting"),
         ({"tp": "2"}, r"fsdp\.compile = true: must be false with tensor parallelism"),
         ({"dtype": "fp32"}, r"fsdp\.compile = true: must be false unless precision\.dtype is bf16"),
         ({"kv-heads": "32"}, r"model\.kv_heads = 32: must be from 2 to below the 32 heads"),

@@ -122,7 +122,7 @@ def test_files_that_ship_are_of_the_plans_that_are_listed() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"framework": "fsdp", "gpus": "2"}, "its hooks cut the graph at every layer"),
+        ({"framework": "deepspeed", "zero": "2"}, "it puts hooks into the graph"),
         ({"attention": "flash_attention_2"}, r"must be flash \(sdpa\)"),
         ({"dtype": "fp32"}, "must be bf16"),
         ({"lora-rank": "8"}, "must be false with adapters"),

@@ -104,7 +104,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     engine = _engine(found, reader.settings, asked)
     read_rows(ROWS, reader)
     if found.accelerate is not None and found.accelerate.compiler is not None:
-        building.put("compile", found.accelerate.compiler)
+        found.accelerate.compiler.put(building)
     sections = framework(engine).supports.sections if engine in FRAMEWORKS else ()
     run_by = next((run for section, run in _RUN_BY.items() if section in sections), _by_itself)
     launch = run_by(replace(found, loop=loop), reader, asked)

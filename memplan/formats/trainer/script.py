@@ -144,6 +144,9 @@ def _check_spread(training: Training, asked: Asked) -> None:
     raise PlanError("CUDA_VISIBLE_DEVICES", ABSENT, problem, origin=training.origin)
 
 
+REGIONS = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+
+
 def _compiled(training: Training) -> dict[str, Node]:
     """``TorchDynamoPlugin`` reads a variable where the Trainer's arguments say nothing; ``accelerate launch`` sets it
     anew (``utils/launch.py`` of accelerate 1.15)."""
@@ -151,6 +154,12 @@ def _compiled(training: Training) -> dict[str, Node]:
     backend = training.environment.get("ACCELERATE_DYNAMO_BACKEND")
     if backend is None or by_accelerate or text(backend).upper() in ("NO", ""):
         return {}
+    regions = training.environment.get(REGIONS)
+    if regions is not None and text(regions).lower() in ("1", "true", "yes"):
+        problem = (
+            "is read of accelerate launch alone (--dynamo_use_regional_compilation); elsewhere leave it out, and say "
+        )
+        raise scalar(text(regions), origin_of(regions, training.origin)).wrong(REGIONS, f"{problem}--compile-regions")
     return {"torch_compile_backend": scalar(text(backend), origin_of(backend, training.origin))}
 
 

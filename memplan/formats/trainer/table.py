@@ -133,7 +133,9 @@ def _compiled(reader: Reader) -> None:
     """By the arguments, or by what Accelerate's launcher says; a flag stands before both."""
     if "torch-compile" in reader.context:
         return
-    reader.building.put_said("compile", of_trainer(reader.settings.given), "torch_compile")
+    found = of_trainer(reader.settings.given)
+    if found is not None:
+        found.put(reader.building, "torch_compile")
 
 
 LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}

@@ -19,7 +19,7 @@ class Ddp(Framework):
         zero=(0, 1),
         sections=(*PYTORCH_SECTIONS, "ddp"),
         compiled="",
-        compiled_parts=True,
+        compiled_as="buckets",
         losses=("plain", "liger", "cut", "liger-cross-entropy", "unsloth"),
         losses_refused={"chunked": "chunks run backward within forward, where DDP's hooks fire too early"},
     )

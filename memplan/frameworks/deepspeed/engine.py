@@ -34,7 +34,8 @@ from ...values import dataclass, replace
 from ..plain import hooked, preferences, trainer
 from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
-from ..plain.programs import EMBEDDED, head_loss, keeps_embedded, layer_shape
+from ..plain.programs import head_loss, layer_shape
+from ..plain.recipes import EMBEDDED, keeps_embedded
 from ..plain.returned import NOTHING, Returned, kept
 from ..plain.tuned import frozen_layer, shared_table, stored, tuning_of
 from . import states as zero_states

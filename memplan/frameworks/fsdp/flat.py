@@ -42,6 +42,7 @@ from ...values import dataclass, replace
 from ..plain import preferences, trainer
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
+from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
 from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
 from .hooks import GATHERING, REDUCING
@@ -76,6 +77,12 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         if getattr(given, name) != must:
             raise plan.wrong(f"fsdp.{name}", f"must be {must} with fsdp.version 1, as Accelerate has it")
     plan.refuse(
+        (
+            "compile",
+            plan.compile,
+            "must be false with fsdp.version 1, whose units are views of flat parameters: not modelled; with FSDP2 "
+            "it is (--fsdp-version 2)",
+        ),
         ("fsdp.version", plan.layout.tp * plan.layout.pp > 1, "must be 2 with tensor or pipeline parallelism"),
         (
             "quantisation.prepared",
@@ -372,7 +379,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
             ahead=ahead,
         )
         own = flat_pass(inner, with_seams(options), units, made)
-        spans = with_pass(plan, spans, own, plain.keeps_embedded(plain.layer_shape(plan)))
+        spans = with_pass(plan, spans, own, keeps_embedded(plain.layer_shape(plan)))
     spans, flats = units_held(spans, units, family(plan.model.family).registered)
     tensors = tuple(one for span in spans for one in span.module.parameters)
     ranks = 1 if ignored else plan.layout.dp

@@ -48,8 +48,8 @@ class Fsdp(Framework):
     configuration = "torchtitan"
     supports = Supports(
         mixtures=("experts", "latent_kv_rank", "linear_interval"),
-        compiled="its hooks cut the graph at every layer, and such graphs are not modelled "
-        "(layers that torchtitan compiles by itself are --compile)",
+        compiled="",
+        compiled_as="layers",
         loops=("transformers", "sft", "dpo", "grpo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         shards_as_zero={

@@ -21,6 +21,7 @@ from ...values import replace
 from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
+from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
 from . import graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
@@ -103,10 +104,22 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     )
     if given.code == "torchtitan":
         _check_recompute(plan, given)
+    plan.refuse(
+        (
+            "compile",
+            plan.compile and given.code == "torchtitan",
+            "must be false with torchtitan's code, whose layers are compiled by themselves (--compile)",
+        ),
+        (
+            "fsdp.cuda_graphs",
+            plan.compile and given.cuda_graphs,
+            "must be false with torch.compile (compile): not modelled",
+        ),
+    )
     compiled = "compile" if given.compile else "compile_loss" if given.compile_loss else ""
     if given.code != "torchtitan" and compiled:
-        problem = "must be false: compiled code is modelled of torchtitan's Llama alone (--framework torchtitan); of "
-        problem += "others the code is estimated as it stands without torch.compile"
+        problem = "must be false: it is torchtitan's setting (--framework torchtitan); of transformers' models "
+        problem += "compile is (--torch-compile)"
         raise plan.wrong(f"fsdp.{compiled}", problem)
     own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.newest
     if given.code != "torchtitan" and own:
@@ -273,7 +286,7 @@ def _program(
         extra += [*given, *(one for one in model.buffers if one.category is Category.INPUTS)]
     extra += [*preferences.beside(plan, (shape.b, shape.s)), *sharded_reference(plan, model.units, sharding)]
     if model.reference:
-        keeps = plain.keeps_embedded(shape)
+        keeps = keeps_embedded(shape)
         spans, last = (with_pass(plan, one, model.reference, keeps) if one else one for one in (spans, last))
     return Program(
         stage=0,

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...layers.compiled_model import CompiledModel, model
+from ...layers.compiled_parts import CompiledParts
 from ...layers.module import Interface, Module, Options, build
+from ...plan.errors import PlanError
 from ...plan.library import COMPILED
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import layers_name
@@ -19,6 +21,7 @@ from ...plan.tuning_checks import is_tuned
 from ...trace import cache
 from ...trace.framework import job_of_plan
 from ...values import replace
+from .. import framework
 
 CODE = 1
 """Of what is learnt: a larger one makes files of the smaller ones stale."""
@@ -80,15 +83,22 @@ def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
     config = {key: value for key, value in job.config.items() if key != name}
     fields = {"b": job.b, "s": job.s, "dtype": job.dtype, "autocast": job.autocast, "recompute": job.recompute}
     fields["trainer"] = job.trainer is not None
+    if cut_at_layers(plan):  # of any number of them
+        return {"compiled": CODE, "config": config, **fields, "parts": "regions" if plan.compile_regions else "layers"}
     if job.ddp is not None:  # buckets may cut no two layers alike
         fields["bucket_cap_mb"] = float(job.ddp.bucket_cap_mb or BUCKET)
     turn = plan.model.layers % TURNS if job.ddp is None else plan.model.layers
     return {"compiled": CODE, "config": config, **fields, "layers": turn}
 
 
+def cut_at_layers(plan: ResolvedPlan) -> bool:
+    """Hooks of the framework cut the graph at every layer."""
+    return framework(plan.framework).supports.compiled_as == "layers"
+
+
 def without_compiler(plan: ResolvedPlan) -> ResolvedPlan:
     """The same without the compiler, of one micro-batch: what a trace knows."""
-    return plan.model_copy(update={"compile": False})
+    return plan.model_copy(update={"compile": False, "compile_regions": False})
 
 
 def _shipped(name: str) -> list[dict[str, Any]]:
@@ -107,35 +117,52 @@ def _words(settings: dict[str, Any]) -> str:
     parts = [settings["autocast"] or settings["dtype"], *(word for key, word in told.items() if settings[key])]
     if "bucket_cap_mb" in settings:
         parts.append(f"under ddp with buckets of {settings['bucket_cap_mb']:g} MiB")
+    if "parts" in settings:
+        parts.append("under fsdp in regions" if settings["parts"] == "regions" else "under fsdp")
     return f"mbs {settings['b']} and seq {settings['s']} in {', '.join(parts)}"
 
 
 def learnt_of(plan: ResolvedPlan) -> CompiledModel:
     """``PlanError`` with the command that learns it, where nobody has."""
-    settings = settings_of(plan)
-    found: CompiledModel | None = cache.load(settings, CompiledModel)
+    found: CompiledModel | None = cache.load(settings_of(plan), CompiledModel)
     if found is None or (plan.model.layers != found.layers and not found.repeats):
-        alike = (one for one in _shipped(plan.model.name) if one.keys() == settings.keys())
-        ships = ", or with ".join(map(_words, alike))
-        raise plan.wrong(
-            "compile",
-            f"was not learnt of {plan.model.layers} layers with {_words(settings)}: `memplan trace --learn` with the "
-            "same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
-            f"{f'; it ships learnt with {ships}' if ships else ''}",
-        )
+        raise _not_learnt(plan, f"{plan.model.layers} layers with ")
     if plan.model.layers < found.layers:
         raise plan.wrong("model.layers", f"must be at least {found.layers} with torch.compile: fewer were not learnt")
     return found
 
 
-def learn(plan: ResolvedPlan, report: Callable[[int, int], None] = lambda done, of: None) -> CompiledModel:
+def parts_of(plan: ResolvedPlan) -> CompiledParts:
+    """The same of a model that hooks cut at every layer."""
+    found: CompiledParts | None = cache.load(settings_of(plan), CompiledParts)
+    if found is None:
+        raise _not_learnt(plan)
+    return found
+
+
+def _not_learnt(plan: ResolvedPlan, layers: str = "") -> PlanError:
+    settings = settings_of(plan)
+    alike = (one for one in _shipped(plan.model.name) if one.keys() == settings.keys())
+    ships = ", or with ".join(map(_words, alike))
+    return plan.wrong(
+        "compile",
+        f"was not learnt of {layers}{_words(settings)}: `memplan trace --learn` with the "
+        "same plan and flags runs Inductor on it once (needs torch 2.13 and transformers, no GPU)"
+        f"{f'; it ships learnt with {ships}' if ships else ''}",
+    )
+
+
+def learn(
+    plan: ResolvedPlan, report: Callable[[int, int], None] = lambda done, of: None
+) -> CompiledModel | CompiledParts:
     """Runs Inductor for the resolved ``plan`` in a process of its own."""
     from ...trace.run import answer_of, check_packages
 
     check(plan)
     check_packages({"torch": (2, 13)})
-    job, data = job_of_plan(without_compiler(plan)), {"layers": plan.model.layers}
-    return CompiledModel.from_json(answer_of("compiled", job, data, plan.model.name, report)["compiled"])
+    job, data = job_of_plan(without_compiler(plan)), {"layers": plan.model.layers, "regions": plan.compile_regions}
+    found = answer_of("compiled", job, data, plan.model.name, report)["compiled"]
+    return CompiledParts.from_json(found) if cut_at_layers(plan) else CompiledModel.from_json(found)
 
 
 def kept(plan: ResolvedPlan, report: Callable[[int, int], None]) -> Path:

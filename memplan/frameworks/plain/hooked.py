@@ -18,14 +18,14 @@ from ...tape.events import INPUT
 from ...values import dataclass, replace
 from . import preferences
 from .hooked_recorder import NONE, HookedRecorder
-from .programs import (
+from .programs import layer_names
+from .recipes import (
     EMBEDDED,
     FULL_MASK,
     MASK,
     embedding_recipe,
     hidden_interface,
     keeps_embedded,
-    layer_names,
     layer_recipe,
     leaves_embedding,
     norm_recipe,

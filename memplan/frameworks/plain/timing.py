@@ -9,7 +9,7 @@ from ...search.time.framework import FrameworkTime
 from ...search.time.host import PYTHON_MODULES, Host
 from ...search.time.rates import before
 from ...search.time.shape import Entries, StageWork, Work, recomputed
-from . import programs
+from . import programs, recipes
 from .learned_time import entries_of, stages_of
 
 EARLY_STOP = (2, 1)
@@ -29,12 +29,12 @@ class PlainTime(FrameworkTime):
         def layer(number: int, recompute: bool) -> Passes:
             if recompute and before(plan, EARLY_STOP):
                 return run_again(layer(number, False))
-            return programs.layer_module(shape.of_layer(number), recompute, plan.code, options).work
+            return recipes.layer_module(shape.of_layer(number), recompute, plan.code, options).work
 
         def both(number: int) -> tuple[Passes, Passes]:
             return layer(number, False), layer(number, plan.recompute.mode == "full")
 
-        embedding, norm, head = programs.end_modules(shape, plan.code, options, programs.head_loss(plan))
+        embedding, norm, head = recipes.end_modules(shape, plan.code, options, programs.head_loss(plan))
         normed = norm.work if norm is not None else NO_PASSES
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)

@@ -154,6 +154,21 @@ def test_a_script_that_deepspeed_launches(tmp_path: Path) -> None:
     assert (found.framework, found.layout.zero, found.hardware.gpus, found.batch.mbs) == ("deepspeed", 1, 4, 8)
 
 
+def test_what_is_compiled(tmp_path: Path) -> None:
+    """The whole model, or its regions, which a launcher's flag says, too; a Trainer's arguments say the first."""
+    whole = read(tmp_path, {**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, model="gpt2")
+    assert (whole.compile, whole.compile_regions) == (True, False)
+    regions = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    for content in ({**FSDP, "dynamo_config": regions}, {**FSDP, **regions}):
+        found = read(tmp_path, content, model="gpt2")
+        assert (found.compile, found.compile_regions) == (True, True)
+    off = {"dynamo_backend": "NO", "dynamo_use_regional_compilation": True}
+    assert not read(tmp_path, {**FSDP, "dynamo_config": off}, model="gpt2").compile_regions
+    given = {**TRAINER, "fsdp": "full_shard", "fsdp_config": {"version": 2}, "torch_compile": True}
+    trained = read(tmp_path, json.dumps(given), "args.json", gpus="8")
+    assert (trained.framework, trained.compile, trained.compile_regions) == ("fsdp", True, False)
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [
@@ -165,11 +180,11 @@ def test_a_script_that_deepspeed_launches(tmp_path: Path) -> None:
         ({**FSDP, "num_processes": 0}, "num_processes = 0: must be a whole number from 1 on"),
         ({**FSDP, "megatron_lm_config": {"tp": 2}}, "megatron_lm_config: must be left out"),
         ({**FSDP, "dynamo_config": {"dynamo_backend": "AOT_EAGER"}}, "dynamo_backend = AOT_EAGER: must be inductor"),
-        ({**FSDP, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "must be false with framework fsdp: its hooks"),
         (
-            {**FSDP, "dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True},
-            "dynamo_use_regional_compilation = true: must be false",
+            {**FSDP, "dynamo_backend": "INDUCTOR", "fsdp_config": {"fsdp_activation_checkpointing": True}},
+            "fsdp_activation_checkpointing = true: must be false with torch.compile, which passes over layers",
         ),
+        ({**ZERO, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "must be false with framework deepspeed: it"),
         ({**FSDP, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "NO_WRAP"}}, "must be TRANSFORMER_BASED_WRAP"),
         ({**FSDP, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": 7}}, "cpu_offload = 7: must be true or"),
         ({**ZERO, "deepspeed_config": {"zero_stage": 7}}, "zero_optimization.stage = 7: must be from 0 to 3"),

@@ -1,0 +1,204 @@
+"""The recipes of transformers' models as modules: embedding, layers, final norm, and head with its loss."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeGuard
+
+from ...families import family
+from ...layers import ends, fused_losses, ops
+from ...layers.autograd import Accumulate, Recorder, Shape, Tensor
+from ...layers.ends import Embedding
+from ...layers.fused_losses import PLAIN, HeadLoss
+from ...layers.huggingface import Layer, LayerShape, Shared
+from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
+from ...layers.recompute import recomputed, recomputed_reentrant
+from ...layers.tuning import Tuning
+from ...tape.events import INPUT, Drop, Event, Tape, drops
+from ...values import replace
+
+MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
+"""Ids of the tensors that a forward pass makes once for all layers."""
+
+FULL_MASK = SHARED - 5
+"""Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
+
+EMBEDDED = SHARED - 4
+"""Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
+
+
+def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Shared:
+    """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
+    spec, s = shape.spec, shape.s
+    rotary = spec.positions == "rotary"
+    dtype, table = shape.dtype, (1, s, shape.table)
+    mask = FULL_MASK if FULL_MASK in ended or not shape.turns else MASK
+    known = family(spec.family)
+    tables = rotary and not known.tables_in_layers and not shape.older
+
+    def outside(shape: Shape, dtype: str, id: int) -> Tensor:
+        return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
+
+    return Shared(
+        outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
+        outside(table, "fp32" if shape.tables == "complex" else dtype, COS) if tables else None,
+        outside(table, dtype, SIN) if tables and shape.tables != "complex" else None,
+        outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)
+        if known.takes_positions(r)
+        else None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def layer_module(
+    shape: LayerShape,
+    recompute: bool,
+    code: str,
+    options: Options,
+    ended: frozenset[int] = frozenset(),
+    requires_grad: bool = True,
+    dtype: str = "",
+) -> Module:
+    """One layer of the family, on hidden states in ``dtype`` if these are not as the embedding gives them. The first
+    one is the last to let go of shared tensors: ``ended``."""
+    recipe = layer_recipe(shape, recompute, ended, code)
+    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast, dtype), options)
+
+
+def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current") -> Recipe:
+    """One layer of the family, recomputed in backward where ``recompute``."""
+    recipe_of, _ = transformers_code(shape, code)
+
+    def recipe(r: Recorder, x: Tensor) -> Run:
+        shared = shared_tensors(r, shape, ended)
+        hidden = x
+        if recompute and shape.reentrant:
+            return Run(recomputed_reentrant(r, lambda r, x: recipe_of(r, x, shared, shape), (hidden,)))
+        if recompute:
+            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
+        return Run(recipe_of(r, x, shared, shape))
+
+    return recipe
+
+
+def transformers_code(shape: LayerShape, code: str = "current") -> tuple[Layer, Embedding]:
+    """Layer and embedding of the family, of today or of ``code``."""
+    known = family(shape.spec.family)
+    assert known.layer is not None
+    assert known.embedding is not None
+    return known.older if code == "2020" and known.older is not None else (known.layer, known.embedding)
+
+
+def keeps_embedded(shape: LayerShape) -> bool:
+    """Without dropout the embedding's output is the first layer's input; of BERT it is ``embedding_output``."""
+    return family(shape.spec.family).keeps_embedding or _passes_embeddings_on(shape)
+
+
+def _passes_embeddings_on(shape: LayerShape) -> bool:
+    return shape.spec.positions == "rotary" and not shape.spec.embedding_dropout
+
+
+def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
+    """Whether the embedding's output requires a gradient without having a node."""
+    asked = tuning is not None and tuning.input_requires_grad and not tuning.trains("word.weight")
+    asked = asked and tuning is not None and not tuning.adapts("word")
+    scaled = shape.spec.embedding_scale and not family(shape.spec.family).scale_in_embedding
+    return asked and _passes_embeddings_on(shape) and not scaled
+
+
+@lru_cache(maxsize=1024)
+def with_kept_input(layer: Module) -> Module:
+    """``layer`` as the first one, whose input is ``EMBEDDED`` and ends when the model returns if no node saved it."""
+
+    def without(tape: Tape) -> Tape:
+        return tuple(event for event in tape if not is_drop_of_input(event))
+
+    def renamed(tape: Tape) -> Tape:
+        return tuple(event._replace(tensor=EMBEDDED) if is_drop_of_input(event) else event for event in tape)
+
+    return layer.changed(without, renamed)
+
+
+def is_drop_of_input(event: Event) -> TypeGuard[Drop]:
+    """The module's input ends."""
+    return isinstance(event, Drop) and event.tensor == INPUT
+
+
+def hidden_interface(
+    shape: LayerShape, requires_grad: bool = True, autocast: str | None = None, dtype: str = ""
+) -> Interface:
+    """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
+    from_norm = autocast is not None and shape.spec.norm_place == "post"
+    dtype = dtype or ("fp32" if from_norm else shape.dtype)
+    return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
+
+
+def embedding_recipe(shape: LayerShape, code: str = "current") -> Recipe:
+    """The family's embedding, and what layers share."""
+    _, embedding = transformers_code(shape, code)
+
+    def recipe(r: Recorder, x: Tensor) -> Run:
+        embedded = embedding(r, shape)
+        shared = embedded.shared
+        kept = embedded.hidden if keeps_embedded(shape) else None
+        ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
+        ids[FULL_MASK] = shared.full_mask
+        frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
+        return Run(embedded.hidden, frame, ids)
+
+    return recipe
+
+
+def norm_recipe(shape: LayerShape) -> Recipe:
+    """The norm behind the layers."""
+    return lambda r, x: Run(ends.final_norm(r, x, shape))
+
+
+@lru_cache(maxsize=1024)
+def end_modules(
+    shape: LayerShape,
+    code: str,
+    options: Options,
+    head_loss: HeadLoss = PLAIN,
+    requires_grad: bool = True,
+    dtype: str = "",
+) -> tuple[Module, Module | None, Module]:
+    """Embedding, final norm (``None`` for post-norm models), head with loss.
+
+    ``requires_grad``: a layer before the norm is trained, or the embedding. ``dtype``: of the hidden states that layers
+    leave, if not as the embedding gives them.
+    """
+    spec = shape.spec
+
+    def head(r: Recorder, x: Tensor) -> Run:
+        loss, returned = fused_losses.head(r, x, shape, head_loss)
+        if options.autocast == "fp16":
+            loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
+        measured = head_loss.measured
+        if options.converts_outputs and not head_loss.converts_itself:
+            return Run(None, converted=returned, loss=loss, measured=measured)
+        if measured is not None:
+            measured(r, returned[0])
+        return Run(None, until_end=returned, loss=loss)
+
+    interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
+    tuning = options.tuning
+    normed = spec.final_norm and (tuning is None or tuning.trains("final_norm.weight"))
+    tied = frozenset({"word.weight"}) if spec.tied_embeddings else frozenset()
+    last_norm = build("final_norm", norm_recipe(shape), interface, options) if spec.final_norm else None
+    given = last_norm.first.output_dtype if last_norm is not None else interface.dtype
+    return (
+        build("embedding", embedding_recipe(shape, code), Interface(None, shape.dtype), options, tied),
+        last_norm,
+        build("head", head, replace(interface, dtype=given, requires_grad=requires_grad or normed), options),
+    )
+
+
+@lru_cache(maxsize=1024)
+def returns(embedding: Module, kept: frozenset[int]) -> Module:
+    """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
+    layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
+    frame = drops(embedding.left)
+    ended = drops(hold for hold in embedding.shares if hold.tensor not in kept)
+    tapes = Tapes(frame + ended, (), 0, 0)
+    return Module("return", tapes, tapes, frame + drops(embedding.shares), ())
