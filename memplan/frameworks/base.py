@@ -121,8 +121,6 @@ class Supports:
     """Sections of a plan that not every framework reads (``FrameworkSection``), and ``device_map``."""
     loops: tuple[str, ...] = ("transformers", "sft", "dpo", "llama-factory-dpo", "grpo", "reward")
     """Training loops of transformers and trl (``trainer.loop``)."""
-    whole_logits: bool = True
-    """Releases of trl whose losses are taken of all logits, before 1.15."""
     environment: tuple[str, ...] = ()
     """Environment variables that it compares or reads, beside those that PyTorch reads."""
     pipeline: tuple[str, ...] = ()

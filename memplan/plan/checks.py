@@ -14,7 +14,7 @@ from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .model_checks import divisors
 from .plan import Plan
-from .releases import LIBRARIES, OLDEST_TORCH, TRL_TILES, needed, parsed, shown
+from .releases import LIBRARIES, OLDEST_TORCH, needed, parsed, shown
 from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .training_loops import TRAINING_LOOPS, Releases
@@ -374,12 +374,6 @@ def check_sections(plan: ResolvedPlan) -> None:
     loop, supports = plan.trainer.loop, framework(plan.framework).supports
     if loop != "none":
         require(plan, "trainer.loop", loop, listed(("none", *supports.loops), "or"), "loops", loop)
-    if plan.loop.loss_of == "whole-logits" and not supports.whole_logits:
-        raise plan.wrong(
-            "versions.trl",
-            f"must be {shown(TRL_TILES)} or later with trainer.loop {loop} under {plan.framework}: earlier losses, of "
-            "all logits, are modelled in single, ddp and fsdp",
-        )
     for name in framework_sections():
         for field, value in getattr(plan, name).changed_here():
             require(plan, f"{name}.{field}", value, "left out", "sections", name)

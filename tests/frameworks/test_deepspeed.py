@@ -226,6 +226,24 @@ def test_passes_of_trls_trainers(name: str, rank: int) -> None:
             assert (found["net"], found["peak"]) == (measured["net"], measured["peak"]), phase
 
 
+WHOLE_LOGITS: dict[str, Any] = json.loads((Path(__file__).parent / "deepspeed_whole_logits.json").read_text())
+
+
+@pytest.mark.parametrize("name", WHOLE_LOGITS["cases"])
+def test_passes_of_trls_trainers_before_tiles(name: str) -> None:
+    """The same with the release of trl whose loss is of all logits (``python -m tests.oracle.deepspeed FILE NAME``)."""
+    case = CASES[name]
+    plan = plan_of(case)
+    plan = plan.model_copy(update={"versions": {**plan.versions, "trl": WHOLE_LOGITS["trl"]}})
+    for rank, measured in enumerate(WHOLE_LOGITS["cases"][name]):
+        spans = deepspeed.program_of_rank(plan, OPTIONS, zero_of(case), rank).spans
+        tapes = [span.module.first for span in spans]
+        passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
+        for phase, parts in passes.items():
+            found, given = summary(changes(*parts)), measured["phases"][f"0/{phase}"]
+            assert (found["net"], found["peak"]) == (given["net"], given["peak"]), phase
+
+
 @pytest.mark.parametrize(("name", "rank"), [case for case in RANKS if case[0] != "z3-offload"])
 def test_forward_is_the_engines_event_by_event(name: str, rank: int) -> None:
     measured = GOLDEN[name][rank]["phases"]

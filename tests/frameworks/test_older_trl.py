@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from memplan import cli
 from memplan.estimate import evaluation_programs, programs_of
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -92,3 +93,25 @@ def test_reference_at_once() -> None:
     )
     row = 512 * 128_256 * 2
     assert peaks(before)[0] - peaks(since)[0] == pytest.approx((4 + 4 + 4 + 4 - 4 - 4 - 2) * row, rel=0.02)
+
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct", torch_dtype="bfloat16")
+DPOTrainer(model, args=DPOConfig(output_dir="o", per_device_train_batch_size=2)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("trl", "says"),
+    [("0.13.0", "seq 512 · bf16 · "), ("0.17.0", "seq 1024 · bf16 · "), ("0.24.0", "seq 1024 · bf16 autocast · ")],
+)
+def test_defaults_of_a_release(trl: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``max_length`` was 512, and bf16 and checkpoints were off."""
+    (tmp_path / "dpo.py").write_text(SCRIPT)
+    versions = f"trl={trl},transformers={'4.57.0' if trl == '0.24.0' else '4.51.0'}"
+    cli.main(["estimate", str(tmp_path / "dpo.py"), "--gpu", "h200", "--layers", "2", "--versions", versions])
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert ("· full" in printed) == (trl == "0.24.0")

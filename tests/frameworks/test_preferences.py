@@ -459,7 +459,6 @@ def test_batches_are_of_pairs() -> None:
             r"must be 0\.10 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl's dpo",
         ),
         ({"versions": "trl=1.14.0", **GROUPED}, r"must be 0\.15 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
-        ({"versions": "trl=1.9.0", "framework": "deepspeed", "gpus": 2}, r"must be 1\.15 or later .* under deepspeed"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
         ({**GROUPED, "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
         ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),

@@ -30,7 +30,6 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        whole_logits=False,
         loops=("sft", "dpo", "grpo", "reward"),
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
