@@ -159,8 +159,9 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
             "How CUDA loads kernels is not recorded, and inferred from LoRA without quantisation on one GPU: 519 to "
             "521 MiB above what the allocator reserves in one container (transformers 4.45), kernels that load when "
             "they are first used; 1,690 MiB in another (4.48), all kernels of PyTorch and the libraries that it links, "
-            "which are 1,110 MiB in torch 2.4.1's wheels. Each container's rows are estimated with CUDA_MODULE_LOADING "
-            "so.",
+            "which are 1,240 MiB in torch 2.4.1's wheels. Each container's rows are estimated with CUDA_MODULE_LOADING "
+            "so. Other libraries add to both: on one GPU 521 to 523 MiB with GPTQ and 531 with bitsandbytes in the "
+            "first, 1,840 to 1,842 with bitsandbytes in the second.",
             "Where a run gave cached memory back (verdict fits-with-retries) the reading is what the allocator keeps "
             "afterwards: what it held before lasts for less than a second.",
             "Logits of all tokens but the last are two slices before torch 2.9, each with a gradient of its own: a row "
@@ -172,11 +173,12 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
             "that it has not sent yet (104 MiB a layer of Mistral, 692 of Mixtral). The reading is the mean of all "
             "GPUs.",
             "With GPTQ every rank's process has a context on all GPUs: loading asks how much memory each has "
-            "(get_max_memory of Accelerate).",
+            "(get_max_memory of Accelerate). Triton tunes the kernels that dequantise, beside 256 MB with which it "
+            "flushes the L2 cache (do_bench), in the first forward pass.",
             "Not explained: full fine-tuning with micro-batch 4 on two GPUs, 3.5 GiB above the range, and 8 on four, "
-            "up to 1.5 GiB below; Mixtral in 4 bits with k-bit preparation on one GPU, up to 1.4 GiB above (whose "
-            "experts' tokens are not recorded); Unsloth's functions on quantised weights on one GPU, up to 0.14 GiB "
-            "beside.",
+            "up to 1.5 GiB below; transformers' own kernels with micro-batch 8 on one GPU, 0.1 GiB above; Mixtral in 4 "
+            "bits with k-bit preparation on one GPU, up to 1.8 GiB above (whose experts' tokens are not recorded); "
+            "Liger's loss under LoRA with micro-batch 8 on two and four GPUs, up to 0.4 GiB above.",
             "Not a blind test: these causes, and how the range is put together, were found with the rows in view.",
         ),
     )

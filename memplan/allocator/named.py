@@ -93,9 +93,10 @@ class NamedRun(Run):
 
     rank: NamingRank
 
-    def take(self, thread: str) -> None:
-        for event in self.untaken.pop(thread):
-            self.rank.label = Tensor(event.name, "", self.rank.phase)
+    def take(self, tape: Iterable[Event]) -> None:
+        for event in tape:
+            if isinstance(event, Hold):
+                self.rank.label = Tensor(event.name, "", self.rank.phase)
             super().keep((event,))
 
     def keep(self, tape: Iterable[Event]) -> None:

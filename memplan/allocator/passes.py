@@ -213,6 +213,7 @@ class Passes:
         """Slots of tensors that forward leaves behind for a later micro-batch to end."""
         self._made: dict[tuple[What, Role], Pass] = {}
         self._pieces: dict[tuple[Whole, Role], tuple[tuple[int, Pass], ...]] = {}
+        self._tuned: dict[tuple[What, Role], tuple[tuple[int, Seam], ...]] = {}
         self._left: dict[int, Operation] = {}
         """What any pass so far leaves, by slot."""
 
@@ -250,6 +251,21 @@ class Passes:
             else:
                 at += event.bytes > 0
         return 0
+
+    def tuned(self, what: What, role: Role) -> tuple[tuple[int, Seam], ...]:
+        """Behind how many operations the pass first comes to each kernel that is tuned (``Seam.once``)."""
+        found = self._tuned.get((what, role))
+        if found is None:
+            places: dict[str, tuple[int, Seam]] = {}
+            known: dict[int, tuple[int, list[tuple[int, Seam]]]] = {}
+            start = 0
+            for _, tape in self._tapes_in_order(what, role):
+                count, seams = known.get(id(tape)) or known.setdefault(id(tape), _tuned(tape))
+                for at, seam in seams:
+                    places.setdefault(seam.name, (start + at, seam))
+                start += count
+            found = self._tuned[what, role] = tuple(places.values())
+        return found
 
     def _events(self, what: What, role: Role) -> Iterator[tuple[int, Event]]:
         return ((at, one) for at, tape in self._tapes_in_order(what, role) for one in tape)
@@ -538,9 +554,21 @@ def parts_of(events: Pass, length: int) -> tuple[Pass, ...]:
 
 
 @lru_cache(maxsize=1 << 8)
-def halves(events: Pass, at: int) -> tuple[Pass, Pass]:
-    """A pass up to its operation ``at``, and from there on."""
-    return _part(events.operations[:at]), _part(events.operations[at:])
+def pieces(events: Pass, places: tuple[int, ...]) -> tuple[Pass, ...]:
+    """A pass cut at each of ``places`` among its operations."""
+    starts, ends = (0, *places), (*places, None)
+    return tuple(_part(events.operations[start:end]) for start, end in zip(starts, ends, strict=True))
+
+
+def _tuned(tape: Tape) -> tuple[int, list[tuple[int, Seam]]]:
+    """How many operations there are, and seams of kernels that are tuned, each with the number of those before it."""
+    at, found = 0, list[tuple[int, Seam]]()
+    for event in tape:
+        if not isinstance(event, Seam):
+            at += event.bytes > 0
+        elif event.once:
+            found.append((at, event))
+    return at, found
 
 
 def _part(operations: Sequence[Operation]) -> Pass:

@@ -20,20 +20,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
 from itertools import pairwise, takewhile
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..layers.module import Parameter
 from ..optimizers.base import State
-from ..tape.events import END_OF_GRADIENT, Bytes, Category, Drop, Event, Hold
+from ..tape.events import END_OF_GRADIENT, Bytes, Category, Drop, Event, Hold, rounded
 from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Order, Program, Role, What, Whole, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
 from .operations import Operation
-from .passes import Pass, Passes, Row, halves, passes
+from .passes import Pass, Passes, Row, passes, pieces
 
 NO_BLOCK = 0
 """An empty tensor's, which never reaches the allocator."""
+
+TIMED = -1 << 30
+"""Id of what is held while a kernel is timed, which no tape gives to anything."""
 
 Peak = tuple[tuple[int, ...], Pass | None, int]
 """Bytes by category when a pass began, the pass, and the event in it with which the peak was reached."""
@@ -229,6 +233,10 @@ Block = tuple[int, int, int, int]
 """A tensor's block, bytes, category and stream: what ``Rank.drop`` takes."""
 
 
+Amid = tuple[int, Callable[[], None]]
+"""Behind how many operations of a pass what else is done."""
+
+
 class _Chunk:
     """A chunk's micro-batches in flight, whose blocks lie in frames."""
 
@@ -262,24 +270,25 @@ class _Chunk:
         self.base = [NO_BLOCK] * self.passes.slots
 
     def run(
-        self, rank: Rank, what: What, microbatch: int, role: Role, amid: Callable[[], None] | None = None
+        self, rank: Rank, what: What, microbatch: int, role: Role, amid: Sequence[Amid] = ()
     ) -> tuple[Pass, list[int]]:
-        """A pass, its next piece, or what hooks do besides, which is the first micro-batch's. ``amid`` is called behind
-        the first product of matrices, or before the pass if none is known."""
+        """A pass, its next piece, or what hooks do besides, which is the first micro-batch's. Of ``amid``, what is
+        behind none of the pass's operations comes before it, and before a piece all."""
+        early = amid if what in WHOLE else [one for one in amid if not one[0]]
+        for _, take in early:
+            take()
         if what in WHOLE:
-            if amid is not None:
-                amid()
             return self._run_piece(rank, WHOLE[what], microbatch, role)
-        at = 0 if amid is None else self.passes.product(what, role)
-        if amid is not None and not at:
-            amid()
         events = self.passes.of(what, role)
         frame = self._opened(what, microbatch, events)
-        if amid is not None and at:
-            before, behind = halves(events, at)
-            rank.run(before, frame)
-            amid()
-            rank.run(behind, frame, at)
+        within = sorted((one for one in amid if one[0]), key=itemgetter(0))
+        if within:
+            places = tuple(at for at, _ in within)
+            first, *others = pieces(events, places)
+            rank.run(first, frame)
+            for (at, take), piece in zip(within, others, strict=True):
+                take()
+                rank.run(piece, frame, at)
         else:
             rank.run(events, frame)
         self._closed(what, events, frame)
@@ -443,6 +452,8 @@ class Run:
         """and its stream."""
         self.untaken = {"forward": tuple(workspaces[:1]), "backward": tuple(workspaces[1:])}
         """Workspaces that the threads of the two directions take with their first products of matrices."""
+        self.tuned = set[str]()
+        """Kernels whose variants have been timed."""
         self.keep(self.construct())
 
     def construct(self) -> Iterable[Event]:
@@ -457,6 +468,7 @@ class Run:
         twin.chunks = [chunk.copy() for chunk in self.chunks]
         twin.static, twin.between, twin.untaken = self.static.copy(), self.between.copy(), self.untaken.copy()
         twin.full, twin.taken, twin.begun = self.full.copy(), self.taken.copy(), self.begun.copy()
+        twin.tuned = self.tuned.copy()
         return twin
 
     def keep(self, tape: Iterable[Event]) -> None:
@@ -586,9 +598,7 @@ class Run:
     def run(self, what: What, number: int, microbatch: int) -> None:
         """A pass, or what hooks do besides."""
         chunk, role = self.chunks[number], self.program.order.role(microbatch)
-        thread = WHOLE.get(what, what)
-        amid = partial(self.take, thread) if self.untaken.get(thread) else None
-        events, frame = chunk.run(self.rank, what, microbatch, role, amid)
+        events, frame = chunk.run(self.rank, what, microbatch, role, self.amid(chunk.passes, what, role))
         self.handed, self.stream = frame[events.handed], events.stream
         if self.exchanged.passes:
             for tensor, (slot, _, size, category, stream) in chunk.made.get((what, role), ()):
@@ -596,9 +606,24 @@ class Run:
         if what == "backward" and self.exchanged.gradients:
             chunk.end_gradients(self.rank)
 
-    def take(self, thread: str) -> None:
-        """A thread multiplies matrices for the first time (``getCurrentCUDABlasHandle``)."""
-        self.keep(self.untaken.pop(thread))
+    def amid(self, passes: Passes, what: What, role: Role) -> list[Amid]:
+        """What libraries take within a pass: a workspace where a thread multiplies matrices for the first time
+        (``getCurrentCUDABlasHandle``), and what is held while variants of a kernel are timed."""
+        found: list[Amid] = []
+        thread = WHOLE.get(what, what)
+        if self.untaken.get(thread):
+            at = 0 if what in WHOLE else passes.product(what, role)
+            found.append((at, partial(self.take, self.untaken.pop(thread))))
+        for at, seam in passes.tuned(what, role):
+            if seam.name not in self.tuned:
+                self.tuned.add(seam.name)
+                held = Hold(0, rounded(seam.once), Category.WORKSPACES, seam.name)
+                found.append((at, partial(self.take, drop_all((held,), TIMED))))
+        return found
+
+    def take(self, tape: Iterable[Event]) -> None:
+        """What a library begins and ends within a pass."""
+        self.keep(tape)
 
     def step(self, states: Iterable[Hold] = ()) -> None:
         """The optimizer's step, with which ``states`` appear and gradients end."""

@@ -28,12 +28,16 @@ _LAZY_BY_ITSELF = (2, 5)
 """From this PyTorch on wheels are of CUDA 12.4, which loads kernels when they are first used whoever initialises CUDA.
 Before (up to CUDA 12.1) ``torch/cuda/__init__.py`` asks for that in ``_lazy_init``, which is too late where another
 library, or ``torch.cuda.is_available()``, initialised the driver."""
-_LIBRARIES = {(7, 0): 755, (7, 5): 711, (8, 0): 1110, (8, 6): 748, (8, 9): 720, (9, 0): 1478}
+_LIBRARIES = {(7, 0): 856, (7, 5): 936, (8, 0): 1240, (8, 6): 1269, (8, 9): 1300, (9, 0): 1613}
 """MiB of all kernels for a compute capability, uncompressed, in PyTorch 2.4.1 and the libraries that it links: the
-cubins in ``libtorch_cuda.so``, ``libcublas.so.12`` and ``libcublasLt.so.12`` of 12.1.3.1, and ``libnccl.so.2`` of
-2.20.5 (of the nearest lower capability of the same generation where a library has none of its own)."""
+cubins in ``libtorch_cuda.so`` and in what ``readelf -d`` says that it needs, ``libcublas.so.12`` and
+``libcublasLt.so.12`` of 12.1.3.1, ``libcusparse.so.12`` of 12.1.0.106, ``libcufft.so.11`` of 11.0.2.54,
+``libcurand.so.10`` of 10.3.2.106, its own ``libcusparseLt.so.0``, and ``libnccl.so.2`` of 2.20.5; of each module those
+of the nearest lower capability of the same generation where it has none of its own. Of (8, 0): 567, 51, 398, 91, 19, 6,
+14 and 94 MiB."""
 _LIBRARIES_SOURCE = (
-    "all kernels of libtorch_cuda, cuBLAS, cuBLASLt and NCCL: sizes of the cubins in torch 2.4.1's wheels"
+    "all kernels of libtorch_cuda and the libraries that it links (cuBLAS, cuBLASLt, cuSPARSE, cuSPARSELt, cuFFT, "
+    "cuRAND, NCCL): sizes of the cubins in torch 2.4.1's wheels"
 )
 _PARTS = (9, 0), (2, 11)
 """The compute capability, and the PyTorch from which on wheels are of CUDA 13: what each first use adds to a context of

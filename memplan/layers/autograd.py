@@ -204,6 +204,12 @@ class Recorder:
     def seam(self, name: str, hook: Hook | None = None, tensor: int = 0) -> None:
         self.events.append(Seam(name, hook, tensor))
 
+    def tunes(self, kernel: str, size: int) -> None:
+        """Triton's autotuner times variants of ``kernel``, whose name says what it tells launches apart by, when first
+        it is launched. Beside each it holds ``size`` bytes, which it writes so that the L2 cache has nothing of use."""
+        if self.kernel_workspaces:
+            self.events.append(Seam(f"tunes/{kernel}", once=size))
+
     # -- graph ------------------------------------------------------------------------------------
 
     def parameter(

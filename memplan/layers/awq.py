@@ -30,10 +30,10 @@ class Awq(Packed):
     group: int
     """Inputs under one scale."""
 
-    def packed_bytes(self, shape: Shape) -> int:
+    def packed(self, shape: Shape) -> tuple[int, ...]:
         """``qweight``, (k, n / 8), and ``qzeros``, (g, n / 8), both int32."""
         n, k = shape
-        return rounded(n * k // 2) + rounded(self._groups(k) * n // 2)
+        return n * k // 2, self._groups(k) * n // 2
 
     def beside(self, shape: Shape) -> Mapping[str, int]:
         n, k = shape

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..values import dataclass
+from . import ops
 from .autograd import Gradients, Recorder, Shape, Tensor
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def projected(
         outputs.append(out)
         dropped.append(left)
         del out, left
-    weights.clear()
+    while weights:
+        del weights[0]  # as a function lets go of its variables: in the order in which it gave them values
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         given = Tensor(r.unpacked[0], shape, dtype)
@@ -86,8 +88,7 @@ def forward(
     del weight
     left = Tensor(x.storage, x.shape, dtype)
     if adapters.dropout:
-        left = r.empty(x.shape, dtype, f"{layer.name}_lora_dropout")
-        mask = r.empty(x.shape, "bool", f"{layer.name}_lora_dropout_mask")
+        left, mask = ops.native_dropout(r, x.shape, dtype, f"{layer.name}_lora_dropout")
         del mask
     low = low_rank(r, layer, (adapters.rank, k), tokens, adapters, dtype)
     scaled = scaled_matrix(r, layer, (adapters.rank, n), adapters, dtype)

@@ -8,6 +8,7 @@ auto_gptq 0.7, and its copy in fms-acceleration: ``nn_modules/qlinear/qlinear_tr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,8 @@ class Gptq(Packed):
     casts: bool
     """An adapter's input is cast to its dtype under autocast, too, and the sum is a tensor of its own (peft from
     0.16)."""
-
-    def packed_bytes(self, shape: Shape) -> int:
-        return sum(self.packed(shape))
+    flushed: int = 0
+    """Bytes that Triton's autotuner writes between launches (``do_bench``)."""
 
     def packed(self, shape: Shape) -> tuple[int, ...]:
         """``qweight``, (k / 8, n), and ``qzeros``, (g, n / 8), both int32."""
@@ -52,13 +52,16 @@ class Gptq(Packed):
     def _groups(self, k: int) -> int:
         return -(-k // self.group)
 
-    def dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
-        """``dequant248``."""
-        return r.empty((k, n), self.dtype, f"{name}_dequantised")
+    def dequantised(self, r: Recorder, n: int, k: int, name: str, kernel: str = "dequant248") -> Tensor:
+        """``dequant248``, whose kernel is tuned for every number of elements (``dequant_kernel_248``)."""
+        weight = r.empty((k, n), self.dtype, f"{name}_dequantised")
+        r.tunes(f"{kernel}/{n * k}", self.flushed)
+        return weight
 
     @property
     def functions(self) -> Functions:
-        return Functions(self.dequantised, overwrites=False, ahead=True)
+        """fms-acceleration has a kernel of its own for them."""
+        return Functions(partial(self.dequantised, kernel="fast_lora"), overwrites=False, ahead=True)
 
     def linear(self, r: Recorder, x: Tensor, layer: Layer) -> Tensor:
         """``QuantLinear.forward``: saves nothing of x, and dequantises the whole weight either way."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Int8(Packed):
     """Rows of a weight in int8 (``CB``), with a scale each (``SCB``); products are made for fp16."""
 
-    def packed_bytes(self, shape: Shape) -> int:
-        return prod(shape)
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        return (prod(shape),)
 
     def beside(self, shape: Shape) -> Mapping[str, int]:
         return {"scales": rounded(size_of((shape[0],), "fp32"))}

@@ -292,18 +292,23 @@ def softmax(r: Recorder, x: Tensor, name: str = "softmax", dtype: str | None = N
 
 
 def dropout(r: Recorder, x: Tensor, p: float, name: str = "dropout") -> Tensor:
-    """``native_dropout``: a fresh output and a mask of one byte an element, which is saved; none in evaluation. CUDA
-    makes the mask first (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), but for releases that have
-    ``fused_dropout_cuda`` alone; fake tensors the output."""
+    """``native_dropout``, whose mask is saved; none in evaluation."""
     if p == 0.0 or r.evaluates:
         return x
-    early = [r.empty(x.shape, "bool", f"{name}_mask")] if r.kernel_workspaces and r.masks_first else []
-    out = r.empty(x.shape, x.dtype, name)
-    mask = early.pop() if early else r.empty(x.shape, "bool", f"{name}_mask")
+    out, mask = native_dropout(r, x.shape, x.dtype, name)
     done = work.Operator(issue=(work.DROPOUT.of(prod(x.shape)), 0))
 
     out.node = r.node((x,), (mask,), fresh(x, f"grad_{name}"), work=done)
     return out
+
+
+def native_dropout(r: Recorder, shape: Shape, dtype: str, name: str) -> tuple[Tensor, Tensor]:
+    """A fresh output and a mask of one byte an element. CUDA makes the mask first
+    (``aten/src/ATen/native/cuda/Dropout.cu``, ``dropout_cuda``), but for releases that have ``fused_dropout_cuda``
+    alone; fake tensors the output."""
+    early = [r.empty(shape, "bool", f"{name}_mask")] if r.kernel_workspaces and r.masks_first else []
+    out = r.empty(shape, dtype, name)
+    return out, early.pop() if early else r.empty(shape, "bool", f"{name}_mask")
 
 
 def embedding(r: Recorder, weight: Tensor, indices: Tensor, name: str) -> Tensor:

@@ -120,13 +120,13 @@ class Packed:
     dtype: str
     """Of the whole weight."""
 
-    def packed_bytes(self, shape: Shape) -> int:
-        """Of what FSDP1 can shard."""
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        """Bytes of each tensor that FSDP1 can shard: the numbers, and where they are tensors, too, their zeros."""
         raise NotImplementedError
 
-    def packed(self, shape: Shape) -> tuple[int, ...]:
-        """That of each parameter."""
-        return (self.packed_bytes(shape),)
+    def packed_bytes(self, shape: Shape) -> int:
+        """Of all of them."""
+        return sum(map(rounded, self.packed(shape)))
 
     def beside(self, shape: Shape) -> Mapping[str, int]:
         """Bytes, rounded, of the tensors that are kept whole beside it."""
@@ -164,8 +164,8 @@ class FourBit(Packed):
     copied: bool = True
     """Every weight has a copy of the table of 8-bit values of its scales."""
 
-    def packed_bytes(self, shape: Shape) -> int:
-        return -(-prod(shape) // 2)
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        return (-(-prod(shape) // 2),)
 
     def beside(self, shape: Shape) -> Mapping[str, int]:
         """``quant_state``: scales and the table of 4-bit values; of scales in 8 bits their scales, a table and an

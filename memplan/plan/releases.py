@@ -126,6 +126,10 @@ CLAMPED_SLICES: Version = (2, 9)
 """``x[:]`` is an alias; before, a slice of all (``ATen/TensorIndexing.h``, ``applySlice``: ``sym_le``, once
 ``sym_eq``)."""
 
+FLUSHES_MIB: Version = (2, 6)
+"""Comes with Triton 3.2, which flushes the L2 cache with 256 MiB (``backends/nvidia/driver.py``,
+``get_empty_cache_for_benchmark``); before, with 256 MB (``testing.py``, ``do_bench``)."""
+
 # -- peft
 
 GPTQ_CASTS: Version = (0, 16)

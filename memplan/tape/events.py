@@ -159,6 +159,8 @@ class Seam(NamedTuple):
     hook: Hook | None = None
     tensor: int = 0
     """Id of the gradient that has arrived."""
+    once: int = 0
+    """Bytes that are held and given back there by the first pass that comes to a seam of this name."""
 
 
 PRODUCT = "product"

@@ -79,16 +79,23 @@ def test_fine_tuning_runs_of_mistral_are_within_a_thousandth(every: int) -> None
 def test_devices_show_as_much_above_what_is_reserved_whatever_the_micro_batch() -> None:
     """LoRA with Liger's loss on one GPU, 4, 8 and 16 sequences: 18 GiB more from the first to the last, and the same
     CUDA context; so with Unsloth's, whose gradient goes through two slices before torch 2.9, and with transformers'
-    own. Where cached memory was given back the reading is what is kept then: 1.8 GiB, not 9 less."""
-    alone = [("_liger/Mistral-7B-v0.1-lora-foak-fast-kernels", 6), ("80gb/Mistral-7B-v0.1-lora-none", 2)]
+    own. GPTQ's, too, whose kernels were tuned beside 256 MB, and Unsloth's functions on bitsandbytes' weights, but for
+    64 MiB with 4 sequences. Where cached memory was given back the reading is what is kept then: 1.8 GiB, not 9
+    less."""
+    alone = [
+        ("_liger/Mistral-7B-v0.1-lora-foak-fast-kernels", 6, 4),
+        ("80gb/Mistral-7B-v0.1-lora-none", 2, 4),
+        ("_liger/Mistral-7B-v0.1-GPTQ-lora", 6, 4),
+        ("_liger/Mistral-7B-v0.1-lora-accelerated-peft-bnb-foak", 6, 64),
+    ]
     full = "fms/a100_80gb/Mistral-7B-v0.1-full-foak-fast-kernels-gpus1-mbs8"
-    wanted = (full, *(runs for runs, _ in alone))
+    wanted = (full, *(runs for runs, *_ in alone))
     given = [row for row in rows_of(fms.NAME) if "gpus1" in row["id"] and any(runs in row["id"] for runs in wanted)]
     above = {row.id: int(row.cause.split("; ")[1].split()[0].replace(",", "")) for row in fms.devices(given).rows}
-    for runs, of in alone:
+    for runs, of, apart in alone:
         sizes = [size for name, size in above.items() if runs in name]
         assert len(sizes) == of
-        assert max(sizes) - min(sizes) <= 4
+        assert max(sizes) - min(sizes) <= apart
     assert 1_600 < above[full] < 1_900
 
 

@@ -60,10 +60,12 @@ def test_fine_tuning_on_an_a100_with_torch_2_4() -> None:
 
 
 def test_what_is_told_of_loading_narrows_the_range() -> None:
-    """An A100: 481 MiB bare, 164 of a forward pass, 1,110 of all kernels that torch 2.4 links."""
-    assert span("a100-80gb", {}, (2, 4)) == (481, 481 + 164 + 1110)
+    """An A100: 481 MiB bare, 164 of a forward pass, 1,240 of all kernels that torch 2.4 links. Fine-tuning on 4-bit
+    weights of bitsandbytes, which links cuSPARSE, too, showed 1,840 to 1,842 whatever the micro-batch."""
+    assert 1842 < 481 + 164 + 1240
+    assert span("a100-80gb", {}, (2, 4)) == (481, 481 + 164 + 1240)
     assert span("a100-80gb", {"CUDA_MODULE_LOADING": "LAZY"}, (2, 4)) == (481, 481 + 164)
-    assert span("a100-80gb", {"CUDA_MODULE_LOADING": "EAGER"}, (2, 4)) == (942, 481 + 164 + 1110)
+    assert span("a100-80gb", {"CUDA_MODULE_LOADING": "EAGER"}, (2, 4)) == (942, 481 + 164 + 1240)
 
 
 def test_other_processes_on_a_gpu_have_a_context_and_a_segment_each() -> None:
@@ -73,8 +75,8 @@ def test_other_processes_on_a_gpu_have_a_context_and_a_segment_each() -> None:
 
     assert visiting_causes("a100-80gb", 0) == visiting_causes("mi300x", 1) == ()
     assert visiting(3, {"CUDA_MODULE_LOADING": "LAZY"}) == (3 * 483, 3 * 483)
-    assert visiting(1, {"CUDA_MODULE_LOADING": "EAGER"}) == (942 + 2, 481 + 1110 + 2)
-    assert visiting(1, {}) == (483, 481 + 1110 + 2)
+    assert visiting(1, {"CUDA_MODULE_LOADING": "EAGER"}) == (942 + 2, 481 + 1240 + 2)
+    assert visiting(1, {}) == (483, 481 + 1240 + 2)
 
 
 def test_an_h200_of_our_own_lies_within_what_its_parts_add_up_to() -> None:

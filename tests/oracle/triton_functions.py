@@ -42,8 +42,14 @@ def excursion(changes: Sequence[Change]) -> tuple[int, int]:
 
 
 def traced(function: Callable[..., Any], likes: Sequence[Like], autocast: torch.dtype | None = None) -> Excursions:
-    """``function`` of tensors that are the caller's and require a gradient; it keeps the outputs and their gradients,
-    too."""
+    return Excursions(*map(excursion, followed(function, likes, autocast)))
+
+
+def followed(
+    function: Callable[..., Any], likes: Sequence[Like], autocast: torch.dtype | None = None
+) -> tuple[list[Change], list[Change]]:
+    """``function`` of tensors that are the caller's and require a gradient, forward and backward; the caller keeps the
+    outputs and their gradients, too."""
     trace = Trace()
     with ExitStack() as stack:
         device = SimpleNamespace(multi_processor_count=PROCESSORS)
@@ -65,7 +71,7 @@ def traced(function: Callable[..., Any], likes: Sequence[Like], autocast: torch.
         gradients = [torch.zeros_like(output) for output in outputs]
         began = len(trace.changes)
         torch.autograd.backward(outputs, gradients)
-        return Excursions(excursion(trace.changes[start:middle]), excursion(trace.changes[began:]))
+        return trace.changes[start:middle], trace.changes[began:]
 
 
 # -- their code -------------------------------------------------------------------------------------

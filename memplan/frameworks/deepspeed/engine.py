@@ -37,7 +37,7 @@ from ..plain.hooked import Model
 from ..plain.programs import head_loss, layer_shape
 from ..plain.recipes import EMBEDDED, keeps_embedded
 from ..plain.returned import NOTHING, Returned, kept
-from ..plain.tuned import frozen_layer, shared_table, stored, tuning_of
+from ..plain.tuned import frozen_layer, kept_beside, shared_table, tuning_of
 from . import states as zero_states
 from . import step as zero_step
 from .buckets import ReducingBucket, ScatteringBucket
@@ -366,7 +366,6 @@ def scales_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> tuple[
 
 def beside_packed(model: Model, plan: ResolvedPlan) -> tuple[Hold, ...]:
     """The same of any ``model``."""
-    beside = stored(plan.precision.dtype)[1:]
     quantised = [one for instance in model.instances for one in instance.hooked.module.parameters if one.four_bit]
-    held = (state.hold(one, 0) for one in quantised for state in beside)
+    held = (state.hold(one, 0) for one in quantised for state in kept_beside())
     return (*shared_table(plan), *filter(None, held))

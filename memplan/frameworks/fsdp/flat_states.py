@@ -22,7 +22,7 @@ from ...plan.plan import Optimizer
 from ...tape.events import Category, rounded
 from ...tape.program import Span
 from ...values import dataclass, replace
-from ..plain.tuned import stored
+from ..plain.tuned import kept_beside
 from .modules import MODEL
 
 
@@ -182,7 +182,7 @@ def flat_states(optimizer: Optimizer, ranks: int, of_adapters: int, units: Units
         return State(state.name, state.category, size)
 
     kept = optimizer_states(optimizer, trained, embeddings_32bit=optimizer.embeddings_32bit)
-    return (State("parameter", Category.PARAMETERS, sharded), *stored(trained)[1:], *map(of, kept))
+    return (State("parameter", Category.PARAMETERS, sharded), *kept_beside(), *map(of, kept))
 
 
 def _share(unit: Flat, ranks: int, trained: str) -> int:

@@ -19,7 +19,7 @@ from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import HEAD, WORD, adapted, of_experts, saved
 from ...plan.plan import Optimizer
-from ...plan.releases import CODE_COPIED, GPTQ_CASTS, casts_back, release
+from ...plan.releases import CODE_COPIED, FLUSHES_MIB, GPTQ_CASTS, casts_back, parsed, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, Tape, rounded
@@ -47,7 +47,9 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora, experts, scaling != 1)
     four_bit: Packed | None = None
     if quantisation.kind == "gptq":
-        four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS)
+        newer = plan.torch is None or parsed(plan.torch) >= FLUSHES_MIB
+        flushed = 256 << 20 if newer else 256_000_000
+        four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS, flushed)
     elif quantisation.kind == "awq":
         four_bit = Awq("fp16", quantisation.group)
     elif quantisation.kind == "int8":
@@ -114,7 +116,7 @@ def check_tuned(plan: ResolvedPlan) -> None:
 
 def tuned_states(optimizer: Optimizer, dtype: str) -> tuple[State, ...]:
     """Each parameter as it is stored, and the optimizer's states, in its dtype, of those that are trained."""
-    return (*stored(dtype), *trained_states(optimizer))
+    return (*stored(dtype), *kept_beside(), *trained_states(optimizer))
 
 
 def sharded_states(optimizer: Optimizer, dtype: str, shard: Callable[[Parameter], Parameter]) -> tuple[State, ...]:
@@ -124,8 +126,7 @@ def sharded_states(optimizer: Optimizer, dtype: str, shard: Callable[[Parameter]
     def of(state: State) -> State:
         return State(state.name, state.category, lambda parameter: state.size(shard(parameter)))
 
-    parameter, *beside = stored(dtype)
-    return (of(parameter), *beside, *map(of, trained_states(optimizer)))
+    return (*map(of, stored(dtype)), *kept_beside(), *map(of, trained_states(optimizer)))
 
 
 def packed(parameter: Parameter, dtype: str) -> Parameter:
@@ -139,12 +140,24 @@ def packed(parameter: Parameter, dtype: str) -> Parameter:
 
 @lru_cache(maxsize=64)
 def stored(dtype: str) -> tuple[State, ...]:
-    """A parameter in its own dtype, or packed to 4 bits with what belongs to it."""
+    """A parameter in its own dtype, or packed to 4 bits: zeros are a tensor of their own."""
 
     def plain(parameter: Parameter) -> int:
         if parameter.four_bit is not None:
-            return rounded(parameter.four_bit.packed_bytes(parameter.shape))
+            return rounded(parameter.four_bit.packed(parameter.shape)[0])
         return parameter.bytes(parameter.dtype or dtype)
+
+    def zeros(parameter: Parameter) -> int:
+        return (
+            sum(map(rounded, parameter.four_bit.packed(parameter.shape)[1:])) if parameter.four_bit is not None else 0
+        )
+
+    return (State("parameter", Category.PARAMETERS, plain), State("zeros", Category.PARAMETERS, zeros))
+
+
+@lru_cache(maxsize=1)
+def kept_beside() -> tuple[State, ...]:
+    """What belongs to a packed weight, and is whole on every rank."""
 
     def beside(name: str) -> State:
         def size(parameter: Parameter) -> int:
@@ -152,7 +165,7 @@ def stored(dtype: str) -> tuple[State, ...]:
 
         return State(name, Category.PARAMETERS, size)
 
-    return (State("parameter", Category.PARAMETERS, plain), *map(beside, BESIDE))
+    return tuple(map(beside, BESIDE))
 
 
 BESIDE = ("absmax", "code", "nested_absmax", "nested_code", "offset", "scales", "g_idx")
