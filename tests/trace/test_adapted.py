@@ -4,6 +4,7 @@ and numbers of layers than they were learnt with."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -188,18 +189,22 @@ def test_what_ships(name: str) -> None:
     path = ADAPTED[name]
     assert not cache.is_stale(path), f"python -m benchmarks.learned --adapters --again {name}"
     there = cache.shipped_together(path)
-    for targets in targets_of(name):
-        for recompute in ("none", "full"):
-            for dtype in ("fp32", "bf16"):
-                flags = {"lora-targets": targets, "lora-dtype": dtype, "recompute": recompute}
-                plan = plan_of(name, **flags)
-                job = lookup.job_of(plan)
-                asked = [lookup.settings_of(job, layers) for layers in (None, plan.model.layers)]
-                assert any(there.pop(cache.digest_of(one), None) for one in asked)
-                cast = [lookup.settings_of(replace(job, casts=True), layers) for layers in (None, plan.model.layers)]
-                for one in cast:
-                    there.pop(cache.digest_of(one), None)
+    drops = any(one["settings"]["tuned"]["dropout"] for one in there.values())
+    for targets, recompute, dtype, dropout in product(
+        targets_of(name), ("none", "full"), ("fp32", "bf16"), ("0", "0.05")[: 1 + drops]
+    ):
+        given = {"lora-targets": targets, "lora-dtype": dtype, "recompute": recompute, "lora-dropout": dropout}
+        plan = plan_of(name, **given)
+        job = lookup.job_of(plan)
+        assert there.keys() & keys_of(job, plan)
+        for one in (job, replace(job, casts=True), replace(job, gathers=True)):
+            for key in keys_of(one, plan):
+                there.pop(key, None)
     assert not there
+
+
+def keys_of(job: Job, plan: ResolvedPlan) -> set[str]:
+    return {cache.digest_of(lookup.settings_of(job, layers)) for layers in (None, plan.model.layers)}
 
 
 def test_all_of_it_is_small() -> None:
