@@ -1,14 +1,15 @@
 """The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
 
 python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check] [--zero-3]
-python -m benchmarks.learned [MODEL …] --adapters [--again]
+python -m benchmarks.learned [MODEL …] --adapters [--dropout] [--again]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
 those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
 anew where they are what it says, with what operators do; else it learns it. ``--zero-3`` learns what DeepSpeed's
 stage 3 needs, too, which few models ship with. ``--adapters`` learns LoRA of any rank on models whose fits are there
-(``adapted``): peft's own targets, else queries and values, and all linear layers. ``--check`` learns nothing: it counts
+(``adapted``): peft's own targets, else queries and values, and all linear layers; with ``--dropout``, or where it is
+there already, dropout on the input of adapters, too. ``--check`` learns nothing: it counts
 the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
 tests/trace/test_built_in.py`` traces each beside its fit.
 """
@@ -55,13 +56,14 @@ def main() -> int:
     parser.add_argument("--renew", action="store_true", help="what another tracer made, checked beside traces")
     parser.add_argument("--zero-3", action="store_true", help="DeepSpeed's stage 3, too")
     parser.add_argument("--adapters", action="store_true", help="LoRA on what is there")
+    parser.add_argument("--dropout", action="store_true", help="with --adapters: dropout above 0, too")
     parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
     asked = parser.parse_args()
     models = [learned_models()[name] for name in asked.models or learned_models()]
     work = (
         checked
         if asked.check
-        else partial(adapted, again=asked.again)
+        else partial(adapted, again=asked.again, drops=asked.dropout)
         if asked.adapters
         else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3)
     )
@@ -110,15 +112,21 @@ QUERIES_AND_VALUES = (("q_proj", "v_proj"), ("query", "value"), ("q_lin", "v_lin
 """What architectures call the linear layers that LoRA's paper adapts."""
 
 
-def adapted(model: LearnedModel, *, again: bool) -> Iterator[str]:
+def adapted(model: LearnedModel, *, again: bool, drops: bool) -> Iterator[str]:
     """Writes the fits of ``model`` with adapters; what could not be learnt, in words."""
     path = cache.together_path(model.name, settings_of(job_of(plan_of(model, {})), None))
-    kept = {} if again else cache.shipped_together(path)
-    for targets, variant, dtype in product(targets_of(model), VARIANTS, ("fp32", "bf16")):
-        flags = {"lora-rank": "8", "lora-targets": ",".join(targets), "lora-dtype": dtype, **variant}
+    there = cache.shipped_together(path)
+    kept = {} if again else dict(there)
+    drops = drops or any(one["settings"]["tuned"]["dropout"] for one in there.values())
+    for targets, variant, dropout in product(targets_of(model), VARIANTS, ("0", "0.1")[: 1 + drops]):
+        flags = {"lora-rank": "8", "lora-targets": ",".join(targets), "lora-dropout": dropout, **variant}
+        yield from adapted_to(model, {**flags, "lora-dtype": "fp32"}, variant, kept)
+        flags["lora-dtype"] = "bf16"
         fit = yield from adapted_to(model, flags, variant, kept)
-        if fit is not None and dtype == "bf16" and is_cast_piece(fit.pieces[0], dtype):
-            yield from adapted_to(model, {**SHARDED, **flags}, {**SHARDED, **variant}, kept)
+        others = [SHARDED] if fit is not None and is_cast_piece(fit.pieces[0], "bf16") else []
+        others += [GATHERED] if paths_of(model, plan_of(model, {**GATHERED, **variant})) else []
+        for other in others:
+            yield from adapted_to(model, {**other, **flags}, {**other, **variant}, kept)
         path.write_bytes(cache.written_together(kept))
     print(f"{model.name}: {len(kept)} fits with adapters, {path.stat().st_size:,} bytes", flush=True)
 
@@ -206,9 +214,11 @@ def checked(model: LearnedModel) -> Iterator[str]:
     counted = parameters_of(model.configuration())
     if counted != model.parameters:
         yield f"{model.name}: transformers makes {counted:,} parameters, published are {model.parameters:,}"
-    for path in sorted((LEARNED / model.name).glob(f"*{cache.SUFFIX}")):
-        if cache.is_stale(path):
-            yield f"{model.name}: {path.name} is of another tracer: python -m benchmarks.learned --renew {model.name}"
+    for suffix, flags in ((cache.SUFFIX, "--renew"), (cache.TOGETHER, "--adapters --again")):
+        for path in sorted((LEARNED / model.name).glob(f"*{suffix}")):
+            if cache.is_stale(path):
+                renew = f"python -m benchmarks.learned {flags} {model.name}"
+                yield f"{model.name}: {path.name} is of another tracer: {renew}"
 
 
 def parameters_of(config: dict[str, Any]) -> int:

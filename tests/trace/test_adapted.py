@@ -3,16 +3,20 @@ and numbers of layers than they were learnt with."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memplan.cli import main
 from memplan.estimate import programs_of
+from memplan.frameworks import framework as framework_of
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
-from memplan.plan.library import LEARNED, learned_models
+from memplan.plan.library import LEARNED
 from memplan.plan.lora import ALL_LINEAR
 from memplan.plan.models import load_spec
 from memplan.plan.read import read_plan
@@ -68,8 +72,8 @@ def targets_of(name: str) -> list[str]:
 
 def sizes_of(name: str, b: int) -> dict[str, str]:
     """Some that nothing was learnt at, with few layers where any number of them is known."""
-    learnt = fit_of(plan_of(name, **{"lora-targets": ALL_LINEAR}))
-    seq = "197" if learned_models()[name].config.parent.name.startswith("vit-") else "416"
+    learnt = fit_of(plan_of(name, **{"lora-targets": targets_of(name)[0]}))
+    seq = "197" if name.startswith("vit-") else "416"
     return {"mbs": str(b), "seq": seq, "gbs": str(2 * b), **({"layers": "7"} if learnt.extends else {})}
 
 
@@ -126,10 +130,9 @@ def test_no_length_is_a_multiple_of_the_traced_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_of_every_linear_layer(name: str) -> None:
-    """r (k + n) elements for a matrix of n by k, counted from the frozen ones; the head has none."""
-    plan = plan_of(name, **{"lora-targets": ALL_LINEAR})
-    fit = fit_of(plan)
+def test_adapters_of_every_layer(name: str) -> None:
+    """r (k + n) elements for a frozen matrix of n by k, and nothing else is trained."""
+    fit = fit_of(plan_of(name, **{"lora-targets": targets_of(name)[0]}))
     assert all(piece.work is not None for piece in fit.pieces)
     for kind in {kind for piece in fit.pieces for kind in piece.kinds}:
         shapes = {one.name: one.shape for one in kind.parameters}
@@ -176,6 +179,20 @@ def test_one_learning_serves_every_rank() -> None:
     assert elements[64] == 64 * elements[1]
 
 
+@pytest.mark.usefixtures("here")
+def test_learnt_with_one_rank_and_estimated_with_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a trace of peft's adapters of that rank."""
+    sizes: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "olmo2", **sizes}))
+    assert main(["trace", "--learn", "--model", str(path), "--lora-rank", "8", "--lora-targets", "q_proj", "-q"]) == 0
+    assert not capsys.readouterr().err
+    plan = plan_of(str(path), **{"lora-targets": "q_proj", "mbs": "2", "gbs": "4", "seq": "48"})
+    (program,) = programs_of(plan, Options())
+    assert compared(evaluated_step(peft_job(plan)), program).furthest == 0
+
+
 def _adapters(rank: int) -> int:
     (program,) = programs_of(plan_of("olmo-2-1b", **{"lora-targets": ALL_LINEAR, "lora-rank": str(rank)}), Options())
     spans = (span for chunk in program.order.chunks for span in chunk.spans)
@@ -188,19 +205,49 @@ def test_what_ships(name: str) -> None:
     path = ADAPTED[name]
     assert not cache.is_stale(path), f"python -m benchmarks.learned --adapters --again {name}"
     there = cache.shipped_together(path)
-    for targets in targets_of(name):
-        for recompute in ("none", "full"):
-            for dtype in ("fp32", "bf16"):
-                flags = {"lora-targets": targets, "lora-dtype": dtype, "recompute": recompute}
-                plan = plan_of(name, **flags)
-                job = lookup.job_of(plan)
-                asked = [lookup.settings_of(job, layers) for layers in (None, plan.model.layers)]
-                assert any(there.pop(cache.digest_of(one), None) for one in asked)
-                cast = [lookup.settings_of(replace(job, casts=True), layers) for layers in (None, plan.model.layers)]
-                for one in cast:
-                    there.pop(cache.digest_of(one), None)
+    drops = any(one["settings"]["tuned"]["dropout"] for one in there.values())
+    for targets, recompute, dtype, dropout in product(
+        targets_of(name), ("none", "full"), ("fp32", "bf16"), ("0", "0.05")[: 1 + drops]
+    ):
+        given = {"lora-targets": targets, "lora-dtype": dtype, "recompute": recompute, "lora-dropout": dropout}
+        plan = plan_of(name, **given)
+        job = lookup.job_of(plan)
+        assert there.keys() & keys_of(job, plan)
+        for one in (job, replace(job, casts=True), replace(job, gathers=True)):
+            for key in keys_of(one, plan):
+                there.pop(key, None)
     assert not there
+
+
+def keys_of(job: Job, plan: ResolvedPlan) -> set[str]:
+    return {cache.digest_of(lookup.settings_of(job, layers)) for layers in (None, plan.model.layers)}
 
 
 def test_all_of_it_is_small() -> None:
     assert sum(path.stat().st_size for path in ADAPTED.values()) < LARGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
+def test_same_as_a_direct_trace_with_hooks(name: str) -> None:
+    """ZeRO-3's linear function, and marks where its hooks run."""
+    sizes = {**sizes_of(name, 2), "lora-targets": targets_of(name)[-1], "lora-dtype": "bf16"}
+    gathers = plan_of(name, **{**sizes, "framework": "deepspeed", "zero": "3", "dp": "2", "gbs": "8"})
+    try:
+        fit = fit_of(gathers)
+    except PlanError:
+        pytest.skip("does not ship with what stage 3 needs")
+    alone = plan_of(name, **sizes)
+    program = framework_of("single").running.learnt_program(alone, fit, Options())
+    assert compared(evaluated_step(replace(peft_job(alone), gathers=True)), program).furthest == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTED)
+def test_same_as_a_direct_trace_with_dropout(name: str) -> None:
+    plan = plan_of(name, **{"lora-targets": targets_of(name)[-1], "lora-dropout": "0.05"}, **sizes_of(name, 2))
+    try:
+        (program,) = programs_of(plan, Options())
+    except PlanError:
+        pytest.skip("does not ship with dropout")
+    assert compared(evaluated_step(peft_job(plan)), program).furthest == 0
