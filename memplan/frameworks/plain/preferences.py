@@ -26,12 +26,14 @@ from ...layers.fused_losses import WHOLE_LOGITS, HeadLoss
 from ...layers.module import Module, Parameter, hold_bytes
 from ...layers.whole_logits import hidden_ended, hooked_behind_loss
 from ...plan.kernels import LOSSES
+from ...plan.releases import has_trl, release
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, drops, rounded
 from ...tape.program import Span
 from ...values import replace
 from .returned import CACHED, LAYER, NOTHING, Returned, ids
+from .trainer import runs
 
 LOSS = "loss"
 
@@ -120,6 +122,12 @@ def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     return [*batch(plan, shape) * plan.microbatches, *generation(plan)]
 
 
+def layers_of_reference(plan: ResolvedPlan, loss: HeadLoss) -> int:
+    """How many run here: all where each leaves something."""
+    every = of_reference(plan, returned(plan, loss))
+    return plan.model.layers if every else min(plan.model.layers, MOST)
+
+
 def has_model(plan: ResolvedPlan) -> bool:
     """The reference is a model of its own."""
     return plan.trainer.has_reference and plan.lora.rank is None
@@ -144,6 +152,12 @@ def returning(head: Module, loss: HeadLoss) -> Module:
     """``head``, whose input ends where the model returns, if that is before its loss is there."""
     how = loss.of_pairs
     return _returning(head, how is not None and how.hidden_states) if loss.kind == WHOLE_LOGITS else head
+
+
+def released(plan: ResolvedPlan) -> tuple[int, ...]:
+    """The release of trl that a loss of whole logits is computed by, or that measures those of the model's own."""
+    measures = has_trl(plan) and runs(plan) and not plan.loop.own_loss and plan.model.causal
+    return release(plan, "trl") if measures or plan.loop.loss_of == WHOLE_LOGITS else ()
 
 
 def returned(plan: ResolvedPlan, loss: HeadLoss) -> Returned:

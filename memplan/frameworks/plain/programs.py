@@ -15,7 +15,7 @@ from ...families import family
 from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ...layers.edges import arrive, depart, with_waiting_gradient
 from ...layers.flash_kernels import Release
-from ...layers.fused_losses import LOG_PROBABILITIES, WHOLE_LOGITS, HeadLoss
+from ...layers.fused_losses import LOG_PROBABILITIES, HeadLoss
 from ...layers.huggingface import LayerShape
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
 from ...layers.module import Module, Options
@@ -28,7 +28,6 @@ from ...plan.releases import (
     PACKAGES,
     SUMMED_POSITIONS,
     casts_back,
-    has_trl,
     parsed,
     release,
     sdpa_kernel,
@@ -118,15 +117,9 @@ def head_loss(plan: ResolvedPlan) -> HeadLoss:
         liger=liger_version(loss),
         fused_addmm=capability is None or capability >= (8, 0),
         logits_to_keep=plan.trainer.completion_length or loss.logits_to_keep,
-        trl=released(plan),
+        trl=preferences.released(plan),
         accumulates=loss.kind == "chunked" and plan.microbatches > 1,
     )
-
-
-def released(plan: ResolvedPlan) -> tuple[int, ...]:
-    """The release of trl that a loss of whole logits is computed by, or that measures those of the model's own."""
-    measures = has_trl(plan) and trainer.runs(plan) and not plan.loop.own_loss and plan.model.causal
-    return release(plan, "trl") if measures or plan.loop.loss_of == WHOLE_LOGITS else ()
 
 
 def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
@@ -336,8 +329,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         middle = layers(row, layer_names(plan.model.layers))
         whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
         what = preferences.returned(plan, head_loss(plan))
-        if what:
-            whole = returned.kept(whole, what, EMBEDDED, preferences.LOSS)
+        whole = returned.kept(whole, what, EMBEDDED, preferences.LOSS) if what else whole
         if plan.trainer.runs_reference:
             own, keeps = reference(plan, shape, options, later), keeps_embedded(shape)
             whole = preferences.with_reference(whole, own, keeps, preferences.of_reference(plan, what))
@@ -370,12 +362,10 @@ def reference(
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
     options = replace(options, tuning=tuning, seams=seams)
-    loss = HeadLoss(kind=plan.loop.loss_of, trl=released(plan))
+    loss = HeadLoss(kind=plan.loop.loss_of, trl=preferences.released(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)
-    what = preferences.of_reference(plan, preferences.returned(plan, loss))
-    most = plan.model.layers if what else preferences.MOST
-    middle = [Span(layer, (name,)) for name in layer_names(min(plan.model.layers, most))]
+    middle = [Span(layer, (name,)) for name in layer_names(preferences.layers_of_reference(plan, loss))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     return (Span(embedding, ("embedding",)), *middle, *normed, Span(preferences.returning(head, loss), ("head",)))
 

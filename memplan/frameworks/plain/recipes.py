@@ -174,11 +174,10 @@ def end_modules(
         loss, returned = fused_losses.head(r, x, shape, head_loss)
         if options.autocast == "fp16":
             loss = ops.elementwise(r, "loss_scaled", (loss,), (loss,))  # ``GradScaler.scale``
-        measured = head_loss.measured
         if options.converts_outputs and not head_loss.converts_itself:
-            return Run(None, converted=returned, loss=loss, measured=measured)
-        if measured is not None:
-            measured(r, returned[0])
+            return Run(None, converted=returned, loss=loss, measured=head_loss.measured)
+        if head_loss.measured is not None:
+            head_loss.measured(r, returned[0])
         return Run(None, until_end=returned, loss=loss)
 
     interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
