@@ -20,7 +20,8 @@ from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, SegmentPool
 from .caching import AllocatorSettings
 from .memory import DeviceMemory, Memory, OutOfMemoryError
 from .passes import Pass, parts_of
-from .replay import Rank, Run, workspaces_of
+from .rank import Rank
+from .replay import Run, workspaces_of
 
 
 @dataclass(frozen=True, slots=True)

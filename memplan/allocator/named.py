@@ -13,7 +13,8 @@ from ..tape.events import Category, Drop, Event, Hold
 from ..tape.program import WHOLE, Chunk, Role, What
 from .caching import AllocatorSettings
 from .passes import Pass, Passes
-from .replay import Rank, Run
+from .rank import Rank
+from .replay import Run
 
 
 class Tensor(NamedTuple):

@@ -15,7 +15,8 @@ from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
 from .named import NamedRun, NamingRank, Tensor
 from .passes import Pass
-from .replay import NO_BLOCK, Rank, construction, states, workspaces_of
+from .rank import NO_BLOCK, Rank
+from .replay import construction, states, workspaces_of
 
 POOL_BITS = 47
 """Bytes of addresses of one pool: each has its own numbering."""

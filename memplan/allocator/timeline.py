@@ -18,7 +18,8 @@ from .caching import AllocatorSettings
 from .named import NamedRun, NamingRank, Tensor
 from .operations import Operation
 from .passes import Pass
-from .replay import NO_BLOCK, workspaces_of
+from .rank import NO_BLOCK
+from .replay import workspaces_of
 
 MOST_POINTS = 600
 """Of a timeline. Of more events each point is the one among its neighbours at which most is held."""

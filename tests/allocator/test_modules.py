@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.operations import Listed, Operation, Operations, Placed
 from memplan.allocator.passes import Pass, _module_steps
-from memplan.allocator.replay import NO_BLOCK, Rank
+from memplan.allocator.rank import NO_BLOCK, Rank
 from memplan.tape.events import GRAD_OUTPUT, INPUT, Category
 
 from .test_blocks import SETTINGS

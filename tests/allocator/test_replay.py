@@ -10,7 +10,7 @@ from memplan.allocator import replay as replaying
 from memplan.allocator.blocks import SegmentPool, Stretch
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.passes import Pass, passes
-from memplan.allocator.replay import Rank
+from memplan.allocator.rank import Rank
 from memplan.estimate import estimate, fold, programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from memplan.allocator.blocks import SHIFT
 from memplan.allocator.caching import AllocatorSettings
-from memplan.allocator.replay import Rank, Run, replay
+from memplan.allocator.rank import Rank
+from memplan.allocator.replay import Run, replay
 from memplan.estimate import detail, estimate
 from memplan.frameworks.megatron_deepspeed.programs import padded_vocab, programs
 from memplan.layers.edges import TIED_GRADIENT
