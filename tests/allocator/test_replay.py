@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from memplan.allocator import rank as ranking
 from memplan.allocator import replay as replaying
 from memplan.allocator.blocks import SegmentPool, Stretch
 from memplan.allocator.caching import AllocatorSettings
@@ -86,7 +87,7 @@ def test_steps_that_are_remembered_come_to_what_they_come_to(
     monkeypatch.setattr(SegmentPool, "run_all", counted)
     found = []
     for least in (1, 1 << 60):
-        monkeypatch.setattr(replaying, "WORTH_KNOWING", least)
+        monkeypatch.setattr(ranking, "WORTH_KNOWING", least)
         calls.append(0)
         found.append(replaying.replay((program,), settings, ()))
     assert found[0] == found[1]
