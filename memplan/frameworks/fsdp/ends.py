@@ -49,11 +49,11 @@ def with_seams(plan: ResolvedPlan, spans: tuple[Span, ...]) -> tuple[Span, ...]:
     and where its backward and that of the head begin."""
     scales = plan.model.embedding_scale and family(plan.model.family).scale_in_embedding
     first, *others, last = spans
-    looked_up = first.module.changed(
-        partial(_behind, SCALED if scales else LOOKUP), partial(_before, OF_SCALED if scales else OF_LOOKUP)
+    table = first.module.changed(
+        partial(_behind, SCALED if scales else LOOKUP), partial(_of_table, OF_SCALED if scales else OF_LOOKUP)
     )
     head = last.module.changed(backward=partial(_before, OF_HEAD))
-    return (replace(first, module=looked_up), *others, replace(last, module=head))
+    return (replace(first, module=table), *others, replace(last, module=head))
 
 
 def _behind(name: str, tape: Tape) -> Tape:
@@ -67,6 +67,17 @@ def _behind(name: str, tape: Tape) -> Tape:
 def _before(names: tuple[str, ...], tape: Tape) -> Tape:
     at = next((at for at, one in enumerate(tape) if isinstance(one, Hold) and one.name in names), None)
     return tape if at is None else (*tape[:at], Seam(OWN, Hook.BEFORE_BACKWARD), *tape[at:])
+
+
+def _of_table(names: tuple[str, ...], tape: Tape) -> Tape:
+    """The same of a table. What is looked up in a frozen one may be a leaf, which ends with its gradient, behind all
+    else (``enable_input_require_grads``)."""
+    seamed = _before(names, tape)
+    drops = [at for at, one in enumerate(tape) if isinstance(one, Drop)]
+    if seamed is not tape or not drops:
+        return seamed
+    at = drops[-2]
+    return (*tape[:at], Seam(OWN, Hook.BEFORE_BACKWARD), *tape[at:])
 
 
 def units(
