@@ -251,6 +251,8 @@ class Family:
     framework that flattens or shards them."""
     norm_before_layers: bool = False
     """The final norm registers before the layers."""
+    no_base: bool = False
+    """``base_model_prefix`` of its class names no module of it."""
     shards: bool = True
     """``fully_shard``'s units of it are modelled."""
     submodules: Mapping[str, Submodules] | None = None

@@ -278,6 +278,7 @@ the embedding's weight."""
 LLAMA4_TEXT = replace(
     LLAMA_FAMILY,
     name="llama4_text",
+    no_base=True,
     classifies=False,
     config=Config(
         keys={

@@ -191,7 +191,9 @@ class Fsdp(FrameworkSection, Terse):
         None, description="after forward, keep shards among this many ranks (an integer reshard_after_forward)"
     )
     reshard_root: bool = Field(
-        False, description="also reshard embedding, final norm and head (transformers; Accelerate does)"
+        False,
+        description="also reshard embedding, final norm and head (transformers; Accelerate does up to 1.13; from 1.14 "
+        "on it stands for fsdp.ends_apart)",
     )
     parameters: Dtype = Field(
         "fp32", description="dtype of the shards", json_schema_extra={"flag": "--fsdp-parameters"}
@@ -239,7 +241,9 @@ class Fsdp(FrameworkSection, Terse):
         json_schema_extra={"flag": "--precompute-float8-dynamic-scale-for-fsdp"},
     )
     ends_apart: bool = Field(
-        False, description="torchtitan after 2024: shard the embedding as one unit, and final norm with head as another"
+        False,
+        description="shard the embedding as one unit, and final norm with head as another (torchtitan after 2024; "
+        "Accelerate from 1.14 on)",
     )
     return_outputs: bool = Field(
         False,

@@ -160,6 +160,15 @@ TRL_TILES: Version = (1, 15)
 TRL_NEWEST: Version = (1, 16)
 """The newest release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
+# -- accelerate
+
+ENDS_APART: Version = (1, 14)
+"""``fully_shard`` on the embedding, and on final norm and head together, and the model's own unit stays gathered
+(``utils/fsdp_utils.py``, ``fsdp2_prepare_model``); before, that unit has them all, and is resharded as the layers."""
+
+TIED_TOGETHER: Version = (1, 15)
+"""A head that is the embedding is in one unit with it; in 1.14 it is outside (``fsdp2_prepare_model``)."""
+
 # -- bitsandbytes
 
 CODE_COPIED: Version = (0, 46)

@@ -117,6 +117,27 @@ OTHERS = (
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),
 )
+APART = oracle.Sharding(ends_apart=True)
+ENDS_APART = (
+    Case("llama", replace(APART, shards=5, synced=TWICE)),
+    Case("llama", replace(APART, reshard_after_forward=False, synced=TWICE), recompute="full"),
+    Case("llama", replace(APART, reshard_after_forward=4)),
+    Case("llama", replace(APART, shards=4, replicas=2, reduce_dtype="bf16", synced=TWICE)),
+    Case("llama-tied-dropout", replace(APART, shards=3, synced=TWICE), attention="eager"),
+    Case("qwen3-tied", replace(APART, original="bf16", param_dtype=None, reduce_dtype=None), recompute="full"),
+    Case("gpt2", replace(APART, synced=TWICE), recompute="full", attention="eager"),
+    Case("gpt2-untied", replace(APART, shards=7)),
+    Case("gemma2", replace(APART, synced=TWICE), attention="eager"),
+    Case("opt", replace(APART, shards=5), attention="eager"),
+    Case("opt-dropout", replace(APART, shards=3), attention="eager"),
+    Case("gpt_neox", replace(APART, shards=3), recompute="full"),
+    Case("gptj-dropout-tied", replace(APART, shards=3, original="bf16"), attention="eager"),
+    Case("falcon", replace(APART, reduce_dtype="bf16"), attention="eager"),
+    Case("mixtral", replace(APART, shards=6, original="bf16", synced=TWICE)),
+    Case("llama4_text", replace(APART, shards=3, synced=TWICE), recompute="full"),
+    Case("llama4_text-dense-unnormed-dropout", replace(APART, shards=5, original="bf16"), attention="eager"),
+)
+"""Embedding and head are units of their own."""
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
 PRECISIONS = (
     oracle.Sharding(),
@@ -134,7 +155,7 @@ IN_OTHER_SHAPES += [
     Case("llama", PRECISIONS[0], "none", "flash", 1, 64),
     Case("llama", PRECISIONS[2], "full", "eager", 3, 37),
 ]
-CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS, *IN_OTHER_SHAPES]
+CASES = [*(Case("llama", sharding) for sharding in SHARDINGS), *OTHERS, *ENDS_APART, *IN_OTHER_SHAPES]
 IN_TURN = {case for at, case in enumerate(IN_OTHER_SHAPES) if at // 2 % 2 == at % 2}
 """Of each family in one other shape; its second one is slow."""
 
@@ -207,7 +228,8 @@ def compared(case: Case, folder: Path) -> Compared:
     plan, sharding = planned(case, folder)
     given = case.sharding
     options, reshard_root = Options(accumulates_in_place=False), bool(given.root_reshard)
-    model = fsdp.transformers_model(plan, options, reshard=given.reshard_after_forward, reshard_root=reshard_root)
+    apart, reshard = given.ends_apart, given.reshard_after_forward
+    model = fsdp.transformers_model(plan, options, reshard=reshard, reshard_root=reshard_root, ends_apart=apart)
     program = fsdp.unsynced_program(plan, model, sharding)
     if all(given.synced):
         program = fsdp.program(plan, model, sharding)

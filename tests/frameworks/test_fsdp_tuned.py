@@ -50,11 +50,13 @@ class Case:
     dropout: float = 0.0
     reshard: bool = True
     microbatches: int = 1
+    ends_apart: bool = False
+    """As Accelerate shards since 1.14."""
     four_bit: str = ""
     """``nf4``, or ``double``: its scales are quantised, too."""
 
     def __str__(self) -> str:
-        return "-".join(str(one) for one in vars(self).values())
+        return "-".join(str(value) for name, value in vars(self).items() if value or name != "ends_apart")
 
 
 CASES = (
@@ -67,6 +69,11 @@ CASES = (
     Case("gpt2-untied", "c_attn,c_proj", "full", "eager"),
     Case("llama-tied-dropout", "all-linear", "none", "eager"),
     Case("phi3", "all-linear", "full", shards=5),
+    Case("llama", "q_proj,v_proj", ends_apart=True),
+    Case("llama", "all-linear", "full", shards=3, reduce="bf16", microbatches=2, ends_apart=True),
+    Case("llama-tied-dropout", "all-linear", "none", "eager", ends_apart=True),
+    Case("gpt2-untied", "c_attn,c_proj", "full", "eager", ends_apart=True),
+    Case("gpt2", "c_attn,c_proj", "none", "eager", reshard=False, microbatches=2, ends_apart=True),
 )
 
 
@@ -94,6 +101,7 @@ def program_of(case: Case, folder: Path) -> Program:
         "lora-dtype": case.adapters,
         "fsdp-reduce": case.reduce,
         "reshard-after-forward": str(case.reshard).lower(),
+        "ends-apart": str(case.ends_apart).lower(),
     }
     if case.four_bit:
         flags |= {"quantisation": "nf4", "double-quantisation": str(case.four_bit == "double").lower()}
@@ -107,6 +115,7 @@ def sharding_of(case: Case) -> oracle.Sharding:
         original="bf16",
         reduce_dtype=case.reduce,
         reshard_after_forward=case.reshard,
+        ends_apart=case.ends_apart,
         synced=(True,) * case.microbatches,
     )
 

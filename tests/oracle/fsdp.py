@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import fsdp_utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -108,6 +109,8 @@ class Sharding:
     original: str = "fp32"
     param_dtype: str | None = "bf16"
     reduce_dtype: str | None = "fp32"
+    ends_apart: bool = False
+    """As Accelerate shards since 1.14: embedding and head are units of their own."""
     synced: tuple[bool, ...] = (True,)
     """Of each micro-batch, whether its gradients are reduced (``set_requires_gradient_sync``)."""
 
@@ -181,11 +184,26 @@ def sharded_model(
     policy = sharding.policy
     for layer in blocks(whole):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
+    if sharding.ends_apart:
+        shard_ends(model, {"mesh": mesh, "mp_policy": policy}, sharding.reshard_after_forward)
     if sharding.root_reshard is None:
         fully_shard(model, mesh=mesh, mp_policy=policy)
     else:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.root_reshard)
     return model
+
+
+def shard_ends(model: Any, how: dict[str, Any], reshard: bool | int) -> None:
+    """Embedding and head, as ``fsdp2_prepare_model`` of accelerate 1.15 shards them, with its own search for the norm
+    (``_find_final_norm``, private)."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and embedding.weight is head.weight
+    if not tied:
+        fully_shard(embedding, **how, reshard_after_forward=reshard)
+    norm = fsdp_utils._find_final_norm(model)
+    tail = (norm, embedding, head) if tied else (norm, head)
+    if found := [one for one in tail if one is not None]:
+        fully_shard(found, **how, reshard_after_forward=False)
 
 
 Loss = Callable[[], torch.Tensor]

@@ -140,6 +140,8 @@ class _Walk:
         }
         waiting: Counter[str] = Counter()
         for place, times in reversed(runs):
+            if not modules[place].first.backward:
+                break
             level += self.over(place, "last", resharded=True)
             tapes = modules[place].first if self.reduces else modules[place].steady
             excursion, begun = tapes.backward_fold, level

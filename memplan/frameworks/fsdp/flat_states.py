@@ -42,6 +42,8 @@ class Flat:
     """Its first parameter, which stands for the flat one where each parameter's states are counted."""
     inner: bool = False
     """It is in the middle of its module: none is."""
+    narrow: bool = False
+    """Its module does more than what it wraps: of none is that told."""
     parts: tuple[int, ...] = ()
     """Bytes of each parameter."""
     members: tuple[Parameter, ...] = ()

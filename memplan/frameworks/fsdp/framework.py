@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...plan.errors import PlanError
 from ...plan.lora import refuse_apart
+from ...plan.releases import ENDS_APART, TIED_TOGETHER, release, shown
 from ..base import SHARDED, Framework, Parts, Supports
 
 if TYPE_CHECKING:
@@ -109,18 +110,21 @@ class Fsdp(Framework):
         return recompute
 
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
-        """FSDP1's dtypes are those of Accelerate. torchtitan keeps parameters gathered between the micro-batches of a
+        """FSDP1's dtypes are those of Accelerate, which alone reshards FSDP2's root, until its units are others
+        (``ENDS_APART``). torchtitan keeps parameters gathered between the micro-batches of a
         pipeline (``pp_enabled`` in ``apply_fsdp``)."""
         if plan.fsdp.version == "1":
             given, precision = plan.fsdp.model_fields_set, plan.precision
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
             update = {name: dtype for name, dtype in dtypes.items() if name not in given}
             return {"fsdp": plan.fsdp.model_copy(update=update)}
-        if plan.lora.rank is not None and "parameters" not in plan.fsdp.model_fields_set:
-            return {"fsdp": plan.fsdp.model_copy(update={"parameters": plan.precision.dtype})}
         from .titan import MODELS
 
-        given, changed = plan.fsdp.model_fields_set, dict[str, bool]()
+        given, changed = plan.fsdp.model_fields_set, dict[str, object]()
+        if plan.lora.rank is not None and "parameters" not in given:
+            changed["parameters"] = plan.precision.dtype
+        if plan.fsdp.reshard_root and "ends_apart" not in given and release(plan, "accelerate") >= ENDS_APART:
+            changed |= {"ends_apart": True, "reshard_root": False}
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
         titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
@@ -141,6 +145,7 @@ class Fsdp(Framework):
         from . import float8
 
         refuse_apart(plan, "under fsdp")
+        _check_ends(plan)
         float8.check(plan)
         if plan.quantisation.kind in ("int8", "awq"):
             weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
@@ -223,6 +228,21 @@ class Fsdp(Framework):
         from . import flat, programs
 
         return flat.programs(plan, options) if plan.fsdp.version == "1" else programs.programs(plan, options)
+
+
+def _check_ends(plan: ResolvedPlan) -> None:
+    """Embedding and head of transformers' models as units of their own."""
+    if not plan.fsdp.ends_apart or plan.fsdp.code != "transformers":
+        return
+    if plan.fsdp.version == "1":
+        raise plan.wrong("fsdp.ends_apart", "must be false with fsdp.version 1, whose root has embedding and head")
+    accelerate = release(plan, "accelerate")
+    if plan.model.tied_embeddings and not plan.model.labels and ENDS_APART <= accelerate < TIED_TOGETHER:
+        raise plan.wrong(
+            "versions.accelerate",
+            f"must be before {shown(ENDS_APART)}, or {shown(TIED_TOGETHER)} or later, with a head that is the "
+            "embedding: it leaves the head out of the embedding's unit, and fully_shard refuses weights of two units",
+        )
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:

@@ -440,7 +440,6 @@ class Hooks:
         for at, state in enumerate(self.states):
             if not state.ran:
                 self.post_backward(at)
-        for state in self.states:
             if state.gathered is not None:
                 self.drop(state.gathered)
                 state.gathered = None

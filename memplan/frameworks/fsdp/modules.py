@@ -49,11 +49,22 @@ def left_gradients(module: Module) -> tuple[Hold, ...]:
 
 
 @lru_cache(maxsize=4096)
+def names_of_gradients(module: Module) -> dict[int, str]:
+    """By their tensors, the parameters that they are of."""
+    arrived = (event for event in module.first.backward if isinstance(event, Seam) and event.hook is Hook.GRADIENT)
+    return {event.tensor: event.name for event in arrived}
+
+
 def of_experts(module: Module) -> frozenset[int]:
     """Which of them are of experts' parameters."""
     experts = {one.name for one in module.parameters if one.expert}
-    arrived = (event for event in module.first.backward if isinstance(event, Seam) and event.hook is Hook.GRADIENT)
-    return frozenset(event.tensor for event in arrived if event.name in experts)
+    return frozenset(tensor for tensor, name in names_of_gradients(module).items() if name in experts)
+
+
+def taken_by(unit: Unit, units: Sequence[Unit], name: str) -> bool:
+    """Whether the parameter ``name`` of a module that ``unit`` manages is its own."""
+    module = name.partition(".")[0]
+    return module in unit.only if unit.only else not any(module in one.only for one in units)
 
 
 Ids = tuple[tuple[int, int], ...]
@@ -131,7 +142,7 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
     known: list[Ids] = [() for _ in modules]
     gradients = []
     shared = 0
-    apart = {unit.first for unit in units if unit.of_experts}
+    apart, split = {unit.first for unit in units if unit.of_experts}, any(unit.only for unit in units)
     for unit, places in zip(units, managed(units, len(modules)), strict=True):
         own: list[Gradient] = []
         for place in places:
@@ -139,6 +150,9 @@ def owned(spans: Sequence[Span], units: Sequence[Unit], sharding: Sharding) -> O
             if place in apart:
                 experts = of_experts(modules[place][0])
                 holds = tuple(one for one in holds if (one.tensor in experts) == unit.of_experts)
+            if split:
+                names = names_of_gradients(modules[place][0])
+                holds = tuple(one for one in holds if taken_by(unit, units, names.get(one.tensor, "")))
             found = list(zip(holds, _ids(unit, len(holds), shared), strict=True))
             if not unit.alone:
                 shared += len(holds)
@@ -214,11 +228,12 @@ def _in_order(gradients: Sequence[Gradient], parameters: Sequence[Parameter]) ->
 
 
 def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
-    """The modules whose parameters each unit manages: those that no unit inside it does, last first."""
+    """The modules whose parameters each unit manages: those that no unit inside it does, last first. A unit that takes
+    some of these alone has them with the one around it."""
     result: list[list[int]] = [[] for _ in units]
     inmost: dict[int, int] = {}
     for at, unit in enumerate(units):
-        if not unit.of_experts:
+        if not unit.of_experts and not unit.only:
             inmost |= dict.fromkeys(range(unit.first, unit.last + 1), at)
     for place in reversed(range(modules)):
         if place in inmost:
@@ -226,28 +241,35 @@ def managed(units: Sequence[Unit], modules: int) -> list[list[int]]:
     for at, unit in enumerate(units):
         if unit.of_experts:
             result[at].append(unit.first)
+        if unit.only:
+            alone = {place for place, inside in inmost.items() if units[inside].alone}
+            result[at] += [place for place in reversed(range(unit.first, unit.last + 1)) if place not in alone]
     return result
 
 
 def managed_parameters(
-    spans: Sequence[Span], units: Sequence[Unit], ordered: Callable[[tuple[Parameter, ...]], tuple[Parameter, ...]]
+    spans: Sequence[Span],
+    units: Sequence[Unit],
+    ordered: Callable[[tuple[Parameter, ...], tuple[str, ...]], tuple[Parameter, ...]],
 ) -> list[tuple[Parameter, ...]]:
     """Parameters of each unit, in the order of the model's modules until they are ``ordered``: one object for units of
     the same modules."""
     modules = [span.module for span in spans for _ in span.names]
-    apart = {unit.first for unit in units if unit.of_experts}
+    apart, split = {unit.first for unit in units if unit.of_experts}, any(unit.only for unit in units)
     known: dict[object, tuple[Parameter, ...]] = {}
     result = []
     for unit, places in zip(units, managed(units, len(modules)), strict=True):
-        key = unit.of_experts, tuple([(id(modules[place]), place in apart) for place in places])
+        key = unit.of_experts, unit.only, tuple([(id(modules[place]), place in apart) for place in places])
         if key not in known:
             known[key] = ordered(
                 tuple(
                     one
                     for place in reversed(places)
                     for one in modules[place].parameters
-                    if place not in apart or one.expert == unit.of_experts
-                )
+                    if (place not in apart or one.expert == unit.of_experts)
+                    and (not split or taken_by(unit, units, one.name))
+                ),
+                unit.only,
             )
         result.append(known[key])
     return result
@@ -257,10 +279,13 @@ def with_parameters(
     spans: Sequence[Span], units: Sequence[Unit], registered: tuple[str, ...], storage: str = ""
 ) -> tuple[Unit, ...]:
     """``units`` with the parameters that they manage, in the order in which the model registers them; 4-bit weights are
-    packed into numbers of the dtype ``storage``, or are no unit's without one."""
+    packed into numbers of the dtype ``storage``, or are no unit's without one. A unit of ``only`` some modules has them
+    in that order."""
 
-    def ordered(own: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    def ordered(own: tuple[Parameter, ...], named: tuple[str, ...]) -> tuple[Parameter, ...]:
         own = tuple(packed(one, storage) for one in own if storage or one.four_bit is None)
+        if named:
+            return tuple(sorted(own, key=lambda one: named.index(one.name.partition(".")[0])))
         return tuple(sorted(own, key=lambda one: registered_place(one.name, registered)))
 
     managed = managed_parameters(spans, units, ordered)

@@ -10,6 +10,9 @@ from ...layers.recompute import RERUN
 from ...layers.titan_moe import AGAIN, EXPERTS
 from ...tape.events import Hook, Seam, Tape
 
+OWN = "own"
+"""Seams in a module that does more than what a unit wraps: where its forward ends, and where its backward begins."""
+
 
 class Around(NamedTuple):
     """What hooks do around one module."""
@@ -19,7 +22,8 @@ class Around(NamedTuple):
     before_backward: Tape
     after_backward: Tape
     before_inner: Tape = ()
-    """Of a unit in the middle of the module, or of one that the loss gathers for its chunks,"""
+    """Of a unit in the middle of the module, or of one that the loss gathers for its chunks (and of one that wraps less
+    than the module: where its forward ends and its backward begins),"""
     after_inner: Tape = ()
     again_inner: Tape = ()
     """of its forward when it is recomputed, behind which nothing is resharded (``is_bw``), but what was gathered ends:
@@ -35,7 +39,7 @@ class Around(NamedTuple):
             return self.over_inner
         if seam.name == AGAIN:
             return self.again_inner if seam.hook is Hook.BEFORE_FORWARD else self.over_inner
-        if seam.name in (EXPERTS, CHUNKS):
+        if seam.name in (EXPERTS, CHUNKS, OWN):
             return self._inner(seam)
         match seam.hook:
             case Hook.BEFORE_FORWARD:
@@ -80,6 +84,8 @@ class Spanning(Protocol):
     def with_gradient(self) -> bool: ...
     @property
     def inner(self) -> bool: ...
+    @property
+    def narrow(self) -> bool: ...
 
 
 class Running(Protocol):
@@ -123,15 +129,25 @@ def pass_through(
             begun = hooks.take()
             hooks.post_forward(inner[place])
             within[place] = (begun, hooks.take())
-        for at in reversed(ends.get(place, ())):
+        narrow = [at for at in ends.get(place, ()) if units[at].narrow]
+        for at in narrow:
             hooks.post_forward(at)
+            within[place] = ((), hooks.take())
+        for at in reversed(ends.get(place, ())):
+            if at not in narrow:
+                hooks.post_forward(at)
         if place == end:
             hooks.flush()
         forward.append((before, hooks.take()))
     for place in reversed(range(lowest, modules)):
+        narrow = [at for at in ends.get(place, ()) if units[at].narrow]
         for at in ends.get(place, ()):
-            (hooks.pre_forward if place in rerun else hooks.pre_backward)(at)
+            if at not in narrow:
+                (hooks.pre_forward if place in rerun else hooks.pre_backward)(at)
         before = hooks.take()
+        for at in narrow:
+            hooks.pre_backward(at)
+            within[place] += ((), (), hooks.take(), ())
         if place in rerun:
             hooks.flush()
             for at in ends.get(place, ()):

@@ -23,7 +23,7 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
-from . import graphs
+from . import ends, graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
@@ -121,11 +121,8 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         problem = "must be false: it is torchtitan's setting (--framework torchtitan); of transformers' models "
         problem += "compile is (--torch-compile)"
         raise plan.wrong(f"fsdp.{compiled}", problem)
-    own = given.per_operator or given.recompute_every != 1 or given.ends_apart or given.newest
-    if given.code != "torchtitan" and own:
-        raise plan.wrong(
-            "fsdp.code", "must be torchtitan for fsdp.per_operator, recompute_every, ends_apart and newest"
-        )
+    if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.newest):
+        raise plan.wrong("fsdp.code", "must be torchtitan for fsdp.per_operator, recompute_every and newest")
 
 
 def _check_recompute(plan: ResolvedPlan, given: Fsdp) -> None:
@@ -179,18 +176,24 @@ def leaves_4bit(plan: ResolvedPlan) -> bool:
 def model_of(plan: ResolvedPlan, options: Options, given: Fsdp) -> Model:
     if given.code == "transformers":
         reshard = given.reshard_to or given.reshard_after_forward
-        return transformers_model(plan, options, reshard=reshard, reshard_root=given.reshard_root)
+        root, apart = given.reshard_root, given.ends_apart
+        return transformers_model(plan, options, reshard=reshard, reshard_root=root, ends_apart=apart)
     reshard = given.reshard_after_forward
     return torchtitan_model(plan, options, recompute_of(plan, given), reshard=reshard, ends_apart=given.ends_apart)
 
 
 def transformers_model(
-    plan: ResolvedPlan, options: Options, *, reshard: bool | int = True, reshard_root: bool = False
+    plan: ResolvedPlan,
+    options: Options,
+    *,
+    reshard: bool | int = True,
+    reshard_root: bool = False,
+    ends_apart: bool = False,
 ) -> Model:
     """``fully_shard`` on every layer, then on the model. ``plan.precision.dtype`` is the dtype of compute.
 
     ``reshard``: ``reshard_after_forward`` of the layers; ``reshard_root`` that of the root, which PyTorch
-    by itself keeps (``_lazy_init``).
+    by itself keeps (``_lazy_init``). ``ends_apart``: before the model, embedding and head have units (``ends.py``).
     """
     spans = model_spans(plan, with_seams(options))
     modules = [(span.module, name) for span in spans for name in span.names]
@@ -202,6 +205,9 @@ def transformers_model(
         for at, (module, name) in enumerate(modules)
         if name.startswith("layer.")
     ]
+    if ends_apart:
+        spans = ends.with_seams(plan, spans)
+        units = ends.units(plan, spans, units, reshard=bool(reshard), among=among)
     storage = "" if leaves_4bit(plan) else plan.precision.dtype
     owned = with_parameters(spans, units, family(plan.model.family).registered, storage)
     return Model(spans, owned, names[-1], tuple(buffers(plan, 0)))

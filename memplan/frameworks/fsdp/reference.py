@@ -26,6 +26,7 @@ from ..plain import preferences
 from ..plain import programs as plain
 from ..plain.buffers import buffers
 from .hooks import Hooks, Role
+from .modules import MODEL
 from .passing import Around, Running
 from .units import Sharding, Unit, shard
 
@@ -107,10 +108,9 @@ def sharded_pass(inner: ResolvedPlan, options: Options, units: Sequence[Unit], s
     spans = modules_of(inner, options)
     last = len(spans) - 1
     if preferences.has_model(inner):
-        root = units[0]
         every = tuple(one for unit in units for one in unit.parameters)
         layer = a_layer(units)
-        own = [replace(root, parameters=every, last=last, reshard=layer.reshard, among=layer.among)]
+        own = [Unit(MODEL, every, 0, last, layer.reshard, False, among=layer.among)]
     else:
         layers = {unit.name: unit for unit in units if unit.alone}
         placed = [
@@ -118,7 +118,8 @@ def sharded_pass(inner: ResolvedPlan, options: Options, units: Sequence[Unit], s
             for at, span in enumerate(spans)
             if span.names[0] in layers
         ]
-        own = [replace(one, last=last) if one is units[0] else one for one in (units[0], *placed) if one.reshard]
+        around = [replace(one, last=last) for one in units if one.name == MODEL]
+        own = [one for one in (*around, *placed) if one.reshard]
     if not any(unit.reshard for unit in own):
         return spans
     hooks = Hooks(own, sharding, [()] * len(own), Role.FIRST)

@@ -108,6 +108,11 @@ class Unit:
     """Units that are gathered ahead in forward (``set_modules_to_forward_prefetch``),"""
     next_backward: tuple[str, ...] = ()
     """and in backward, in the place of the one that ran before (``set_modules_to_backward_prefetch``)."""
+    only: tuple[str, ...] = ()
+    """Modules whose parameters alone it takes, where another unit has the others of those that it spans."""
+    narrow: bool = False
+    """Its last module does more than what it wraps, at whose seams (``passing.OWN``) its forward ends and its backward
+    begins: a table is looked up before masks are made, a head is followed by its loss."""
     among: int | None = None
     """An integer ``reshard_after_forward``. It has a field of its own, since units are keys of caches and 1 is True."""
 
