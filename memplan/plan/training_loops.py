@@ -82,8 +82,6 @@ OF_TILES: Releases = (TRL_TILES, TRL_NEWEST)
 OF_WHOLE_LOGITS: Releases = ((0, 10), (1, 13))
 """Releases whose DPOTrainer holds all logits, and GRPOTrainer from 0.15 on; 1.14 has Triton kernels of its own for
 their loss."""
-OF_THE_MODEL: Releases = ((0, 10), (1, 14))
-"""Releases whose SFTTrainer has the model's own loss."""
 
 NONE = TrainingLoop("none")
 TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
@@ -93,7 +91,7 @@ SFT = TrainingLoop(
     beside=("entropy", "is_top1"),
     reduced="tokens",
     masks=("attention_mask",),
-    follows=(OF_THE_MODEL, OF_TILES),
+    follows=((OF_WHOLE_LOGITS[0], TRL_NEWEST),),
     evaluates=True,
 )
 DPO = TrainingLoop(

@@ -101,6 +101,12 @@ class _Tried:
     def retries(self) -> int:
         return self.after.judged.retries
 
+    def does_as_much(self, more: _Tried) -> bool:
+        """``more`` changes what this does and something besides, which ends no retry."""
+        names = {one.what for one in more.proposed}
+        is_part = {one.what for one in self.proposed} < names
+        return is_part and self.after.judged.retries_in_iteration <= more.after.judged.retries_in_iteration
+
     @property
     def may_fit(self) -> bool:
         """As far as is known."""
@@ -179,9 +185,16 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
 
 def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Tried]:
     """The cheapest of what was ``found`` to fit, and of what fits with retries: of that, changes of another kind that
-    are single ones or cheaper than some of ``found``. One of those is among them where there is one."""
+    are single ones or cheaper than some of ``found``, and need fewer retries than a part of them. One of ``found`` is
+    among them where there is one."""
     kinds, dearest = {one.kind for one in found}, max((one.price for one in found), default=(inf,))
-    worth = [one for one in retrying if one.kind not in kinds and (len(one.proposed) == 1 or one.price < dearest)]
+    worth = [
+        one
+        for one in retrying
+        if one.kind not in kinds
+        and (len(one.proposed) == 1 or one.price < dearest)
+        and not any(part.does_as_much(one) for part in retrying)
+    ]
     others = {one.kind: one for one in reversed(worth)}
     best = sorted((*found, *others.values()), key=lambda one: one.price)[:WAYS]
     if found and all(one.retries for one in best):

@@ -49,6 +49,7 @@ def test_trl_casts_adapters_beside_4_bit_weights_since_0_26() -> None:
         ({"versions": "unsloth=2025.1"}, "is no library whose releases are followed"),
         ({"versions": "transformers"}, "must be NAME=VALUE"),
         ({"versions": "trl=0.19.0,transformers=4.48.1"}, "must be 4.51 or later with trl 0.19.0"),
+        ({"model": "llama-3-8b", "trainer": "sft", "versions": "trl=0.9.6"}, "must be 0.10 to 1.16: the releases"),
         ({"versions": "transformers=5.0.0,accelerate=1.0.1"}, "must be 1.1 or later with transformers 5.0.0"),
         ({"torch": "abc"}, "must be a release such as 2.6"),
         ({"torch": "1.0"}, "must be 1.6 or later: nothing older is modelled"),

@@ -163,6 +163,16 @@ def test_what_fits_with_retries_alone_says_so(capsys: pytest.CaptureFixture[str]
     assert all(f"\n  {way['flags']}\n" in told for way in ways.values())
 
 
+def test_what_ends_no_retry_is_not_added_to_what_runs() -> None:
+    """DeepSeek V3 on 512 H100 runs with full recompute and twice the expert ranks, two retries an iteration; a loss in
+    chunks beside that leaves two, and expandable segments one."""
+    flags = {"model": "deepseek-v3", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h100"}
+    plan = read_plan(None, {**flags, "gpus": "512", "ep": "8", "pp": "8"}).plan
+    first, second = ways_out(plan, estimate(plan), NOTHING)
+    assert second.what == f"{first.what} and expandable segments"
+    assert [way.judged.retries_in_iteration for way in (first, second)] == [2, 1]
+
+
 def test_a_plan_that_needs_retries_has_no_way_that_does() -> None:
     plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "seq": "7800"}).plan
     whole = estimate(plan)

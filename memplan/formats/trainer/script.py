@@ -145,6 +145,8 @@ def _check_spread(training: Training, asked: Asked) -> None:
 
 
 REGIONS = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+"""As accelerate reads switches in the environment (``utils/environment.py``, ``str_to_bool``)."""
 
 
 def _compiled(training: Training) -> dict[str, Node]:
@@ -155,11 +157,11 @@ def _compiled(training: Training) -> dict[str, Node]:
     if backend is None or by_accelerate or text(backend).upper() in ("NO", ""):
         return {}
     regions = training.environment.get(REGIONS)
-    if regions is not None and text(regions).lower() in ("1", "true", "yes"):
-        problem = (
-            "is read of accelerate launch alone (--dynamo_use_regional_compilation); elsewhere leave it out, and say "
+    if regions is not None and text(regions).lower() in _TRUE:
+        problem = "is read of accelerate launch alone (--dynamo_use_regional_compilation); elsewhere leave it out, and"
+        raise scalar(text(regions), origin_of(regions, training.origin)).wrong(
+            REGIONS, f"{problem} say --compile-regions"
         )
-        raise scalar(text(regions), origin_of(regions, training.origin)).wrong(REGIONS, f"{problem}--compile-regions")
     return {"torch_compile_backend": scalar(text(backend), origin_of(backend, training.origin))}
 
 

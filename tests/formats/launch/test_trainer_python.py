@@ -236,6 +236,17 @@ def test_accelerates_variable_compiles_unless_its_launcher_sets_it(runner: str, 
     assert plan_of(tmp_path, "run.sh", script).compile == compiles
 
 
+def test_accelerates_variable_of_regions_is_refused_without_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    name = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+    for value in ("true", "ON"):
+        script = f"export ACCELERATE_DYNAMO_BACKEND=inductor {name}={value}\ntorchrun --nproc_per_node 2 train.py\n"
+        with pytest.raises(PlanError, match=f"{name} = {value}: is read of accelerate launch alone"):
+            plan_of(tmp_path, "run.sh", script)
+    script = f"export ACCELERATE_DYNAMO_BACKEND=inductor {name}=off\ntorchrun --nproc_per_node 2 train.py\n"
+    assert plan_of(tmp_path, "run.sh", script).compile
+
+
 def test_a_launcher_in_front_of_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     alone = plan_of(tmp_path, "train.py", TRAIN, gpus="4", framework="ddp")
