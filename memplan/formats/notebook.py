@@ -14,7 +14,7 @@ from ..plan.errors import Origin, wrong_at
 from ..plan.text import LARGEST, path_of, read_bytes, text_at
 
 ENDING = ".ipynb"
-_LARGEST = 16 << 20
+LARGEST_NOTEBOOK = 16 << 20
 """Bytes: pictures stand in the file beside the code."""
 _OF_IPYTHON = re.compile(r"(\s*)(?:%+\w|!|\?*[\w.]+\?+\s*$|\?|[\w, ]+=\s*(?:!|%\w))")
 """A line that is no Python: magic, a command of the shell, help."""
@@ -26,7 +26,7 @@ def source_at(place: str) -> tuple[str, str]:
     """The text at ``place`` as ``text_at`` gives it; of a notebook its code."""
     if not place.endswith(ENDING):
         return text_at(place)
-    data = read_bytes(path_of(place), largest=_LARGEST, what="a notebook")
+    data = read_bytes(path_of(place), largest=LARGEST_NOTEBOOK, what="a notebook")
     try:
         text = data.decode("utf-8-sig")
         written = json.loads(text)

@@ -260,6 +260,19 @@ def test_what_ddp_cannot_hold_is_for_frameworks_that_shard() -> None:
     assert not any("framework" in way.what for way in ways_out(alone, estimate(alone), NOTHING))
 
 
+def test_another_framework_runs_the_same_trainer() -> None:
+    """A loss of pairs and its reference model are the job's: without them a plan fits for another reason.
+    LLaMA-Factory's loss is modelled in no framework that shards."""
+    flags = {"model": "llama-3.2-3b", "gpu": "a100-40gb", "gpus": "8", "mbs": "4", "seq": "1024", "recompute": "full"}
+    flags |= {"autocast": "true", "autocast-parameters": "fp32", "framework": "ddp"}
+    plan = read_plan(None, {**flags, "trainer": "dpo"}).plan
+    found = [way for way in ways_out(plan, estimate(plan), NOTHING) if way.what.startswith("framework")]
+    assert {"framework fsdp", "framework deepspeed, ZeRO-3"} <= {way.what for way in found}
+    assert all("trainer.loop" not in dict(way.fields) for way in found)
+    other = read_plan(None, {**flags, "trainer": "llama-factory-dpo"}).plan
+    assert not any(way.what.startswith("framework") for way in ways_out(other, estimate(other), NOTHING))
+
+
 def test_evaluation_has_its_own() -> None:
     plan = read_plan(*TOO_LARGE["evaluation"]).plan
     ways = ways_out(plan, estimate(plan), NOTHING)

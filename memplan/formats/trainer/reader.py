@@ -21,6 +21,7 @@ from ...plan.notes import Note
 from ...plan.read import Source
 from ...plan.saved_dtype import SAVED
 from ...plan.text import folder_of, path_of
+from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
 from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
@@ -36,6 +37,7 @@ from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .examples import said_by
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .pins import pinned_by, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
@@ -49,6 +51,11 @@ def read(place: str, asked: Asked) -> Launch:
 
 def started_at(place: str, asked: Asked) -> Started:
     """The arguments in the mapping or the script at ``place``, and what stands in front of them."""
+    found = _started_at(place, asked)
+    return found if place == "-" else replace(found, pins=pinned_by(place, found.folder))
+
+
+def _started_at(place: str, asked: Asked) -> Started:
     text, name = source_at(place)
     folder = Path() if place == "-" else folder_of(path_of(place))
     if is_script(text, name):
@@ -120,7 +127,10 @@ def launched(found: Started, asked: Asked) -> Launch:
         told.append(
             ("trainer-assumed", f"the trainer is {by_folder}, as the file's folder is called; or say --trainer")
         )
-    return replace(launch, notes=(*found.notes, *unread, *(Note(*note) for note in told), *launch.notes))
+    pins = {} if "versions" in asked.names else found.pins
+    of_releases = told_of(pins, TRAINING_LOOPS.get(loop.name, TRANSFORMERS))
+    told_all = (*found.notes, *unread, *(Note(*note) for note in told), *of_releases)
+    return replace(launch, notes=(*told_all, *launch.notes))
 
 
 def _in_precision(written: Node, dtype: Node) -> Node:

@@ -29,6 +29,7 @@ from ..settings import Given, needed, taken_apart
 from ..training_scripts import matters, with_unread
 from . import swift
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .pins import Pins
 from .python import Script, UnreadError, positions_in, python_in, script_in, takes_arguments
 from .trl import LOOPS, TRAINER, Loop
 
@@ -57,6 +58,8 @@ class Started:
     """Name of what is started, whatever trainer it has."""
     by_deepspeed: bool = False
     """DeepSpeed's own launcher starts it."""
+    pins: Pins = field(default_factory=dict)
+    """Releases that its files ask for."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> Started:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ...plan.resolved import ResolvedPlan
 from ...search.framework import FrameworkSearch, Proposal
+from .. import framework
 
 
 class DdpSearch(FrameworkSearch):
     def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
-        """In the same mixed precision, as Accelerate starts the same script. Evaluation is not modelled there: one of
-        more sequences than training has is left to other ways."""
-        if plan.layout.dp == 1 or (plan.trainer.evaluation_mbs or 0) > plan.batch.mbs:
+        """In the same mixed precision, as Accelerate starts the same script, with the loss of its trainer."""
+        if plan.layout.dp == 1:
             return
-        whole = {
-            "trainer.loop": "none",
-            "trainer.evaluation_mbs": None,
-            "trainer.evaluation_batches": None,
-            "precision.autocast": False,
-            "precision.parameters": None,
-        }
         sharded = {"framework": "fsdp", "fsdp.parameters": plan.precision.stored, "layout.zero": 0}
-        yield Proposal("framework fsdp", {**sharded, **whole})
+        yield from _under(plan, "framework fsdp", sharded)
         for zero in (2, 3):
             stage = {"framework": "deepspeed", "layout.zero": zero, "optimizer.implementation": None}
-            yield Proposal(f"framework deepspeed, ZeRO-{zero}", {**stage, **whole})
+            yield from _under(plan, f"framework deepspeed, ZeRO-{zero}", stage)
+
+
+def _under(plan: ResolvedPlan, what: str, fields: Mapping[str, object]) -> Iterator[Proposal]:
+    """A loss of its own, with its reference model, stays; nothing where it is not modelled. transformers' evaluation is
+    not modelled there: one of more sequences than training has is left to other ways."""
+    trainer: dict[str, object] = {}
+    if plan.loop.own_loss:
+        if plan.trainer.loop not in framework(str(fields["framework"])).supports.loops:
+            return
+    elif (plan.trainer.evaluation_mbs or 0) > plan.batch.mbs:
+        return
+    else:
+        trainer = {"trainer.loop": "none", "trainer.evaluation_mbs": None, "trainer.evaluation_batches": None}
+    yield Proposal(what, {**fields, **trainer, "precision.autocast": False, "precision.parameters": None})
