@@ -49,6 +49,10 @@ _KIND = re.compile(
     r"|(?:--constraint|-C)[= \t]*[\"']?([\w.&|-]+)"
 )
 """The kind of GPU: ``--gres=gpu:h100:8``, ``--gpus-per-node=a100:4``, ``-C a100``."""
+_SUBMITS = re.compile(r"^[^#\n\"']*?(?<![\w./-])sbatch[ \t]+((?:[^\\\n]|\\[\s\S])*)", re.MULTILINE)
+"""A command of ``sbatch`` and all its lines: ``JOB=$(sbatch --parsable --gres=gpu:h100:8 \\``."""
+_SUBMITTED = re.compile(r"(?<![^\s/])[\w.${}-]+\.(?:sh|bash|slurm|sbatch)(?!\S)|<<|--wrap")
+"""Where the flags of ``sbatch`` end."""
 
 
 def requested(script: str, source: str, ledger: Ledger) -> Request:
@@ -94,10 +98,24 @@ def slurm_kinds(script: str, source: str) -> list[Piece]:
     return [
         Piece(word, origin)
         for directive, origin, _ in _directives(script, source)
-        for option in _KIND.finditer(directive.partition("#")[0])
-        for word in re.split(r"[&|]", option[1] or option[2])
-        if word and word != "gpu"
+        for word in _kinds(directive.partition("#")[0])
     ]
+
+
+def submitted_kinds(script: str, source: str) -> list[Piece]:
+    """What the flags of ``sbatch`` say of it, of every command of ``script`` that submits a job."""
+    return [
+        Piece(word, Origin(source, script.count("\n", 0, command.start(1)) + 1))
+        for command in (_SUBMITS.finditer(script) if "sbatch" in script else ())
+        for word in _kinds(_SUBMITTED.split(command[1])[0])
+    ]
+
+
+def _kinds(flags: str) -> Iterator[str]:
+    for option in _KIND.finditer(flags):
+        for word in re.split(r"[&|]", option[1] or option[2]):
+            if word and word != "gpu":
+                yield word
 
 
 def _directives(script: str, source: str) -> Iterator[tuple[str, Origin, bool]]:

@@ -105,7 +105,7 @@ def runs_torchtitan(word: str) -> bool:
 
 def runs_bridge(word: str) -> bool:
     """Whether ``word`` of a command is what runs Megatron-Bridge's recipes."""
-    return word.rpartition("/")[2] in ("run_recipe.py", "setup_experiment.py")
+    return word.rpartition("/")[2] in ("run_recipe.py", "setup_experiment.py", "run_script.py")
 
 
 def gpus_of(started: Started, at: int) -> str:

@@ -21,6 +21,7 @@ from ..files import not_in
 from ..launch import Asked
 from ..launchers import beside, training_in
 from ..settings import needed
+from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .table import LENGTHS
 
@@ -36,7 +37,7 @@ OPTIONS = {
     **dict.fromkeys(("-ep", "--expert_model_parallel_size"), "model.expert_model_parallel_size"),
     **dict.fromkeys(("-et", "-etp", "--expert_tensor_parallel_size"), "model.expert_tensor_parallel_size"),
 }
-"""Options of ``run_recipe.py`` and ``setup_experiment.py``, and the fields that they set."""
+"""Options of ``run_recipe.py`` and of benchmark scripts, and the fields that they set."""
 RECIPE = ("--recipe", "--model", "-mr", "--model_recipe_name")
 BENCHMARK = {
     **dict.fromkeys(("-ng", "--num_gpus"), "gpus"),
@@ -44,7 +45,7 @@ BENCHMARK = {
     **dict.fromkeys(("-c", "--compute_dtype"), "dtype"),
     "--task": "task",
 }
-"""Those of ``scripts/performance/setup_experiment.py`` that name one of ``perf_recipes``,"""
+"""Those of ``scripts/performance`` that name one of ``perf_recipes``,"""
 GPU_OF_BENCHMARK = "gpu of the benchmark"
 """What they are run on, where no flag says it: as a flag that no command line has."""
 _PRECISIONS = {
@@ -86,12 +87,13 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
     root, recipe, flags, of_benchmark = Node({}, training.origin), "", dict(asked.flags), dict[str, str]()
     scheme = ""
-    benchmark = BENCHMARK if training.script == "setup_experiment" else {}
+    is_benchmark = training.script in benchmarks.SCRIPTS
+    benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
         value: Value = word
-        if name in OPTIONS or name in (*RECIPE, *SCHEME, *benchmark, "--mode"):
+        if name in OPTIONS or name in sets or name in (*RECIPE, *SCHEME, *benchmark, "--mode"):
             value = () if equals else next(words, ())
             said = text(word).partition("=")[2] if equals else text(value)
         elif is_override(text(word)):
@@ -106,7 +108,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             continue  # a condition between overrides such as checkpoint.load
         if unknowns:
             if not is_override(text(word)) or path.startswith(_OF_MEMORY):
-                field = path.partition("=")[0] if is_override(text(word)) or name in OPTIONS else "an override"
+                named = is_override(text(word)) or name in OPTIONS or name in sets
+                field = path.partition("=")[0] if named else "an override"
                 raise needed(field, reading.ledger.shown(value), unknowns[0], training.origin)
             continue
         origin = word[0].origin if word else training.origin
@@ -118,6 +121,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             recipe += f"_{said}"
         elif name in SCHEME:
             scheme = said
+        elif name in sets:
+            root = laid_over(root, benchmarks.overrides_of(name, said, origin), origin)
         else:
             root = laid_over(root, [f"{path}={said}" if name in OPTIONS else text(word)], origin)
     for name, value in training.environment.items():

@@ -10,8 +10,10 @@ import pytest
 
 from benchmarks.arguments import plan_of_arguments
 from memplan.commands.launched import LaunchFlags, read_given
+from memplan.formats import reader
 from memplan.formats.files import read_words
 from memplan.formats.launch import Asked, launched_plan
+from memplan.formats.slurm import with_gpu_of_job
 from memplan.formats.training_scripts import launched
 from memplan.plan.errors import PlanError
 from memplan.plan.notes import notes_of
@@ -501,6 +503,26 @@ def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus
     command = f"{srun} '{command}'" if srun.endswith("-c") else f"{srun} {command}"
     read = launch(f"#!/bin/bash\n{directives}\n{command}")
     assert build_plan(read.source, {}).plan.hardware.gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("submits", "gpu"),
+    [
+        ("sbatch --gres=gpu:h200:8 --nodes=4 train.slurm --seq-length 32", "h200"),
+        ("sbatch --parsable \\\n  -N 4 --gpus-per-node=h200:8 train.slurm", "h200"),
+        ("# sbatch --gres=gpu:h200:8 train.slurm\nsbatch -N 4 train.slurm", None),
+        ("sbatch -N 4 train.slurm --gpus h200", None),
+        ("sbatch -C h200 -N 4 train.slurm\nsbatch -C h100 -N 4 train.slurm", None),
+        ("#SBATCH -C h100\nsbatch -C h200 -N 4 train.slurm", "h200"),
+    ],
+)
+def test_flags_of_sbatch_name_the_gpu(tmp_path: Path, submits: str, gpu: str | None) -> None:
+    (tmp_path / "train.slurm").write_text(f"srun --ntasks-per-node=8 pretrain_gpt.py {SMALL}")
+    (tmp_path / "submit.sh").write_text(f"#!/bin/bash\n{submits}\n")
+    asked = Asked("megatron", {}, (), {})
+    place = str(tmp_path / "submit.sh")
+    built = build_plan(with_gpu_of_job(reader("megatron")(place, asked), [place], asked).source, {}).plan
+    assert (built.hardware.gpu, built.hardware.gpus) == (gpu, 32)
 
 
 @pytest.mark.parametrize(

@@ -665,6 +665,37 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
         commanded(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ("-tp 2", {"tp": "2", "sequence-parallel": "true"}),
+        ("-tp 1 -rl 4", {"recompute": "full", "recompute-method": "block", "recompute-layers": "4"}),
+        ("-tp 1 --recompute_modules=layernorm,mlp", {"recompute": "selective", "recompute-modules": "layernorm,mlp"}),
+        ("-tp 1 -ol 4", {"offload-layers": "4"}),
+        ("-tp 1 --num_layers 8 --use_megatron_fsdp false", {"layers": "8"}),
+    ],
+)
+@pytest.mark.parametrize("script", ["setup_experiment.py", "run_script.py"])
+def test_options_of_a_benchmark_set_what_its_scripts_set(
+    tmp_path: Path, options: str, flags: dict[str, str], script: str
+) -> None:
+    """``scripts/performance/utils/overrides.py`` (``set_user_overrides``)."""
+    text = f"python scripts/performance/{script} -m llama -mr llama3_8b -ng 8 -g h100 -mb 1 -gb 32 -sl 8192"
+    (tmp_path / "run.sh").write_text(f"{text} {options}")
+    given = commanded(tmp_path).plan
+    (tmp_path / "run.sh").write_text(f"{text} -tp 1")
+    assert given == commanded(tmp_path, **flags).plan != commanded(tmp_path).plan
+
+
+def test_megatron_fsdp_of_a_benchmark_is_asked_for_by_an_option(tmp_path: Path) -> None:
+    text = "python run_script.py -m llama -mr llama3_8b -ng 8 -g h100 -mb 1 -gb 32 -sl 8192 -tp 1"
+    (tmp_path / "run.sh").write_text(f"{text} --use_megatron_fsdp true")
+    assert commanded(tmp_path).plan.megatron.fsdp == "optim_grads_params"
+    (tmp_path / "run.sh").write_text(f"{text} --first_k_dense_replace 2")
+    with pytest.raises(PlanError, match="first_k_dense_replace = 2: is not read; --model names a model with"):
+        commanded(tmp_path)
+
+
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])
 def test_overrides_of_a_distillation_are_refused_as_megatrons_is(word: str) -> None:
     """As ``examples/distillation/llama/conf/llama32_3b-1b_distill_override_example.yaml`` has them."""

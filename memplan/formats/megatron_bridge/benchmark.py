@@ -1,0 +1,112 @@
+"""What options of Megatron-Bridge's benchmark scripts set in a recipe.
+
+``scripts/performance`` of August 2026: ``utils/overrides.py`` (``set_user_overrides``) has one or more fields for an
+option of ``argument_parser.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...plan.errors import Origin, PlanError
+
+SCRIPTS = ("setup_experiment", "run_script")
+"""``setup_experiment.py`` starts ``run_script.py``, which has the same options, on every rank."""
+_TRUE = ("true", "1", "t", "yes", "y")
+_FSDP = (
+    "ddp.use_megatron_fsdp=true",
+    "ddp.data_parallel_sharding_strategy=optim_grads_params",
+    "ddp.keep_fp8_transpose_cache=false",
+    "ddp.average_in_collective=false",
+    "model.init_model_with_meta_device=true",
+    "model.gradient_accumulation_fusion=true",
+)
+_EXCHANGE_BEHIND = (
+    "comm_overlap.overlap_moe_expert_parallel_comm=true",
+    "comm_overlap.delay_wgrad_compute=true",
+    "model.moe_shared_expert_overlap=false",
+)
+_CAPACITY = ("model.moe_expert_capacity_factor=1.0", "model.moe_pad_expert_input_to_capacity=true")
+
+
+def _when_true(*words: str) -> Callable[[str], tuple[str, ...]]:
+    return lambda said: words if said.lower() in _TRUE else ()
+
+
+def _field(path: str) -> Callable[[str], tuple[str, ...]]:
+    return lambda said: (f"{path}={said}",)
+
+
+def _listed(said: str) -> str:
+    return f"[{said.strip('[]')}]"
+
+
+def _tensor_parallel(said: str) -> tuple[str, ...]:
+    parallel = "true" if said.isdecimal() and int(said) > 1 else "false"
+    return f"model.tensor_model_parallel_size={said}", f"model.sequence_parallel={parallel}"
+
+
+def _whole_layers(said: str) -> tuple[str, ...]:
+    return (
+        "model.recompute_granularity=full",
+        "model.recompute_method=block",
+        f"model.recompute_num_layers={said}",
+    )
+
+
+def _modules(said: str) -> tuple[str, ...]:
+    return f"model.recompute_modules={_listed(said)}", "model.recompute_granularity=selective"
+
+
+def _on_the_host(said: str) -> tuple[str, ...]:
+    offload = ("model.cpu_offloading=true", "model.cpu_offloading_weights=false")
+    return (*offload, f"model.cpu_offloading_num_layers={said}") if said != "0" else ()
+
+
+def _dispatcher(said: str) -> tuple[str, ...]:
+    if said == "None":
+        return ("model.moe_token_dispatcher_type=alltoall",)
+    return (
+        "model.moe_token_dispatcher_type=flex",
+        f"model.moe_flex_dispatcher_backend={said}",
+        "model.moe_shared_expert_overlap=false",
+    )
+
+
+def _graph_of(said: str) -> tuple[str, ...]:
+    if "full_iteration" in said:
+        return (
+            "model.cuda_graph_impl=local",
+            "model.cuda_graph_scope=full_iteration",
+            "rerun_state_machine.check_for_nan_in_loss=false",
+            "ddp.check_for_nan_in_grad=false",
+        )
+    return (f"model.cuda_graph_scope={_listed(said)}",)
+
+
+_SETS: dict[str, Callable[[str], tuple[str, ...]]] = {
+    **dict.fromkeys(("-tp", "--tensor_model_parallel_size"), _tensor_parallel),
+    **dict.fromkeys(("-rl", "--recompute_num_layers"), _whole_layers),
+    "--recompute_modules": _modules,
+    **dict.fromkeys(("-ol", "--activation_offload_layers"), _on_the_host),
+    "--use_megatron_fsdp": _when_true(*_FSDP),
+    "--nccl_ub": _when_true("ddp.nccl_ub=true"),
+    "--moe_a2a_overlap": _when_true(*_EXCHANGE_BEHIND),
+    "--use_tokendrop": _when_true(*_CAPACITY),
+    "--moe_flex_dispatcher_backend": _dispatcher,
+    "--cuda_graph_impl": _field("model.cuda_graph_impl"),
+    "--cuda_graph_scope": _graph_of,
+    "--num_layers": _field("model.num_layers"),
+    "--hidden_size": _field("model.hidden_size"),
+    "--num_moe_experts": _field("model.num_moe_experts"),
+    "--pipeline_model_parallel_layout": _field("model.pipeline_model_parallel_layout"),
+}
+_NOT_READ = ("--first_k_dense_replace",)
+NAMES = frozenset((*_SETS, *_NOT_READ))
+
+
+def overrides_of(option: str, said: str, origin: Origin) -> tuple[str, ...]:
+    """The overrides that ``option`` with the value ``said`` stands for."""
+    if option in _NOT_READ:
+        raise PlanError(option, said, "is not read; --model names a model with so many dense layers", origin=origin)
+    return _SETS[option](said)
