@@ -157,6 +157,10 @@ TRL_LOADS_FP32: Version = (0, 27)
 TRL_TILES: Version = (1, 15)
 """SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""
 
+TRL_SCORES_IN_STEP: tuple[Version, Version] = ((0, 18), (0, 19))
+"""From the first of these until the second GRPOTrainer's reference runs within the loss (``trainer/grpo_trainer.py``,
+``_compute_loss``); before and after, where completions are scored (``_generate_and_score_completions``)."""
+
 TRL_NEWEST: Version = (1, 16)
 """The newest release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
