@@ -171,8 +171,8 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
         kept = "end once log-probabilities are there"
     elif how is not None and not how.measures:
         kept = "stay until the loss is there" if how.stays else "end before the reference runs, or the loss begins"
-        kept += " (those of the reference before the loss)" * plan.trainer.runs_reference
-    elif plan.trainer.runs_reference:
+        kept += " (those of the reference before the loss)" * plan.runs_reference
+    elif plan.runs_reference:
         kept = "and those of its reference, stay until metrics have been computed"
     at_once = "at once" if how is not None and how.at_once else "sequence by sequence"
     return (

@@ -95,6 +95,12 @@ class HeadLoss:
         return whole_logits.form(whole_logits.PAIRS, self.trl) if own else None
 
     @property
+    def of_groups(self) -> whole_logits.Groups | None:
+        """How GRPOTrainer does."""
+        own = self.kind == WHOLE_LOGITS and self.reduced == "clipped"
+        return whole_logits.form(whole_logits.GROUPS, self.trl) if own else None
+
+    @property
     def converts_itself(self) -> bool:
         """What the model returns under autocast is in fp32 before the loss is computed."""
         return self.kind == WHOLE_LOGITS

@@ -79,13 +79,16 @@ class Groups:
     """All but the last token are a view, and the completion's are a view of that."""
     stays: bool = False
     """The model's output is in a variable."""
+    cache: bool = False
+    """The model returns its cache of keys and values, which ends once its logits are taken (``use_cache``)."""
 
 
 GROUPS = (
-    Groups((0, 15), divides=""),
-    Groups((0, 16)),
-    Groups((0, 19), grouped=False),
-    Groups((0, 20), entropies="sequence"),
+    Groups((0, 15), divides="", cache=True),
+    Groups((0, 16), cache=True),
+    Groups((0, 19), grouped=False, cache=True),
+    Groups((0, 20), entropies="sequence", cache=True),
+    Groups((0, 22), entropies="sequence"),
     Groups((0, 23), entropies="chunk"),
     Groups((1, 0), "in-place", "chunk"),
     Groups((1, 10), entropies="chunk", stays=True),
@@ -143,6 +146,8 @@ def head(
 ) -> tuple[Tensor, list[Tensor]]:
     """The loss of pairs, or with ``kept`` tokens of completions that of groups, in the release ``trl``; and what is in
     variables until metrics are there, which the policy has, and its reference has not."""
+    if kept is not None and not metrics:
+        return log_probabilities_of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
     if kept is not None:
         return of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
     how = form(PAIRS, trl)

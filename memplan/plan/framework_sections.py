@@ -406,11 +406,7 @@ class Trainer(FrameworkSection, Terse):
         return TRAINING_LOOPS[self.loop]
 
     @property
-    def runs_reference(self) -> bool:
-        """A reference's forward pass is part of a step."""
-        return self.kind.reference == "in-step" and not self.precompute_ref_log_probs
-
-    @property
     def has_reference(self) -> bool:
         """There is a reference, which adapters make the model itself without them."""
-        return self.runs_reference or self.keeps_reference
+        in_step = self.kind.reference == "in-step" and not self.precompute_ref_log_probs
+        return in_step or self.keeps_reference

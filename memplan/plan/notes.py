@@ -16,8 +16,8 @@ MOST_OF_A_CODE = 50
 FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
-RELEASES_PINNED = "releases-pinned"
-FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED, RELEASES_PINNED)
+RELEASES_PINNED, RELEASE_ASSUMED = "releases-pinned", "release-assumed"
+FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED, RELEASES_PINNED, RELEASE_ASSUMED)
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
 
 

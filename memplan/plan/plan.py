@@ -444,6 +444,11 @@ class Plan(Section, Terse):
         return kind.of_labels() if self.model.labels and not kind.own_loss else kind
 
     @property
+    def runs_reference(self) -> bool:
+        """A reference's forward pass is part of a step."""
+        return self.loop.reference == "in-step" and self.trainer.has_reference
+
+    @property
     def sdpa_kernel(self) -> str:
         """As ``releases.sdpa_kernel``."""
         return sdpa_kernel(self)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..frameworks import ROOMS, framework
 from ..values import dataclass, replace
+from .assumed_releases import notes_of_releases
 from .checks import check_mixture, listed
 from .errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from .fields import MODEL, Kind, PlanField, by_flag
@@ -175,7 +176,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         except PlanError as error:
             with suppress(PlanError):
                 return _without_recipe(written, traced_spec(named, here, error.located(origins)), loaded)
-    return ReadPlan(plan, origins, (*source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan)))
+    notes = (*source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan), *notes_of_releases(plan))
+    return ReadPlan(plan, origins, notes)
 
 
 def _wrong_in(plan: Node) -> Iterator[PlanError]:
@@ -206,7 +208,7 @@ def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -
     base = written.mapping["model"].mapping.get("base")
     if base is not None and base.origin is not None:
         origins["model"] = base.origin
-    return ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan)))
+    return ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan), *notes_of_releases(plan)))
 
 
 def _of_model(source: str) -> Source:

@@ -6,6 +6,7 @@ its first release stands here under a name, with file and function; recipes comp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +29,26 @@ class Library:
     """From a release on, the lowest releases of others that its metadata asks for (``setup.py``, ``requirements.txt``,
     ``pyproject.toml``), or that its code refuses to run without."""
 
+
+TRANSFORMERS_OF_TRL: tuple[tuple[Version, Version], ...] = (
+    ((0, 10), (4, 45)),
+    ((0, 12), (4, 46)),
+    ((0, 13), (4, 47)),
+    ((0, 14), (4, 48)),
+    ((0, 16), (4, 50)),
+    ((0, 17), (4, 51)),
+    ((0, 18), (4, 52)),
+    ((0, 20), (4, 54)),
+    ((0, 21), (4, 55)),
+    ((0, 22), (4, 56)),
+    ((0, 24), (4, 57)),
+)
+"""From a release of trl on, the newest transformers that was out with it, or for 0.10 and 0.11 the oldest that is
+followed;"""
+
+TRL_TAKES_5: Version = (1, 1)
+"""before this one trl takes none from 5 on (``pyproject.toml``, 0.28 to 1.0: ``transformers<5.0.0``), or was out before
+there was one."""
 
 LIBRARIES: Mapping[str, Library] = {
     "transformers": Library(
@@ -157,6 +178,10 @@ TRL_LOADS_FP32: Version = (0, 27)
 TRL_TILES: Version = (1, 15)
 """SFTTrainer and DPOTrainer make no logits (``trainer/utils.py``, ``add_fused_lm_head``)."""
 
+TRL_SCORES_IN_STEP: tuple[Version, Version] = ((0, 18), (0, 19))
+"""From the first of these until the second GRPOTrainer's reference runs within the loss (``trainer/grpo_trainer.py``,
+``_compute_loss``); before and after, where completions are scored (``_generate_and_score_completions``)."""
+
 TRL_NEWEST: Version = (1, 16)
 """The newest release whose SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer are followed."""
 
@@ -184,6 +209,13 @@ def release(plan: Plan, library: str) -> Version:
     """The release of ``library`` that the plan runs."""
     named = plan.versions.get(library)
     return parsed(named) if named is not None else LIBRARIES[library].newest
+
+
+def transformers_of(trl: str) -> Version | None:
+    """What runs beside a release of trl, where nobody says so; ``None`` for the newest, and for what is no release."""
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){1,2}", trl) or parsed(trl) >= TRL_TAKES_5:
+        return None
+    return next((its for first, its in reversed(TRANSFORMERS_OF_TRL) if first <= parsed(trl)), None)
 
 
 def has_trl(plan: Plan) -> bool:

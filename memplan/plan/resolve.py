@@ -11,6 +11,7 @@ from typing import Any
 from ..families import family
 from ..frameworks import Framework, framework
 from ..frameworks.base import OLD_BLOCK_SIZE
+from .assumed_releases import with_assumed
 from .checks import (
     SIZES,
     check_attention,
@@ -86,6 +87,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
     """``plan`` with every default filled in, or a ``PlanError`` that names the field that cannot be."""
     check_model(plan.model)
     check_versions(plan)
+    plan = with_assumed(plan)
     plan = plan.model_copy(update={"model": _model(plan)})
     own = framework(plan.framework)
     precision = _precision(plan)

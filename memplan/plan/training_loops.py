@@ -14,10 +14,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from ..values import dataclass, replace
-from .releases import TRL_NEWEST, TRL_TILES, Version
+from .releases import TRL_NEWEST, TRL_SCORES_IN_STEP, TRL_TILES, Version
 
 Releases = tuple[Version, Version]
 """Two releases, and all between them."""
+
+
+LossOf = Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class TrainingLoop:
 
     name: str
     """``trainer.loop`` of a plan."""
-    loss_of: Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"] = "model"
+    loss_of: LossOf = "model"
     """The model's own loss of logits, of tokens or of sequences (labels), or one that the loop takes of labels'
     log-probabilities, made by tiles or of all logits (trl's before 1.15, or LLaMA-Factory's), or of scores."""
     follows: tuple[Releases, ...] = ((TRL_TILES, TRL_NEWEST),)
@@ -71,7 +74,10 @@ class TrainingLoop:
         the model's own loss."""
         if trl is None or trl >= TRL_TILES or self.loss_of != "log-probabilities":
             return self
-        return replace(self, loss_of="model" if self.reduced == "tokens" else "whole-logits")
+        first, until = TRL_SCORES_IN_STEP
+        within = self.reduced == "clipped" and first <= trl < until
+        loss_of: LossOf = "model" if self.reduced == "tokens" else "whole-logits"
+        return replace(self, loss_of=loss_of, reference="in-step" if within else self.reference)
 
     def of_labels(self) -> TrainingLoop:
         """This loop around a model for sequence classification, whose collator makes one label of a sequence."""

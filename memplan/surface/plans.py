@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
+from ..plan.assumed_releases import notes_of_releases
 from ..plan.errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from ..plan.fields import by_flag, plan_fields
 from ..plan.notes import notes_of
@@ -108,7 +109,7 @@ def read_plan(plan: Given = None, /, *, from_: str | None = None, **fields: obje
 def read_any(plan: Given, flags: Flags, *, traced: bool = False) -> ReadPlan:
     if isinstance(plan, _Plan) and not flags and getattr(plan, "_asked", None) is None:
         own = constructed(_Plan, plan)
-        return ReadPlan(own, {}, notes_of(own))
+        return ReadPlan(own, {}, (*notes_of(own), *notes_of_releases(own)))
     return asked_of(plan, None, flags).read(traced=traced)
 
 

@@ -124,7 +124,7 @@ def test_dpo_is_the_loop_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (plan.trainer.loop, plan.loss.kind, plan.kernels.set) == ("llama-factory-dpo", "plain", "liger")
     assert plan.sequences == 2 * plan.batch.mbs
     assert plan.recompute.reentrant
-    assert plan.trainer.runs_reference
+    assert plan.runs_reference
 
 
 def test_dpo_of_all_parameters_needs_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def flags_of(step: dict[str, Any], folder: Path) -> dict[str, object]:
     flags |= {"dtype": "bf16", "versions": f"trl={step['trl']},transformers={step['transformers']}"}
     flags |= {"mbs": PAIRS if step["loop"] == "dpo" else SAMPLES}
     flags |= {**GROUPED, "completion_length": COMPLETION} if step["loop"] == "grpo" else {}
+    flags |= {"keeps_reference": "true"} if "scored" in step else {}
     flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
     flags |= {"recompute": "full", "use_reentrant": "true"} if step["recompute"] else {}
     flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
@@ -56,8 +57,8 @@ def flags_of(step: dict[str, Any], folder: Path) -> dict[str, object]:
 )
 def test_step_of_trls_trainers(step: dict[str, Any], tmp_path: Path) -> None:
     """Of large vocabularies within a tenth of a percent: labels, masks and sums are a few hundred numbers each. Where
-    logits are small, ids that are concatenated and flushed are 0.5 % of a reference's pass. SFTTrainer before 0.22
-    leaves the cache of an evaluation to the model, which is not counted."""
+    logits are small, ids that are concatenated and flushed are 0.5 % of a reference's pass, five
+    of 3 KiB. SFTTrainer before 0.22 leaves the cache of an evaluation to the model, which is not counted."""
     chosen = plan(**flags_of(step, tmp_path))
     (program,) = programs_of(chosen, Options(accumulates_in_place=False))
     forward, backward = peaks(program)
@@ -66,7 +67,8 @@ def test_step_of_trls_trainers(step: dict[str, Any], tmp_path: Path) -> None:
     if "evaluation" in step:
         (evaluation,) = evaluation_programs(chosen, (program,))
         found = (fold_evaluation(evaluation) or 0) - static(evaluation).net
-        assert found == pytest.approx(step["evaluation"], rel=1e-2 if step["deep"] else 4e-3)
+        near = {"abs": 20_000} if step["deep"] else {"rel": 4e-3}
+        assert found == pytest.approx(step["evaluation"], **near)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +117,18 @@ def test_defaults_of_a_release(trl: str, says: str, tmp_path: Path, capsys: pyte
     printed = capsys.readouterr().out
     assert says in printed
     assert ("· full" in printed) == (trl == "0.24.0")
+
+
+GROUPED_8B = {**GROUPED, "seq": 512, "mbs": 8, "keeps_reference": "true", "recompute": "full", "use_reentrant": "false"}
+
+
+@pytest.mark.parametrize("more", [{}, {"framework": "deepspeed", "zero": 2, "gpus": 2}], ids=["one", "zero-2"])
+def test_reference_within_the_loss(more: dict[str, object]) -> None:
+    """Of 0.18, with adapters, of 8 completions of 256 tokens of Llama 3 8B in bf16: while the reference's logits, which
+    are of one token more, are divided, the policy's ``log_softmax`` is there."""
+    (before,), (within,) = (
+        programs_of(plan(**GROUPED_8B, lora_rank=8, versions=f"trl={trl},transformers=4.51.3", **more), Options())
+        for trl in ("0.17.0", "0.18.2")
+    )
+    row = 8 * 256 * 128_256 * 2
+    assert peaks(within)[0] - peaks(before)[0] == pytest.approx(row, rel=0.2)

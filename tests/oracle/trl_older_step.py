@@ -24,6 +24,7 @@ from .trl_step import COMPLETION, LENGTH, LLAMA, PAIRS, SAMPLES, evaluation_peak
 STEPS = Path(__file__).parents[1] / "frameworks" / "trl_older_steps.json"
 RELEASES = {
     "0.11.4": "4.45.2", "0.12.2": "4.46.3", "0.14.0": "4.48.3", "0.15.2": "4.48.3", "0.17.0": "4.51.3",
+    "0.18.2": "4.51.3",
     "0.19.1": "4.51.3", "0.22.2": "4.57.6", "0.24.0": "4.57.6", "0.28.0": "4.57.6", "0.29.1": "4.57.6",
     "1.0.0": "4.57.6", "1.4.0": "4.57.6", "1.9.0": "4.57.6",
 }  # fmt: skip
@@ -135,7 +136,8 @@ def pairs(vocab: int, *, precomputed: bool) -> dict[str, torch.Tensor]:
     return made
 
 
-def grouped(model: Any) -> Any:
+def grouped(model: Any, reference: Any, *, scored: bool) -> Any:
+    """``scored``: the loss has a KL term, whose reference is ``reference`` or the model without adapters."""
     args = SimpleNamespace(
         delta=None,
         beta=0.0,
@@ -146,8 +148,9 @@ def grouped(model: Any) -> Any:
         report_to=[],
     )
     own = made(
-        "GRPOTrainer", model=model, ref_model=None, args=args, beta=0.0, epsilon_low=0.2, epsilon_high=0.2,
-        num_iterations=1, temperature=1.0, loss_type="bnpo", importance_sampling_level="token", use_vllm=False,
+        "GRPOTrainer", model=model, ref_model=reference, args=args, beta=0.04 * scored,
+        epsilon_low=0.2, epsilon_high=0.2, num_iterations=1, temperature=1.0, loss_type="bnpo",
+        importance_sampling_level="token", use_vllm=False,
         top_entropy_quantile=1.0, model_kwarg_keys={"logits_to_keep"}, use_liger_loss=False, use_liger_kernel=False,
         control=SimpleNamespace(should_evaluate=False), current_gradient_accumulation_steps=1,
         off_policy_mask_threshold=None, vllm_importance_sampling_correction=False, state=SimpleNamespace(global_step=0),
@@ -187,12 +190,12 @@ def supervised(model: Any) -> Any:
 
 
 def step(loop: str, *, config: dict[str, Any], adapters: bool, recompute: bool, precomputed: bool = False,
-         autocast: bool = False) -> dict[str, Any]:  # fmt: skip
+         autocast: bool = False, scored: bool = False) -> dict[str, Any]:  # fmt: skip
     model, base = policy(adapters=adapters, recompute=recompute, given=config, attention="sdpa")
     if autocast:
         model.float()
     reference: Any = None
-    if loop == "dpo" and not adapters and not precomputed:
+    if (scored or (loop == "dpo" and not precomputed)) and not adapters:
         reference = transformers.AutoModelForCausalLM.from_config(base.config).to(next(base.parameters()).dtype).eval()
         reference.requires_grad_(False)
     models = [one for one in (model, reference) if one is not None]
@@ -205,9 +208,12 @@ def step(loop: str, *, config: dict[str, Any], adapters: bool, recompute: bool, 
         def run() -> Any:
             return loss(inputs)
 
+    elif loop == "grpo":
+        run, inputs = grouped(model, reference, scored=scored)
     else:
-        run, inputs = {"grpo": grouped, "sft": supervised}[loop](model)
+        run, inputs = supervised(model)
     which = {"loop": loop, "adapters": adapters, "recompute": recompute, "precomputed": precomputed}
+    which |= {"scored": True} if scored else {}
     how = which | {"autocast": autocast, "deep": config is DEEP}
     with patch.object(torch.Tensor, "log_softmax", contiguous):
         found = how | peaks(models, inputs, run)
@@ -226,6 +232,13 @@ def main() -> None:
     for loop in loops:
         rows.append(step(loop, config=WIDE, adapters=False, recompute=True))
         rows.append(step(loop, config=WIDE, adapters=True, recompute=True, autocast=True))
+    if release() == (0, 18):
+        rows += [
+            step("grpo", config=one, adapters=a, recompute=a, scored=True)
+            for one in (WIDE, DEEP)
+            for a in (False, True)
+        ]
+        rows.append(step("grpo", config=WIDE, adapters=True, recompute=True, autocast=True, scored=True))
     if "dpo" in loops:
         rows.append(step("dpo", config=WIDE, adapters=True, recompute=False, precomputed=True))
         rows += [step("dpo", config=DEEP, adapters=a, recompute=a) for a in (False, True)]

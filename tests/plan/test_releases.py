@@ -7,7 +7,7 @@ import pytest
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
-from memplan.plan.releases import prefers_cudnn
+from memplan.plan.releases import TRANSFORMERS_OF_TRL, needed, prefers_cudnn, transformers_of
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.trace.framework import job_of_plan
@@ -38,6 +38,39 @@ def test_trl_casts_adapters_beside_4_bit_weights_since_0_26() -> None:
     flags = {"lora_rank": "8", "quantisation": "nf4", "autocast": "true"}
     assert plan(**flags, versions="trl=0.25.1,transformers=4.57.1").lora.dtype == "fp32"
     assert plan(**flags, versions="trl=0.26.0,transformers=4.57.1").lora.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("trl", "model", "found"),
+    [
+        ("0.11.4", "llama-3-8b", "4.45"),
+        ("0.13.0", "llama-3-8b", "4.47"),
+        ("0.13.0", "qwen2.5-7b", "4.48"),
+        ("0.18.2", "qwen2.5-7b", "4.52"),
+        ("1.0.0", "qwen2.5-7b", "4.57"),
+        ("1.1.0", "qwen2.5-7b", None),
+        ("0.18.2", "falcon-7b", None),
+    ],
+)
+def test_transformers_of_an_older_trl(trl: str, model: str, found: str | None) -> None:
+    """The newest of its time, though none older than the family's layers; of a family whose layers are known of the
+    newest alone, that. What is named stands."""
+    flags = {"model": model, "trainer": "dpo", "framework": "single"}
+    read = read_plan(None, {**flags, "versions": f"trl={trl}"})
+    assert resolve(read.plan).versions.get("transformers") == found
+    told = [one.message for one in read.warnings if one.code == "release-assumed"]
+    assert [one.split(" is ")[0] for one in told] == ([f"transformers {found}"] if found else [])
+    named = read_plan(None, {**flags, "versions": f"trl={trl},transformers=5.23"})
+    assert resolve(named.plan).versions["transformers"] == "5.23"
+    assert not [one for one in named.warnings if one.code == "release-assumed"]
+
+
+def test_bounds_of_trl_hold_what_is_assumed() -> None:
+    """Each is at least what trl's metadata asks for, and below 5 as long as trl asks for that."""
+    for first, its in TRANSFORMERS_OF_TRL:
+        assert needed("trl", first)["transformers"][:2] <= its < (5, 0)
+    assert transformers_of("1.0.0") == (4, 57)
+    assert transformers_of("1.1.0") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
-from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown
+from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown, transformers_of
 from ...plan.saved_dtype import SAVED
 from ...values import dataclass
 from ..launch import Asked
@@ -333,11 +333,14 @@ OF_FILES = ("dataset_num_proc", "dataset_mixture", "dataset_mixer", "dataset_tex
 
 
 def _is_before(first: Version, library: str, asked: Asked) -> bool:
-    """A release of ``library`` is named before ``first``."""
+    """A release of ``library`` before ``first`` is named, or goes with a trl that is named alone."""
     given: object = asked.flags.get("versions", "")
     words = [word for one in (given if isinstance(given, (list, tuple)) else [given]) for word in str(one).split(",")]
-    named = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == library]
-    return any(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one) and parsed(one) < first for one in named)
+    named = {word.partition("=")[0].strip(): word.partition("=")[2].strip() for word in words}
+    if library == "transformers" and library not in named and "trl" in named:
+        return (transformers_of(named["trl"]) or first) < first
+    one = named.get(library, "")
+    return bool(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one)) and parsed(one) < first
 
 
 def as_loaded(written: Node, loop: Loop, asked: Asked) -> Node:

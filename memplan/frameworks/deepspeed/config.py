@@ -93,7 +93,7 @@ def _check_sinks(plan: ResolvedPlan, zero: Zero) -> None:
             least,
             f"must be {heads} or more: attention's sinks are modelled as parameters that stay whole",
         )
-    if plan.trainer.runs_reference and plan.lora.rank is not None:
+    if plan.runs_reference and plan.lora.rank is not None:
         raise plan.wrong(
             "trainer.loop",
             "must be another at stage 3 with adapters: the reference's pass releases attention's sinks, too",

@@ -86,7 +86,7 @@ def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     """That of a resolved plan."""
     recompute = plan.recompute.mode == "full"
     how = (plan.optimizer, recompute, plan.microbatches, cast_tuning(plan), head_loss(plan))
-    if plan.trainer.runs_reference and not preferences.has_model(plan):
+    if plan.runs_reference and not preferences.has_model(plan):
         zero = untraced(zero)
     return Setting(zero, plan.layout.dp, layer_shape(plan).dtype, *how)
 
@@ -177,9 +177,9 @@ def reference_of(setting: Setting, shape: LayerShape, plan: ResolvedPlan) -> Pla
 def _reference(setting: Setting, shape: LayerShape, plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
     """Its modules, or the model's own without adapters, with the hooks of a pass without a graph: layers that are
     nowhere gathered count once."""
-    if not plan.trainer.runs_reference:
+    if not plan.runs_reference:
         return ()
-    zero, tuning, loss = setting.zero, setting.tuning, HeadLoss(kind=setting.loss.kind, trl=setting.loss.trl)
+    zero, tuning, loss = setting.zero, setting.tuning, preferences.loss_of_reference(setting.loss)
     every = zero.stage == 3 or preferences.of_reference(plan, preferences.returned(plan, setting.loss))
     layers = plan.model.layers if every else min(plan.model.layers, preferences.MOST)
     options = replace(options, tuning=tuning and frozen_layer(tuning))
@@ -209,7 +209,7 @@ def program_of(
 ) -> Program:
     """``own``: modules of a reference; ``what`` the model returns besides logits, and ``of_own`` that."""
     spans = tuple(Span(module, (name,)) for module, name in zip(rank.modules, rank.names, strict=True))
-    spans = kept(spans, what, EMBEDDED, preferences.LOSS) if what else spans
+    spans = kept(spans, what, EMBEDDED) if what else spans
     spans = preferences.with_reference(spans, own, keeps_input, of_own) if own else spans
     return Program(
         stage=0,

@@ -75,7 +75,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.layout.zero in (1, 2):
         result.append(PARTITIONED)
     if plan.layout.zero == 3:
-        alone = plan.trainer.runs_reference and not preferences.has_model(plan)
+        alone = plan.runs_reference and not preferences.has_model(plan)
         result += (UNTRACED if alone else SHARDED[0], *SHARDED[1:])
     result.append(BUILT if builds_as_measured(plan) else BUILDING)
     if plan.precision.dtype == "fp16":

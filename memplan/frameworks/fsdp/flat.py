@@ -368,7 +368,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     trained = plan.lora.dtype if plan.lora.rank is not None and not plan.precision.autocast else shards
     assert trained is not None
     spans = with_hooks(single.spans, units, names[-1], plan.layout.dp, compute, plan.precision.autocast, ahead)
-    if plan.trainer.runs_reference:
+    if plan.runs_reference:
         made = partial(
             FlatHooks,
             ranks=plan.layout.dp,

@@ -242,7 +242,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
             "are known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
         )
-    if plan.trainer.runs_reference and has_model(plan):
+    if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)
     orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
     if not orders:

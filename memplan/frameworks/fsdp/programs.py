@@ -316,7 +316,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         return stage_programs(plan, options, recompute_of(plan, given), sharding_of(plan, given))
     check_no_pipeline(plan, given)
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
-    if plan.trainer.runs_reference:
+    if plan.runs_reference:
         own = sharded_pass(_of_one_device(plan), with_seams(options), model.units, sharding)
         model = replace(model, reference=own)
     made = program(plan, model, sharding)

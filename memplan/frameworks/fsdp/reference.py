@@ -94,9 +94,10 @@ def modules_of(plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
 
 def without_pass(plan: ResolvedPlan) -> ResolvedPlan:
     """``plan`` as one that a pass of the reference is no part of."""
-    if not plan.trainer.runs_reference:
+    if not plan.runs_reference:
         return plan
-    return plan.model_copy(update={"trainer": plan.trainer.model_copy(update={"precompute_ref_log_probs": True})})
+    without = {"precompute_ref_log_probs": True, "keeps_reference": False}
+    return plan.model_copy(update={"trainer": plan.trainer.model_copy(update=without)})
 
 
 # -- FSDP2 --------------------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ def sharded_reference(plan: ResolvedPlan, units: Sequence[Unit], sharding: Shard
         return []
     every = [one for unit in units for one in unit.parameters]
     held = [_held(shard(one, sharding.shards), one.dtype or sharding.parameters, Category.PARAMETERS) for one in every]
-    if plan.trainer.runs_reference and not a_layer(units).reshard:
+    if plan.runs_reference and not a_layer(units).reshard:
         held += [_held(one, sharding.compute, Category.GATHERED_PARAMETERS) for one in every]
     return [*held, *buffers(plan, 0)]
 

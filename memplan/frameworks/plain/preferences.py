@@ -32,7 +32,7 @@ from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, drops, rounded
 from ...tape.program import Span
 from ...values import replace
-from .returned import CACHED, LAYER, NOTHING, Returned, ids
+from .returned import CACHED, LAYER, NOTHING, UNTIL_LOGITS, Returned, before, ids
 from .trainer import runs
 
 LOSS = "loss"
@@ -122,6 +122,11 @@ def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     return [*batch(plan, shape) * plan.microbatches, *generation(plan)]
 
 
+def loss_of_reference(loss: HeadLoss) -> HeadLoss:
+    """The policy's without what is computed beside it."""
+    return HeadLoss(kind=loss.kind, trl=loss.trl, logits_to_keep=loss.logits_to_keep, reduced=loss.reduced)
+
+
 def layers_of_reference(plan: ResolvedPlan, loss: HeadLoss) -> int:
     """How many run here: all where each leaves something."""
     every = of_reference(plan, returned(plan, loss))
@@ -162,10 +167,13 @@ def released(plan: ResolvedPlan) -> tuple[int, ...]:
 
 def returned(plan: ResolvedPlan, loss: HeadLoss) -> Returned:
     """What the policy returns beside its logits."""
-    how = loss.of_pairs
-    if how is None:
+    pairs, groups = loss.of_pairs, loss.of_groups
+    trained = plan.recompute.mode == "none"
+    if groups is not None:
+        return Returned(cache=groups.cache, cache_of_training=groups.cache and trained, until=UNTIL_LOGITS)
+    if pairs is None:
         return NOTHING
-    return Returned(how.hidden_states, how.cache, how.cache and plan.recompute.mode == "none")
+    return Returned(pairs.hidden_states, pairs.cache, pairs.cache and trained)
 
 
 def of_reference(plan: ResolvedPlan, what: Returned) -> Returned:
@@ -231,6 +239,9 @@ def passed(own: Sequence[Span], first: int, keeps_input: bool, what: Returned = 
                 cached = ids(events, [f"reference/{name}" for name in CACHED])
                 states += [one for one in events if isinstance(one, Hold) and one.tensor in cached]
                 events = [one for one in events if not (isinstance(one, Drop) and one.tensor in cached)]
+            if what.until is UNTIL_LOGITS and place == len(own) - 1:
+                events = list(before(events, drops(states), [f"reference/{name}" for name in what.until]))
+                states = []
             result += events
             outputs = left[-1:] if place else _hidden(left)
             frame += [hold for hold in left if hold not in outputs]

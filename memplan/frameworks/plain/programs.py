@@ -329,8 +329,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         middle = layers(row, layer_names(plan.model.layers))
         whole: tuple[Span, ...] = (*first, *middle, *normed, *last)
         what = preferences.returned(plan, head_loss(plan))
-        whole = returned.kept(whole, what, EMBEDDED, preferences.LOSS) if what else whole
-        if plan.trainer.runs_reference:
+        whole = returned.kept(whole, what, EMBEDDED) if what else whole
+        if plan.runs_reference:
             own, keeps = reference(plan, shape, options, later), keeps_embedded(shape)
             whole = preferences.with_reference(whole, own, keeps, preferences.of_reference(plan, what))
         whole = outlived(whole)
@@ -362,7 +362,7 @@ def reference(
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
     options = replace(options, tuning=tuning, seams=seams)
-    loss = HeadLoss(kind=plan.loop.loss_of, trl=preferences.released(plan))
+    loss = preferences.loss_of_reference(head_loss(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)
     middle = [Span(layer, (name,)) for name in layer_names(preferences.layers_of_reference(plan, loss))]

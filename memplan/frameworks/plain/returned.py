@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ...layers.module import Module, Tapes
+from ...layers.whole_logits import FIRST_OF_LOSS, LOSS
 from ...tape.events import INPUT, Drop, Event, Hold, Scope, Tape, renamed
 from ...tape.program import Span
 from ...values import dataclass, replace
@@ -31,6 +32,8 @@ class Returned:
     cache: bool = False
     cache_of_training: bool = False
     """Also while the model is trained."""
+    until: tuple[str, ...] = (LOSS,)
+    """All of it ends before the head's first tensor that is called so."""
 
     def __bool__(self) -> bool:
         return self.hidden_states or self.cache
@@ -38,9 +41,12 @@ class Returned:
 
 NOTHING = Returned()
 
+UNTIL_LOGITS = FIRST_OF_LOSS
+"""Only the logits of what is returned are kept."""
 
-def kept(spans: Sequence[Span], what: Returned, embedded: int, behind: str) -> tuple[Span, ...]:
-    """``spans``, of which the last is the head, with what layers return until before the head's tensor ``behind``.
+
+def kept(spans: Sequence[Span], what: Returned, embedded: int) -> tuple[Span, ...]:
+    """``spans``, of which the last is the head, with what layers return until that ends in the head.
     ``embedded``: the id of a first layer's input that ``model.forward`` keeps in a variable, too."""
     apart = [replace(span, names=(own,)) for span in spans for own in span.names]
     modules = [span.module for span in apart]
@@ -73,8 +79,8 @@ def kept(spans: Sequence[Span], what: Returned, embedded: int, behind: str) -> t
                 ended += given
             modules[at] = made
     head = modules[-1]
-    onward = (replace(one, forward=_before(one.forward, ended, behind)) for one in (head.first, head.steady))
-    evaluation = _before(head.evaluation, evaluated, behind)
+    onward = (replace(one, forward=before(one.forward, ended, what.until)) for one in (head.first, head.steady))
+    evaluation = before(head.evaluation, evaluated, what.until)
     modules[-1] = replace(head, first=next(onward), steady=next(onward), evaluation=evaluation)
     return tuple(replace(span, module=module) for span, module in zip(apart, modules, strict=True))
 
@@ -104,6 +110,7 @@ def _renamed(tapes: Tapes, own: dict[int, int]) -> Tapes:
     return replace(tapes, forward=forward, backward=backward, output=own.get(tapes.output, tapes.output))
 
 
-def _before(tape: Tape, ended: Iterable[Drop], behind: str) -> Tape:
-    at = max(place for place, one in enumerate(tape) if isinstance(one, Hold) and one.name == behind)
+def before(tape: Sequence[Event], ended: Iterable[Drop], names: Sequence[str]) -> Tape:
+    """``tape`` with ``ended`` before its first tensor that is called as one of ``names``."""
+    at = next(place for place, one in enumerate(tape) if isinstance(one, Hold) and one.name in names)
     return (*tape[:at], *ended, *tape[at:])
