@@ -111,8 +111,8 @@ def run(
     shared: Mapping[str, Tensor | None],
     logits: int = 0,
 ) -> list[Tensor]:
-    """The outputs of ``part`` of ``x``. What it is given besides is held by others: ``shared``, by ``ROLES``, and what is
-    not followed here. Tensors of ``logits`` elements are logits."""
+    """The outputs of ``part`` of ``x``. What it is given besides is held by others: ``shared``, by ``ROLES``, and what
+    is not followed here. Tensors of ``logits`` elements are logits."""
     live = {ROLES["input"]: x}
     live |= {ROLES[role]: one for role, one in shared.items() if one is not None}
     kept = [one for number, one in live.items() if number in part.saved and number != ROLES["input"]]

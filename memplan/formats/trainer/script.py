@@ -148,7 +148,7 @@ def _check_spread(training: Training, asked: Asked) -> None:
 
 
 REGIONS = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
-_TRUE = ("y", "yes", "t", "true", "on", "1")
+_SWITCHED_ON = ("y", "yes", "t", "true", "on", "1")
 """As accelerate reads switches in the environment (``utils/environment.py``, ``str_to_bool``)."""
 
 
@@ -160,7 +160,7 @@ def _compiled(training: Training) -> dict[str, Node]:
     if backend is None or by_accelerate or text(backend).upper() in ("NO", ""):
         return {}
     regions = training.environment.get(REGIONS)
-    if regions is not None and text(regions).lower() in _TRUE:
+    if regions is not None and text(regions).lower() in _SWITCHED_ON:
         problem = "is read of accelerate launch alone (--dynamo_use_regional_compilation); elsewhere leave it out, and"
         raise scalar(text(regions), origin_of(regions, training.origin)).wrong(
             REGIONS, f"{problem} say --compile-regions"
