@@ -24,6 +24,7 @@ from memplan.plan.framework_sections import Fsdp
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Drop, Hold, compose, fold
 from memplan.tape.program import Folded, Program, fold_program, static
 
@@ -328,3 +329,75 @@ def test_offloaded_states_are_on_the_host() -> None:
     assert stage.host == pytest.approx(8 * 16 * stage.parameters, rel=0.001)  # 8 of the 16 ranks share a node
     (alone,) = estimate(read_plan(None, {**flags, "gpus-per-node": "1"}).plan).stages
     assert stage.host == 8 * alone.host
+
+
+# -- embedding and head apart -------------------------------------------------------------------------
+
+
+def accelerated(**flags: str) -> ResolvedPlan:
+    """As Accelerate's file says it."""
+    own = {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8", "seq": "1024", "reshard-root": "true"}
+    return resolve(read_plan(None, own | flags).plan)
+
+
+@pytest.mark.parametrize(("release", "apart"), [("1.13", False), ("1.14", True), ("1.15.2", True), ("", True)])
+def test_accelerate_shards_embedding_and_head_apart_from_a_release_on(release: str, apart: bool) -> None:
+    given = accelerated(**({"versions": f"accelerate={release}"} if release else {})).fsdp
+    assert (given.ends_apart, given.reshard_root) == (apart, not apart)
+
+
+def test_what_is_said_of_the_ends_stays() -> None:
+    given = accelerated(**{"ends-apart": "false"}).fsdp
+    assert (given.ends_apart, given.reshard_root) == (False, True)
+    assert not resolve(read_plan(None, {"model": "llama-3-8b", "framework": "fsdp", "gpus": "8"}).plan).fsdp.ends_apart
+
+
+@pytest.mark.parametrize(
+    ("flags", "units"),
+    [
+        ({}, {"embedding": "word.weight", "ends": "final_norm.weight head.weight"}),
+        ({"model": "qwen3-8b", "tied-embeddings": "true"}, {"ends": "final_norm.weight word.weight"}),
+        (
+            {"model": "gpt2"},
+            {"model": "position.weight", "ends": "final_norm.weight final_norm.bias word.weight"},
+        ),
+        (
+            {"model": "opt-6.7b", "attention": "eager"},
+            {"model": "position.weight final_norm.weight final_norm.bias", "ends": "word.weight"},
+        ),
+        ({"lora-rank": "8"}, {"model": "final_norm.weight", "embedding": "word.weight", "ends": "head.weight"}),
+        (
+            {"model": "gpt2", "lora-rank": "8"},
+            {"model": "position.weight", "ends": "final_norm.weight final_norm.bias word.weight"},
+        ),
+        (
+            {"trainer": "reward"},
+            {"model": "head.weight", "embedding": "word.weight", "ends": "final_norm.weight"},
+        ),
+    ],
+    ids=lambda one: "-".join(one.values()) if "model" in one or "trainer" in one or "lora-rank" in one else "",
+)
+def test_units_of_the_ends(flags: dict[str, str], units: dict[str, str]) -> None:
+    """As ``_find_final_norm`` and the two ``get_..._embeddings`` of real models have them: below peft's wrapper no norm
+    is found of models that are called ``model``, nor of OPT; a classifier has no output embedding."""
+    plan = accelerated(**flags)
+    made = fsdp.model_of(plan, Options(), plan.fsdp)
+    found = {one.name: " ".join(p.name for p in one.parameters) for one in made.units if "layer." not in one.name}
+    assert found == units
+
+
+def test_a_head_that_accelerate_leaves_out_of_its_unit() -> None:
+    """``fully_shard`` of torch 2.13 on units with the same parameter: "is shared with a parameter already managed"."""
+    with pytest.raises(PlanError, match=r"versions.accelerate = 1.14: must be before 1.14, or 1.15 or later"):
+        accelerated(model="gpt2", versions="accelerate=1.14")
+
+
+def test_a_head_that_nobody_gathers() -> None:
+    """Below peft's wrapper the head is a unit without the norm: Liger's loss does not run it, trl's gathers it."""
+    with pytest.raises(PlanError, match=r"ends_apart = true: must be false with a loss that takes the head's weight"):
+        programs(accelerated(**{"lora-rank": "8", "loss": "liger"}), Options())
+    plan = accelerated(**{"lora-rank": "8", "trainer": "sft"})
+    (program,) = programs(plan, Options())
+    head = program.spans[-1].module.first.forward
+    held = [one for one in head if isinstance(one, Hold) and one.name.startswith("head.weight")]
+    assert [one.bytes for one in held] == [2 * 128256 * 4096]

@@ -17,6 +17,7 @@ import transformers
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.estimate import programs_of
+from memplan.families import family as family_of
 from memplan.frameworks import framework
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -154,6 +155,19 @@ def test_same_as_the_recipe_under_deepspeed(family: str, zero: str, accumulated:
     """Whose programs are compared with DeepSpeed's own engine: gradients and buckets of any size, on three ranks."""
     sizes = {"framework": "deepspeed", "dp": "3", "gbs": str(6 * accumulated), "reduce-bucket-size": "30000"}
     plan = plan_of(family, 2, 77, zero=zero, **sizes)
+    (recipe,) = programs_of(plan, Options())
+    ours, theirs = fold_program(program_of(plan, fit_of(family), Options())), fold_program(recipe)
+    for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):
+        assert abs(getattr(ours, name) - getattr(theirs, name)) <= SCALARS, name
+
+
+@pytest.mark.parametrize("family", [name for name in CASES if family_of(name).shards])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("apart", ["false", "true"])
+def test_same_as_the_recipe_under_fully_shard(family: str, accumulated: int, apart: str) -> None:
+    """Whose programs are compared with ``fully_shard`` itself; embedding and head in units of their own, too."""
+    sizes = {"framework": "fsdp", "dp": "3", "gbs": str(6 * accumulated), "fsdp-parameters": "bf16"}
+    plan = plan_of(family, 2, 77, **sizes, **{"ends-apart": apart})
     (recipe,) = programs_of(plan, Options())
     ours, theirs = fold_program(program_of(plan, fit_of(family), Options())), fold_program(recipe)
     for name in ("static", "after_forward", "backward_peak", "step_peak", "peak"):

@@ -17,7 +17,7 @@ the root has the norm. A classifier has no output embedding: its norm is a unit,
 A loss within the model's forward runs behind the head, whose hooks are at the logits: what backward gathers ahead, the
 last layer, is gathered when the gradient of the logits has come. A loss that takes the head's weight without running
 the head leaves its unit incomplete; the root's end completes it (``_force_complete_incomplete_states``), and backward
-gathers ahead at once.
+gathers ahead at once. Where the head is a unit without the norm, nobody gathers it then (``gathers_itself``).
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...families import family
+from ...layers.fused_losses import LOG_PROBABILITIES
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Drop, Hold, Hook, Seam, Tape
+from ...tape.events import Drop, Hold, Hook, Seam, Tape, ahead, behind, rounded
 from ...tape.program import Span
 from ...values import replace
+from ..plain import programs as plain
 from .chunked import ENDS
+from .hooks import GATHERED
 from .passing import OWN
 from .units import Unit
 
@@ -101,6 +104,37 @@ def units(
         own = [Unit(ENDS, (), begins, last, False, only=(*norm, *head), narrow=narrow)] if norm or head else []
     rest = edges - {name for one in (*first, *own) for name in one.only}
     return [*([root] if rest else []), *first, *layers, *own]
+
+
+def gathers_itself(plan: ResolvedPlan, made: Sequence[Unit]) -> bool:
+    """Whether the loss itself gathers the head's weight, a unit that no hook gathers, for the head does not run: trl's
+    tiles do (1.16, ``trainer/utils.py``, ``add_fused_lm_head``: ``weight.full_tensor()``)."""
+    alone = next((one for one in made if one.only == (HEAD,)), None)
+    kind = plain.head_loss(plan).kind
+    if alone is None or kind not in UNRUN:
+        return False
+    if kind != LOG_PROBABILITIES or plan.lora.rank is None or "head" in (plan.lora.modules_to_save or ()):
+        raise plan.wrong(
+            "fsdp.ends_apart",
+            "must be false with a loss that takes the head's weight: the head is a unit without the norm here, and "
+            "stays in shards where it does not run (--versions accelerate=1.13 has it in the model's own unit)",
+        )
+    return True
+
+
+UNRUN = (LOG_PROBABILITIES, "liger", "cut")
+"""Losses that take the head's weight and do not run the head."""
+
+
+def with_gathered_head(plan: ResolvedPlan, spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """``spans`` whose head's weight is whole, in the dtype of its shards, from forward to the end of the head's own
+    backward, for which it is saved."""
+    *others, last = spans
+    weight = next(one for one in last.module.parameters if one.name == "head.weight")
+    dtype, id = plan.fsdp.parameters, last.module.largest_id + 1
+    hold = Hold(id, rounded(weight.bytes(dtype)), GATHERED, "head.weight/gathered", weight.shape, dtype)
+    head = last.module.changed(lambda tape: ahead(tape, (hold,)), lambda tape: behind(tape, (hold.end,)))
+    return (*others, replace(last, module=replace(head, evaluation=behind(head.evaluation, (hold.end,)))))
 
 
 def finds_norm(plan: ResolvedPlan) -> bool:

@@ -16,7 +16,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Tapes
 from ...plan.resolved import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Event, Hold, Hook, Seam, Stretch, Tape
+from ...tape.events import Drop, Event, Hold, Hook, Seam, Stretch, Tape
 from ...tape.events import renamed as with_ids
 from ...tape.program import Chunk, Program, Span
 from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
@@ -28,9 +28,10 @@ from ...trace.tapes import FIRST, FORWARD, FURTHER, Row, TracedModule, spans
 from ...values import replace
 from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
+from .chunked import ENDS as ENDS_UNIT
 from .hooks import Hooks, Role
 from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters
-from .passing import Around, pass_through
+from .passing import OWN, Around, pass_through
 from .programs import check_settings, leaves_4bit, sharding_of, with_stored
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -96,10 +97,16 @@ def _follow(plan: ResolvedPlan, piece: Piece) -> list[tuple[int, str]]:
 
 def assumptions_of(plan: ResolvedPlan, fit: Fit) -> tuple[str, ...]:
     """What is taken for granted of the fit's layers under ``fully_shard``."""
-    if plan.fsdp.parameters == plan.precision.dtype or not any(_follow(plan, piece) for piece in fit.pieces):
-        return ()
+    piece = fit.piece_at(plan.batch.mbs, plan.batch.seq or 1) or fit.pieces[0]
+    why = without_ends(piece, told_apart(piece.row)) if plan.fsdp.ends_apart else ""
+    apart = (f"the model's own unit has embedding and head, as up to accelerate 1.13: it {why}",) if why else ()
+    if plan.fsdp.parameters == plan.precision.dtype or not any(_follow(plan, one) for one in fit.pieces):
+        return apart
     dtype = plan.fsdp.parameters
-    return (f"a buffer of one element is a number in {dtype}, which casts no tensor; its own copy is not counted",)
+    return (
+        *apart,
+        f"a buffer of one element is a number in {dtype}, which casts no tensor; its own copy is not counted",
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -153,30 +160,67 @@ def model_of(plan: ResolvedPlan, piece: Piece, row: tuple[Places, ...]) -> Model
         made = tuple(replace(one, module=with_stored(one.module, given.parameters, adapters)) for one in made)
     names = [span.names[0] for span in made]
     layers = [at for at, name in enumerate(names) if name.startswith(LAYER)]
-    units = [Unit(MODEL, (), 0, len(names) - 1, given.reshard_root, False)]
+    has_ends = given.ends_apart and not without_ends(piece, row)
+    root = given.reshard_root or (given.ends_apart and not has_ends)
+    units = [Unit(MODEL, (), 0, len(names) - 1, root, False)]
     lowest = next(at for at, span in enumerate(made) if span.module.first.backward)
     resharded, among = given.reshard_after_forward, given.reshard_to
     units += [Unit(names[at], (), at, at, resharded, at > lowest, among=among) for at in layers]
+    if has_ends:
+        units = with_ends(plan, made, units)
     storage = "" if leaves_4bit(plan) else plan.precision.dtype
     beside = (*buffers_of(piece, row), *shared_table(plan))
     return Model(made, with_parameters(made, units, (), storage), names[-1], beside)
 
 
+def without_ends(piece: Piece, row: tuple[Places, ...]) -> str:
+    """Why embedding and head are not modelled as units of their own; nothing where they are: of a decoder whose
+    embedding is one table."""
+    names = [name for one in row for name in one.names]
+    if (names[0], *names[-2:]) != (EMBEDDING, FINAL_NORM, HEAD) or len(piece.kinds[row[0].kind].parameters) != 1:
+        return "has other parts than a table, layers, a norm and a head"
+    return ""
+
+
+def with_ends(plan: ResolvedPlan, made: Sequence[Span], units: Sequence[Unit]) -> list[Unit]:
+    """``units`` of model and layers with those of the ends (``ends.py``). Those that are tied have the norm with them,
+    which stays as long in the model's own unit."""
+    root, *layers = units
+    norm, head = len(made) - 2, len(made) - 1
+    if not made[head].module.parameters:  # the head's weight is the embedding's
+        return [Unit(ENDS_UNIT, (), 0, head, False, False, narrow=True), *layers]
+    table = Unit(EMBEDDING, (), 0, 0, plan.fsdp.reshard_after_forward, False, narrow=True, among=plan.fsdp.reshard_to)
+    base, *inside = next((one.name.split(".") for one in made[norm].module.parameters), [""])
+    found = len(inside) == 2 and not (plan.lora.rank is not None and base == "model")
+    own = Unit(ENDS_UNIT, (), norm if found else head, head, False, narrow=True)
+    return [*([] if found else [root]), table, *layers, own]
+
+
 @lru_cache(maxsize=4096)
 def seamed(piece: Piece, row: tuple[Places, ...], b: int, s: int) -> tuple[Span, ...]:
     """One span for each module, with seams around its passes."""
-    return tuple(Span(_with_seams(one.module), (name,)) for one in spans(piece, row, b, s) for name in one.names)
+    return tuple(
+        Span(_with_seams(one.module, name if name in ENDS else ""), (name,))
+        for one in spans(piece, row, b, s)
+        for name in one.names
+    )
 
 
 @lru_cache(maxsize=4096)
-def _with_seams(module: TracedModule) -> Module:
+def _with_seams(module: TracedModule, name: str) -> Module:
+    """``name``: of a module that may be a unit besides the layers."""
+
     def tapes(inner: Tapes) -> Tapes:
         before, after = Seam("traced", Hook.BEFORE_BACKWARD), Seam("traced", Hook.AFTER_BACKWARD)
-        backward = (before, *inner.backward, after) if inner.backward else ()
+        one, two = _own_backward(inner.backward, name)
+        own = (Seam(OWN, Hook.BEFORE_BACKWARD),) if name else ()
+        backward = (before, *one, *own, *two, after) if inner.backward else ()
         return Tapes(forward(inner.forward), backward, 0, 0)
 
     def forward(tape: Tape) -> Tape:
         cast, rest = _behind_casts(tape)
+        one, two = _own_forward(rest, name)
+        rest = (*one, Seam(OWN, Hook.AFTER_FORWARD), *two) if name else rest
         return (*cast, Seam("traced", Hook.BEFORE_FORWARD), *rest, Seam("traced", Hook.AFTER_FORWARD))
 
     evaluation = forward(module.evaluation)
@@ -187,6 +231,23 @@ def _behind_casts(tape: Tape) -> tuple[Tape, Tape]:
     """The copies in 16 bits that a forward pass begins with, which come before its parameters are gathered; the rest.
     What is in 16 bits already is not copied."""
     number = next((at for at, one in enumerate(tape) if not (isinstance(one, Hold) and _is_cast(one))), len(tape))
+    return tape[:number], tape[number:]
+
+
+def _own_forward(tape: Tape, name: str) -> tuple[Tape, Tape]:
+    """The look-up that the forward of an embedding begins with, and the rest; of other modules all of it."""
+    looked_up = [at for at, one in enumerate(tape) if isinstance(one, Hold) and one.name == "aten.embedding.default"]
+    number = looked_up[0] + 1 if name == EMBEDDING and looked_up else len(tape)
+    return tape[:number], tape[number:]
+
+
+def _own_backward(tape: Tape, name: str) -> tuple[Tape, Tape]:
+    """What runs before the gradient of an embedding's look-up has come, or that of a head's logits; the rest. What is
+    looked up in a frozen table may be a leaf, which ends with its gradient, behind all else."""
+    first = {EMBEDDING: ("aten.embedding_dense_backward",), HEAD: ("aten.mm", "aten.addmm")}.get(name, ())
+    found = [at for at, one in enumerate(tape) if first and isinstance(one, Hold) and one.name.startswith(first)]
+    drops = [at for at, one in enumerate(tape) if isinstance(one, Drop)]
+    number = found[0] if found else drops[-2] if name == EMBEDDING and len(drops) > 1 else 0
     return tape[:number], tape[number:]
 
 
@@ -245,6 +306,7 @@ class _HookedRow:
         passes: Sequence[Sequence[Around]],
     ) -> None:
         self.row = row
+        self.names = [name for _, name in modules]
         self.arounds: dict[int, list[Around]] = {FIRST: [], FURTHER: []}
         self.gradients: list[dict[int, int]] = []
         """By module, of gradients: the number in the row, and that in the hooks."""
@@ -265,11 +327,13 @@ class _HookedRow:
     def _forward(self, known: int) -> Iterator[Event]:
         for at, around in enumerate(self.arounds[known]):
             cast, rest = _behind_casts(tuple(self.row.of(at, FORWARD)))
-            yield from (*cast, *around.before_forward, *rest)
+            one, two = _own_forward(rest, self.names[at])
+            yield from (*cast, *around.before_forward, *one, *around.after_inner, *two)
             yield from around.after_forward
 
     def _backward(self, known: int) -> Iterator[Event]:
         for at, around in reversed([*enumerate(self.arounds[known])]):
             yield from around.before_backward
-            yield from with_ids(tuple(self.row.of(at, FIRST)), self.gradients[at])
+            one, two = _own_backward(with_ids(tuple(self.row.of(at, FIRST)), self.gradients[at]), self.names[at])
+            yield from (*one, *around.before_inner_backward, *two)
             yield from around.after_backward

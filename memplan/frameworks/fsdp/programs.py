@@ -23,7 +23,7 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
-from . import ends, graphs
+from . import chunked, ends, graphs
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
@@ -210,6 +210,8 @@ def transformers_model(
         units = ends.units(plan, spans, units, reshard=bool(reshard), among=among)
     storage = "" if leaves_4bit(plan) else plan.precision.dtype
     owned = with_parameters(spans, units, family(plan.model.family).registered, storage)
+    if ends_apart and ends.gathers_itself(plan, units):
+        spans, owned = ends.with_gathered_head(plan, spans), tuple(one for one in owned if one.name != chunked.ENDS)
     return Model(spans, owned, names[-1], tuple(buffers(plan, 0)))
 
 

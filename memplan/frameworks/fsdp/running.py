@@ -33,6 +33,11 @@ class FsdpRunning(FrameworkRunning):
     def check(self, plan: ResolvedPlan) -> None:
         if plan.fsdp.version == "1":
             raise plan.wrong("fsdp.version", "must be 2: FSDP1 is modelled in estimates alone")
+        if plan.fsdp.ends_apart and plan.fsdp.code == "transformers":
+            raise plan.wrong(
+                "fsdp.ends_apart",
+                "must be false here, where the model's own unit has embedding and head (--no-ends-apart)",
+            )
         for name in ("tp", "pp", "cp"):
             size = getattr(plan.layout, name)
             if size != 1:
