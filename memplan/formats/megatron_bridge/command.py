@@ -48,15 +48,6 @@ BENCHMARK = {
 """Those of ``scripts/performance`` that name one of ``perf_recipes``,"""
 GPU_OF_BENCHMARK = "gpu of the benchmark"
 """What they are run on, where no flag says it: as a flag that no command line has."""
-_PRECISIONS = {
-    "bf16": "bf16_mixed",
-    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
-    "fp8_mx": "bf16_with_mxfp8_mixed",
-    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
-    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
-    "nvfp4": "bf16_with_nvfp4_mixed",
-}
-"""and what it calls precisions (``scripts/performance/utils/utils.py``)."""
 _TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
 """What follows a model in the name of a recipe."""
 _RELEASE = re.compile(r"(?<=[a-z])([0-9])([0-9])(?=_)")
@@ -89,6 +80,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     scheme = ""
     is_benchmark = training.script in benchmarks.SCRIPTS
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
+    library = any(text(word) == "--use_recipes" for word in training.words)
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
@@ -140,9 +132,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         task, gpus, gpu = (
             of_benchmark.get(name, other) for name, other in (("task", "pretrain"), ("gpus", "0"), ("gpu", ""))
         )
+        root = benchmarks.precision(root, said, training.origin, library=library)
+        if not library:
+            root = benchmarks.common(root, recipe, training.origin)
         recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{said.replace('_', '')}_config"
-        if said in _PRECISIONS and "mixed_precision" not in root.mapping:
-            root = laid_over(root, [f"mixed_precision={_PRECISIONS[said]}"], training.origin)
         if not gpus.isdecimal():
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
         if gpus != "0" and not asked.names & {"gpus", "dp"}:

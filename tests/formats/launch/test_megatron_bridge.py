@@ -687,6 +687,27 @@ def test_options_of_a_benchmark_set_what_its_scripts_set(
     assert given == commanded(tmp_path, **flags).plan != commanded(tmp_path).plan
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "gradients", "loss"),
+    [
+        ("llama3_8b", "", "bf16", "te"),
+        ("llama3_8b", "-c fp8_cs", "bf16", "te"),
+        ("llama3_8b", "--use_recipes", "fp32", "none"),
+        ("llama3_8b", "mixed_precision=bf16_mixed", "fp32", "te"),
+        ("llama3_8b", "-c bf16 model.cross_entropy_fusion_impl=native", "bf16", "native"),
+        ("nemotronh_56b", "", "bf16", "native"),
+    ],
+)
+def test_recipes_of_benchmarks_have_more_in_common_than_the_template(
+    tmp_path: Path, recipe: str, words: str, gradients: str, loss: str
+) -> None:
+    """``perf_recipes/_common.py`` (``_benchmark_common``, ``_perf_precision``)."""
+    text = f"python run_script.py -mr {recipe} -ng 64 -g h100 -mb 1 -gb 64 -sl 4096 -tp 1"
+    (tmp_path / "run.sh").write_text(f"{text} {words}")
+    plan = commanded(tmp_path).plan
+    assert (plan.precision.gradients, plan.megatron.cross_entropy_fusion) == (gradients, loss)
+
+
 def test_megatron_fsdp_of_a_benchmark_is_asked_for_by_an_option(tmp_path: Path) -> None:
     text = "python run_script.py -m llama -mr llama3_8b -ng 8 -g h100 -mb 1 -gb 32 -sl 8192 -tp 1"
     (tmp_path / "run.sh").write_text(f"{text} --use_megatron_fsdp true")
