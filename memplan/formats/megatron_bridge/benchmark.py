@@ -12,8 +12,9 @@ from ...plan.errors import Node, Origin, PlanError
 from .overrides import laid_over
 from .table import PRECISIONS
 
-SCRIPTS = ("setup_experiment", "run_script")
-"""``setup_experiment.py`` starts ``run_script.py``, which has the same options, on every rank."""
+SCRIPTS = ("setup_experiment", "custom_setup_experiment", "run_script")
+"""``setup_experiment.py`` (Google's recipes for GPUs have a copy of it) starts ``run_script.py``, which has the same
+options, on every rank."""
 _TRUE = ("true", "1", "t", "yes", "y")
 _FSDP = (
     "ddp.use_megatron_fsdp=true",
@@ -46,6 +47,11 @@ def _listed(said: str) -> str:
 def _tensor_parallel(said: str) -> tuple[str, ...]:
     parallel = "true" if said.isdecimal() and int(said) > 1 else "false"
     return f"model.tensor_model_parallel_size={said}", f"model.sequence_parallel={parallel}"
+
+
+def _virtual_stages(said: str) -> tuple[str, ...]:
+    field = "model.virtual_pipeline_model_parallel_size"
+    return () if said == "-1" else (f"{field}={'null' if said == 'None' else said}",)
 
 
 def _whole_layers(said: str) -> tuple[str, ...]:
@@ -88,6 +94,7 @@ def _graph_of(said: str) -> tuple[str, ...]:
 
 _SETS: dict[str, Callable[[str], tuple[str, ...]]] = {
     **dict.fromkeys(("-tp", "--tensor_model_parallel_size"), _tensor_parallel),
+    **dict.fromkeys(("-vp", "--virtual_pipeline_model_parallel_size"), _virtual_stages),
     **dict.fromkeys(("-rl", "--recompute_num_layers"), _whole_layers),
     "--recompute_modules": _modules,
     **dict.fromkeys(("-ol", "--activation_offload_layers"), _on_the_host),
@@ -152,4 +159,5 @@ def precision(root: Node, dtype: str, origin: Origin, *, library: bool) -> Node:
     fields = {**PRECISIONS[_NAMES[dtype]], "grad_reduce_in_fp32": False}
     if dtype in _ALL_LAYERS:
         fields["first_last_layers_bf16"] = False
-    return root.with_items({"mixed_precision": Node({k: Node(v, origin) for k, v in fields.items()}, origin)})
+    said = {name: Node(one, origin) for name, one in fields.items() if isinstance(one, (bool, int, str))}
+    return root.with_items({"mixed_precision": Node(said, origin)})

@@ -671,11 +671,12 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
         ("-tp 2", {"tp": "2", "sequence-parallel": "true"}),
         ("-tp 1 -rl 4", {"recompute": "full", "recompute-method": "block", "recompute-layers": "4"}),
         ("-tp 1 --recompute_modules=layernorm,mlp", {"recompute": "selective", "recompute-modules": "layernorm,mlp"}),
-        ("-tp 1 -ol 4", {"offload-layers": "4"}),
+        ("-tp 1 -ol 4 -vp None", {"offload-layers": "4"}),
+        ("-tp 1 -pp 2 -vp 4", {"pp": "2", "vpp": "4"}),
         ("-tp 1 --num_layers 8 --use_megatron_fsdp false", {"layers": "8"}),
     ],
 )
-@pytest.mark.parametrize("script", ["setup_experiment.py", "run_script.py"])
+@pytest.mark.parametrize("script", ["custom_setup_experiment.py", "run_script.py"])
 def test_options_of_a_benchmark_set_what_its_scripts_set(
     tmp_path: Path, options: str, flags: dict[str, str], script: str
 ) -> None:
