@@ -60,6 +60,8 @@ _LOW = re.compile(r"fp8|fp4")
 _SIZES = frozenset(("tp", "pp", "cp", "ep"))
 _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
+_LENGTH = re.compile(r"_([0-9]+)k(?=_)")
+"""``qwen3_600m_sft_yarn_128k_config``, which has a layout for so many tokens, too."""
 _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
 SCHEME = ("--peft_scheme", "--peft-scheme")
@@ -165,13 +167,18 @@ def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
     wanted = ""
     if _LOW.search(recipe) and "mixed_precision" not in sections and not asked.names & {"fp8", "fp4"}:
         wanted = "a precision below 16 bits, for example mixed_precision=bf16_with_fp8_current_scaling_mixed"
-    if _LAYOUT.search(recipe):
+    of_benchmark, length = _LAYOUT.search(recipe), _LENGTH.search(recipe)
+    if of_benchmark or length:
+        tokens = 1024 * int(length[1]) if length else 8192
         is_said = {
             "a layout (--tp 2)": any(one.endswith("_parallel_size") for one in fields) or asked.names & _SIZES,
-            "a length (--seq 8192)": fields & {*LENGTHS} or "seq" in asked.names,
-            "a micro-batch size (--mbs 1)": "train.micro_batch_size" in fields or "mbs" in asked.names,
-            "a global batch size (--gbs 128)": "train.global_batch_size" in fields or "gbs" in asked.names,
+            f"a length (--seq {tokens})": fields & {*LENGTHS} or "seq" in asked.names,
         }
+        if of_benchmark:
+            is_said |= {
+                "a micro-batch size (--mbs 1)": "train.micro_batch_size" in fields or "mbs" in asked.names,
+                "a global batch size (--gbs 128)": "train.global_batch_size" in fields or "gbs" in asked.names,
+            }
         wanted = wanted or ", ".join(what for what, said in is_said.items() if not said)
     if wanted:
         problem = (

@@ -665,6 +665,20 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
         commanded(tmp_path)
 
 
+def test_a_recipe_that_names_its_length_is_asked_for_it(tmp_path: Path) -> None:
+    """``examples/training_features/long_context/qwen3_600m_sft_yarn_128k.sh``: 2,048 tokens of the template, and no
+    context parallelism, were estimated."""
+    text = (
+        "torchrun --nproc_per_node=8 run_recipe.py --recipe qwen3_600m_sft_yarn_128k_config train.global_batch_size=8"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(PlanError, match=r"says a layout \(--tp 2\), a length \(--seq 131072\), which only its Python"):
+        commanded(tmp_path)
+    assert commanded(tmp_path, cp="8", seq="131072", gbs="1").plan.batch.seq == 131072
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 run_recipe.py --recipe kimi_k2_pretrain_config -ep 8")
+    assert commanded(tmp_path).plan.batch.seq == 4096
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [
