@@ -75,7 +75,9 @@ _READS = re.compile(rf"{_SHELL.pattern}|sbatch")
 """Commands that run the script on their standard input."""
 _SCRIPT = re.compile(r"\.(?:sh|bash|slurm|sbatch)$")
 _LAUNCHERS = ("srun", "nohup")
-"""Commands that run the one behind them."""
+"""Commands that run the one behind them,"""
+_NO_PYTHON = {"--no-python", "--no_python"}
+"""and what has ``torchrun`` run it as it stands."""
 _UPDATE = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.+))\s*", re.ASCII | re.DOTALL)
 
 
@@ -547,7 +549,7 @@ class Shell:
             if of_sbatch and not all(map(is_known, words[shell:])):
                 return None
         launcher = words[:shell]
-        return launcher if not launcher or names[0] in _LAUNCHERS else None
+        return launcher if not launcher or names[0] in _LAUNCHERS or _NO_PYTHON & {*names} else None
 
     def _launch(self, launcher: list[Value], script: Value, origin: Origin) -> None:
         before, self._launcher = self._launcher, (*self._launcher, *launcher)

@@ -103,9 +103,12 @@ def runs_torchtitan(word: str) -> bool:
     return _TORCHTITAN.fullmatch(word) is not None
 
 
+_OF_BRIDGE = ("run_recipe.py", "setup_experiment.py", "custom_setup_experiment.py", "run_script.py")
+
+
 def runs_bridge(word: str) -> bool:
     """Whether ``word`` of a command is what runs Megatron-Bridge's recipes."""
-    return word.rpartition("/")[2] in ("run_recipe.py", "setup_experiment.py", "run_script.py")
+    return word.rpartition("/")[2] in _OF_BRIDGE
 
 
 def gpus_of(started: Started, at: int) -> str:

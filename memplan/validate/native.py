@@ -125,6 +125,9 @@ def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
     if nothing:
         named = ", ".join(one.name for one in frameworks() if one.running.runs)
         raise plan.wrong("framework", f"must be one of {named}, or one that these can stand for: {nothing}")
+    if plan.lora.rank is not None:
+        problem = f"is not run in place of {plan.framework}, whose modules adapters name: --framework ddp has its own"
+        raise plan.wrong("lora.rank", problem)
     layout, changes = plan.layout, dict[str, Any]()
     parallel = layout.tp > 1 or layout.pp > 1
     if layout.cp > 1 or layout.ep > 1:

@@ -115,3 +115,13 @@ def test_a_plan_of_another_framework_says_what_runs_and_nothing_is_kept_without_
     out = capsys.readouterr().out
     assert out.startswith("torch-native code runs in place of deepspeed: DDP and ZeroRedundancyOptimizer;")
     assert not (tmp_path / "data").exists()
+
+
+def test_adapters_of_megatrons_modules_run_on_no_code_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """DDP ran without them, and agreed with its own estimate."""
+    flags = ["--framework", "megatron", "--lora-rank", "8", "--lora-targets", "linear_qkv", "--device", "fake"]
+    assert (
+        main(["validate", "--model", "llama-3-8b", "--gpus", "1", "--mbs", "1", "--gbs", "1", "--seq", "64", *flags])
+        == 2
+    )
+    assert "lora.rank = 8: is not run in place of megatron" in capsys.readouterr().err

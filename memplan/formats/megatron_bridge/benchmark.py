@@ -1,4 +1,4 @@
-"""What options of Megatron-Bridge's benchmark scripts set in a recipe.
+"""What Megatron-Bridge's benchmark scripts set in a recipe, for all benchmarks and by their options.
 
 ``scripts/performance`` of August 2026: ``utils/overrides.py`` (``set_user_overrides``) has one or more fields for an
 option of ``argument_parser.py``.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...plan.errors import Origin, PlanError
+from ...plan.errors import Node, Origin, PlanError
+from .overrides import laid_over
+from .table import PRECISIONS
 
-SCRIPTS = ("setup_experiment", "run_script")
-"""``setup_experiment.py`` starts ``run_script.py``, which has the same options, on every rank."""
+SCRIPTS = ("setup_experiment", "custom_setup_experiment", "run_script")
+"""``setup_experiment.py`` (Google's recipes for GPUs have a copy of it) starts ``run_script.py``, which has the same
+options, on every rank."""
 _TRUE = ("true", "1", "t", "yes", "y")
 _FSDP = (
     "ddp.use_megatron_fsdp=true",
@@ -44,6 +47,11 @@ def _listed(said: str) -> str:
 def _tensor_parallel(said: str) -> tuple[str, ...]:
     parallel = "true" if said.isdecimal() and int(said) > 1 else "false"
     return f"model.tensor_model_parallel_size={said}", f"model.sequence_parallel={parallel}"
+
+
+def _virtual_stages(said: str) -> tuple[str, ...]:
+    field = "model.virtual_pipeline_model_parallel_size"
+    return () if said == "-1" else (f"{field}={'null' if said == 'None' else said}",)
 
 
 def _whole_layers(said: str) -> tuple[str, ...]:
@@ -86,6 +94,7 @@ def _graph_of(said: str) -> tuple[str, ...]:
 
 _SETS: dict[str, Callable[[str], tuple[str, ...]]] = {
     **dict.fromkeys(("-tp", "--tensor_model_parallel_size"), _tensor_parallel),
+    **dict.fromkeys(("-vp", "--virtual_pipeline_model_parallel_size"), _virtual_stages),
     **dict.fromkeys(("-rl", "--recompute_num_layers"), _whole_layers),
     "--recompute_modules": _modules,
     **dict.fromkeys(("-ol", "--activation_offload_layers"), _on_the_host),
@@ -110,3 +119,45 @@ def overrides_of(option: str, said: str, origin: Origin) -> tuple[str, ...]:
     if option in _NOT_READ:
         raise PlanError(option, said, "is not read; --model names a model with so many dense layers", origin=origin)
     return _SETS[option](said)
+
+
+_COMMON = (
+    "ddp.grad_reduce_in_fp32=false",
+    "ddp.check_for_nan_in_grad=false",
+    "rerun_state_machine.check_for_nan_in_loss=false",
+    "model.cross_entropy_loss_fusion=true",
+)
+_NAMES = {
+    "bf16": "bf16_mixed",
+    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_mx": "bf16_with_mxfp8_mixed",
+    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
+    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
+}
+"""What the scripts call precisions (``scripts/performance/utils/utils.py``)."""
+_ALL_LAYERS = ("fp8_cs", "fp8_ds")
+"""Those whose first and last layers are in 8 bits, too (``_perf_precision``)."""
+
+
+def common(root: Node, recipe: str, origin: Origin) -> Node:
+    """``root`` over what every recipe of ``perf_recipes`` has (``_common.py``: ``_benchmark_common``): gradients are
+    reduced in bf16, and the loss is Transformer Engine's, but for hybrids' and GLM 5's."""
+    loss = "native" if recipe.startswith(("nemotron", "glm")) else "te"
+    words = (f"model.cross_entropy_fusion_impl={loss}", *_COMMON)
+    given = {f"{section}.{field}" for section in root.mapping for field in root.mapping[section].mapping}
+    return laid_over(root, [word for word in words if word.partition("=")[0] not in given], origin)
+
+
+def precision(root: Node, dtype: str, origin: Origin, *, library: bool) -> Node:
+    """``root`` with the precision that the scripts call ``dtype``, where no override says another; recipes of the
+    ``library`` (``--use_recipes``) have it as its name says."""
+    if dtype not in _NAMES or "mixed_precision" in root.mapping:
+        return root
+    if library:
+        return root.with_items({"mixed_precision": Node(_NAMES[dtype], origin)})
+    fields = {**PRECISIONS[_NAMES[dtype]], "grad_reduce_in_fp32": False}
+    if dtype in _ALL_LAYERS:
+        fields["first_last_layers_bf16"] = False
+    said = {name: Node(one, origin) for name, one in fields.items() if isinstance(one, (bool, int, str))}
+    return root.with_items({"mixed_precision": Node(said, origin)})

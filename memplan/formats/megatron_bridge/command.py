@@ -48,15 +48,6 @@ BENCHMARK = {
 """Those of ``scripts/performance`` that name one of ``perf_recipes``,"""
 GPU_OF_BENCHMARK = "gpu of the benchmark"
 """What they are run on, where no flag says it: as a flag that no command line has."""
-_PRECISIONS = {
-    "bf16": "bf16_mixed",
-    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
-    "fp8_mx": "bf16_with_mxfp8_mixed",
-    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
-    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
-    "nvfp4": "bf16_with_nvfp4_mixed",
-}
-"""and what it calls precisions (``scripts/performance/utils/utils.py``)."""
 _TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
 """What follows a model in the name of a recipe."""
 _RELEASE = re.compile(r"(?<=[a-z])([0-9])([0-9])(?=_)")
@@ -69,6 +60,8 @@ _LOW = re.compile(r"fp8|fp4")
 _SIZES = frozenset(("tp", "pp", "cp", "ep"))
 _LAYOUT = re.compile(r"_[0-9]+gpu_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
+_LENGTH = re.compile(r"_([0-9]+)k(?=_)")
+"""``qwen3_600m_sft_yarn_128k_config``, which has a layout for so many tokens, too."""
 _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
 SCHEME = ("--peft_scheme", "--peft-scheme")
@@ -89,6 +82,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     scheme = ""
     is_benchmark = training.script in benchmarks.SCRIPTS
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
+    library = any(text(word) == "--use_recipes" for word in training.words)
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
@@ -140,9 +134,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         task, gpus, gpu = (
             of_benchmark.get(name, other) for name, other in (("task", "pretrain"), ("gpus", "0"), ("gpu", ""))
         )
+        root = benchmarks.precision(root, said, training.origin, library=library)
+        if not library:
+            root = benchmarks.common(root, recipe, training.origin)
         recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{said.replace('_', '')}_config"
-        if said in _PRECISIONS and "mixed_precision" not in root.mapping:
-            root = laid_over(root, [f"mixed_precision={_PRECISIONS[said]}"], training.origin)
         if not gpus.isdecimal():
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
         if gpus != "0" and not asked.names & {"gpus", "dp"}:
@@ -172,13 +167,18 @@ def _check(recipe: str, root: Node, asked: Asked, origin: Origin) -> None:
     wanted = ""
     if _LOW.search(recipe) and "mixed_precision" not in sections and not asked.names & {"fp8", "fp4"}:
         wanted = "a precision below 16 bits, for example mixed_precision=bf16_with_fp8_current_scaling_mixed"
-    if _LAYOUT.search(recipe):
+    of_benchmark, length = _LAYOUT.search(recipe), _LENGTH.search(recipe)
+    if of_benchmark or length:
+        tokens = 1024 * int(length[1]) if length else 8192
         is_said = {
             "a layout (--tp 2)": any(one.endswith("_parallel_size") for one in fields) or asked.names & _SIZES,
-            "a length (--seq 8192)": fields & {*LENGTHS} or "seq" in asked.names,
-            "a micro-batch size (--mbs 1)": "train.micro_batch_size" in fields or "mbs" in asked.names,
-            "a global batch size (--gbs 128)": "train.global_batch_size" in fields or "gbs" in asked.names,
+            f"a length (--seq {tokens})": fields & {*LENGTHS} or "seq" in asked.names,
         }
+        if of_benchmark:
+            is_said |= {
+                "a micro-batch size (--mbs 1)": "train.micro_batch_size" in fields or "mbs" in asked.names,
+                "a global batch size (--gbs 128)": "train.global_batch_size" in fields or "gbs" in asked.names,
+            }
         wanted = wanted or ", ".join(what for what, said in is_said.items() if not said)
     if wanted:
         problem = (

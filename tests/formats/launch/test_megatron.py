@@ -505,6 +505,18 @@ def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus
     assert build_plan(read.source, {}).plan.hardware.gpus == gpus
 
 
+def test_torchrun_runs_a_script_that_is_no_python(tmp_path: Path) -> None:
+    """``torchrun --no-python`` (``torch/distributed/run.py``: ``cmd_args``)."""
+    (tmp_path / "worker.sh").write_text(f"numactl --membind=0 python pretrain_gpt.py {SMALL}")
+    for started in (
+        "torchrun --nproc-per-node=8 --nnodes=2 --no-python bash worker.sh",
+        "torchrun --nproc-per-node=8 --nnodes=2 --no_python ./worker.sh",
+    ):
+        (tmp_path / "run.sh").write_text(started)
+        read = reader("megatron")(str(tmp_path / "run.sh"), Asked("megatron", {}, (), {}))
+        assert build_plan(read.source, {}).plan.hardware.gpus == 16
+
+
 @pytest.mark.parametrize(
     ("submits", "gpu"),
     [

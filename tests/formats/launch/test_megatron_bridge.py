@@ -665,17 +665,32 @@ def test_a_recipe_of_a_benchmark_has_a_layout_of_its_own(tmp_path: Path) -> None
         commanded(tmp_path)
 
 
+def test_a_recipe_that_names_its_length_is_asked_for_it(tmp_path: Path) -> None:
+    """``examples/training_features/long_context/qwen3_600m_sft_yarn_128k.sh``: 2,048 tokens of the template, and no
+    context parallelism, were estimated."""
+    text = (
+        "torchrun --nproc_per_node=8 run_recipe.py --recipe qwen3_600m_sft_yarn_128k_config train.global_batch_size=8"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(PlanError, match=r"says a layout \(--tp 2\), a length \(--seq 131072\), which only its Python"):
+        commanded(tmp_path)
+    assert commanded(tmp_path, cp="8", seq="131072", gbs="1").plan.batch.seq == 131072
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node=8 run_recipe.py --recipe kimi_k2_pretrain_config -ep 8")
+    assert commanded(tmp_path).plan.batch.seq == 4096
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [
         ("-tp 2", {"tp": "2", "sequence-parallel": "true"}),
         ("-tp 1 -rl 4", {"recompute": "full", "recompute-method": "block", "recompute-layers": "4"}),
         ("-tp 1 --recompute_modules=layernorm,mlp", {"recompute": "selective", "recompute-modules": "layernorm,mlp"}),
-        ("-tp 1 -ol 4", {"offload-layers": "4"}),
+        ("-tp 1 -ol 4 -vp None", {"offload-layers": "4"}),
+        ("-tp 1 -pp 2 -vp 4", {"pp": "2", "vpp": "4"}),
         ("-tp 1 --num_layers 8 --use_megatron_fsdp false", {"layers": "8"}),
     ],
 )
-@pytest.mark.parametrize("script", ["setup_experiment.py", "run_script.py"])
+@pytest.mark.parametrize("script", ["custom_setup_experiment.py", "run_script.py"])
 def test_options_of_a_benchmark_set_what_its_scripts_set(
     tmp_path: Path, options: str, flags: dict[str, str], script: str
 ) -> None:
@@ -685,6 +700,27 @@ def test_options_of_a_benchmark_set_what_its_scripts_set(
     given = commanded(tmp_path).plan
     (tmp_path / "run.sh").write_text(f"{text} -tp 1")
     assert given == commanded(tmp_path, **flags).plan != commanded(tmp_path).plan
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "gradients", "loss"),
+    [
+        ("llama3_8b", "", "bf16", "te"),
+        ("llama3_8b", "-c fp8_cs", "bf16", "te"),
+        ("llama3_8b", "--use_recipes", "fp32", "none"),
+        ("llama3_8b", "mixed_precision=bf16_mixed", "fp32", "te"),
+        ("llama3_8b", "-c bf16 model.cross_entropy_fusion_impl=native", "bf16", "native"),
+        ("nemotronh_56b", "", "bf16", "native"),
+    ],
+)
+def test_recipes_of_benchmarks_have_more_in_common_than_the_template(
+    tmp_path: Path, recipe: str, words: str, gradients: str, loss: str
+) -> None:
+    """``perf_recipes/_common.py`` (``_benchmark_common``, ``_perf_precision``)."""
+    text = f"python run_script.py -mr {recipe} -ng 64 -g h100 -mb 1 -gb 64 -sl 4096 -tp 1"
+    (tmp_path / "run.sh").write_text(f"{text} {words}")
+    plan = commanded(tmp_path).plan
+    assert (plan.precision.gradients, plan.megatron.cross_entropy_fusion) == (gradients, loss)
 
 
 def test_megatron_fsdp_of_a_benchmark_is_asked_for_by_an_option(tmp_path: Path) -> None:
