@@ -160,7 +160,19 @@ _MEANT = {
 
 NOT_MODELLED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("--ppo", "--rloo", "--kto", "--orpo", "--cpo", "--simpo", "--gkd", "--online-dpo"),
+        (
+            "--ppo",
+            "--rloo",
+            "--kto",
+            "--orpo",
+            "--cpo",
+            "--simpo",
+            "--gkd",
+            "--online-dpo",
+            "--xpo",
+            "--nash-md",
+            "--bco",
+        ),
         "is not modelled of trl's trainers: --trainer sft, dpo, grpo and reward are",
     ),
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "

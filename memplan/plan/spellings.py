@@ -110,7 +110,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("orpo", "cpo", "simpo"), _PAIRS),
         **dict.fromkeys(("prm",), _OF_TRL.format("a head with scores of steps")),
         **dict.fromkeys(
-            ("ppo", "rloo", "onlinedpo", "gkd"),
+            ("ppo", "rloo", "onlinedpo", "gkd", "xpo", "nashmd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),
         ),
     },

@@ -155,7 +155,7 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
     [
         (
             QLORA + "rl: dpo\n",
-            "rl = dpo: must be left out: the trl that Axolotl pins (1.9) makes all logits",
+            "rl = dpo: must be left out: Axolotl puts kernels of its own into this loss",
         ),
         (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO, which runs mismatched completions"),
         (REWARD.replace("num_labels: 1", "num_labels: 2"), "num_labels = 2: must be 1 with reward_model"),

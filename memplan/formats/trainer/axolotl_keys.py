@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _WHOLE_LOGITS = (
-    "the trl that Axolotl pins (1.9) makes all logits in this loss, which is not modelled; the training of trl 1.16, "
-    "which makes tiles of them and takes less memory, is --trainer "
+    "Axolotl puts kernels of its own into this loss of the trl that it pins, 1.9, and these are not modelled; with "
+    "trl's own code, which is, it is --versions trl=1.9.0,transformers=5.16.1 --trainer "
 )
 OF_LOOPS: Mapping[str, str] = MappingProxyType(
     {
@@ -24,8 +24,9 @@ OF_LOOPS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Values of ``rl``, and why each is refused: trl 1.9 (``trainer/dpo_trainer.py``, ``_compute_loss``) calls
-``selective_log_softmax`` and ``entropy_from_logits`` on ``outputs.logits``, for which Axolotl has kernels of its own
-(``monkeypatch/trainer/utils.py``)."""
+``selective_log_softmax`` and ``entropy_from_logits`` on ``outputs.logits``, in whose place Axolotl 0.19 puts kernels
+that save the logits and a number for each token, and make their gradient at once (``loaders/patch_manager.py``,
+``_apply_trl_trainer_utils_patches``; ``monkeypatch/trainer/utils.py``)."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "cut_cross_entropy": "Apple's cut cross entropy is not modelled",

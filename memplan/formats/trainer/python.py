@@ -25,7 +25,23 @@ from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
 from .settled import positions
 from .syntax import UNKNOWN, name_of, owner_of
 
-_OF_TRL = ("SFT", "DPO", "GRPO", "KTO", "ORPO", "CPO", "RLOO", "PPO", "Reward", "GKD", "OnlineDPO", "PRM")
+_OF_TRL = (
+    "SFT",
+    "DPO",
+    "GRPO",
+    "KTO",
+    "ORPO",
+    "CPO",
+    "RLOO",
+    "PPO",
+    "Reward",
+    "GKD",
+    "OnlineDPO",
+    "XPO",
+    "NashMD",
+    "BCO",
+    "PRM",
+)
 _CONFIGS = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), ""),
     **{f"{name}Config": name.lower() for name in _OF_TRL},

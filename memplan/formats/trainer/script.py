@@ -100,6 +100,12 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
     if "swift" in runners and arguments.mapping.keys().isdisjoint(swift.MARKS):
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = (said.script if said is not None else "") or training.script
+    command = text(training.launcher[-1]).rpartition("/")[2] if training.launcher else ""
+    if command == "trl" and not any(script in one.scripts for one in LOOPS):
+        problem = (
+            f"starts trl {one_line(script)}, which is none of its commands that are followed: sft, dpo, grpo, reward"
+        )
+        raise wrong_at(training.origin, problem)
     if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):
         raise wrong_at(
             training.origin,

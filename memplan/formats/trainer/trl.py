@@ -311,8 +311,9 @@ _OF_LLAMA_FACTORY = Loop(
 """LLaMA-Factory's own, whose arguments are the Trainer's."""
 
 _NOT_MODELLED = {
-    "dpo_online": "online-dpo",
-    **{name: name for name in ("kto", "orpo", "cpo", "prm", "rloo", "ppo", "gkd")},
+    **dict.fromkeys(("dpo_online", "online_dpo", "onlinedpo"), "online-dpo"),
+    **dict.fromkeys(("nash_md", "nashmd"), "nash-md"),
+    **{name: name for name in ("kto", "bco", "orpo", "cpo", "simpo", "prm", "rloo", "ppo", "gkd", "xpo")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 

@@ -418,3 +418,32 @@ def test_the_engine_keeps_a_model_that_it_is_not_told_to_cast(tmp_path: Path) ->
     assert plan(tmp_path, loaded, gpus="2", dtype="bf16").precision.dtype == "bf16"
     assert plan(tmp_path, given, gpus="2").precision.dtype == "fp32"
     assert "loaded-dtype" in [note.code for note in launch(tmp_path, given, gpus="2").notes]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        ("OnlineDPO", "online-dpo"),
+        ("XPO", "xpo"),
+        ("NashMD", "nash-md"),
+        ("BCO", "bco"),
+        ("KTO", "kto"),
+        ("RLOO", "rloo"),
+    ],
+)
+def test_other_trainers_of_trl_are_refused_by_name(trainer: str, named: str, tmp_path: Path) -> None:
+    """Not taken for transformers' own, whose memory is another."""
+    script = f"from trl import {trainer}Config, {trainer}Trainer\n"
+    script += f'{trainer}Trainer("gpt2", args={trainer}Config(per_device_train_batch_size=2)).train()\n'
+    (tmp_path / "own.py").write_text(script)
+    with pytest.raises(PlanError, match=f"trainer.loop = {named}: is not modelled of trl's trainers"):
+        build_plan(read(str(tmp_path / "own.py"), Asked()).source, {})
+
+
+@pytest.mark.parametrize("command", ["simpo", "env", "vllm-serve"])
+def test_other_commands_of_trl_are_no_training(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(f"trl {command} --model_name_or_path gpt2 --per_device_train_batch_size 2\n")
+    with pytest.raises(
+        PlanError, match="trainer.loop = simpo" if command == "simpo" else f"trl {command}, which is none"
+    ):
+        build_plan(read(str(tmp_path / "train.sh"), Asked()).source, {})
