@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _WHOLE_LOGITS = (
-    "the trl that Axolotl pins (1.9) makes all logits in this loss, which is not modelled; the training of trl 1.16, "
-    "which makes tiles of them and takes less memory, is --trainer "
+    "the trl that Axolotl pins (1.9) makes all logits in this loss, for which Axolotl has kernels of its own that are "
+    "not modelled; trl's training without them is --versions trl=1.9.0 --trainer "
 )
 OF_LOOPS: Mapping[str, str] = MappingProxyType(
     {
