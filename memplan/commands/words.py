@@ -96,10 +96,12 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
                     )
             if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
                 value = value if equals else rest.pop(0)
-                if value.lower() == "true":
-                    made.append(own)
-                elif "=" not in own:
-                    made.append(own.replace("--", "--no-", 1))
+                off = own.replace("--", "--no-", 1)
+                on = value.lower() == "true"
+                if "=" not in own:  # stands over the same switch before it, as any other value does
+                    made = [one for one in made if one != (off if on else own)]
+                if on or "=" not in own:
+                    made.append(own if on else off)
             else:
                 made.append(own + equals + value)
     return [*_with_nodes(made), *words[end:]], left_out

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplan.cli import main
-from memplan.commands.words import expanded, with_file_of_csv
+from memplan.commands.words import expanded, spelled, with_file_of_csv
 
 
 @pytest.mark.parametrize(
@@ -139,3 +139,16 @@ def test_a_script_asks_for_all_of_its_variables(tmp_path: Path, capsys: pytest.C
     assert "--hidden-size: is needed, and $H is not set in the script" in line
     assert "./conf.sh (line 1) is sourced, and not found below the script's folder" in line
     assert "$LR" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["--autocast", "--mbs", "4", "--autocast", "false"], ["--mbs", "4", "--no-autocast"]),
+        (["--no-autocast", "--autocast=True"], ["--autocast"]),
+        (["--autocast", "--no-autocast"], ["--autocast", "--no-autocast"]),
+    ],
+)
+def test_a_switch_with_a_value_stands_over_the_one_before(words: list[str], read: list[str]) -> None:
+    """As ``--mbs 4 --mbs 2`` does, so that a way out can be pasted behind the command that it is for."""
+    assert spelled(words, ()) == (read, [])

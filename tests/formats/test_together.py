@@ -162,6 +162,16 @@ def test_a_file_of_trls_is_no_trainers(
     assert told.count("trainer-assumed") == (loop != "transformers" and "f_divergence_type" not in keys)
 
 
+def test_generation_in_evaluation_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``Seq2SeqTrainingArguments`` has it; how long texts are says nothing of training (``trainer_seq2seq.py``)."""
+    for generates in (True, False):
+        keys = {"predict_with_generate": generates, "generation_max_length": 225, "sortish_sampler": False}
+        Path("seq2seq.json").write_text(json.dumps({**ARGUMENTS, "model_name_or_path": "gpt2", **keys}))
+        told = [one["message"] for one in answer(capsys, "seq2seq.json")["warnings"]]
+        assert any("evaluation generates text" in one for one in told) == generates
+        assert not any("generation_max_length" in one for one in told)
+
+
 def test_arguments_beside_accelerates_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "args.json", "sharded.yaml")
     assert figures(found)[:6] == ("fsdp", "full", 4, 2, 32, 512)

@@ -113,6 +113,7 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
             ((None, False), "Axolotl may run adapters by kernels of its own, which save less; peft's layers are taken"),
         ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
+        "predict_with_generate": ((None, False), "evaluation generates text, whose keys and values are not counted"),
         "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
     }
 )
@@ -123,6 +124,7 @@ WITHOUT_EFFECT = frozenset(
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
     warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
     tf32 use_cache logging_strategy logging_steps
+    sortish_sampler generation_max_length generation_num_beams generation_config
     logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
     trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay eval_on_start
