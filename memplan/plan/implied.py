@@ -79,7 +79,7 @@ def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
     others = [one for one in RECIPES if has_recipe(own, one)]
     if len(others) != 1 or not _reads(others[0], plan):
         return None
-    return others[0], f"which alone has a recipe of {own}", IMPLIED
+    return others[0], f"which has a recipe of {own}", IMPLIED
 
 
 def has_recipe(own: str, name: str) -> bool:

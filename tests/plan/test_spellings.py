@@ -226,6 +226,14 @@ def test_a_framework_that_nobody_named(flags: dict[str, str], framework: str, be
     assert told == ([] if because is None else [f"no framework was named: {framework}, because of {because}"])
 
 
+@pytest.mark.parametrize("model", ["qwen3.5-9b", "kimi-k2"])
+def test_a_framework_that_has_the_recipe(model: str) -> None:
+    """torchtitan's code, which ``--fsdp-code`` names, has one of these families, too."""
+    found = read(model=model)
+    (told,) = [note.message for note in found.warnings if note.code == FRAMEWORK_CHOSEN]
+    assert told == f"no framework was named: megatron, which has a recipe of {found.plan.model.family}"
+
+
 def test_what_implies_a_framework_is_a_field_or_a_section() -> None:
     for name, groups in IMPLIED_BY:
         assert name in ROOMS
