@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-INDUCTOR = "as Inductor writes {} for an H100, run on fake tensors at these sizes{}; other GPUs split sums otherwise"
+INDUCTOR = (
+    "as Inductor of PyTorch 2.13 writes {} for an H100, run on fake tensors at these sizes{}; other GPUs split sums "
+    "otherwise"
+)
 ZEROS = "autograd fills a gradient of the logits with zeros, which the loss does not need; "
 MASK = (
     "compiled, transformers passes a mask of (b, 1, s, s) to sdpa even where no token is masked: PyTorch leaves its "
