@@ -168,6 +168,8 @@ UNSYNCED = tuple(
         ("llama", oracle.Sharding(shards=4, replicas=2, reshard_after_forward=False)),
         ("qwen3", oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype="fp32")),
         ("gpt2-untied", oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype=None)),
+        ("llama", APART),
+        ("gpt2", replace(APART, reduce_dtype="bf16")),
     )
     for synced in ((False, True), (False, False, True))
 )

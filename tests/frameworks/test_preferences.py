@@ -301,10 +301,12 @@ def test_step_of_trls_trainer_under_fully_shard(step: dict[str, Any], tmp_path: 
     flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": stored} if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
     flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
-    flags |= {"reshard_root": "true", "ends_apart": "false"} if step["reshard"] else {"reshard_after_forward": "false"}
+    flags |= {"reshard_root": "true"} if step["reshard"] else {"reshard_after_forward": "false"}
+    flags |= {"versions": "accelerate=1.15" if step.get("apart") else "accelerate=1.13"}
     (program,) = programs_of(plan(**flags), Options())
     forward, backward = peaks(program)
-    assert (forward, backward) == pytest.approx((step["forward"], step["backward"]), rel=3e-4)
+    tiles = step.get("apart") and step["adapters"] and step["mixed"]  # cast, beside all that the loss makes
+    assert (forward, backward) == pytest.approx((step["forward"], step["backward"]), rel=2e-3 if tiles else 3e-4)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,8 @@ def test_step_of_a_trainer_without_a_reference_under_fully_shard(step: dict[str,
     pairs = step["loop"] == "reward"
     flags: dict[str, object] = {"model": tmp_path, "seq": LENGTH, "attention": "eager", "trainer": step["loop"]}
     flags |= {"mbs": PAIRS if pairs else SAMPLES, "framework": "fsdp", "gpus": RANKS, "dtype": "bf16"}
-    flags |= {"fsdp_reduce": "bf16", "fsdp_parameters": "bf16", "reshard_root": "true", "ends_apart": "false"}
+    flags |= {"fsdp_reduce": "bf16", "fsdp_parameters": "bf16", "reshard_root": "true"}
+    flags |= {"versions": "accelerate=1.15" if step.get("apart") else "accelerate=1.13"}
     adapted = {"lora_rank": RANK, "lora_targets": "q_proj,v_proj", "lora_dtype": "bf16"}
     flags |= adapted | ({"modules_to_save": "score"} if pairs else {}) if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}

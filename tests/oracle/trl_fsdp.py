@@ -21,7 +21,7 @@ import transformers
 from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from .fsdp import ResizedFollow, Sharding, fake_ranks, mesh_of, resizing
+from .fsdp import ResizedFollow, Sharding, fake_ranks, mesh_of, resizing, shard_ends
 from .tracer import Trace
 from .trl_step import LENGTH, LLAMA, OUTPUTS, PAIRS, SAMPLES, averaged, fused, paired, policy, scored, scorer
 from .tuned_step import blocks
@@ -33,7 +33,9 @@ WHOLE_STEPS = Path(__file__).parents[1] / "frameworks" / "trl_whole_fsdp_steps.j
 RANKS = 4
 
 
-def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, reshard: bool) -> dict[str, Any]:
+def step(
+    *, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, reshard: bool, apart: bool = False
+) -> dict[str, Any]:
     """Bytes before the second iteration, and how much more its forward with the loss and its backward hold at most."""
     add_head = fused()
     stored = torch.float32 if mixed else torch.bfloat16
@@ -49,7 +51,7 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, res
         mesh = mesh_of(sharding)
         for layer in blocks(base):
             fully_shard(layer, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
+        whole(model, {"mesh": mesh, "mp_policy": sharding.policy}, reshard, apart)
         if reference is not None:
             fully_shard(reference, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=reshard)
             reference.eval()
@@ -78,10 +80,20 @@ def step(*, adapters: bool, precomputed: bool, recompute: bool, mixed: bool, res
             live += change.sign * change.bytes
             most[at >= middle] = max(most[at >= middle], live)
     how = {"adapters": adapters, "precomputed": precomputed, "recompute": recompute, "mixed": mixed, "reshard": reshard}
+    how |= {"apart": True} if apart else {}
     return how | {"before": before, "forward": most[0], "backward": most[1]}
 
 
-def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
+def whole(model: Any, how: dict[str, Any], reshard: bool, apart: bool) -> None:
+    """The model, behind its layers; as Accelerate does since 1.14, if ``apart``."""
+    if apart:
+        shard_ends(model, how, reshard)
+        fully_shard(model, **how)
+    else:
+        fully_shard(model, **how, reshard_after_forward=reshard)
+
+
+def alone(*, loop: str, adapters: bool, recompute: bool, apart: bool = False) -> dict[str, Any]:
     """The same of ``SFTTrainer`` and ``RewardTrainer``, which have no reference, in 16 bits."""
     add_head = fused()
     if loop == "reward":
@@ -94,8 +106,9 @@ def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
     sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
     with fake_ranks(RANKS):
         mesh = mesh_of(sharding)
-        for one in (*blocks(base), model):
+        for one in blocks(base):
             fully_shard(one, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=True)
+        whole(model, {"mesh": mesh, "mp_policy": sharding.policy}, True, apart)
         loss, inputs = scored(model, PAIRS, LENGTH) if loop == "reward" else averaged(model, SAMPLES, LENGTH)
         trace = Trace()
         follow = ResizedFollow(trace)
@@ -114,7 +127,8 @@ def alone(*, loop: str, adapters: bool, recompute: bool) -> dict[str, Any]:
     for at, change in enumerate(trace.changes[start:], start):
         live += change.sign * change.bytes
         most[at >= middle] = max(most[at >= middle], live)
-    how = {"loop": loop, "adapters": adapters, "recompute": recompute}
+    how: dict[str, Any] = {"loop": loop, "adapters": adapters, "recompute": recompute}
+    how |= {"apart": True} if apart else {}
     return how | {"forward": most[0], "backward": most[1]}
 
 
@@ -227,8 +241,20 @@ def main() -> None:
         for r in both
         for s in both
     ]
+    steps += [
+        step(adapters=a, precomputed=p, recompute=r, mixed=r, reshard=True, apart=True)
+        for a in both
+        for p in both
+        for r in both
+    ]
     STEPS.write_text(json.dumps(steps, indent=1) + "\n")
-    steps = [alone(loop=one, adapters=a, recompute=r) for one in ("sft", "reward") for a in both for r in both]
+    steps = [
+        alone(loop=one, adapters=a, recompute=r, apart=apart)
+        for apart in both
+        for one in ("sft", "reward")
+        for a in both
+        for r in both
+    ]
     ALONE_STEPS.write_text(json.dumps(steps, indent=1) + "\n")
     steps = [flat_step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
     FLAT_STEPS.write_text(json.dumps(steps, indent=1) + "\n")

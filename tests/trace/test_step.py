@@ -232,7 +232,7 @@ SHARDED: dict[str, dict[str, str]] = {
     "partly": {"gpus": "8", "reshard-to": "4", "recompute": "full"},
     "unsynced": {"gpus": "8", "gradient-sync": "false", "gbs": "32"},
     "bf16": {"gpus": "5", "fsdp-reduce": "bf16", "fsdp-parameters": "bf16", "attention": "eager"},
-    "root": {"gpus": "8", "reshard-root": "true", "gbs": "64"},
+    "root": {"gpus": "8", "reshard-root": "true", "ends-apart": "false", "gbs": "64"},
 }
 
 

@@ -26,9 +26,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...families import family
+from ...layers.autograd import ITEMSIZE
 from ...layers.fused_losses import LOG_PROBABILITIES
+from ...layers.log_probabilities import VOCABULARY
 from ...plan.resolved import ResolvedPlan
-from ...tape.events import Drop, Hold, Hook, Seam, Tape, ahead, behind, rounded
+from ...tape.events import Drop, Hold, Hook, Seam, Tape, ahead, behind, drops, rounded
 from ...tape.program import Span
 from ...values import replace
 from ..plain import programs as plain
@@ -126,15 +128,39 @@ UNRUN = (LOG_PROBABILITIES, "liger", "cut")
 """Losses that take the head's weight and do not run the head."""
 
 
+GATHERED_HEAD = "head.weight/gathered"
+
+
+def holds_gathered_head(spans: Sequence[Span]) -> bool:
+    return any(isinstance(one, Hold) and one.name == GATHERED_HEAD for one in spans[-1].module.first.forward)
+
+
 def with_gathered_head(plan: ResolvedPlan, spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """``spans`` whose head's weight is whole, in the dtype of its shards, from forward to the end of the head's own
-    backward, for which it is saved."""
+    backward, for which it is saved. In another dtype than that of compute, a tile of it is cast at a time; backward
+    has the tile before it in a variable still (``kernels``, ``ChunkedLogProbFunction``). That these are counted for
+    all of the head's pass puts more beside what is made before and behind tiles."""
     *others, last = spans
     weight = next(one for one in last.module.parameters if one.name == "head.weight")
-    dtype, id = plan.fsdp.parameters, last.module.largest_id + 1
-    hold = Hold(id, rounded(weight.bytes(dtype)), GATHERED, "head.weight/gathered", weight.shape, dtype)
-    head = last.module.changed(lambda tape: ahead(tape, (hold,)), lambda tape: behind(tape, (hold.end,)))
+    compute, dtype, id = plan.precision.dtype, plan.fsdp.parameters, last.module.largest_id + 1
+    rows, columns = weight.shape
+    hold = Hold(id, rounded(weight.bytes(dtype)), GATHERED, GATHERED_HEAD, weight.shape, dtype)
+
+    def tiles(count: int) -> list[Hold]:
+        own = (min(rows, count * VOCABULARY), columns)
+        return [] if dtype == compute else [cast_tiles(id + count, own, compute)]
+
+    one, two = tiles(1), tiles(2)
+    head = last.module.changed(
+        lambda tape: behind(ahead(tape, (hold, *one)), drops(one)),
+        lambda tape: behind(ahead(tape, tuple(two)), (*drops(two), hold.end)),
+    )
     return (*others, replace(last, module=replace(head, evaluation=behind(head.evaluation, (hold.end,)))))
+
+
+def cast_tiles(id: int, shape: tuple[int, int], dtype: str) -> Hold:
+    size = rounded(shape[0] * shape[1] * ITEMSIZE[dtype])
+    return Hold(id, size, GATHERED, "head.weight/tile", shape, dtype)
 
 
 def finds_norm(plan: ResolvedPlan) -> bool:

@@ -320,6 +320,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
     if plan.runs_reference:
         own = sharded_pass(_of_one_device(plan), with_seams(options), model.units, sharding)
+        if plan.lora.rank is not None and ends.holds_gathered_head(model.spans):  # the policy's own, once more
+            own = ends.with_gathered_head(plan, own)
         model = replace(model, reference=own)
     made = program(plan, model, sharding)
     if not given.gradient_sync and made.microbatches > 1:
