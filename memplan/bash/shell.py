@@ -493,7 +493,7 @@ class Shell:
         if at is None or launcher is None:
             return False
         word = words[at]
-        name = text(word) if is_known(word) else _beside_the_script(self.reading.ledger.shown(word))
+        name = text(word) if is_known(word) else beside_the_script(self.reading.ledger.shown(word))
         name = name.removeprefix("./")
         if not name or name in self._running or RUNS_PYTHON.search(name):
             return False
@@ -577,7 +577,7 @@ class Shell:
 
     def source(self, words: list[Value]) -> bool:
         """Follows the script that the first of ``words`` names, with the others as its arguments, if it can be had."""
-        name = text(words[0]) if is_known(words[0]) else _beside_the_script(self.reading.ledger.shown(words[0]))
+        name = text(words[0]) if is_known(words[0]) else beside_the_script(self.reading.ledger.shown(words[0]))
         found = self._beside(name) if name and self._calls < DEEPEST_CALL else None
         if found is None:
             return False
@@ -590,7 +590,7 @@ _BESIDE = re.compile(r"(?:\$\(dirname [^()]*\)|\$PWD)/+([\w.-][\w./-]*)")
 """A file beside the script, by ``OWN_FOLDER`` or the folder of what a variable holds."""
 
 
-def _beside_the_script(shown: str) -> str:
+def beside_the_script(shown: str) -> str:
     """The path from the script's folder that ``shown``, a word that is not known, means; empty if it means none."""
     found = _BESIDE.fullmatch(shown)
     return found[1] if found is not None else ""

@@ -61,6 +61,8 @@ def _file(node: Node | None) -> str:
 
 
 _SIZES = frozenset(("--tp", "--pp", "--cp", "--ep"))
+_GPUS = frozenset(("--gpus", "--gpus-per-node"))
+"""What tools take from the machine, too (``devices: auto`` of LitGPT, -1 of Lightning)."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Another key's value, as OmegaConf writes it."""
 
@@ -79,5 +81,7 @@ def _said(flag: str, node: Node, shortened: str) -> str:
     if flag == "--model":
         model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
         return f"{flag} {twin(model, node) or one_line(model)}"
+    if flag in _GPUS and not str(node.value).isdecimal():
+        return f"{flag} N"
     text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
     return f"{flag} {one_line(text)}"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...bash.origin import ScriptError
-from ...bash.shell import read_script
+from ...bash.shell import beside_the_script, read_script
 from ...bash.values import Started, Value, is_known, text
 from ...frameworks import framework
 from ...plan.errors import (
@@ -90,22 +90,23 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[str,
         for name, (variable, _) in _BY_PYTHON.items()
         if (value := said.pop(name, None) or found.environment.get(variable)) is not None
     }
-    if (file is None or not is_known(file)) and not by_python:
+    name = "" if file is None else text(file) if is_known(file) else beside_the_script(reading.ledger.shown(file))
+    if not name and not by_python:
         raise wrong_at(
             found.origin,
             "names no configuration that is known: MODULE and CONFIG, CONFIG_FILE, --config or --job.config_file",
         )
-    for name, value in {**by_python, **said}.items():
+    for key, value in {**by_python, **said}.items():
         if unknowns := reading.ledger.unknowns(value):
-            raise needed(name, reading.ledger.shown(value), unknowns[0], found.origin)
+            raise needed(key, reading.ledger.shown(value), unknowns[0], found.origin)
     over = [f"{name.removeprefix('--')}={text(value) or 'true'}" for name, value in said.items()]
     gpus = gpus_of(found, at) or text(found.environment.get("NGPU", ()))
     if gpus and asked.gpus is None:
         over.append(f"NGPU={gpus}")
     versions = [one for one in asked.assignments if one.partition("=")[0] == VERSION]
     asked = replace(asked, assignments=(*over, *keys, *versions))
-    if file is not None and is_known(file) and not by_python:
-        return str(found_from(text(file), folder)), asked
+    if name and not by_python:
+        return str(found_from(name, folder)), asked
     module, config = (text(by_python.get(name, ())) or default for name, (_, default) in _BY_PYTHON.items())
     place = place_of(module, (folder, Path()), found.origin)
     return place, replace(asked, assignments=(f"CONFIG={config}", *asked.assignments))

@@ -54,7 +54,10 @@ def check_kernels(plan: ResolvedPlan) -> None:
     wanted = "eager" if keeps_scores(megatron) else "flash"
     if plan.attention != wanted:
         what = "transformer_impl local" if local else f"attention_backend {back_end}"
-        raise plan.wrong("attention", f"must be {wanted} with {what}")
+        goes = (
+            "" if local else f"; --attention-backend {'auto' if wanted == 'eager' else 'unfused'} goes with the other"
+        )
+        raise plan.wrong("attention", f"must be {wanted} with {what}{goes}")
 
 
 def _check_package(plan: ResolvedPlan) -> None:

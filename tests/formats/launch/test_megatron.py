@@ -505,6 +505,14 @@ def test_tasks_of_the_job_are_processes_of_srun(directives: str, srun: str, gpus
     assert build_plan(read.source, {}).plan.hardware.gpus == gpus
 
 
+def test_a_kernel_that_the_scripts_backend_lacks_is_refused_with_the_flag_that_frees_it() -> None:
+    read = launch(small("--attention-backend unfused"))
+    problem = "must be eager with attention_backend unfused; --attention-backend auto goes with the other"
+    assert problem in error_of(lambda: resolve(build_plan(read.source, {"attention": "flash"}).plan))
+    built = build_plan(read.source, {"attention": "flash", "attention-backend": "auto"}).plan
+    assert resolve(built).attention == "flash"
+
+
 def test_torchrun_runs_a_script_that_is_no_python(tmp_path: Path) -> None:
     """``torchrun --no-python`` (``torch/distributed/run.py``: ``cmd_args``)."""
     (tmp_path / "worker.sh").write_text(f"numactl --membind=0 python pretrain_gpt.py {SMALL}")

@@ -312,6 +312,8 @@ def test_a_script_that_starts_it(
     assert said[0] == 1  # 70B on 8 GPUs
     assert quiet(capsys, "run.sh") == said
     assert quiet(capsys, "torchrun.sh") == said
+    Path("beside.sh").write_text('NGPU=8 CONFIG_FILE=${CONFIG_FILE:-"$(dirname "$0")/train.toml"} ./run_train.sh\n')
+    assert quiet(capsys, "beside.sh") == said
     assert quiet(capsys, "torchrun.sh", "--gpus=4") == quiet(capsys, "train.toml", "--gpus=4")
     assert quiet(capsys, "torchrun.sh", "--set", "NGPU=4") == quiet(capsys, "train.toml", "--gpus=4")
     shorter = quiet(capsys, "train.toml", "--gpus=8", "--set", "training.seq_len=1024")
