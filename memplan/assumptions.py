@@ -245,7 +245,7 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         "counted",
         *filter(None, (_of_whole_logits(plan),)),
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
-        "it takes while it runs is not estimated, and predicted times are of training alone",
+        "it takes while it runs, in evaluation, too, is not estimated, and predicted times are of training alone",
     )
 
 

@@ -133,6 +133,7 @@ GRPO = TrainingLoop(
     follows=(((0, 15), OF_WHOLE_LOGITS[1]), OF_TILES),
     fields=("completion_length", "generation_memory", "keeps_reference"),
     needed={"completion_length": "tokens of the longest completion", "generation_memory": "vLLM's share; 0 elsewhere"},
+    evaluates=True,
     untimed="generation and any forward pass of a reference",
 )
 REWARD = TrainingLoop(

@@ -133,15 +133,19 @@ def test_step_of_llama_factorys_dpo(step: dict[str, Any], tmp_path: Path) -> Non
     "step", GROUPED_STEPS, ids=lambda one: "-".join(k for k, value in one.items() if value is True)
 )
 def test_step_of_trls_grpo_trainer(step: dict[str, Any], tmp_path: Path) -> None:
-    """Forward to the byte; backward but for a few numbers of the loss."""
+    """Forward to the byte; backward but for a few numbers of the loss, and an evaluation of three times as many."""
     transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
     flags: dict[str, object] = {"model": tmp_path, "mbs": SAMPLES, "seq": LENGTH, "attention": "eager"}
     flags |= {"trainer": "grpo", "completion_length": COMPLETION, "generation_memory": 0}
     flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
-    (program,) = programs_of(plan(**flags), Options())
+    chosen = plan(**flags, eval_mbs=EVALUATED * SAMPLES)
+    (program,) = programs_of(chosen, Options())
     forward, backward = peaks(program)
     assert (forward, backward) == (step["forward"], pytest.approx(step["backward"], rel=2e-4))
+    (evaluation,) = evaluation_programs(chosen, (program,))
+    found = (fold_evaluation(evaluation) or 0) - static(evaluation).net
+    assert found == pytest.approx(step["evaluation"], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +469,7 @@ def test_batches_are_of_pairs() -> None:
         ),
         ({"versions": "trl=1.14.0", **GROUPED}, r"must be 0\.15 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
-        ({**GROUPED, "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
+        ({"trainer": "llama-factory-dpo", "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
         ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),
         ({"framework": "fsdp", "gpus": 4, "reshard_to": 2}, "must be left out with the reference"),
         (

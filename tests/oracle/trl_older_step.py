@@ -217,9 +217,8 @@ def step(loop: str, *, config: dict[str, Any], adapters: bool, recompute: bool, 
     how = which | {"autocast": autocast, "deep": config is DEEP}
     with patch.object(torch.Tensor, "log_softmax", contiguous):
         found = how | peaks(models, inputs, run)
-        if loop != "grpo":
-            model.eval()
-            found["evaluation"] = evaluation_peak(models, inputs, run)
+        model.eval()
+        found["evaluation"] = evaluation_peak(models, inputs, run)
     return found
 
 

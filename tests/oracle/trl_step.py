@@ -46,7 +46,7 @@ PAIRS, LENGTH, RANK = 2, 96, 8
 DTYPE = "dtype" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 56) else "torch_dtype"
 """What ``from_config`` calls it."""
 EVALUATED = 3
-"""Times as many pairs as a step of training has."""
+"""Times as many pairs, or completions, as a step of training has."""
 SAMPLES, COMPLETION = 4, 72
 LLAMA: dict[str, Any] = {"model_type": "llama", **MODEL}
 EXPERTS: dict[str, Any] = {
@@ -255,8 +255,10 @@ def grouped_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
     model, base = policy(adapters=adapters, recompute=recompute)
     utils.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     loss, inputs = grouped(model, SAMPLES, LENGTH, COMPLETION)
-    how = {"adapters": adapters, "recompute": recompute}
-    return how | peaks([model], inputs, lambda: loss(model, inputs))
+    found = {"adapters": adapters, "recompute": recompute} | peaks([model], inputs, lambda: loss(model, inputs))
+    model.eval()
+    loss, repeated = grouped(model, EVALUATED * SAMPLES, LENGTH, COMPLETION)
+    return found | {"evaluation": evaluation_peak([model], repeated, lambda: loss(model, repeated))}
 
 
 def grouped(model: Any, samples: int, length: int, completion: int) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:

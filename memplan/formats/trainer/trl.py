@@ -279,7 +279,7 @@ _GRPO = Loop(
         Row("beta", "trainer.keeps_reference", read=_reference),
         Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
         Row("reward_model_name_or_path", "trainer.generation_memory", read=_reward_model),
-        Row("eval_strategy", "", read=no_evaluation),
+        *EVALUATION_OF_LOSS,
     ),
 )
 """RLOO's configuration shares a few of its keys, and is told by its script."""
