@@ -61,3 +61,20 @@ def test_ranges_and_other_packages_pin_nothing(tmp_path: Path, capsys: pytest.Ca
     place.write_text(SCRIPT)
     told, _ = _told(capsys, str(place))
     assert CODE not in told
+
+
+def test_an_argument_that_newer_releases_have_no_more_says_an_older_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``SFTConfig`` of trl 0.20 has ``max_length`` alone; what is pinned says more than that."""
+    place = tmp_path / "tune.py"
+    place.write_text(SCRIPT.replace("max_length", "max_seq_length"))
+    told, newest = _told(capsys, str(place))
+    assert told[CODE].startswith("max_seq_length is an argument of trl before 0.20")
+    assert told[CODE].endswith("--versions trl=0.19.1,transformers=4.53.0")
+    followed, older = _told(capsys, str(place), "--versions", "trl=0.19.1,transformers=4.53.0")
+    assert CODE not in followed
+    assert older > newest
+    (tmp_path / "requirements.txt").write_text("trl==0.12.2\n")
+    told, _ = _told(capsys, str(place))
+    assert told[CODE].startswith("requirements.txt asks for trl 0.12.2")

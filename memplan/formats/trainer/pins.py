@@ -7,7 +7,7 @@ They are told, and not followed by themselves: what is installed where the job r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ...plan.errors import PlanError, shown
@@ -71,6 +71,20 @@ def told_of(pins: Pins, loop: TrainingLoop) -> tuple[Note, ...]:
     files = " and ".join(dict.fromkeys(shown(file) for _, file in of_loop.values()))
     message = f"{files} asks for {named}, and the newest releases are planned, which may need other memory"
     return (Note(RELEASES_PINNED, f"{message}: give --versions {','.join(given)}{''.join(others)}"),)
+
+
+def told_by_keys(keys: Collection[str], loop: TrainingLoop) -> tuple[Note, ...]:
+    """What is said of an argument that says an older release by itself: ``SFTConfig`` of trl 0.20 takes no
+    ``max_seq_length`` any more (``trainer/sft_config.py``)."""
+    if not loop.run_by_trl or loop.name != "sft" or _OLD_KEY not in keys:
+        return ()
+    message = (
+        f"{_OLD_KEY} is an argument of trl before 0.20, and the newest release is planned, whose loss needs other "
+    )
+    return (Note(RELEASES_PINNED, f"{message}memory: give what runs, as --versions trl=0.19.1,transformers=4.53.0"),)
+
+
+_OLD_KEY = "max_seq_length"
 
 
 def _followed(version: Version, spans: Sequence[Releases]) -> Version | None:

@@ -37,7 +37,7 @@ from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .examples import said_by
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
-from .pins import pinned_by, told_of
+from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
@@ -129,6 +129,8 @@ def launched(found: Started, asked: Asked) -> Launch:
         )
     pins = {} if "versions" in asked.names else found.pins
     of_releases = told_of(pins, TRAINING_LOOPS.get(loop.name, TRANSFORMERS))
+    if dialect is None and not ("versions" in asked.names or "trl" in pins):
+        of_releases += told_by_keys(written.mapping, TRAINING_LOOPS.get(loop.name, TRANSFORMERS))
     told_all = (*found.notes, *unread, *(Note(*note) for note in told), *of_releases)
     return replace(launch, notes=(*told_all, *launch.notes))
 
