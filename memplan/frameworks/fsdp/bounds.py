@@ -139,8 +139,9 @@ class _Walk:
             at: unit for unit, own in zip(self.units, managed(self.units, len(modules)), strict=True) for at in own
         }
         waiting: Counter[str] = Counter()
+        lowest = next(at for at, one in enumerate(modules) if one.first.backward)
         for place, times in reversed(runs):
-            if not modules[place].first.backward:
+            if place < lowest:
                 break
             level += self.over(place, "last", resharded=True)
             tapes = modules[place].first if self.reduces else modules[place].steady
