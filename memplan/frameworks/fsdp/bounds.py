@@ -139,10 +139,11 @@ class _Walk:
             at: unit for unit, own in zip(self.units, managed(self.units, len(modules)), strict=True) for at in own
         }
         waiting: Counter[str] = Counter()
+        narrow = any(unit.narrow for unit in self.units)
         lowest = next(at for at, one in enumerate(modules) if one.first.backward)
         for place, times in reversed(runs):
-            if place < lowest:
-                break
+            if place < lowest or (narrow and not modules[place].first.backward):
+                break  # with units of less than a module, only what the head's pass takes is counted of backward
             level += self.over(place, "last", resharded=True)
             tapes = modules[place].first if self.reduces else modules[place].steady
             excursion, begun = tapes.backward_fold, level
