@@ -73,6 +73,8 @@ def learned() -> Iterator[str]:
     for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
         yield f"--model gemma-2b --gpu h100 --lora-rank 16 --framework {framework} --gpus 4"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation gptq --dtype fp16"
+    for name, rank in (("olmo-2-7b", 4), ("phi-2", 256), ("whisper-small", 32)):
+        yield f"--model {name} --gpu h100 --lora-rank {rank} --lora-targets q_proj,v_proj --recompute full"
 
 
 def examples() -> Iterator[str]:
@@ -285,6 +287,12 @@ def trainer() -> Iterator[str]:
     yield f"{replicas} --mbs 2 --gbs 64 --ddp-gradient-sync false"
     yield f"{replicas} --mbs 2 --gradient-as-bucket-view"
     yield f"{replicas} --trainer transformers --autocast --autocast-parameters bf16 --gbs 16"
+    for more in ("", " --compile-regions", " --recompute full", " --recompute full --compile-regions"):
+        yield f"--model llama-3-8b --framework fsdp --gpus 8 --torch-compile --seq 4096{more}"
+    preference = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --gpus 4"
+    for trl in ("0.12.2", "0.17", "0.24", "1.13"):
+        yield f"{preference} --trainer dpo --framework fsdp --versions trl={trl}"
+        yield f"{preference} --trainer grpo --framework deepspeed --zero 2 --versions trl={trl}"
 
 
 def autocast() -> Iterator[str]:
@@ -405,6 +413,11 @@ def torchtitan() -> Iterator[str]:
         f"{job} --gpus 8 --loss chunked --compile-loss --gbs 16",
     )
     yield f"{job} --gpus 8 --recompute selective --recompute-per-operator"
+    yield f"{job} --gpus 8 --pp 2 --ep 4 --gbs 16"
+    yield f"{job} --gpus 8 --cp 2 --ep 4 --seq 16384"
+    for model in ("qwen3.5-9b --tied-embeddings false", "qwen3.5-35b-a3b --ep 8"):
+        yield f"{job.replace('gpt-oss-20b', model)} --gpus 8 --loss chunked"
+        yield f"{job.replace('gpt-oss-20b', model)} --gpus 16 --pp 2 --gbs 32 --recompute full"
     muse = job.replace("gpt-oss-20b", "muse-glimmer-30b") + " --gpus 8 --loss chunked"
     newest = muse.replace("muse-glimmer-30b", "{}") + " --fsdp-newest --recompute selective --recompute-per-operator"
     yield from (
@@ -412,6 +425,8 @@ def torchtitan() -> Iterator[str]:
     )
     yield from (newest.format(model) for model in ("llama-3-8b", "qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"))
     yield from (f"{muse} --recompute {one}" for one in ("none", "full", "selective --recompute-per-operator"))
+    yield f"{newest.format('qwen3-30b-a3b')} --cp 4 --ep 8 --seq 16384"
+    yield f"{newest.format('deepseek-v2-lite')} --ep 8"
     for model in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3"):
         job = f"--model {model} --layers 6 --seq 2048 --framework fsdp --fsdp-code torchtitan --gpu h200 --gpus 8"
         yield from (job, f"{job} --recompute full", f"{job} --recompute selective --recompute-per-operator --gbs 16")
