@@ -73,7 +73,7 @@ def learned() -> Iterator[str]:
     for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
         yield f"--model gemma-2b --gpu h100 --lora-rank 16 --framework {framework} --gpus 4"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation gptq --dtype fp16"
-    for name, rank in (("olmo-2-7b", 4), ("phi-2", 256), ("whisper-small", 32)):
+    for name, rank in (("olmo-2-7b", 4), ("stablelm-2-1.6b", 256), ("whisper-small", 32)):
         yield f"--model {name} --gpu h100 --lora-rank {rank} --lora-targets q_proj,v_proj --recompute full"
 
 
@@ -292,7 +292,9 @@ def trainer() -> Iterator[str]:
     preference = "--model llama-3-8b --layers 3 --seq 512 --dtype bf16 --mbs 2 --gpus 4"
     for trl in ("0.12.2", "0.17", "0.24", "1.13"):
         yield f"{preference} --trainer dpo --framework fsdp --versions trl={trl}"
-        yield f"{preference} --trainer grpo --framework deepspeed --zero 2 --versions trl={trl}"
+    for trl in ("0.18.2", "0.24", "1.13"):
+        grpo = f"{preference} --trainer grpo --completion-length 256 --versions trl={trl}"
+        yield f"{grpo} --framework deepspeed --zero 2"
 
 
 def autocast() -> Iterator[str]:
