@@ -263,7 +263,7 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
         ({}, Fsdp(code="torchtitan", reshard_to=4), "torchtitan's reshard_after_forward is true or false"),
         ({}, Fsdp(reshard_to=4, reshard_after_forward=False), "must be left out where"),
         ({}, Fsdp(per_operator=True), "fsdp.code"),
-        ({}, Fsdp(compile=True), "fsdp.compile = true: must be false: compiled code is modelled of torchtitan's Llama"),
+        ({}, Fsdp(compile=True), "fsdp.compile = true: must be false: it is torchtitan's setting"),
         (
             {"recompute": "selective"},
             Fsdp(code="torchtitan"),

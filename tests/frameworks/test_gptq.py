@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.allocator.timeline import Request, record
+from memplan.allocator.recorded import Request, record
 from memplan.device.measured import NOTHING, held_workspaces
 from memplan.estimate import allocator_settings, kernel_programs
 from memplan.plan.read import read_plan

@@ -22,6 +22,7 @@ BASE = {
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""
 
@@ -71,6 +72,9 @@ LATENT = {**EXPERTS, "nope_head_dim": 8, "rope_head_dim": 8, "value_head_dim": 1
 
 MIXER = {"mamba_heads": 8, "mamba_head_dim": 16, "mamba_groups": 2, "mamba_state_dim": 16}
 
+LINEAR = {"linear_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 16}  # fmt: skip
+
 OF_FAMILY = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT),
     "falcon": {"kv_heads": 1},
@@ -82,8 +86,8 @@ OF_FAMILY = {
     "llama4_text": {**EXPERTS, "expert_top_k": 1, "shared_expert_ffn": 64},
     **dict.fromkeys(("hybrid", "nemotron_h"), MIXER | {"layers": 3, "layer_pattern": "M*-"}),
     "mamba2": MIXER | {"layer_pattern": "MM"},
-    "qwen3_next": {**EXPERTS, "shared_expert_ffn": 64, "linear_interval": 2, "linear_key_heads": 2,
-                   "linear_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS | LINEAR | {"shared_expert_ffn": 64}),
+    "qwen3_5": LINEAR,
     "nemotron-nas": {"family": "nemotron-nas"},
 }  # fmt: skip
 """Sizes that a family needs."""

@@ -137,7 +137,7 @@ def test_every_operator_is_here() -> None:
         for name, function in getmembers(ops, isfunction)
         if function.__module__ == ops.__name__ and not name.startswith("_") and "r" in signature(function).parameters
     ]
-    assert set(own) == set(EVERY)
+    assert set(own) - {"native_dropout"} == set(EVERY)  # which has no node of its own
 
 
 @pytest.mark.parametrize("name", EVERY)

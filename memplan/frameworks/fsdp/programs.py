@@ -118,9 +118,8 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
     )
     compiled = "compile" if given.compile else "compile_loss" if given.compile_loss else ""
     if given.code != "torchtitan" and compiled:
-        problem = "must be false: it is torchtitan's setting (--framework torchtitan); of transformers' models "
-        problem += "compile is (--torch-compile)"
-        raise plan.wrong(f"fsdp.{compiled}", problem)
+        problem = "must be false: it is torchtitan's setting (--framework torchtitan); for transformers' models it is"
+        raise plan.wrong(f"fsdp.{compiled}", f"{problem} --torch-compile")
     if given.code != "torchtitan" and (given.per_operator or given.recompute_every != 1 or given.newest):
         raise plan.wrong("fsdp.code", "must be torchtitan for fsdp.per_operator, recompute_every and newest")
 
