@@ -40,7 +40,7 @@ HOW: Mapping[str, tuple[str, str, str]] = {
         "torch.compile of every layer and of the final norm (Accelerate's use_regional_compilation), backend inductor, "
         f"mode default, {INDUCTOR.format('them', '')}; embedding, head and loss run as they do without it",
         "no token is masked: a layer that is compiled by itself is given no mask, as without the compiler",
-        OF_LAYERS,
+        f"the model's own unit has embedding and head, as up to Accelerate 1.13; {OF_LAYERS}",
     ),
 }
 """By how torch cuts the graph (``Supports.compiled_as``): what is compiled, which attention runs, and when gradients

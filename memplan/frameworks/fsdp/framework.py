@@ -111,8 +111,8 @@ class Fsdp(Framework):
 
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
         """FSDP1's dtypes are those of Accelerate, which alone reshards FSDP2's root, until its units are others
-        (``ENDS_APART``). torchtitan keeps parameters gathered between the micro-batches of a
-        pipeline (``pp_enabled`` in ``apply_fsdp``)."""
+        (``ENDS_APART``; compiled graphs are learnt of a root that has all, as their assumptions say). torchtitan keeps
+        parameters gathered between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``)."""
         if plan.fsdp.version == "1":
             given, precision = plan.fsdp.model_fields_set, plan.precision
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
@@ -123,13 +123,14 @@ class Fsdp(Framework):
         given, changed = plan.fsdp.model_fields_set, dict[str, object]()
         if plan.lora.rank is not None and "parameters" not in given:
             changed["parameters"] = plan.precision.dtype
-        if plan.fsdp.reshard_root and "ends_apart" not in given and release(plan, "accelerate") >= ENDS_APART:
+        later = release(plan, "accelerate") >= ENDS_APART
+        if plan.fsdp.reshard_root and not plan.compile and "ends_apart" not in given and later:
             changed |= {"ends_apart": True, "reshard_root": False}
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
         titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
-        later = titan is not None and (titan.ends_apart or plan.fsdp.newest or plan.loss.kind == "chunked")
-        if later and "ends_apart" not in given:
+        apart = titan is not None and (titan.ends_apart or plan.fsdp.newest or plan.loss.kind == "chunked")
+        if apart and "ends_apart" not in given:
             changed["ends_apart"] = True
         return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 

@@ -11,6 +11,7 @@ import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 from memplan.commands.launched import flags_of_launch, read_given
+from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
@@ -167,6 +168,17 @@ def test_what_is_compiled(tmp_path: Path) -> None:
     given = {**TRAINER, "fsdp": "full_shard", "fsdp_config": {"version": 2}, "torch_compile": True}
     trained = read(tmp_path, json.dumps(given), "args.json", gpus="8")
     assert (trained.framework, trained.compile, trained.compile_regions) == ("fsdp", True, False)
+
+
+def test_what_is_compiled_has_the_units_that_it_was_learnt_with(tmp_path: Path) -> None:
+    """Without the compiler embedding and head are units of their own; what ships compiled is of a root that has them,
+    and a file alone is estimated."""
+    size = {"model": "llama-3-8b", "dtype": "bf16", "seq": "4096"}
+    config = {**FSDP, "mixed_precision": "no", "num_processes": 8}
+    assert resolve(read(tmp_path, config, **size)).fsdp.ends_apart
+    compiled = resolve(read(tmp_path, {**config, "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, **size))
+    assert (compiled.fsdp.ends_apart, compiled.fsdp.reshard_root) == (False, True)
+    assert estimate(compiled).stages[0].requested > 0
 
 
 @pytest.mark.parametrize(
