@@ -128,11 +128,19 @@ class Sought:
         else:
             search = self._search_of(self._space) if search is None else search
             search.begin()
-            best = _smallest(search, top) if self.objective == "memory" else search.fastest(top, within)
+            best = _smallest(search, top) if self.objective == "memory" else self._fastest(search, top, within)
         self._search = search
-        if self.objective != "memory":
-            best = _roomiest_first(search, best, self.within)[:top]
         return search, best
+
+    def _fastest(self, search: Search, top: int, within: float) -> list[Suggestion]:
+        """The roomiest of the fastest in front of the others; sought anew where the fastest does not fit once every
+        stage of it is replayed."""
+        while True:
+            fastest = search.fastest(top, within)
+            best = _roomiest_first(search, fastest, self.within)[:top]
+            if not (fastest and search.is_refuted(fastest[0])):
+                return best
+            search.begin()
 
     def _search_of(self, space: Space) -> Search:
         return Search(space, Clock(space), self.limit, self._beyond, self.report, self.known)
@@ -162,7 +170,7 @@ class Sought:
             if not _has_points(smaller):
                 continue
             search = self._search_of(smaller)
-            best = search.fastest(top, within)
+            best = self._fastest(search, top, within)
             if best:
                 return search, best
         return search or self._search_of(space), []
@@ -213,28 +221,29 @@ TRIED = 3
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
     """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest and
-    keep as much on the GPU. Of that one alone every stage is replayed; the fullest stage and those at the ends rule
-    others out first."""
+    keep as much on the GPU. Of that one every stage is replayed; the fullest stage and those at the ends rule others
+    out, and are enough of the fastest where that one needs less than they do."""
     if not best:
         return best
-    fastest = best[0]
-    longest = fastest.seconds * (1 + within)
+    best = [*best]
+    longest = best[0].seconds * (1 + within)
 
     def is_worth(one: Suggestion) -> bool:
-        is_sure = one.is_safe and one.judged.retries <= fastest.judged.retries
-        return is_sure and one.needs < fastest.needs
+        if not one.is_safe or one.judged.retries > best[0].judged.retries:
+            return False
+        if one.needs >= best[0].needs:  # a stage between its ends may need more
+            best[0] = search.estimated(best[0])
+        return one.needs < best[0].needs
 
-    whole = fastest
-    for roomy in search.roomier(fastest, within)[:TRIED]:
+    for roomy in search.roomier(best[0], within)[:TRIED]:
         ends = search.replayed_fullest(roomy)
-        if not is_worth(ends):
-            continue
-        whole = _with_more_room(search, ends, best, longest)
-        if whole is ends:
-            whole = search.estimated(roomy, again=True)
-        if is_worth(whole):
-            break
-        whole = fastest
+        if is_worth(ends):
+            whole = _with_more_room(search, ends, best, longest)
+            whole = search.estimated(roomy) if whole is ends else whole
+            if is_worth(whole):
+                break
+    else:
+        whole = best[0] = search.estimated(best[0])
     whole = _with_more_room(search, whole, best, longest)
     return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
 

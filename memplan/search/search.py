@@ -53,7 +53,7 @@ class Search:
         self.beyond, self.requestable = beyond, limit - beyond
         self.asked = space.search
         self.needs = Needs(space, self.requestable)
-        self.replayed = 0
+        self._replayed: set[Point] = set()
         self._wholes: dict[tuple[Point, StageLayers], Suggestion] = {}
         self._fullest: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What went through the allocator: of every stage, and of the fullest alone."""
@@ -143,10 +143,9 @@ class Search:
         fields = fields_of(self.space.base.framework, candidate.cut) if chosen else ()
         return self.space.plan(candidate.point, dict(fields))
 
-    def estimated(self, suggestion: Suggestion, *, again: bool = False) -> Suggestion:
-        """With the allocator's replay of every stage, and the parts of its time. ``again``: its ends were
-        replayed before, and it was counted then."""
-        self.replayed += not again
+    def estimated(self, suggestion: Suggestion) -> Suggestion:
+        """With the allocator's replay of every stage, and the parts of its time."""
+        self._replayed.add(suggestion.point)
         key = (suggestion.point, suggestion.cut)
         if key not in self._wholes:
             whole = estimate(suggestion.plan, self.known, replays=self._replays[key])
@@ -159,7 +158,7 @@ class Search:
         """With the replay of the fullest stage and of those at the ends."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
-        self.replayed += 1
+        self._replayed.add(suggestion.point)
         key = (suggestion.point, suggestion.cut)
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
@@ -174,14 +173,14 @@ class Search:
 
     def begin(self) -> None:
         """Counts anew; what was computed stays."""
-        self.replayed = 0
+        self._replayed.clear()
         self._too_large_from.clear()
 
     def fastest(self, wanted: int, within: float = inf) -> list[Suggestion]:
         """The ``wanted`` fastest layouts that fit, one of each kind, which take longer than the first of them by no
-        more than the part ``within``. Of the first, every stage is replayed, of the others the fullest and the ends.
-        The fastest of all comes last where the allocator has to give memory back for it, and first where nothing else
-        fits."""
+        more than the part ``within``. The fullest stage of each is replayed, and its ends; of the first, stages between
+        them count once they are (``estimated``), which they have to be before it is recommended. The fastest of all
+        comes last where the allocator has to give memory back for it, and first where nothing else fits."""
         found: dict[object, Suggestion] = {}
         retrying: Suggestion | None = None
         latest = inf
@@ -195,7 +194,7 @@ class Search:
                 overhead = outside - self.beyond
             elif suggestion is not None:
                 replayed = self.replayed_fullest(suggestion)
-                if not found and replayed.fits and replayed.estimate is None:
+                if not found and replayed.fits and (self._is_whole(suggestion) or not _is_steady(replayed)):
                     replayed = self.estimated(suggestion)
                 if replayed.fits and _is_steady(replayed):
                     latest = min(latest, replayed.seconds * (1 + within))
@@ -212,6 +211,14 @@ class Search:
         if not found:
             return [self.estimated(retrying)]
         return [*list(found.values())[: wanted - 1], retrying]
+
+    def _is_whole(self, suggestion: Suggestion) -> bool:
+        """Every stage has been replayed."""
+        return (suggestion.point, suggestion.cut) in self._wholes
+
+    def is_refuted(self, suggestion: Suggestion) -> bool:
+        """Stages between its ends have been replayed since, and one of them does not fit, or not without a retry."""
+        return _is_steady(suggestion) and self._is_whole(suggestion) and not _is_steady(self.estimated(suggestion))
 
     def _most_outside(self, suggestion: Suggestion) -> int:
         """Bytes that may lie outside PyTorch on the fullest stage: what fits, fits beside them."""
@@ -404,7 +411,7 @@ class Search:
             too_large=too_large,
             slower=considered - too_large - len({one.point for one in built} - refused),
             folded=len({one.point for one in built} - refused),
-            replayed=self.replayed,
+            replayed=len(self._replayed),
         )
 
 

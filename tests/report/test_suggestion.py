@@ -35,7 +35,7 @@ from memplan.search.answer import _roomiest_first, _with_more_room, suggest
 from memplan.search.changes import methods_of
 from memplan.search.cuts import ChunkLayers
 from memplan.search.point import Extra
-from memplan.search.result import Found, Offer
+from memplan.search.result import Found, Offer, Suggestion
 
 from .printing import printed, widest
 
@@ -331,7 +331,7 @@ def test_a_stage_between_the_ends_rules_the_roomiest_out(inner: tuple[Verdict, i
     search: Any = SimpleNamespace(
         roomier=lambda fastest, within: [named["roomiest"], named["second"]],
         replayed_fullest=lambda one: one,
-        estimated=lambda one, again=False: whole[one.point.mbs],
+        estimated=lambda one: whole[one.point.mbs],
     )
     found = _roomiest_first(search, [named["fastest"]], 0.05)
     assert found == [named[expected], named["fastest"]]
@@ -346,9 +346,36 @@ def test_where_all_with_more_room_are_ruled_out_the_fastest_is_recommended() -> 
     search: Any = SimpleNamespace(
         roomier=lambda fastest, within: [roomy],
         replayed_fullest=lambda one: one,
-        estimated=lambda one, again=False: too_large,
+        estimated=lambda one: too_large if one is roomy else one,
     )
     assert _roomiest_first(search, [fastest], 0.05) == [fastest]
+
+
+@pytest.mark.parametrize(
+    ("roomy_takes", "fastest_takes", "expected", "replayed"),
+    [(9, 10, 2, [2]), (11, 10, 1, [2, 1]), (11, 12, 2, [2, 1])],
+)
+def test_stages_between_the_ends_of_the_fastest_count_where_they_decide(
+    roomy_takes: int, fastest_takes: int, expected: int, replayed: list[int]
+) -> None:
+    """At its ends the fastest takes 10, the roomier one 9: where a stage in between makes that more, those of the
+    fastest say which of them has more room."""
+    first = replace(answer("megatron").found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS))
+    fastest, roomy = (
+        replace(first, point=first.point._replace(mbs=mbs), device=device) for mbs, device in ((1, 10), (2, 9))
+    )
+    takes, asked = {1: fastest_takes, 2: roomy_takes}, []
+
+    def estimated(one: Suggestion) -> Suggestion:
+        asked.append(one.point.mbs)
+        return replace(one, device=takes[one.point.mbs])
+
+    search: Any = SimpleNamespace(
+        roomier=lambda fastest, within: [roomy], replayed_fullest=lambda one: one, estimated=estimated
+    )
+    found = _roomiest_first(search, [fastest], 0.05)
+    assert found[0].point.mbs == expected
+    assert [*dict.fromkeys(asked)] == replayed
 
 
 def test_a_faster_layout_that_needs_retries_has_a_sentence() -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
 
 from memplan.device.gpus import GPUS
+from memplan.device.measured import NOTHING
 from memplan.estimate import Replays, estimate, judged_ends
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.result import Verdict
-from memplan.search.answer import suggest
+from memplan.result import Judged, Verdict
+from memplan.search.answer import Sought, suggest
 from memplan.search.result import Found
 from memplan.search.time.hardware import SPEEDS
 
@@ -153,3 +156,23 @@ def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
     assert sorted(replays) == [0, 1, 2, 3]
     assert whole == estimate(plan)
     assert device == max(whole.stages[stage].device or 0 for stage in (0, 3))
+
+
+def test_a_fastest_layout_that_fails_between_its_ends_is_left_out() -> None:
+    """Ends rule layouts out before all stages are replayed; the fastest one of which a stage between them does not fit
+    is no answer, nor an alternative."""
+    flags = {"model": "llama-3-8b", "framework": "megatron", "gpu": "h100-80gb", "gpus": "8", "gbs": "32"}
+    fixed = {"layout.tp": 1, "layout.cp": 1, "layout.pp": 4, "batch.seq": 8192}
+    sought = Sought(
+        read_plan(None, {**flags, "seq": "8192"}).plan, fixed, "time", 4, lambda what, done, of: None, NOTHING
+    )
+    search = sought._search_of(sought._space)
+    first, second, *_ = search.fastest(4)
+    whole = replace(search.estimated(first), estimate=None, fullest_judged=Judged(Verdict.DOES_NOT_FIT))
+    search._wholes[first.point, first.cut] = whole
+    best = sought._fastest(search, 4, inf)
+    assert search.is_refuted(first)
+    assert (first.point, first.cut) not in [(one.point, one.cut) for one in best]
+    assert second.point in [one.point for one in best]
+    assert best[0].estimate is not None
+    assert best[0].is_safe
