@@ -69,8 +69,8 @@ class Recorder:
 
     accumulates_in_place: bool = True
     """As on CUDA; ``False`` as on fake tensors."""
-    first_microbatch: bool = True
-    """Gradients appear, rather than being added to."""
+    first: bool = True
+    """Of the first micro-batch: gradients appear, rather than being added to."""
     present: frozenset[str] = frozenset()
     """Parameters that have a gradient already, from another module that shares them."""
     kernel_workspaces: bool = False
@@ -149,6 +149,8 @@ class Recorder:
     """The next tensor is a product of matrices,"""
     multiplied: bool = False
     """and there has been one in this direction."""
+    tells_first: bool = False
+    """What was recorded depends on ``first``."""
     required: list[Leaf] = field(default_factory=list)
     """Leaves made by ``requires_grad_``, whose tensor and gradient live as long as the graph."""
 
@@ -229,7 +231,7 @@ class Recorder:
         if leaf is None:
             if self.tuning is not None and name in self.tuning.saved:
                 self.original(name, shape, dtype)
-            leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first_microbatch)
+            leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first)
             leaf.trained = self.tuning is None or self.tuning.trains(name)
             leaf.expert, leaf.low, leaf.gathered = expert, low, gathered
             self.parameters[name] = leaf
@@ -517,7 +519,7 @@ class Recorder:
         arrived.clear()
         if gradient is None:
             return
-        if self.counts and leaf.is_parameter and (leaf.has_gradient or self.consumes_gradients):
+        if self.counts and leaf.is_parameter and (self.consumes_gradients or self.has_gradient(leaf)):
             kept = self.summed or gradient.dtype
             self.work.append(Stream(bytes_of(gradient) + 2 * size_of(gradient.shape, kept)))
         if leaf.is_parameter and self.seams:
@@ -525,10 +527,21 @@ class Recorder:
         if not leaf.is_parameter:
             shared = leaf.copies and getrefcount(gradient.storage) > 2
             leaf.gradient = self.empty(gradient.shape, gradient.dtype, "gradient_copied") if shared else gradient
-        elif not leaf.has_gradient and not self.consumes_gradients:
+        elif not self.consumes_gradients and not self.has_gradient(leaf):
             self.recategorise(gradient.storage, Category.GRADIENTS)
             leaf.gradient = gradient
             leaf.has_gradient = True
+
+    @property
+    def first_microbatch(self) -> bool:
+        """``first``, for recipes that read it."""
+        self.tells_first = True
+        return self.first
+
+    def has_gradient(self, leaf: Leaf) -> bool:
+        """A gradient of ``leaf`` is there already, as in every micro-batch but the first."""
+        self.tells_first = True
+        return leaf.has_gradient
 
     def arrives(self, parameter: Tensor, gradients: Gradients) -> None:
         """The gradient of ``parameter`` is there, outside of a backward pass. ``gradients`` is emptied."""

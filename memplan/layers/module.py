@@ -411,7 +411,7 @@ def recorded(
         replayed = (recorder.forward_replayed, recorder.replayed.plus(recorder.forward_replayed.times(-1)))
         work = Passes(tuple(Counter(forward).items()), tuple(Counter(backward).items()), parameters, *replayed)
         return Module(name, first, first, (), parameters, work=work), recorder
-    steady, _ = _tapes(name, recipe, interface, make(False, True), options)
+    steady = _tapes(name, recipe, interface, make(False, True), options)[0] if recorder.tells_first else first
     evaluation = _evaluation_tape(name, recipe, interface, make(False, False), options)
     made = Module(
         name,

@@ -369,7 +369,7 @@ def transposed(r: Recorder, x: Tensor, name: str) -> Tensor:
     shape, dtype, leaf = x.shape, x.dtype, r.parameters[r.prefix + name]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        if leaf.has_gradient:
+        if r.has_gradient(leaf):
             return [incoming(gradients).view(*shape)]
         return [r.empty(shape, dtype, f"grad_{name}_laid_out")]
 

@@ -153,7 +153,7 @@ Layer = Callable[[Recorder, Tensor, CoreShape], Tensor]
 @lru_cache(maxsize=256)
 def sent_by(layer: Layer, shape: CoreShape) -> Mapping[str, int]:
     """Bytes that a layer like this one sends, by group."""
-    r = Recorder(first_microbatch=False)
+    r = Recorder(first=False)
     x, _ = r.leaf(r.empty(shape.hidden, shape.dtype, "input"))
     out = layer(r, x, replace(shape, offload_kept=()))
     found = {one.name: sum(one.left.values()) for one in r.sent}
@@ -174,7 +174,7 @@ def on_the_way(r: Recorder, layer: Layer, shape: CoreShape) -> None:
 @contextmanager
 def group(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Iterator[tuple[Tensor, Commit]]:
     """The module ``name`` with its input ``x``, as it is in the module."""
-    kept = shape.offload_kept if r.first_microbatch else ()
+    kept = shape.offload_kept if shape.offload_kept and r.first_microbatch else ()
     if name not in shape.offload or name in kept or not r.grad_enabled or r.counts:
 
         def arrived(named: Sequence[Tensor]) -> None:

@@ -282,7 +282,7 @@ class LowOperands(Operands):
         """Casts beside the products, of the weight in the first micro-batch of a step."""
         layer, low = self.layer, self.low
         casts = [low.work(layer.like)]
-        if r.first_microbatch and not low.parameters:
+        if r.counts and not low.parameters and r.first_microbatch:
             casts.append(low.work(layer.weight))
         return done.after(casts, (low.work(layer.out),))
 

@@ -65,7 +65,7 @@ def test_what_is_refused(flags: dict[str, str], problem: str) -> None:
 
 
 def of_recipe() -> list[int]:
-    r = Recorder(first_microbatch=False)
+    r = Recorder(first=False)
     given, leaf = r.leaf(r.outside((ROWS, H), "fp32"))
     x = ops.scale(r, given, "input")
     out = distributed(RANKS, r, lambda r, x: _region(r, x), (x,))

@@ -123,7 +123,7 @@ def of_megatron(*, shared: bool) -> Live:
 
 
 def of_recipe(*, shared: bool) -> Live:
-    r, live = Recorder(first_microbatch=False), Live()
+    r, live = Recorder(first=False), Live()
     state: dict[str, Tensor] = {}
     weights = [r.parameter(f"w{at}", (H, H), "fp32") for at in range(2)]
     pre, dispatch, *_ = parts = [Part(pool, False) for pool in (0, STREAM, 0, STREAM)]
