@@ -92,6 +92,7 @@ class Clock:
         self._overlapped_sends = cache(lambda vpp: overlapped_sends(space.resolved, vpp))
         self._groups: dict[tuple[int, Recomputing], tuple[StageLayers, Groups]] = {}
         self._whole = cache(self._whole_step)
+        self._at_full_clock = cache(lambda rates: replace(rates, power=None))
         self.plan = lru_cache(maxsize=1)(lambda point: resolve(space.plan(point)))
 
     def family(self, point: Point) -> _Family:
@@ -178,7 +179,7 @@ class Clock:
         if not shapes.linear:
             return _Limit()
         shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
-        times, entries = times_of(shape, replace(rates, power=None), False, False), shape.entries
+        times, entries = times_of(shape, self._at_full_clock(rates), False, False), shape.entries
         layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
         embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
@@ -328,8 +329,8 @@ class Group(NamedTuple):
     @property
     def ranks(self) -> set[tuple[bool, float]]:
         """Of its candidates, which take the same time."""
-        kinds = {one.point.keeps_numerics: one for one in self.candidates}
-        return {one.rank for one in kinds.values()}
+        seconds = round(self.candidates[0].seconds, 12)
+        return {(not one.point.keeps_numerics, seconds) for one in self.candidates}
 
 
 Kept = tuple[int, tuple[Extra, ...]]
@@ -351,11 +352,12 @@ class Candidates:
 
     def __iter__(self) -> Iterator[Group]:
         place = 0
-        for found in self._every():
-            yield found._replace(place=place)
-            place += len(found.candidates)
+        for found, is_cut in self._every():
+            yield Group(place, found, is_cut)
+            place += len(found)
 
-    def _every(self) -> Iterator[Group]:
+    def _every(self) -> Iterator[tuple[tuple[Candidate, ...], bool]]:
+        """Of every group."""
         for layout, sizes in self.space.layouts(self.refused):
             error = None if self.chooses_cut else self._without_cut(layout, sizes[0])
             for recompute in self.space.recompute:
@@ -383,7 +385,9 @@ class Candidates:
                 self._cannot_lie[key] = error
         return self._cannot_lie.get(key)
 
-    def _chain(self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing) -> Iterator[Group]:
+    def _chain(
+        self, layout: Sizes, sizes: Sequence[int], recompute: Recomputing
+    ) -> Iterator[tuple[tuple[Candidate, ...], bool]]:
         """``layout`` with every micro-batch, and everything beside that."""
         groups = self._groups(layout.dp * layout.cp, layout.pp)
         many = sum(map(len, groups))
@@ -397,11 +401,11 @@ class Candidates:
                 return
             if bounds is not None:
                 self.considered += many
-                yield from (Group(0, tuple(group), False) for group in bounds)
+                yield from ((tuple(group), False) for group in bounds)
                 continue
             self.considered += many
             found = [tuple(self.cut(points)) for points in alike]
-            yield from (Group(0, group, True) for group in found)
+            yield from ((group, True) for group in found)
             too_large = all(one.floor > self.requestable for group in found for one in group)
             if self.chooses_cut and too_large and not self._could_fit([one.point for group in found for one in group]):
                 self._leave_out((len(sizes) - at - 1) * many)

@@ -161,10 +161,12 @@ class Load(NamedTuple):
     @property
     def states(self) -> float:
         """Bytes of a layer."""
-        needs = self.needs
-        return self.kept.of(needs.elements - needs.experts, self.shards.layers) + self.kept.of(
-            needs.experts, self.shards.experts
-        )
+        return self.states_as(self.kept)
+
+    def states_as(self, kept: States) -> float:
+        """The same, kept in another way."""
+        needs, shards = self.needs, self.shards
+        return kept.of(needs.elements - needs.experts, shards.layers) + kept.of(needs.experts, shards.experts)
 
     @property
     def dense_states(self) -> float:
@@ -196,7 +198,7 @@ def at_best(load: Load, layers: int) -> float:
     a stage holds at most (M + f (v - 1) / v S) / (A + f / v S) of the layers. These add up to all of them, which gives
     the least M. Of layers of two kinds those with experts are counted alone.
     """
-    return _at_best(load, saved_in_flight(load), layers)
+    return _at_best(load, load.states, saved_in_flight(load), layers)
 
 
 def saved_in_flight(load: Load) -> list[float]:
@@ -209,8 +211,7 @@ def saved_in_flight(load: Load) -> list[float]:
     return flying
 
 
-def _at_best(load: Load, flying: Sequence[float], layers: int) -> float:
-    states = load.states
+def _at_best(load: Load, states: float, flying: Sequence[float], layers: int) -> float:
     held = [1 / (states + one) for one in flying]
     free = (load.vpp - 1) * sum(map(mul, flying, held)) if load.vpp > 1 else 0
     return (layers - load.first - free) / sum(held)
@@ -300,9 +301,12 @@ class Needs:
         if points[0].pp == 1:
             return list(self.floors(points, self._uncut))
         load, layers = self.load(points[0]), self.space.base.model.layers
-        flying, kept = saved_in_flight(load), [*map(self._kept, points)]
-        known = {one: int(_at_best(load._replace(kept=one), flying, layers)) for one in dict.fromkeys(kept)}
-        return [known[one] for one in kept]
+        flying, known, found = saved_in_flight(load), dict[States, int](), list[int]()
+        for kept in map(self._kept, points):
+            if kept not in known:
+                known[kept] = int(_at_best(load, load.states_as(kept), flying, layers))
+            found.append(known[kept])
+        return found
 
     def load(self, point: Point) -> Load:
         """What decides them, whatever the cut."""
@@ -329,10 +333,10 @@ class Needs:
         return self._besides[key]
 
     def _layer(self, point: Point) -> LayerNeeds:
-        key = (point.tp, point.cp, point.ep, point.etp, point.recompute.kind, point.mbs)
+        key = (point.tp, point.cp, point.ep, point.etp, point.recompute, point.mbs)
         known = self._layers.get(key)
         if known is None:
-            one = (*key[:-1], 0)
+            one = (*key[:-2], point.recompute.kind)
             if one not in self._layers:
                 alone = self.space.alone(point._replace(mbs=1, zero=self.space.least_zero, extras=()))
                 self._layers[one] = self.search.layer_needs(alone)

@@ -64,7 +64,10 @@ class Point(NamedTuple):
 
     @property
     def keeps_numerics(self) -> bool:
-        return all(extra.keeps_numerics for extra in self.extras)
+        for extra in self.extras:  # of every point of a space: ``all`` takes three times as long
+            if not extra.keeps_numerics:
+                return False
+        return True
 
     @property
     def moved(self) -> frozenset[tuple[str, Any]]:
