@@ -29,8 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, lru_cache, partial
-from itertools import takewhile
+from functools import cache, lru_cache
 from math import ceil, floor, inf
 from typing import Any, NamedTuple
 
@@ -306,30 +305,42 @@ def capped(layers: int, sizes: tuple[int, int, bool], ratios: Ratios, holds: Hol
     """The cut whose slowest stage takes least among those whose every stage ``holds`` it; ``sizes``: stages, chunks of
     each, and if ends may be alone."""
 
+    pp, vpp, _ = sizes
+
+    def option(stage: int, count: int, dense: tuple[int, ...]) -> Option:
+        cut = stage_of(stage, pp, vpp, count, dense)
+        return Option(tuple([one.layers for one in cut]), stage_seconds(cut, ratios))
+
     def options(dense: tuple[int, ...]) -> list[list[Option]] | None:
-        found = held_by(dense, sizes, layers, holds)
-        if found is None:
+        most = most_held(dense, sizes, layers, holds)
+        if most is None:
             return None
+        least, _ = held_with(dense, *sizes, layers)
+        spare = sum(most) - layers
         return [
-            [Option(tuple([one.layers for one in cut]), stage_seconds(cut, ratios)) for cut in own] for own in found
+            [option(at, count, dense) for count in range(max(fewest, top - spare), top + 1)]
+            for at, (fewest, top) in enumerate(zip(least, most, strict=True))
         ]
 
-    return best_of(layers, sizes[0], fastest_ways(layers, sizes, ratios), options)
+    return best_of(layers, pp, fastest_ways(layers, sizes, ratios), options)
 
 
-def held_by(
+def most_held(
     dense: tuple[int, ...], sizes: tuple[int, int, bool], layers: int, holds: Holds
-) -> list[list[tuple[ChunkLayers, ...]]] | None:
-    """Of each stage what it ``holds``, from the fewest layers on, with the model's first ones as ``dealt``; ``None``
-    where they do not hold all ``layers``."""
+) -> tuple[int, ...] | None:
+    """Of each stage the most layers that it ``holds``, with the model's first ones as ``dealt``; ``None`` where stages
+    do not hold all ``layers``."""
     pp, vpp, _ = sizes
-    result = []
-    for at, (fewest, top) in enumerate(zip(*held_with(dense, *sizes, layers), strict=True)):
-        cuts = (stage_layers(at, pp, spread(n, vpp, at == pp - 1), dense_of(dense, at)) for n in range(fewest, top + 1))
-        result.append(list(takewhile(partial(holds, at), cuts)))
-        if not result[-1]:
+    found: list[int] = []
+    for stage, (fewest, top) in enumerate(zip(*held_with(dense, *sizes, layers), strict=True)):
+
+        def held(count: int, stage: int = stage) -> bool:
+            return holds(stage, stage_of(stage, pp, vpp, count, dense))
+
+        found.append(most_that(held, fewest, top, found[-1] if found else layers // pp))
+        if found[-1] < fewest:
             return None
-    return result if sum(layers_of([own[-1] for own in result])) >= layers else None
+    return tuple(found) if sum(found) >= layers else None
 
 
 Ways = Sequence[tuple[float, tuple[int, ...]]]
@@ -436,6 +447,12 @@ def stage_layers(stage: int, pp: int, chunks: Sequence[int], dense: int = 0) -> 
     if dense:
         found[0] = found[0]._replace(dense=dense)
     return tuple(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def stage_of(stage: int, pp: int, vpp: int, layers: int, dense: tuple[int, ...]) -> tuple[ChunkLayers, ...]:
+    """A stage with so many layers, the model's first ones as ``dealt``."""
+    return stage_layers(stage, pp, spread(layers, vpp, last=stage == pp - 1), dense_of(dense, stage))
 
 
 def stage_seconds(cut: Sequence[ChunkLayers], ratios: Ratios) -> float:

@@ -223,14 +223,21 @@ def _for_each_chunk(pp: int, vpp: int, microbatches: int) -> tuple[float, ...]:
     return tuple(flights(pp, vpp, microbatches, stage) / vpp for stage in range(pp))
 
 
-def least_of(load: Load, beside: Beside, stage: int, cut: Sequence[ChunkLayers]) -> float:
-    """Bytes of one stage that holds ``cut``, when its first backward pass begins: that is through its last chunk."""
-    needs, shards = load.needs, load.shards.layers
-    dense, ends = sum(chunk.dense for chunk in cut), cut[0].embedding * beside.embedding + cut[-1].head * beside.head
-    held = (_layers(cut) - dense) * load.states + dense * load.dense_states + load.kept.of(ends, shards)
-    for chunk, passes in zip(cut, flying(load.pp, load.vpp, load.microbatches, stage), strict=True):
-        held += passes * ((chunk.layers - chunk.dense) * needs.saved + chunk.dense * needs.dense_saved)
-    return held + (beside.turn if cut[-1].layers > cut[-1].dense else 0)
+def least_of(load: Load, beside: Beside) -> Callable[[int, Sequence[ChunkLayers]], float]:
+    """Of a stage and what it holds: its bytes when its first backward pass begins, that is through its last chunk."""
+    states, dense_states, saved, dense_saved = load.states, load.dense_states, load.needs.saved, load.needs.dense_saved
+
+    def least(stage: int, cut: Sequence[ChunkLayers]) -> float:
+        ends, held = cut[0].embedding * beside.embedding + cut[-1].head * beside.head, 0.0
+        if ends:
+            held = load.kept.of(ends, load.shards.layers)
+        for chunk, passes in zip(cut, flying(load.pp, load.vpp, load.microbatches, stage), strict=True):
+            held += (chunk.layers - chunk.dense) * (states + passes * saved)
+            if chunk.dense:
+                held += chunk.dense * (dense_states + passes * dense_saved)
+        return held + (beside.turn if cut[-1].layers > cut[-1].dense else 0)
+
+    return least
 
 
 def fewest_recomputed(plain: Load, full: Load, cut: StageLayers, limit: int) -> int:
@@ -321,8 +328,8 @@ class Needs:
 
     def keeping(self, point: Point, limit: int) -> Holds:
         """Whether a stage of ``point`` with some cut may keep to ``limit`` bytes, for all that a bound says."""
-        load, beside = self.load(point), self._beside(point)
-        return lambda stage, cut: least_of(load, beside, stage, cut) <= limit
+        least = least_of(self.load(point), self._beside(point))
+        return lambda stage, cut: least(stage, cut) <= limit
 
     def _beside(self, point: Point) -> Beside:
         """Of one sequence; more take no less."""

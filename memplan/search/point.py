@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..plan.plan import Plan
@@ -47,6 +48,9 @@ class Extra(NamedTuple):
     """Groups of replicas that it makes, each of two or more."""
 
 
+_KEEPS_NUMERICS = attrgetter("keeps_numerics")
+
+
 class Point(NamedTuple):
     """One value of every axis."""
 
@@ -64,10 +68,7 @@ class Point(NamedTuple):
 
     @property
     def keeps_numerics(self) -> bool:
-        for extra in self.extras:  # of every point of a space: ``all`` takes three times as long
-            if not extra.keeps_numerics:
-                return False
-        return True
+        return all(map(_KEEPS_NUMERICS, self.extras))
 
     @property
     def moved(self) -> frozenset[tuple[str, Any]]:

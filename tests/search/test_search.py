@@ -144,7 +144,7 @@ def test_bounds_from_above_and_below(name: str) -> None:
         for at, (program, peak) in enumerate(zip(programs, peaks, strict=True)):
             bounds = between(program)
             assert bounds.least <= peak <= bounds.most
-            assert least_of(load, beside, at, candidate.cut[at]) <= peak
+            assert least_of(load, beside)(at, candidate.cut[at]) <= peak
         enough = min(peaks)
         most, stage = search.space.search.fullest(plan, enough)
         assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]

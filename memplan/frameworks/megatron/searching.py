@@ -27,15 +27,14 @@ from ...search.cuts import (
     Ratios,
     StageLayers,
     best_of,
-    dense_of,
     fastest,
     fastest_ways,
-    held_by,
     held_with,
     layers_of,
+    most_held,
     most_that,
-    spread,
     stage_layers,
+    stage_of,
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
@@ -326,15 +325,12 @@ class MegatronSearch(FrameworkSearch):
         keep to; ``starts``: where the most that a stage can hold is looked for, or what bounds it."""
         layers, pp, vpp, threshold = sizes
 
-        def held(stage: int, count: int) -> tuple[ChunkLayers, ...]:
-            return stage_layers(stage, pp, spread(count, vpp, last=stage == pp - 1), dense_of(dense, stage))
-
         least, tops = held_with(dense, pp, vpp, True, layers)
         if callable(starts):
-            found = held_by(dense, (pp, vpp, True), layers, starts)
+            found = most_held(dense, (pp, vpp, True), layers, starts)
             if found is None:
                 return None
-            tops = layers_of([own[-1] for own in found])
+            tops = found
         most: list[int] = []
         below = 0  # how far the most that a stage can hold is below its cap
         for stage, top in enumerate(tops):
@@ -342,7 +338,7 @@ class MegatronSearch(FrameworkSearch):
                 return None
 
             def holds(count: int, stage: int = stage) -> bool:
-                return peaks.keep_to(threshold, stage, held(stage, count))
+                return peaks.keep_to(threshold, stage, stage_of(stage, pp, vpp, count, dense))
 
             near = top - below if callable(starts) else starts[stage]
             most.append(most_that(holds, least[stage], top, near))
@@ -354,7 +350,7 @@ class MegatronSearch(FrameworkSearch):
             [
                 Option(tuple(chunk.layers for chunk in cut), *criteria(peaks(stage, cut), stage_seconds(cut, ratios)))
                 for count in range(max(least[stage], most[stage] - spare), most[stage] + 1)
-                for cut in (held(stage, count),)
+                for cut in (stage_of(stage, pp, vpp, count, dense),)
             ]
             for stage in range(pp)
         ]
