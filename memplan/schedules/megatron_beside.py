@@ -7,25 +7,22 @@ layers (``post_forward``, ``post_backward``), before the loss of one and the emb
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from .megatron_interleaved import FINALIZE, Input, Interleaved, Output, Rank, Tensor, action
 
 
 class Beside(Interleaved):
     """Interleaved stages (``combined_1f1b_schedule_for_interleaved_pipelining``)."""
 
-    def _pair(
-        self, forward_k: int, backward_k: int, before: Callable[[], None], between: Callable[[int], None]
-    ) -> tuple[Output | None, Tensor | None]:
-        rank, plan = self.rank, self.plan
-        before()
+    def _pair(self, forward_k: int, backward_k: int) -> tuple[Output | None, Tensor | None]:
+        rank, overlap = self.rank, self.plan.overlap
+        if overlap:
+            self._before(forward_k)
         microbatch, chunk = self.table[forward_k]
         inputs, outputs = self.input_tensors[chunk], self.output_tensors[chunk]
-        if not plan.receives(chunk) and len(inputs) == len(outputs):
+        if not self.receives[chunk] and len(inputs) == len(outputs):
             inputs.append(None)
         given = inputs[len(outputs)]
-        back = self._chunk(backward_k, False)
+        back = self.chunks_back[backward_k]
         received: Input | None = self.input_tensors[back].pop(0)
         output_back = self.output_tensors[back].popleft()  # noqa: F841  (held until both passes have ended)
         grads = self.output_tensor_grads[back]
@@ -35,21 +32,19 @@ class Beside(Interleaved):
         rank.inputs[chunk] = given
         pair = action("forward_piece", chunk, microbatch), action("backward_piece", back, number)
         rank.events += pair
-        output: Output | None = Output(given, Tensor(rank, "output") if plan.sends(chunk) else None)
+        output: Output | None = Output(given, Tensor(rank, "output") if self.sends[chunk] else None)
         assert output is not None
         outputs.append(output)
         grad: Tensor | None = None
         if received is not None:
             grad = received.grad = Tensor(rank, "input_grad")
-        between(forward_k)
-        if plan.overlap:
-            slot = backward_k % len(self.bwd_recv_buffer)
-            self._return_overlapped(backward_k, slot, grad, self._expects(backward_k, False))
+        if overlap:
+            self._between(forward_k, backward_k)
+            self._behind(backward_k, grad)
         rank.events += pair
-        if not plan.sends(chunk):
+        if not self.sends[chunk]:
             rank.reports.append(Tensor(rank, "report"))
-        if plan.overlap and not self._is_sent(forward_k):
-            output = None
+            output = None if overlap else output
         return output, grad
 
 

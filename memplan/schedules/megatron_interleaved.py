@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import field
 from functools import lru_cache
 from typing import Literal
@@ -81,6 +80,8 @@ class Rank:
         self.events: list[Action] = []
         self.numbers = dict.fromkeys(KINDS, 0)
         self.closed = False
+        self.sends = [plan.sends(chunk) for chunk in range(plan.chunks)]
+        """By chunk."""
         self.inputs: dict[int, Input | None] = {}
         """``TransformerBlock.input_tensor`` of each chunk."""
         self.reports: list[Tensor] = []
@@ -97,7 +98,7 @@ class Rank:
         """A pass, and its output or loss."""
         self.inputs[chunk] = input
         self.events.append(action("forward", chunk, microbatch))
-        if self.plan.sends(chunk):
+        if self.sends[chunk]:
             return Output(input, Tensor(self, "output"))
         self.reports.append(Tensor(self, "report"))
         return Output(input, None)
@@ -176,6 +177,12 @@ class Interleaved:
         plan = self.plan = rank.plan
         self.table = table(plan)
         self.total = len(self.table)
+        self.sends, self.receives = rank.sends, [plan.receives(chunk) for chunk in range(plan.chunks)]
+        self.chunks = [chunk for _, chunk in self.table]
+        """Of each forward pass,"""
+        self.chunks_back = [plan.chunks - 1 - chunk for chunk in self.chunks]
+        """and of each backward pass."""
+        self.last = plan.chunks - 1
         self.input_tensors: list[list[Input | None]] = [[] for _ in range(plan.chunks)]
         self.output_tensors: list[deque[Output | None]] = [deque() for _ in range(plan.chunks)]
         self.output_tensor_grads: list[deque[Tensor | None]] = [deque() for _ in range(plan.chunks)]
@@ -212,36 +219,37 @@ class Interleaved:
 
     # -- which pass is next -------------------------------------------------------------------------
 
-    def _chunk(self, k: int, forward: bool) -> int:
-        chunk = self.table[k % self.total][1]
-        return chunk if forward else self.plan.chunks - 1 - chunk
-
-    def _expects(self, k: int, forward: bool) -> tuple[bool, int]:
-        """``recv_tensor_from_previous_stage``: does a tensor arrive during pass k, and for which chunk."""
+    def _expects(self, k: int) -> tuple[bool, int]:
+        """``recv_tensor_from_previous_stage``: does an input arrive during forward pass k, and for which chunk."""
         plan = self.plan
-        if not (plan.first if forward else plan.last):
-            return True, self._chunk(k + 1, forward)
+        if not plan.first:
+            return k < self.total - 1, self.chunks[(k + 1) % self.total]
         ahead = plan.stages - 1
-        chunk = self._chunk(k + 1 if k < ahead else k - ahead, forward)
-        ends = plan.chunks - 1 if forward else 0
-        return k >= ahead and chunk != ends, chunk + (1 if forward else -1)
+        chunk = self.chunks[(k + 1 if k < ahead else k - ahead) % self.total]
+        return ahead <= k < self.total - 1 and chunk != self.last, chunk + 1
+
+    def _expects_back(self, k: int) -> tuple[bool, int]:
+        """The same of a gradient during backward pass k."""
+        plan = self.plan
+        if not plan.last:
+            return True, self.chunks_back[(k + 1) % self.total]
+        ahead = plan.stages - 1
+        chunk = self.chunks_back[(k + 1 if k < ahead else k - ahead) % self.total]
+        return k >= ahead and chunk != 0, chunk - 1
 
     # -- passes -------------------------------------------------------------------------------------
-
-    def _is_sent(self, k: int) -> bool:
-        return self.plan.sends(self._chunk(k, True))
 
     def _forward(self, k: int) -> Output:
         microbatch, chunk = self.table[k]
         inputs, outputs = self.input_tensors[chunk], self.output_tensors[chunk]
-        if not self.plan.receives(chunk) and len(inputs) == len(outputs):
+        if not self.receives[chunk] and len(inputs) == len(outputs):
             inputs.append(None)
         output = self.rank.forward(chunk, microbatch, inputs[len(outputs)])
         outputs.append(output)
         return output
 
     def _backward(self, k: int) -> Tensor | None:
-        chunk = self._chunk(k, False)
+        chunk = self.chunks_back[k]
         input = self.input_tensors[chunk].pop(0)
         output = self.output_tensors[chunk].popleft()  # noqa: F841  (held until the pass has ended)
         grads = self.output_tensor_grads[chunk]
@@ -255,15 +263,14 @@ class Interleaved:
     def _warm_up(self, k: int) -> None:
         plan, rank = self.plan, self.rank
         ahead = plan.overlap_warmup
-        if ahead and k and plan.receives(self._chunk(k, True)):
+        if ahead and k and self.receives[self.chunks[k]]:
             self.waited[0] = self.recv_prev_wait_handles.popleft()
-        arrives, chunk = self._expects(k, True)
-        arrives = arrives and k < self.total - 1
+        arrives, chunk = self._expects(k)
         slot = k % len(self.fwd_recv_buffer)
         if ahead and not plan.first:
             self._receive_overlapped(slot, arrives)
         self.output_tensor = self._forward(k)
-        if not self._is_sent(k):
+        if not self.sends[self.chunks[k]]:
             self.output_tensor = None
         last = k == plan.warmup - 1 and plan.warmup < self.total
         if not ahead:
@@ -292,12 +299,11 @@ class Interleaved:
         """Without overlap: both passes, then one exchange in both directions."""
         plan, rank = self.plan, self.rank
         forward_k = plan.warmup + k
-        self.output_tensor, self.input_tensor_grad = self._pair(forward_k, k, lambda: None, lambda _: None)
-        if not self._is_sent(forward_k):
+        self.output_tensor, self.input_tensor_grad = self._pair(forward_k, k)
+        if not self.sends[self.chunks[forward_k]]:
             self.output_tensor = None
-        arrives, chunk = self._expects(forward_k, True)
-        arrives = arrives and forward_k < self.total - 1
-        returns, chunk_back = self._expects(k, False)
+        arrives, chunk = self._expects(forward_k)
+        returns, chunk_back = self._expects_back(k)
         received, gradient = rank.receive(arrives), rank.receive_gradient(returns)
         self.received[0] = received
         self.received[1] = gradient
@@ -309,46 +315,50 @@ class Interleaved:
 
     def _steady_overlapped(self, k: int) -> None:
         """With overlap: each pass is followed by its own exchange, waited for by the next of its kind."""
-        plan = self.plan
-        forward_k = plan.warmup + k
+        self.output_tensor, self.input_tensor_grad = self._pair(self.plan.warmup + k, k)
 
-        def before() -> None:
-            if plan.receives(self._chunk(forward_k, True)) and self.recv_prev_wait_handles:
-                self.recv_prev_wait_handles.popleft()
-            deallocate(self.output_tensor)
-
-        def between(_: int) -> None:
-            arrives, chunk = self._expects(forward_k, True)
-            arrives = arrives and forward_k < self.total - 1
-            slot = forward_k % len(self.fwd_recv_buffer)
-            self._receive_overlapped(slot, arrives)
-            self._put(chunk, slot, arrives)
-            if plan.sends(self._chunk(k, False)) and self.recv_next_wait_handles:
-                self.recv_next_wait_handles.popleft()
-
-        self.output_tensor, self.input_tensor_grad = self._pair(forward_k, k, before, between)
-
-    def _pair(
-        self, forward_k: int, backward_k: int, before: Callable[[], None], between: Callable[[int], None]
-    ) -> tuple[Output | None, Tensor | None]:
+    def _pair(self, forward_k: int, backward_k: int) -> tuple[Output | None, Tensor | None]:
         """``forward_backward_helper_wrapper``: the variables of the pair before are replaced when it returns."""
-        before()
+        overlap = self.plan.overlap
+        if overlap:
+            self._before(forward_k)
         output: Output | None = self._forward(forward_k)
-        between(forward_k)
-        if self.plan.overlap and not self._is_sent(forward_k):
-            output = None
+        if overlap:
+            self._between(forward_k, backward_k)
+            if not self.sends[self.chunks[forward_k]]:
+                output = None
         grad = self._backward(backward_k)
-        if self.plan.overlap:
-            slot = backward_k % len(self.bwd_recv_buffer)
-            self._return_overlapped(backward_k, slot, grad, self._expects(backward_k, False))
+        if overlap:
+            self._behind(backward_k, grad)
         return output, grad
+
+    def _before(self, forward_k: int) -> None:
+        """A pair of passes with overlap begins;"""
+        if self.receives[self.chunks[forward_k]] and self.recv_prev_wait_handles:
+            self.recv_prev_wait_handles.popleft()
+        deallocate(self.output_tensor)
+
+    def _between(self, forward_k: int, backward_k: int) -> None:
+        """its forward pass has ended;"""
+        arrives, chunk = self._expects(forward_k)
+        slot = forward_k % len(self.fwd_recv_buffer)
+        self._receive_overlapped(slot, arrives)
+        self._put(chunk, slot, arrives)
+        if self.sends[self.chunks_back[backward_k]] and self.recv_next_wait_handles:
+            self.recv_next_wait_handles.popleft()
+
+    def _behind(self, backward_k: int, grad: Tensor | None) -> None:
+        """and its backward pass."""
+        self._return_overlapped(
+            backward_k, backward_k % len(self.bwd_recv_buffer), grad, self._expects_back(backward_k)
+        )
 
     def _cool_down(self, k: int) -> None:
         plan, rank = self.plan, self.rank
         ahead = plan.overlap_warmup
-        if k and plan.sends(self._chunk(k, False)) and (ahead or self.recv_next_wait_handles):
+        if k and self.sends[self.chunks_back[k]] and (ahead or self.recv_next_wait_handles):
             self.waited[1] = self.recv_next_wait_handles.popleft()
-        returns, chunk = self._expects(k, False)
+        returns, chunk = self._expects_back(k)
         returns = returns and k < self.total - 1
         slot = k % len(self.bwd_recv_buffer)
         if ahead and not plan.last:
