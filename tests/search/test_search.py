@@ -145,6 +145,10 @@ def test_bounds_from_above_and_below(name: str) -> None:
             bounds = between(program)
             assert bounds.least <= peak <= bounds.most
             assert least_of(load, beside)(at, candidate.cut[at]) <= peak
+        for at in range(2, len(programs) - 1):
+            own, before = (between(programs[stage]) for stage in (at, at - 1))
+            alike = candidate.cut[at] == candidate.cut[at - 1]
+            assert not alike or (own.least <= before.least and own.most <= before.most)
         enough = min(peaks)
         most, stage = search.space.search.fullest(plan, enough)
         assert most == max(peaks) if max(peaks) <= enough else enough < most <= peaks[stage]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
+from heapq import heappop, heappush
 from typing import Any
 
 from ...layers.autograd import ITEMSIZE
@@ -213,25 +214,33 @@ class MegatronSearch(FrameworkSearch):
 
     def fullest(self, plan: ResolvedPlan, enough: int | None = None) -> tuple[int, int]:
         """Stages are folded in the order of a bound from above, until no bound is larger than what was found. The first
-        stage, which has most in flight, and the last, which has the head, are bounded first."""
-        stages, entries = programs.stages_of(plan, Options()), stage_entries(plan)
+        stage, which has most in flight, and the last, which has the head, are bounded first. Of stages between them
+        that hold the same each has fewer passes in flight than the one before, so that no bound of it is larger
+        (``megatron_flight``): it is bounded once that one was folded."""
+        stages, whole = programs.stages_of(plan, Options()), stage_entries(plan)
         first = None if stages.job.shape.layers else first_layers(plan.model)
-        order = range(len(entries))
-        ranges = []
-        for at in dict.fromkeys((0, order[-1], *order)):
-            program = stages.program(at, tuple(_renumbered(chunk, first) for chunk in entries[at]))
-            bounds = between(program)
-            if enough is not None and bounds.least > enough:
-                return bounds.least, at
-            ranges.append((bounds, program))
-        ranges.sort(key=lambda pair: (-pair[0].most, pair[1].stage))
-        largest = at = 0
-        for bounds, program in ranges:
-            if bounds.most < largest or (enough is not None and largest > enough):
+        entries = [tuple([_renumbered(chunk, first) for chunk in stage]) for stage in whole]
+        last = len(entries) - 1
+        bounded = not plan.experts.overlap_exchange
+        alike = {at for at in range(2, last) if bounded and entries[at] == entries[at - 1]}
+        ahead: list[tuple[int, int, Program]] = []
+        for at in dict.fromkeys((0, last, *range(last))):
+            if at not in alike:
+                program = stages.program(at, entries[at])
+                bounds = between(program)
+                if enough is not None and bounds.least > enough:
+                    return bounds.least, at
+                heappush(ahead, (-bounds.most, at, program))
+        largest = fullest = 0
+        while ahead and (enough is None or largest <= enough):
+            most, at, program = heappop(ahead)
+            if -most < largest:
                 break
-            peak = fold_program(program).peak
-            largest, at = max((largest, at), (peak, -program.stage))
-        return largest, -at
+            largest, fullest = max((largest, fullest), (fold_program(program).peak, -at))
+            if at + 1 in alike:
+                program = stages.program(at + 1, entries[at + 1])
+                heappush(ahead, (-between(program).most, at + 1, program))
+        return largest, -fullest
 
     def layer_needs(self, plan: ResolvedPlan) -> LayerNeeds:
         job = programs.stages_of(plan, Options()).job
