@@ -134,6 +134,10 @@ class Experts(FrameworkSection):
     )
 
 
+BUCKET_MB = 25
+"""MiB of DDP's buckets where nobody says otherwise (torch, ``nn/parallel/distributed.py``)."""
+
+
 class Ddp(FrameworkSection):
     """Arguments of ``DistributedDataParallel``, and of ``ZeroRedundancyOptimizer`` (``layout.zero: 1``)."""
 
