@@ -133,3 +133,13 @@ def test_what_is_put_off_is_there_once_it_is_asked_for() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert (done.stdout, done.stderr) == ("False True 4 False\n", "")
+
+
+def test_a_start_makes_validators_of_the_sections_that_a_plan_has() -> None:
+    code = (
+        "from memplan.cli import main; main(['estimate', '--model', 'gpt2', '--mbs', '2', '-q']);"
+        "from memplan.plan.plan import Batch, Fsdp, Megatron, ModelSpec;"
+        "print([one.__name__ for one in (Batch, Fsdp, Megatron, ModelSpec) if one.__pydantic_complete__])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.stdout.endswith("\n['Batch']\n")
