@@ -15,6 +15,7 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     from .interrupts import Interrupts
 
@@ -100,11 +101,29 @@ def _ended(arguments: list[str], interrupts: Interrupts | None = None) -> int:
 
 
 def _leave_out_plugins() -> None:
-    """Plugins of pydantic do nothing here, and it takes 20 ms to look for them, half of that to import with what."""
+    """Plugins of pydantic do nothing here, and it takes 20 ms to look for them, half of that to import with what.
+    It imports ``secrets`` for one comparison of bytes: OpenSSL, a tenth of a start, which waits until that is used."""
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     loader = type(sys)("pydantic.plugin._loader")
     loader.get_plugins = tuple  # type: ignore[attr-defined]
     sys.modules.setdefault(loader.__name__, loader)
+    sys.modules.setdefault("secrets", _later("secrets"))
+
+
+def _later(name: str) -> ModuleType:
+    """A module that takes what is in the one called ``name`` once something of it is asked for."""
+    module = type(sys)(name)
+
+    def found(attribute: str) -> object:
+        from importlib import import_module
+
+        del sys.modules[name], module.__getattr__
+        sys.modules[name] = real = import_module(name)
+        module.__dict__.update(real.__dict__)
+        return getattr(real, attribute)
+
+    module.__getattr__ = found  # type: ignore[method-assign]
+    return module
 
 
 def _run(arguments: list[str]) -> int:

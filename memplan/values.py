@@ -18,13 +18,27 @@ class HashedOnce:
 
 if TYPE_CHECKING:
     from dataclasses import dataclass, replace
+    from re import compile as pattern
 else:
     import dataclasses
+    import re
     from dataclasses import MISSING, FrozenInstanceError
     from functools import cache
     from operator import attrgetter
     from reprlib import recursive_repr
     from types import MemberDescriptorType
+
+    class _Pattern:
+        """``re.compile``, for a pattern that costs nothing until it is used; by its methods, without its attributes."""
+
+        def __init__(self, text):
+            self._text = text
+
+        def __getattr__(self, name):
+            method = self.__dict__[name] = getattr(re.compile(self._text), name)
+            return method
+
+    pattern = _Pattern
 
     def dataclass(cls=None, /, *, eq=True, frozen=False, slots=False):
         """``dataclasses.dataclass`` with those of its choices that are used here."""
@@ -171,4 +185,4 @@ else:
             object.__setattr__(self, field.name, value)
 
 
-__all__ = ["HashedOnce", "dataclass", "replace"]
+__all__ = ["HashedOnce", "dataclass", "pattern", "replace"]

@@ -117,8 +117,29 @@ def test_a_standard_output_that_is_closed_is_no_matter() -> None:
 def test_nothing_heavy_is_imported_to_estimate() -> None:
     code = (
         "import sys; from memplan.cli import main; main(['estimate', '--model', 'gpt2']);"
-        "heavy = ('torch', 'numpy', 'transformers', 'hypothesis', 'yaml');"
+        "heavy = ('torch', 'numpy', 'transformers', 'hypothesis', 'yaml', 'hashlib');"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
     assert done.stderr == "[]\n"
+
+
+def test_what_is_put_off_is_there_once_it_is_asked_for() -> None:
+    """pydantic compares secrets by a function of the standard library's, from a module that is imported then."""
+    code = (
+        "import sys, memplan.cli as cli; cli._leave_out_plugins(); import pydantic, secrets;"
+        "before = 'hmac' in sys.modules; same = pydantic.SecretStr('a') == pydantic.SecretStr('a');"
+        "from secrets import token_hex; print(before, same, len(token_hex(2)), sys.modules['secrets'].__file__ is None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert (done.stdout, done.stderr) == ("False True 4 False\n", "")
+
+
+def test_a_start_makes_validators_of_the_sections_that_a_plan_has() -> None:
+    code = (
+        "from memplan.cli import main; main(['estimate', '--model', 'gpt2', '--mbs', '2', '-q']);"
+        "from memplan.plan.plan import Batch, Fsdp, Megatron, ModelSpec;"
+        "print([one.__name__ for one in (Batch, Fsdp, Megatron, ModelSpec) if one.__pydantic_complete__])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.stdout.endswith("\n['Batch']\n")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memplan.values import HashedOnce, dataclass, replace
+from memplan.values import HashedOnce, dataclass, pattern, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +147,13 @@ def test_a_hash_that_is_kept_is_that_of_the_fields_and_no_part_of_the_value() ->
     assert not hasattr(pickle.loads(pickle.dumps(one)), "_hash")
     with pytest.raises(TypeError, match="unhashable"):
         hash(Remembering([]))
+
+
+def test_a_pattern_is_compiled_when_it_is_first_used_and_then_does_what_the_standard_librarys_does() -> None:
+    made = pattern(r"([a-z]+)=(\d+)")
+    assert vars(made) == {"_text": r"([a-z]+)=(\d+)"}
+    assert made.sub(r"\2", "tp=4") == "4"
+    assert [*vars(made)] == ["_text", "sub"]
+    found = made.fullmatch("pp=16")
+    assert found is not None
+    assert found.groups() == ("pp", "16")

@@ -41,7 +41,7 @@ def _eval(shell: Shell, words: list[Value], command: Simple) -> Decision:
 
 def _exec(shell: Shell, words: list[Value], command: Simple) -> Decision:
     if len(words) > 1:
-        shell.start(words[1:], command)
+        shell.starting.start(words[1:], command)
     return True
 
 

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..plan.errors import PlanError, together, wrong_at
+from ..values import pattern
 from .plan_flags import with_plan_flags
 from .words import expanded, spelled, with_file_of_csv, wrong_flags, wrong_values
 
@@ -197,7 +198,7 @@ def _brief(text: str, width: int) -> str:
     return textwrap.shorten(re.split(r"; |: | \(|  \[", text, maxsplit=1)[0], max(width, 20), placeholder=" …")
 
 
-_UNTYPED = re.compile(r" <[^>]*>+$")
+_UNTYPED = pattern(r" <[^>]*>+$")
 _RARE = frozenset(("--help", "--set", "--plot", "--layers", "--accumulation", "--strict", "--vocab-size"))
 """Flags that only the whole help has."""
 _SAID = {

@@ -119,15 +119,14 @@ Varied = Mapping[str, Sequence[tuple[str, str]]]
 
 
 def _alike(source: Source, flags: Flags, varied: Varied, values: Mapping[str, str]) -> dict[str, str]:
-    """The stage of ZeRO with which a framework shards as ``fsdp``, which it is compared with: where it has that stage
-    and nobody says another."""
-    names = [value for _, value in varied.get(FRAMEWORK, ())]
+    """The stage of ZeRO with which a framework shards as one does that it is compared with, of itself and under another
+    name: where it has that stage and nobody says another."""
+    others = [framework(value).supports for _, value in varied.get(FRAMEWORK, ()) if value in ROOMS]
     layout = source.plan.mapping.get("layout")
     said = "zero" in flags or "zero" in varied or (layout is not None and "zero" in layout.mapping)
     name = values.get(FRAMEWORK, "")
-    if said or "fsdp" not in names or name not in ROOMS or 3 not in framework(name).supports.zero:
-        return {}
-    return {} if name == "fsdp" else {"zero": "3"}
+    shards = not said and any(3 in other.shards_as_zero for other in others)
+    return {"zero": "3"} if shards and name in ROOMS and 3 in framework(name).supports.zero else {}
 
 
 FRAMEWORK = "framework"

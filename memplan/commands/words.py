@@ -12,6 +12,7 @@ from typing import Any
 
 from ..plan.errors import ABSENT, Guesses, PlanError, wrong_at
 from ..plan.fields import Kind, by_flag
+from ..values import pattern
 from .output import PRINTED
 
 _SEVERAL = ("--compare", "--vary", "--import")
@@ -213,7 +214,7 @@ def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
     return _ONE_HYPHEN.fullmatch(flag) is not None and not all(f"-{letter}" in takes for letter in letters)
 
 
-_ONE_HYPHEN = re.compile(r"-[A-Za-z][A-Za-z-]*")
+_ONE_HYPHEN = pattern(r"-[A-Za-z][A-Za-z-]*")
 
 
 def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:

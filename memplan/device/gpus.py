@@ -8,11 +8,10 @@ https://developer.nvidia.com/cuda-gpus.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..values import dataclass
+from ..values import dataclass, pattern
 from .facts import cuda_context
 
 _MIB = 1 << 20
@@ -392,7 +391,7 @@ SHARED = MappingProxyType(
 )
 """GPUs without memory of their own, of which a job gets what the system leaves."""
 
-NO_GPU = re.compile(
+NO_GPU = pattern(
     r"(?i)(?:tpu|gaudi|hpu|habana|trainium|trn[0-9]|inferentia|ascend|910b|npu|apple|mps$"
     r"|m[1-5](?:$|[- ](?:pro|max|ultra)))"
 )
@@ -438,6 +437,6 @@ def alike(name: str) -> tuple[str, ...]:
     return of_series(name) or numbered or of_series(once)
 
 
-_NUMBER = re.compile(r"[0-9]+")
-_TWICE = re.compile(r"([0-9])\1$")
-_SERIES = re.compile(r"[a-z]+[0-9]+")
+_NUMBER = pattern(r"[0-9]+")
+_TWICE = pattern(r"([0-9])\1$")
+_SERIES = pattern(r"[a-z]+[0-9]+")

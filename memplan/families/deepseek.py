@@ -3,12 +3,13 @@ latent attention, experts, and shared experts beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ..layers import experts, ops, selecting
-from ..layers.autograd import Gradients, Recorder, Tensor
+from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import CORE_GPT, SHARED, reads
 from ..layers.fused_attention import efficient_attention
+from ..layers.gradients import by_way_of
 from ..layers.huggingface import (
     Heads,
     LayerShape,
@@ -105,15 +106,8 @@ def complex_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, *, copied:
 
 def complex_product(r: Recorder, x: Tensor, table: Tensor, name: str) -> Tensor:
     """fp32 ``x``, pairs of neighbours seen as complex numbers, times the numbers of ``table``, as fp32."""
-    shape, angles = x.shape, table.shape
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        conjugate = r.empty(angles, "fp32", "rotary_conjugate")
-        made = r.empty(shape, "fp32", f"grad_{name}_turned")
-        del conjugate
-        return [made]
-
-    return r.output((x,), (table,), backward, shape, "fp32", f"{name}_turned")
+    backward = by_way_of((table.shape, "fp32", "rotary_conjugate"), (x.shape, "fp32", f"grad_{name}_turned"))
+    return r.output((x,), (table,), backward, x.shape, "fp32", f"{name}_turned")
 
 
 def v2_mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:

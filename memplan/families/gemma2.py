@@ -13,21 +13,24 @@ from .base import PLAIN_ROTARY, Config, Submodules, key
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SUBMODULES, llama_attention, llama_mlp
 
 
-def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``Gemma2RMSNorm.forward``: multiplied by ``1 + weight`` in fp32, then cast."""
-
-    def normed(x: Tensor) -> Tensor:
-        return ops.multiply(r, x, ops.rsqrt(r, shifted(x), f"{name}_rstd"), f"{name}_normed")
+def normed(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``_norm``, ``x * rsqrt(mean(x ** 2) + eps)``."""
 
     def shifted(x: Tensor) -> Tensor:
         variance = ops.mean_last(r, ops.power(r, x, f"{name}_square"), f"{name}_variance")
         return ops.add_constant(r, variance, f"{name}_eps")
 
+    return ops.multiply(r, x, ops.rsqrt(r, shifted(x), f"{name}_rstd"), f"{name}_normed")
+
+
+def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``Gemma2RMSNorm.forward``: multiplied by ``1 + weight`` in fp32, then cast."""
+
     def one_plus(weight: Tensor) -> Tensor:
         return ops.add_constant(r, ops.cast(r, weight, "fp32", f"{name}_weight_fp32"), f"{name}_scale")
 
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
-    output = normed(ops.cast(r, x, "fp32", f"{name}_fp32"))
+    output = normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
     output = ops.multiply(r, output, one_plus(weight), f"{name}_scaled")
     return ops.cast(r, output, x.dtype, name)
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import SHARED, reads
-from ..layers.huggingface import Shared, halves
+from ..layers.huggingface import Shared, halves, rotary_one
 from ..values import replace
 from .base import Config, key
 from .deepseek import V3
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, NORMED_LAST, SILU
 from .mixtral import SHARED_LAYERS, SHARED_REGISTERED
-from .phi3 import turned
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
@@ -21,7 +20,8 @@ def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, T
     cos, _ = shared.tables
     q_rot, q_pass = halves(r, q, cos.shape[-1], "query")
     k_rot, k_pass = halves(r, k, cos.shape[-1], "key")
-    q_turned, k_turned = turned(r, q_rot, shared, "query"), turned(r, k_rot, shared, "key")
+    q_turned = rotary_one(r, q_rot, shared, "query", "turned")
+    k_turned = rotary_one(r, k_rot, shared, "key", "turned")
     q_out = ops.cat_last(r, q_turned, q_pass, "query_rotary")
     del q_turned
     return q_out, ops.cat_last(r, k_turned, k_pass, "key_rotary")

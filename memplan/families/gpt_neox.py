@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import GPT2, reads
-from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
+from ..layers.ends import Embedded, rotary_tables
 from ..layers.huggingface import (
     Heads,
     LayerShape,
@@ -18,7 +18,9 @@ from ..layers.huggingface import (
     rotary_one,
 )
 from ..plan.spec import ModelSpec
+from ..values import replace
 from .base import HEAD, NORM, PLAIN_ROTARY, Config, Family, ModuleNames, Submodules, key
+from .gptj import gptj_embedding
 
 
 def neox_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, n: int) -> tuple[Tensor, Tensor]:
@@ -74,14 +76,9 @@ def neox_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -
 
 def neox_embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GPTNeoXModel.forward`` up to the first layer."""
-    spec = shape.spec
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    mask = causal_mask(r, shape)
-    hidden = ops.dropout(r, inputs_embeds, spec.embedding_dropout, "embedding_dropout")
+    embedded = gptj_embedding(r, shape)
     cos, sin = rotary_tables(r, shape)
-    frame = [inputs_embeds] if spec.embedding_dropout else []
-    return Embedded(hidden, Shared(mask, cos, sin, position_ids), frame)
+    return replace(embedded, shared=replace(embedded.shared, cos=cos, sin=sin))
 
 
 NEOX = Family(

@@ -25,21 +25,14 @@ from ..plan.spec import ModelSpec
 from ..values import replace
 from .base import Config, Family, Submodules, key
 from .deepseek import complex_product
+from .gemma2 import normed as rms
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, head_by_head, projection
 from .mixtral import NO_LEAF_SHARED, SHARED_REGISTERED
 
 
 def without_weight(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``Llama4TextL2Norm.forward``: ``_norm(x.float()).type_as(x)``."""
-
-    def normed(x: Tensor) -> Tensor:
-        return ops.multiply(r, x, ops.rsqrt(r, shifted(x), f"{name}_rstd"), f"{name}_normed")
-
-    def shifted(x: Tensor) -> Tensor:
-        variance = ops.mean_last(r, ops.power(r, x, f"{name}_square"), f"{name}_variance")
-        return ops.add_constant(r, variance, f"{name}_eps")
-
-    return ops.cast(r, normed(ops.cast(r, x, "fp32", f"{name}_fp32")), x.dtype, f"{name}_cast")
+    return ops.cast(r, rms(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name), x.dtype, f"{name}_cast")
 
 
 def normed(r: Recorder, x: Tensor, name: str) -> Tensor:

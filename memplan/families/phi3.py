@@ -14,7 +14,7 @@ from ..layers.huggingface import (
     halves,
     linear,
     rms_norm,
-    rotate_half,
+    rotary_one,
 )
 from ..plan.spec import ModelSpec
 from .base import NO_BIASES, PLAIN_ROTARY, Config, Family, Submodules, key
@@ -30,20 +30,12 @@ def heads_of(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
     return x.view(b, heads, s, d)
 
 
-def turned(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
-    """``x * cos + rotate_half(x) * sin``."""
-    cos, sin = shared.tables
-    kept = ops.multiply(r, x, cos, f"{name}_cos")
-    half = ops.multiply(r, rotate_half(r, x, name), sin, f"{name}_sin")
-    return ops.add(r, kept, half, f"{name}_turned")
-
-
 def phi3_rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared, n: int) -> tuple[Tensor, Tensor]:
     """``apply_rotary_pos_emb``: the first ``n`` features of each head turned, and the rest, perhaps none, appended."""
     q_rot, q_pass = halves(r, q, n, "query")
     k_rot, k_pass = halves(r, k, n, "key")
-    q_out = ops.cat_last(r, turned(r, q_rot, shared, "query"), q_pass, "query_rotary")
-    k_out = ops.cat_last(r, turned(r, k_rot, shared, "key"), k_pass, "key_rotary")
+    q_out = ops.cat_last(r, rotary_one(r, q_rot, shared, "query", "turned"), q_pass, "query_rotary")
+    k_out = ops.cat_last(r, rotary_one(r, k_rot, shared, "key", "turned"), k_pass, "key_rotary")
     return q_out, k_out
 
 

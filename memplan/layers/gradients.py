@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
 from .autograd import Backward, Gradients, Recorder, Tensor, incoming
+from .shapes import Shape
 from .work import NOTHING
 
 
@@ -22,6 +23,17 @@ def fresh_each(*inputs: tuple[Tensor, str]) -> Backward:
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [r.empty(*like) for like in likes]
+
+    return backward
+
+
+def by_way_of(*made: tuple[Shape, str, str] | tuple[Shape, str, str, Category]) -> Backward:
+    """Makes a tensor of each shape, dtype, name and category; the last is the gradient, and those before it end then,
+    the newest first."""
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        tensors = [r.empty(*one) for one in made]
+        return [tensors.pop()]
 
     return backward
 

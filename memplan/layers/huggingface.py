@@ -458,11 +458,12 @@ def rotate_half(r: Recorder, x: Tensor, name: str) -> Tensor:
     return ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
 
 
-def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str) -> Tensor:
+def rotary_one(r: Recorder, x: Tensor, shared: Shared, name: str, made: str = "rotary") -> Tensor:
+    """``x * cos + rotate_half(x) * sin``, which is called ``made``."""
     cos, sin = shared.tables
     kept = ops.multiply(r, x, cos, f"{name}_cos")
     turned = ops.multiply(r, rotate_half(r, x, name), sin, f"{name}_sin")
-    return ops.add(r, kept, turned, f"{name}_rotary", issue=work.STRIDED)  # heads before tokens, and behind
+    return ops.add(r, kept, turned, f"{name}_{made}", issue=work.STRIDED)  # heads before tokens, and behind
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:

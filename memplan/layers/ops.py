@@ -15,7 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
-from .gradients import fresh, viewed
+from .gradients import by_way_of, fresh, viewed
 from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
@@ -378,16 +378,9 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
 def power(r: Recorder, x: Tensor, name: str = "pow") -> Tensor:
     """``x.pow(n)``: saves x; backward makes ``x^(n-1)``, that times n, and the product with the gradient."""
     (x,) = entering(r, "pow", x, name=f"{name}_input")
-    shape, dtype = x.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        lower = r.empty(shape, dtype, f"{name}_lower")
-        scaled = r.empty(shape, dtype, f"{name}_lower_scaled")
-        product = r.empty(shape, dtype, f"grad_{name}")
-        del scaled, lower
-        return [product]
-
-    return r.output((x,), (x,), backward, shape, dtype, name)
+    made = (f"{name}_lower", f"{name}_lower_scaled", f"grad_{name}")
+    backward = by_way_of(*((x.shape, x.dtype, one) for one in made))
+    return r.output((x,), (x,), backward, x.shape, x.dtype, name)
 
 
 def tanh(r: Recorder, x: Tensor, name: str = "tanh") -> Tensor:
@@ -411,15 +404,7 @@ def rsqrt(r: Recorder, x: Tensor, name: str = "rsqrt") -> Tensor:
     """Saves its result; backward makes its cube in two steps."""
     (x,) = entering(r, "rsqrt", x, name=f"{name}_input")
     out = r.empty(x.shape, x.dtype, name)
-    shape, dtype = x.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        cube = r.empty(shape, dtype, f"{name}_cube")
-        scaled = r.empty(shape, dtype, f"{name}_scaled")
-        product = r.empty(shape, dtype, f"grad_{name}")
-        del scaled, cube
-        return [product]
-
+    backward = by_way_of(*((x.shape, x.dtype, one) for one in (f"{name}_cube", f"{name}_scaled", f"grad_{name}")))
     out.node = r.node((x,), (out,), backward)
     return out
 

@@ -12,14 +12,12 @@ b / 2 pairs, s tokens, n labels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..families import family
 from ..tape.events import Category
 from . import ops
-from .autograd import Gradients, Recorder, Tensor
+from .autograd import Recorder, Tensor
 from .ends import cross_entropy
-from .gradients import fresh
+from .gradients import by_way_of, fresh
 from .huggingface import LayerShape
 
 
@@ -78,13 +76,7 @@ def taken(r: Recorder, logits: Tensor, last: Tensor) -> Tensor:
 def loss_of_pairs(r: Recorder, scores: Tensor) -> Tensor:
     """The first half of the rows was chosen, the second rejected."""
     whole, pairs, dtype = scores.shape, (scores.shape[0] // 2,), scores.dtype
-
-    def halves(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        rejected = r.empty(pairs, dtype, "grad_rejected")
-        both = r.empty(whole, dtype, "grad_scores")
-        del rejected
-        return [both]
-
+    halves = by_way_of((pairs, dtype, "grad_rejected"), (whole, dtype, "grad_scores"))
     difference = r.empty(pairs, dtype, "difference").by(r.node((scores,), (), halves))
     logarithm = ops.elementwise(r, "log_sigmoid", (difference,), (difference,))
     mean = r.empty((), dtype, "mean").by(

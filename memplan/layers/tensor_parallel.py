@@ -174,13 +174,17 @@ def _rows(r: Recorder, weight: Tensor, tokens: Tensor, t: int, name: str) -> Ten
     return rows
 
 
-def masked(r: Recorder, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Which indices are of other ranks, and where the own ones are (``_MaskPartial._partition_value``)."""
-    below, above = r.empty(shape, "bool", "index_below"), r.empty(shape, "bool", "index_above")
-    mask = r.empty(shape, "bool", "index_mask")
+INDICES = ("index_below", "index_above", "index_mask", "index_copy", "index_local")
+
+
+def masked(r: Recorder, shape: Shape, names: tuple[str, str, str, str, str] = INDICES) -> tuple[Tensor, Tensor]:
+    """Which indices are of other ranks, and where the own ones are (``_MaskPartial._partition_value``; Megatron's
+    ``VocabParallelEmbedding.forward``)."""
+    below, above = r.empty(shape, "bool", names[0]), r.empty(shape, "bool", names[1])
+    mask = r.empty(shape, "bool", names[2])
     del below, above
-    copied = r.empty(shape, "int64", "index_copy")
-    local = r.empty(shape, "int64", "index_local")
+    copied = r.empty(shape, "int64", names[3])
+    local = r.empty(shape, "int64", names[4])
     del copied
     return mask, local
 

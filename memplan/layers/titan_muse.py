@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from . import ops, torchtitan
 from .autograd import Gradients, Recorder, Tensor
+from .gradients import by_way_of
 from .huggingface import LayerShape
 from .titan_gpt_oss import checked, of_all_ranks, varlen_attention
 from .torchtitan import Operator, Policy, feed_forward
@@ -84,15 +85,8 @@ def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def turned(r: Recorder, x: Tensor, rows: Tensor, name: str) -> Tensor:
     """Times rows of the table, which are saved; backward's product is with the conjugate, a tensor of its own."""
-    shape, like = x.shape, rows.shape
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        conjugate = r.empty(like, "fp32", "rope_rows_conjugate")
-        gradient = r.empty(shape, "fp32", f"grad_{name}_complex")
-        del conjugate
-        return [gradient]
-
-    return r.output((x,), (rows,), backward, shape, "fp32", f"{name}_complex")
+    backward = by_way_of((rows.shape, "fp32", "rope_rows_conjugate"), (x.shape, "fp32", f"grad_{name}_complex"))
+    return r.output((x,), (rows,), backward, x.shape, "fp32", f"{name}_complex")
 
 
 def embedding(r: Recorder, shape: LayerShape) -> Tensor:

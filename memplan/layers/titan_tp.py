@@ -8,7 +8,6 @@ sequence, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from ..values import replace
 from . import ops
 from . import tensor_parallel as tp
 from .autograd import Recorder, Tensor
@@ -16,14 +15,7 @@ from .huggingface import LayerShape
 from .titan_models import Attention
 from .titan_moe import fused_rms_norm, mixture
 from .torchtitan import Policy, feed_forward
-
-
-def local(shape: LayerShape) -> LayerShape:
-    """What one rank computes: as many heads less, and as much of each MLP and expert."""
-    spec, t = shape.spec, shape.tensor
-    parts = {name: getattr(spec, name) // t for name in ("heads", "kv_heads", "ffn", "shared_expert_ffn")}
-    parts["expert_ffn"] = spec.expert_ffn // shape.expert_parts
-    return replace(shape, spec=spec.model_copy(update=parts))
+from .torchtitan_tp import local
 
 
 def rms_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -35,7 +27,8 @@ def block(
     r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, attention: Attention, table: Tensor | None = None
 ) -> Tensor:
     """``TransformerBlock.forward`` on (b, s / t, h); ``shape`` is that of all ranks together."""
-    part, t = local(shape), shape.tensor
+    t = shape.tensor
+    part = local(shape, t)
 
     def attended(normed: Tensor) -> Tensor:
         return attention(r, tp.gathered(r, normed, t, "attention_input"), part, policy, table)

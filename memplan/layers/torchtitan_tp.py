@@ -20,9 +20,10 @@ from .torchtitan import Policy, attention, feed_forward, normed
 
 
 def local(shape: LayerShape, t: int) -> LayerShape:
-    """What one rank computes of attention and MLP: a / t heads, and as much of the MLP."""
+    """What one rank computes: a / t heads, and as much of each MLP and expert."""
     spec = shape.spec
-    parts = {"heads": spec.heads // t, "kv_heads": spec.kv_heads // t, "ffn": spec.ffn // t}
+    parts = {name: getattr(spec, name) // t for name in ("heads", "kv_heads", "ffn", "shared_expert_ffn")}
+    parts["expert_ffn"] = spec.expert_ffn // shape.expert_parts
     return replace(shape, spec=spec.model_copy(update=parts))
 
 

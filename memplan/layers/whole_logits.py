@@ -23,7 +23,7 @@ from ..tape.events import INPUT, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..values import dataclass
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
-from .gradients import fresh, viewed
+from .gradients import by_way_of, fresh, viewed
 from .huggingface import LayerShape
 from .log_probabilities import clipped
 
@@ -367,14 +367,8 @@ def log_sum(r: Recorder, row: Tensor) -> Tensor:
     exponentials = r.empty(whole, dtype, "logits_less_largest", LOGITS)
     out = r.empty(whole[:1], dtype, "log_sum_of_sequence")
     del exponentials
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        less = r.empty(whole, dtype, "logits_less_log_sum", LOGITS)
-        probabilities = r.empty(whole, dtype, "probabilities_of_sequence", LOGITS)
-        gradient = r.empty(whole, dtype, "grad_logits_of_sequence", LOGITS)
-        del probabilities, less
-        return [gradient]
-
+    made = ("logits_less_log_sum", "probabilities_of_sequence", "grad_logits_of_sequence")
+    backward = by_way_of(*((whole, dtype, name, LOGITS) for name in made))
     return out.by(r.node((row,), (row, out), backward))
 
 

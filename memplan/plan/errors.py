@@ -5,13 +5,12 @@ Values that remember where they were written, so that an error can say so.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from ..bash.origin import Origin as Origin
 from ..bash.origin import ScriptError
-from ..values import dataclass
+from ..values import dataclass, pattern
 
 MOST_GUESSES = 32
 """Unknown names of one file for which the nearest known one is looked for."""
@@ -246,8 +245,8 @@ Scalar: TypeAlias = str | int | float | bool | None
 Value: TypeAlias = "Scalar | list[Node] | dict[str, Node]"
 
 
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+_INTEGER = pattern(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = pattern(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _CONSTANTS: dict[str, Scalar] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),

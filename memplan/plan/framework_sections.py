@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
+from .section import Count, Degree, Dtype, Elements, FrameworkSection
 from .training_loops import TRAINING_LOOPS, TrainingLoop
 
 
-class Experts(FrameworkSection, Terse):
+class Experts(FrameworkSection):
     """How a model with experts is trained; Megatron-Core's arguments are called ``--moe-…``."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
@@ -134,6 +134,10 @@ class Experts(FrameworkSection, Terse):
     )
 
 
+BUCKET_MB = 25
+"""MiB of DDP's buckets where nobody says otherwise (torch, ``nn/parallel/distributed.py``)."""
+
+
 class Ddp(FrameworkSection):
     """Arguments of ``DistributedDataParallel``, and of ``ZeroRedundancyOptimizer`` (``layout.zero: 1``)."""
 
@@ -160,7 +164,7 @@ SMALL = "auto_filter_small_kn"
 """Stands for small layers among names of those that are not converted."""
 
 
-class Fsdp(FrameworkSection, Terse):
+class Fsdp(FrameworkSection):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
@@ -344,7 +348,7 @@ class Deepspeed(FrameworkSection):
     )
 
 
-class Trainer(FrameworkSection, Terse):
+class Trainer(FrameworkSection):
     """Hugging Face's Trainer, beside what it shares with a plain loop."""
 
     shorthand = "loop"

@@ -6,26 +6,27 @@ import os
 import re
 from pathlib import Path
 
+from ..values import pattern
 from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .library import hub_ids
 from .not_modelled import why_not
 from .spellings import meant
 from .text import is_folder, is_there, path_of, read_text
 
-_REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_ENDING = re.compile(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
+_REPOSITORY = pattern(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_ENDING = pattern(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
 """What tells models of the same shape apart."""
-_PACKED = re.compile(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
+_PACKED = pattern(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
 """And what tells a checkpoint of quantised weights."""
-_IMAGES = re.compile(r"(?i)-(?:VL|Omni)(?=-)")
+_IMAGES = pattern(r"(?i)-(?:VL|Omni)(?=-)")
 """And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
-_GGUF = re.compile(r"(?i)(?:[-_.](?:ud-)?(?:i?q[0-9]\w*|b?f16|f32|fp16))?[-_.]gguf$")
+_GGUF = pattern(r"(?i)(?:[-_.](?:ud-)?(?:i?q[0-9]\w*|b?f16|f32|fp16))?[-_.]gguf$")
 """And what tells weights of llama.cpp, behind how they are packed."""
 MIRRORS = frozenset({"unsloth", "nousresearch"})
 """Owners who keep others' checkpoints under their names, and in their shapes."""
-_SIZE = re.compile(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
+_SIZE = pattern(r"-[0-9.]+[bm](?:-v[0-9.]+)?$")
 """How large a model is, and its release: a name without them means the only one of that name."""
-_ACTIVE = re.compile(r"-a[0-9.]+b$")
+_ACTIVE = pattern(r"-a[0-9.]+b$")
 """How much of a mixture every token runs through: the same."""
 
 
@@ -98,7 +99,7 @@ def of_size(name: str) -> tuple[str, ...]:
     return tuple(one for one in hub_ids() if name.lower() in one.split("-")) if _BARE.fullmatch(name) else ()
 
 
-_BARE = re.compile(r"(?i)(?:[0-9]+x)?[0-9]+(?:\.[0-9]+)?[bmt]")
+_BARE = pattern(r"(?i)(?:[0-9]+x)?[0-9]+(?:\.[0-9]+)?[bmt]")
 
 
 def guesses(name: str) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ def guesses(name: str) -> tuple[str, ...]:
     return tuple(one for one in namesakes(name) if is_slip(own, one) or one.startswith(own))
 
 
-_HOW_LARGE = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
+_HOW_LARGE = pattern(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
 
 
 def _version(name: str) -> str | None:
@@ -123,7 +124,7 @@ def _word(name: str) -> str:
     return re.split(r"[^a-z]", name.lower(), maxsplit=1)[0]
 
 
-_PAGE = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+?)(?:/.*)?/?")
+_PAGE = pattern(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?:models/)?([\w.-]+/[\w.-]+?)(?:/.*)?/?")
 
 
 def without_address(name: str) -> str:

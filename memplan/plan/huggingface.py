@@ -5,13 +5,13 @@ What each family's configuration says, and its defaults: ``families``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..families import families
 from ..families import family as family_of
 from ..families.base import REQUIRED, Config, Key
+from ..values import pattern
 from .block_configs import KEY as BLOCKS
 from .block_configs import blocks_of
 from .errors import ABSENT, Node, PlanError, one_line
@@ -23,9 +23,9 @@ from .spec import MOST_LAYERS
 LARGEST = 2**31
 """Elements in one dimension."""
 
-_HEADS_ASSUMED = re.compile(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
+_HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""
-_CLASSIFIER = re.compile(r"ForSequenceClassification$")
+_CLASSIFIER = pattern(r"ForSequenceClassification$")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = {
     "gelu": "gelu",

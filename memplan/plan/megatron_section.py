@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from .module_precision import Text as ModulePrecision
-from .section import Count, Degree, Dtype, Elements, FrameworkSection, Terse
+from .section import Count, Degree, Dtype, Elements, FrameworkSection
 
 TRANSFORMER_ENGINE = "2.18"
 """The newest release of Transformer Engine whose source the recipes follow."""
@@ -23,7 +23,7 @@ GraphModule = Literal["attn", "mlp", "moe", "moe_router", "moe_preprocess", "mam
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 
 
-class Megatron(FrameworkSection, Terse):
+class Megatron(FrameworkSection):
     """Choices that only Megatron-Core has; each is an argument of its own launch script."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(

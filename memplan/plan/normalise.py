@@ -6,15 +6,14 @@ and validation refuses it.
 
 from __future__ import annotations
 
-import re
-
+from ..values import pattern
 from .errors import Node, PlanError, scalar
 from .fields import Kind, PlanField, plan_fields, sections
 from .sizes import check_unit, parse_size
 from .spec import MOST_LAYERS
 from .spellings import respelled
 
-_RANGE = re.compile(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?")
+_RANGE = pattern(r"([0-9]{1,6})(?:\s*-\s*([0-9]{1,6}))?")
 LONGEST_TEXT = 10_000
 """Characters of one value in a plan."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ..values import pattern
 from .environment import READ, is_followed, is_irrelevant
 from .errors import Guesses, nearest, one_line, shown
 from .plan import DEFAULT_SEQ, Plan
@@ -44,7 +44,7 @@ def text_part(name: str) -> Note:
     return Note("text-part", one_line(message))
 
 
-_SMALL_HEADS = re.compile(r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)$")
+_SMALL_HEADS = pattern(r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)$")
 """Classes of transformers whose head gives a few numbers for a token or a sequence, where a language model's gives one
 for each word of the vocabulary."""
 

@@ -66,10 +66,10 @@ def _check_implementation(plan: ResolvedPlan) -> None:
         return
     if own == (None,):
         raise PlanError(field, value, f"must be left out: {name} has one implementation, bitsandbytes'")
-    of_framework = supports.default_implementations.get(name)
+    by_default = supports.default_implementations.get(name)
     refused = supports.implementations_refused
     known = [one for one in own if one in supports.implementations and (name, one) not in refused]
-    known += [of_framework] if of_framework is not None and of_framework not in known else []
+    known += [by_default] if by_default is not None and by_default not in known else []
     if value in known:
         return
     must = f"must be {listed(known) if known else 'left out'} for {name} with framework {plan.framework}"

@@ -17,7 +17,7 @@ from .errors import PlanError
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
 from .megatron_section import Megatron
 from .releases import parsed, sdpa_kernel
-from .section import Count, Degree, Dtype, OneOf, Section, Stages, Terse
+from .section import Count, Degree, Dtype, Later, OneOf, Section, Stages
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
 from .training_loops import TrainingLoop
 from .tuning_sections import Frozen, Kernels, Lora, Quantisation
@@ -60,7 +60,7 @@ class Hardware(Section):
     price: float | None = Field(None, ge=0.0, le=1e9, description="price of one GPU for one hour, in any currency")
 
 
-class Layout(Section, Terse):
+class Layout(Section):
     unsaid: ClassVar[frozenset[str]] = frozenset({"etp"})
 
     tp: Degree = Field(1, description="tensor-parallel size")
@@ -78,7 +78,7 @@ DEFAULT_SEQ = 4096
 """Tokens of a sequence that nobody gave, where the model's longest is more."""
 
 
-class Batch(Section, Terse):
+class Batch(Section):
     unsaid: ClassVar[frozenset[str]] = frozenset({"decoder_seq"})
 
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
@@ -98,7 +98,7 @@ class Batch(Section, Terse):
     )
 
 
-class Precision(Section, Terse):
+class Precision(Section):
     shorthand = "dtype"
     unsaid: ClassVar[frozenset[str]] = frozenset(
         {"fp8", "fp8_format", "fp4", "fp8_parameters", "first_16bit_layers", "last_16bit_layers", "amax_history"}
@@ -342,19 +342,19 @@ class Pipeline(Section):
     )
 
 
-class Plan(Section, Terse):
+class Plan(Section):
     """A training job: the whole input of an estimate."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset({"experts", "kernels", "compile", "compile_regions"})
 
     model: SerializeAsAny[ModelSpec]
     framework: FrameworkName = Field("single", description="training framework")
-    hardware: Hardware = Hardware.model_construct()
-    layout: Layout = Layout.model_construct()
-    batch: Batch = Batch.model_construct()
-    precision: Precision = Precision.model_construct()
-    optimizer: Optimizer = Optimizer.model_construct()
-    recompute: Recompute = Recompute.model_construct()
+    hardware: Later[Hardware] = Hardware.model_construct()
+    layout: Later[Layout] = Layout.model_construct()
+    batch: Later[Batch] = Batch.model_construct()
+    precision: Later[Precision] = Precision.model_construct()
+    optimizer: Later[Optimizer] = Optimizer.model_construct()
+    recompute: Later[Recompute] = Recompute.model_construct()
     attention: AttentionImplementation | None = Field(
         None,
         description="implementation of attention: eager, which stores the scores; flash, the framework's flash "
@@ -377,18 +377,18 @@ class Plan(Section, Terse):
         description="with compile: every layer, and each module beside them, by itself (Accelerate's "
         "use_regional_compilation)",
     )
-    loss: Loss = Loss.model_construct()
-    lora: Lora = Lora.model_construct()
-    quantisation: Quantisation = Quantisation.model_construct()
-    frozen: Frozen = Frozen.model_construct()
-    kernels: Kernels = Kernels.model_construct()
-    pipeline: Pipeline = Pipeline.model_construct()
-    megatron: Megatron = Megatron.model_construct()
-    experts: Experts = Experts.model_construct()
-    ddp: Ddp = Ddp.model_construct()
-    fsdp: Fsdp = Fsdp.model_construct()
-    deepspeed: Deepspeed = Deepspeed.model_construct()
-    trainer: Trainer = Trainer.model_construct()
+    loss: Later[Loss] = Loss.model_construct()
+    lora: Later[Lora] = Lora.model_construct()
+    quantisation: Later[Quantisation] = Quantisation.model_construct()
+    frozen: Later[Frozen] = Frozen.model_construct()
+    kernels: Later[Kernels] = Kernels.model_construct()
+    pipeline: Later[Pipeline] = Pipeline.model_construct()
+    megatron: Later[Megatron] = Megatron.model_construct()
+    experts: Later[Experts] = Experts.model_construct()
+    ddp: Later[Ddp] = Ddp.model_construct()
+    fsdp: Later[Fsdp] = Fsdp.model_construct()
+    deepspeed: Later[Deepspeed] = Deepspeed.model_construct()
+    trainer: Later[Trainer] = Trainer.model_construct()
     device_map: dict[int, tuple[int, ...]] | None = Field(
         None,
         description="device-map: layers on each device, as {0: 0-11, 1: 12-23}, or Accelerate's map of modules to "

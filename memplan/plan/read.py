@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..frameworks import ROOMS, framework
-from ..values import dataclass, replace
+from ..values import dataclass, pattern, replace
 from .assumed_releases import notes_of_releases
 from .checks import check_mixture, listed
 from .errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
@@ -35,7 +34,7 @@ MOST_EXTENDED = 8
 """Plans that extend one another in a chain."""
 
 _OF_ONE_VALUE = (Kind.INTEGER, Kind.SIZE, Kind.CHOICE, Kind.SWITCH)
-_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_THOUSANDS = pattern(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 Flags = Mapping[str, "str | tuple[str, ...]"]
 """Values of flags by name without hyphens: ``{"tp": "4", "env": ("NAME=VALUE",)}``."""

@@ -15,6 +15,9 @@ def plan_schema() -> dict[str, Any]:
     schema = Plan.model_json_schema()
     definitions, properties = schema["$defs"], schema["properties"]
     for name, section in sections().items():
+        if section.__name__ not in definitions:  # a section of a plan
+            definitions[section.__name__] = section.model_json_schema()
+            properties[name] = {"$ref": f"#/$defs/{section.__name__}", **properties[name]}
         definition = definitions[section.__name__]
         definition.pop("required", None)
         definition.pop("title", None)
@@ -35,6 +38,7 @@ def plan_schema() -> dict[str, Any]:
     }
     schema["properties"] = {"$schema": {"type": "string"}, "extends": extends, **properties}
     schema.pop("required", None)
+    schema["$defs"] = dict(sorted(definitions.items()))
     return {"$schema": _DRAFT, **_without_titles(schema), "title": "memplan plan"}
 
 

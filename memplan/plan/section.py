@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -12,6 +13,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     model_serializer,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -51,22 +53,24 @@ class OneOf:
 class Terse(BaseModel):
     """JSON has the fields in ``unsaid`` only where they differ from their defaults: those that few plans have."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
     unsaid: ClassVar[frozenset[str]] = frozenset()
+
+    def said(self) -> Iterator[tuple[str, Any]]:
+        """The fields that JSON has, with their values."""
+        fields = type(self).model_fields
+        for name, value in self:
+            if name not in self.unsaid or value != fields[name].get_default(call_default_factory=True):
+                yield name, value
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         written: dict[str, Any] = handler(self)
-        fields = type(self).model_fields
-        for name in self.unsaid:
-            if getattr(self, name) == fields[name].get_default(call_default_factory=True):
-                written.pop(name, None)
-        return written
+        return {name: written[name] for name, _ in self.said() if name in written}
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-    """Most runs validate whole plans alone, whose validator has those of its sections inside."""
-
+class Section(Terse):
     shorthand: ClassVar[str | None] = None
     """The field that a plain value in place of the whole section sets: ``optimizer: adam8bit``."""
 
@@ -86,3 +90,32 @@ class FrameworkSection(Section):
     def changed_here(self) -> Iterator[tuple[str, Any]]:
         """``changed``, without what every framework reads."""
         return ((name, value) for name, value in self.changed() if name not in self.everywhere)
+
+
+if TYPE_CHECKING:
+    Value = TypeVar("Value", bound=Section)
+    Later = Annotated[Value, ...]
+else:
+
+    class Later:
+        """``Later[Layout]`` is a field with a ``Layout`` in it, whose validator is made when one is read: a plan has a
+        few of its sections, and to make the validators of all takes a tenth of a start. Fields of a section are plain
+        values, which need no serializer."""
+
+        def __init__(self, section: type[Section]) -> None:
+            self.section = section
+
+        def __class_getitem__(cls, section: type[Section]) -> Any:
+            return Annotated[section, cls(section)]
+
+        def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+            written = core_schema.plain_serializer_function_ser_schema(lambda section: dict(section.said()))
+            return core_schema.with_info_plain_validator_function(self._read, serialization=written)
+
+        def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+            return {}  # memplan/plan/schema.py writes it
+
+        def _read(self, value: Any, info: ValidationInfo) -> Section:
+            if info.mode == "json":  # a list is a tuple there, and strictness is asked for
+                return self.section.model_validate_json(json.dumps(value), strict=True)
+            return self.section.model_validate(value)

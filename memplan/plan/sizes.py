@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from ..values import pattern
 from .errors import PlanError
 
 UNITS = {
@@ -26,7 +25,7 @@ LARGEST = 2**50
 """Bytes: a pebibyte, more than any device has."""
 
 _UNIT_OF = {unit.lower(): size for unit, size in UNITS.items()}
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)\s*([a-zA-Z]{0,3}|%)")
+_SIZE = pattern(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)\s*([a-zA-Z]{0,3}|%)")
 
 
 def parse_size(text: str) -> int | None:

@@ -7,7 +7,7 @@ fields). Sizes are element counts; nothing here knows about ranks, bytes or fram
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from ..families import ROOMS as FAMILIES
 from .errors import PlanError
@@ -37,8 +37,6 @@ class ModelSpec(Terse):
     ``family`` names the code that the model usually runs as (Hugging Face ``model_type``, or ``gpt``
     for Megatron's GPT); it selects the recipe of a layer where a framework has several.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
         (

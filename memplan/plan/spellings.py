@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+from ..values import pattern
 from .errors import Node, PlanError, scalar, wrong_at
 from .fields import Kind, PlanField
 
@@ -123,13 +124,13 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
 }
 """What other tools have and is refused by name, written plainly, by path of a field."""
 
-_MAKERS = re.compile(r"(?i)nvidia|geforce|tesla|amd|instinct")
+_MAKERS = pattern(r"(?i)nvidia|geforce|tesla|amd|instinct")
 OPEN = frozenset({"auto", "?", "max", "any"})
 """What people write for a number that somebody else should find."""
-_GIGA = re.compile(r"(?i)(?<=[-_ (])([0-9]+)\s?g(?![a-z0-9])")
+_GIGA = pattern(r"(?i)(?<=[-_ (])([0-9]+)\s?g(?![a-z0-9])")
 """A size of memory without its B: ``A100-80G``."""
-_STAGE = re.compile(r"(?i)(?:zero|stage|zero[-_ ]?stage)[-_ ]?([0-3])")
-_THOUSANDS = re.compile(r"([1-9][0-9]{0,5})\s*([kKmM])")
+_STAGE = pattern(r"(?i)(?:zero|stage|zero[-_ ]?stage)[-_ ]?([0-3])")
+_THOUSANDS = pattern(r"([1-9][0-9]{0,5})\s*([kKmM])")
 _LENGTHS = frozenset({"batch.seq", "model.positions_max"})
 
 
@@ -194,7 +195,7 @@ def with_optimizer(plan: Node) -> Node:
     return plan.with_items({"optimizer": Node({**section.mapping, **fields}, section.origin)})
 
 
-_CALL = re.compile(r"\s*(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)\s*(?:\((.*)\))?\s*")
+_CALL = pattern(r"\s*(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)\s*(?:\((.*)\))?\s*")
 _IMPLEMENTED = {("fused", "True"): "fused", ("foreach", "True"): "foreach", ("foreach", "False"): "for-loop"}
 _NO_SIZE = frozenset(
     {"params", "lr", "betas", "eps", "fused", "foreach", "capturable", "differentiable", "adam_w_mode", "maximize"}
@@ -286,7 +287,7 @@ def _check_sequences(node: Node) -> None:
     raise node.wrong("batch.gbs", f"must be a whole number of sequences: tokens divided by seq, {each} tokens")
 
 
-_TOKENS = re.compile(r"(?i)\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([km]?)\s*(tok(?:en)?s?)?\s*")
+_TOKENS = pattern(r"(?i)\s*([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([km]?)\s*(tok(?:en)?s?)?\s*")
 _CHECKED = {"hardware.gpus": _check_gpus, "batch.gbs": _check_sequences}
 """Fields whose values may be of another field, or in another unit."""
 
@@ -295,9 +296,9 @@ Flags: TypeAlias = "Mapping[str, str | tuple[str, ...]]"
 
 _COUNT = r"([1-9][0-9]{0,5})"
 _TIMES = r"\s*[xX\u00d7*]\s*"
-_GPU_AND_COUNT = re.compile(rf"\s*(?:{_COUNT}{_TIMES})?{_COUNT}{_TIMES}(\S.*?)\s*")
-_COUNT_LAST = re.compile(rf"\s*(?:gpu:)?(\S.*?)(?:{_TIMES}|\s*:\s*){_COUNT}\s*")
-_NODES_AND_GPUS = re.compile(rf"\s*{_COUNT}{_TIMES}{_COUNT}\s*")
+_GPU_AND_COUNT = pattern(rf"\s*(?:{_COUNT}{_TIMES})?{_COUNT}{_TIMES}(\S.*?)\s*")
+_COUNT_LAST = pattern(rf"\s*(?:gpu:)?(\S.*?)(?:{_TIMES}|\s*:\s*){_COUNT}\s*")
+_NODES_AND_GPUS = pattern(rf"\s*{_COUNT}{_TIMES}{_COUNT}\s*")
 
 
 def with_said_at_once(flags: Flags) -> Flags:
@@ -319,8 +320,8 @@ def gpus_named(text: str) -> tuple[str, int, int | None] | None:
     ``2x8xH100``; ``None`` where ``text`` names no GPU with a number."""
     if gpus_called(text):
         return None
-    for pattern, order in ((_GPU_AND_COUNT, (3, 2, 1)), (_COUNT_LAST, (1, 2, 0))):
-        match = pattern.fullmatch(text)
+    for form, order in ((_GPU_AND_COUNT, (3, 2, 1)), (_COUNT_LAST, (1, 2, 0))):
+        match = form.fullmatch(text)
         if match is not None and gpus_called(match[order[0]]):
             nodes = match[order[2]] if order[2] else None
             each = int(match[order[1]])

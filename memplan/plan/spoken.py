@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..values import dataclass
+from ..values import dataclass, pattern
 from .errors import ABSENT, Origin, PlanError
 
-_FIELD = re.compile(r"\b[a-z]\w*\.[a-z]\w*\b")
+_FIELD = pattern(r"\b[a-z]\w*\.[a-z]\w*\b")
 """A dotted path within a text."""
 
 

@@ -7,7 +7,6 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 from .errors import ABSENT, Origin, PlanError, wrong_at
@@ -240,4 +239,6 @@ def _unreadable(field: str, origin: Origin, error: OSError | ValueError) -> Plan
 
 def checksum(content: object) -> str:
     """A digest of what JSON holds, however it is written."""
+    from hashlib import sha256  # OpenSSL, which few commands need
+
     return sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

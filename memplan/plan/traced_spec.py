@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +155,8 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
             raise value.wrong("model.layers", f"must be a whole number from 1 to {MOST_LAYERS:,}")
         config = {**config, name: value.value}
     layers = size_in(config, LAYERS, MOST_LAYERS, path)
+    from hashlib import sha256  # OpenSSL, which few commands need
+
     return TracedSpec(
         name=one_line(config_name(path).lower())[:100] or "model",
         family=one_line(config["model_type"]),

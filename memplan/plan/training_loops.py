@@ -54,6 +54,8 @@ class TrainingLoop:
     """Of ``trainer``, which no other loop has."""
     needed: Mapping[str, str] = field(default_factory=dict)
     """Those that have to be said, and what they are."""
+    lost: Mapping[str, Version] = field(default_factory=dict)
+    """Arguments of its configuration that trl has no more, and since when."""
     evaluates: bool = False
     """Evaluation of a batch size of its own is modelled."""
     untimed: str = ""
@@ -98,6 +100,7 @@ SFT = TrainingLoop(
     reduced="tokens",
     masks=("attention_mask",),
     follows=((OF_WHOLE_LOGITS[0], TRL_NEWEST),),
+    lost={"max_seq_length": (0, 20)},  # ``trainer/sft_config.py``
     evaluates=True,
 )
 DPO = TrainingLoop(

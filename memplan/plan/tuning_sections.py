@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from .section import Count, Dtype, FrameworkSection, Terse
+from .section import Count, Dtype, FrameworkSection
 from .spec import MOST_LAYERS
 
 
-class Lora(FrameworkSection, Terse):
+class Lora(FrameworkSection):
     """Low-rank adapters as peft makes them: the model is frozen, and two small matrices beside a layer are trained."""
 
     shorthand = "rank"
@@ -74,7 +74,7 @@ class Lora(FrameworkSection, Terse):
     )
 
 
-class Quantisation(FrameworkSection, Terse):
+class Quantisation(FrameworkSection):
     """4-bit weights of the linear layers, but for the head: bitsandbytes' (QLoRA), GPTQ's or AWQ's; or bitsandbytes'
     8-bit ones."""
 

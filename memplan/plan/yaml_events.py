@@ -6,13 +6,12 @@ all others by ``yaml_parser``, which takes longer to import than a plan takes to
 
 from __future__ import annotations
 
-import re
-
 from ..bash.budget import Budget
 from ..bash.origin import ScriptError
+from ..values import pattern
 from .errors import VALUE, Node, Origin, refused, scalar
 
-_LINE = re.compile(
+_LINE = pattern(
     r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"
     r"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[-A-Za-z0-9_.,;/+()| ]*[-A-Za-z0-9_.,;/+()|])?)))?"
 )

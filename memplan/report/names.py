@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 from ..frameworks import framework
 from ..plan.plan import Plan
 from ..result import Judged
-from ..values import dataclass
+from ..values import dataclass, pattern
 
 # -- units -----------------------------------------------------------------------------------------------
 
@@ -95,7 +94,7 @@ def exact(count: int) -> str:
 # -- names -----------------------------------------------------------------------------------------------
 
 DASH = "–"
-_NUMBERED = re.compile(r"(.+)\.(\d+)")
+_NUMBERED = pattern(r"(.+)\.(\d+)")
 
 
 def kind_of(module: str) -> str:

@@ -25,7 +25,7 @@ from rich.text import Text
 from ..plan.errors import one_line
 from ..result import BeyondAllocated, StageEstimate
 from ..tape.events import Category
-from ..values import dataclass
+from ..values import dataclass, pattern
 
 COLOURS: dict[Category, str] = {
     Category.PARAMETERS: "#4e8fce",
@@ -236,7 +236,7 @@ def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
     yield from (Text(f"Written: {file}", GOOD) for file in files)
 
 
-_PIECE = re.compile(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")
+_PIECE = pattern(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")
 """A stretch that stays together, with the ``_``, ``/``, ``.``, ``×`` or blanks that end it."""
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...bash.origin import ScriptError
-from ...bash.shell import beside_the_script, read_script
+from ...bash.shell import read_script
+from ...bash.starting import beside_the_script
 from ...bash.values import Started, Value, is_known, text
 from ...frameworks import framework
 from ...plan.errors import (

@@ -74,17 +74,14 @@ def told_of(pins: Pins, loop: TrainingLoop) -> tuple[Note, ...]:
 
 
 def told_by_keys(keys: Collection[str], loop: TrainingLoop) -> tuple[Note, ...]:
-    """What is said of an argument that says an older release by itself: ``SFTConfig`` of trl 0.20 takes no
-    ``max_seq_length`` any more (``trainer/sft_config.py``)."""
-    if not loop.run_by_trl or loop.name != "sft" or _OLD_KEY not in keys:
-        return ()
-    message = (
-        f"{_OLD_KEY} is an argument of trl before 0.20, and the newest release is planned, whose loss needs other "
-    )
-    return (Note(RELEASES_PINNED, f"{message}memory: give what runs, as --versions trl=0.19.1,transformers=4.53.0"),)
-
-
-_OLD_KEY = "max_seq_length"
+    """What is said of the first argument that says an older release by itself."""
+    for key in loop.lost.keys() & keys if loop.run_by_trl else ():
+        message = (
+            f"{key} is an argument of trl before {written(loop.lost[key])}, and the newest release is planned, whose "
+            "loss needs other memory: give what runs, as --versions trl=0.19.1,transformers=4.53.0"
+        )
+        return (Note(RELEASES_PINNED, message),)
+    return ()
 
 
 def _followed(version: Version, spans: Sequence[Releases]) -> Version | None:

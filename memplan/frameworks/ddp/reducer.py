@@ -13,7 +13,7 @@ from functools import lru_cache
 from ...layers.autograd import ITEMSIZE
 from ...layers.huggingface import LayerShape
 from ...layers.module import Module, Options, Parameter
-from ...plan.framework_sections import Ddp
+from ...plan.framework_sections import BUCKET_MB, Ddp
 from ...tape.events import Category, Hold, Hook, cut, rounded
 from ...values import replace
 from ..plain.hooked import TIED, model_of
@@ -23,7 +23,7 @@ MIB = 2**20
 FIRST_BUCKET = MIB
 """Bytes of the first bucket (``kDefaultFirstBucketBytes``) where ``bucket_cap_mb`` is not given."""
 
-BUCKET = 25 * MIB
+BUCKET = BUCKET_MB * MIB
 """Bytes of every further one."""
 
 

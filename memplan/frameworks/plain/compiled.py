@@ -14,6 +14,7 @@ from ...layers.compiled_model import CompiledModel, model
 from ...layers.compiled_parts import CompiledParts
 from ...layers.module import Interface, Module, Options, build
 from ...plan.errors import PlanError
+from ...plan.framework_sections import BUCKET_MB
 from ...plan.library import COMPILED
 from ...plan.resolved import ResolvedPlan
 from ...plan.traced_spec import layers_name
@@ -27,8 +28,6 @@ CODE = 1
 """Of what is learnt: a larger one makes files of the smaller ones stale."""
 TURNS = 3
 """Depths that differ by a multiple of this are learnt as one (``trace.compiled_model.STEPS``)."""
-BUCKET = 25
-"""MiB of DDP's buckets where nobody says otherwise."""
 
 KNOWN = "with torch.compile, which is modelled with nothing else"
 
@@ -86,7 +85,7 @@ def settings_of(plan: ResolvedPlan) -> dict[str, Any]:
     if cut_at_layers(plan):  # of any number of them
         return {"compiled": CODE, "config": config, **fields, "parts": "regions" if plan.compile_regions else "layers"}
     if job.ddp is not None:  # buckets may cut no two layers alike
-        fields["bucket_cap_mb"] = float(job.ddp.bucket_cap_mb or BUCKET)
+        fields["bucket_cap_mb"] = float(job.ddp.bucket_cap_mb or BUCKET_MB)
     turn = plan.model.layers % TURNS if job.ddp is None else plan.model.layers
     return {"compiled": CODE, "config": config, **fields, "layers": turn}
 

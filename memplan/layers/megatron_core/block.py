@@ -16,7 +16,7 @@ from ...tape.events import Category
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..gradients import fresh, viewed
+from ..gradients import by_way_of, fresh, viewed
 from ..recompute import recomputed_reentrant
 from ..work import STRIDED, exchanged
 from . import (
@@ -422,13 +422,10 @@ def _gathered_last(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     one behind the other are put side by side; the gradient is put the other way, and reduce-scattered."""
     like, dtype, t = x.shape, x.dtype, shape.t
     whole = (*like[:-1], t * like[-1])
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        turned = r.empty((t * like[0] * like[1], like[2]), dtype, "grad_qkv_turned", Category.COMMUNICATION_BUFFERS)
-        mine = r.empty(like, dtype, "grad_qkv_scattered", Category.COMMUNICATION_BUFFERS)
-        del turned
-        return [mine]
-
+    backward = by_way_of(
+        ((t * like[0] * like[1], like[2]), dtype, "grad_qkv_turned", Category.COMMUNICATION_BUFFERS),
+        (like, dtype, "grad_qkv_scattered", Category.COMMUNICATION_BUFFERS),
+    )
     received = r.empty((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS)
     joined = r.empty(whole, dtype, "qkv_gathered")
     del received
@@ -516,8 +513,8 @@ def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     whole, x = x, ops.slice_last(r, x, turned, f"{name}_turned") if turned < d else x
     rest = ops.slice_last(r, whole, d - turned, f"{name}_rest")
     del whole
-    cos = _table(r, f"{name}_cos", shape)
-    sin = _table(r, f"{name}_sin", shape)
+    cos = latent.table(r, f"{name}_cos", shape, shape.spec.rotary_features)
+    sin = latent.table(r, f"{name}_sin", shape, shape.spec.rotary_features)
     plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,), issue=INDEXED)
     rotated = _rotated(r, x, name, shape.rotary_interleaved)
     rotated = ops.elementwise(r, f"{name}_times_sin", (rotated,), (sin,), issue=INDEXED)
@@ -535,16 +532,6 @@ def _rotated(r: Recorder, x: Tensor, name: str, interleaved: bool) -> Tensor:
         first, second = ops.split(r, x, [half, half], f"{name}_chunk")
     negated = ops.elementwise(r, f"{name}_negated", (second,), issue=INDEXED)
     return ops.cat_last(r, negated, first, f"{name}_rotated")
-
-
-def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
-    """Cosines or sines of the features that turn: taken in fp32, scaled and cast to the dtype of the queries."""
-    size = (shape.s, 1, 1, shape.spec.rotary_features)
-    whole = [r.empty(size, "fp32", f"{name}_fp32")]
-    whole = [r.empty(size, "fp32", f"{name}_scaled")]
-    table = r.empty(size, shape.dtype, name)
-    whole.clear()
-    return table
 
 
 # -- MLP ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh
 from ..module import SHARED, Module, Tapes, hold_bytes
 from ..reductions import summed, table_gradient
+from ..tensor_parallel import masked
 from ..work import Exchange, Operator, Ranks, Stream, looked_up
 from . import te
 from .losses import gpt_loss, language_model_loss, sorted_indices
@@ -232,12 +233,8 @@ def vocab_parallel_embedding(
     weight = r.parameter(WORD, (shape.vocab // shape.t, h), dtype)
     tokens, foreign = ids, None
     if shape.t > 1:
-        below, above = r.empty((b, s), "bool", "tokens_below"), r.empty((b, s), "bool", "tokens_above")
-        foreign = r.empty((b, s), "bool", "tokens_foreign")
-        del below, above
-        cloned = r.empty((b, s), "int64", "tokens_cloned")
-        tokens = r.empty((b, s), "int64", "masked_input")
-        del cloned
+        names = ("tokens_below", "tokens_above", "tokens_foreign", "tokens_cloned", "masked_input")
+        foreign, tokens = masked(r, (b, s), names)
     tied, permuted = shape if tied_here and weight.node is not None else None, b > 1 and s > 1
     out = lookup(r, weight, tokens, "word_embeddings", sorts=shape.deterministic, permuted=permuted, tied=tied)
     if foreign is not None:
@@ -248,8 +245,8 @@ def vocab_parallel_embedding(
         out = Tensor(out.storage, out.shape, dtype, node)
     if scatters:
         out = transposed(r, out, (s, b, h), "word_embeddings_transposed")
-        names = ("word_embeddings_scattered", "grad_embedding_gathered")
-        out = moved(r, out, shape.hidden[0], "reduce-scatter", names, back=COMMUNICATION)
+        ends = ("word_embeddings_scattered", "grad_embedding_gathered")
+        out = moved(r, out, shape.hidden[0], "reduce-scatter", ends, back=COMMUNICATION)
     del tokens, foreign
     return out
 

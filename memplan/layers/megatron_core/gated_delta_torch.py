@@ -13,7 +13,7 @@ from math import prod
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from ..gated_delta import CHUNK
-from ..gradients import fresh
+from ..gradients import by_way_of, fresh
 from ..work import Operator, Stream
 
 
@@ -235,13 +235,5 @@ def _triangle(r: Recorder) -> Tensor:
 
 def _cumulative(r: Recorder, x: Tensor) -> Tensor:
     """``cumsum``, whose backward is one from the other end."""
-    like = x.shape
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        turned = r.empty(like, "fp32", "grad_decay_flipped")
-        summed = r.empty(like, "fp32", "grad_decay_summed")
-        back = r.empty(like, "fp32", "grad_decay_cumulative")
-        del summed, turned
-        return [back]
-
-    return r.output((x,), (), backward, like, "fp32", "decay_cumulative")
+    backward = by_way_of(*((x.shape, "fp32", f"grad_decay_{made}") for made in ("flipped", "summed", "cumulative")))
+    return r.output((x,), (), backward, x.shape, "fp32", "decay_cumulative")

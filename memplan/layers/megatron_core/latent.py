@@ -257,7 +257,7 @@ def _rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     even, odd = (ops.slice_last(r, x, half[-1], f"{name}_{part}") for part in ("even", "odd"))
     apart = ops.cat_last(r, even, odd, f"{name}_apart")
     del even, odd
-    cos, sin = (_table(r, f"{name}_{part}", shape) for part in ("cos", "sin"))
+    cos, sin = (table(r, f"{name}_{part}", shape, shape.spec.rope_head_dim) for part in ("cos", "sin"))
     plain = ops.elementwise(r, f"{name}_times_cos", (apart,), (cos,))
     first, second = ops.split(r, apart, [half, half], f"{name}_chunk")
     turned = ops.cat_last(r, ops.scale(r, second, f"{name}_negated"), first, f"{name}_rotated")
@@ -266,9 +266,10 @@ def _rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     return ops.add(r, plain, turned, f"{name}_embedded")
 
 
-def _table(r: Recorder, name: str, shape: CoreShape) -> Tensor:
-    """Cosines or sines (s, 1, 1, p): taken in fp32, scaled and cast."""
-    size = (shape.s, 1, 1, shape.spec.rope_head_dim)
+def table(r: Recorder, name: str, shape: CoreShape, features: int) -> Tensor:
+    """Cosines or sines (s, 1, 1, p) of the ``features`` that turn: taken in fp32, scaled and cast to the dtype of the
+    queries."""
+    size = (shape.s, 1, 1, features)
     whole = [r.empty(size, "fp32", f"{name}_fp32")]
     whole = [r.empty(size, "fp32", f"{name}_scaled")]
     table = r.empty(size, shape.dtype, name)

@@ -292,7 +292,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
         scores, strided = ops.scale(r, scores, "scores_scaled"), False
     mask = input_of(r, shape, mask_id(shape)) if shape.attention_mask else _causal_mask(r, shape.s) if causal else None
     if mask is not None:
-        scores = _masked(r, scores, mask, strided)
+        scores = filled(r, scores, mask, view=strided)
     probabilities = ops.softmax(r, scores, "probabilities_fp32")
     return ops.cast(r, probabilities, dtype, "probabilities")
 
@@ -306,7 +306,7 @@ def _causal_mask(r: Recorder, s: int) -> Tensor:
     return mask
 
 
-def _masked(r: Recorder, scores: Tensor, mask: Tensor, view: bool) -> Tensor:
+def filled(r: Recorder, scores: Tensor, mask: Tensor, *, view: bool) -> Tensor:
     """``masked_fill_``, which saves the mask. Of a view (the scores as they come) autograd copies the gradient
     whole, and the slice that the view was (``CopySlices``)."""
     shape, dtype = scores.shape, scores.dtype

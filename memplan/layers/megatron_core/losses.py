@@ -15,6 +15,7 @@ from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import viewed
+from ..tensor_parallel import masked
 from ..work import Exchange, Operator, Stream, parallel_cross_entropy
 from . import te
 from .shape import CoreShape
@@ -55,12 +56,8 @@ def unfused_cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tens
     maximum = r.empty((s, b), "fp32", "logits_max")
     where = r.empty((s, b), "int64", "logits_argmax")
     del where
-    below, above = r.empty((s, b), "bool", "target_below"), r.empty((s, b), "bool", "target_above")
-    outside = r.empty((s, b), "bool", "target_mask")
-    del below, above
-    cloned = r.empty((s, b), "int64", "target_cloned")
-    target = r.empty((s, b), "int64", "masked_target")
-    del cloned
+    names = ("target_below", "target_above", "target_mask", "target_cloned", "masked_target")
+    outside, target = masked(r, (s, b), names)
     rows = r.empty((n,), "int64", "arange")
     picked = r.empty((n,), "fp32", "predicted_logits_picked")
     predicted = r.empty((n,), "fp32", "predicted_logits")

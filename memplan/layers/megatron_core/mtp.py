@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import viewed, watched
+from ..gradients import by_way_of, viewed, watched
 from ..work import Exchange, Operator, Product, exchanged
 from . import ends, router, te
 from .losses import language_model_loss
@@ -214,13 +214,9 @@ def _projected(r: Recorder, embedded: Tensor, hidden: Tensor, shape: CoreShape) 
     if shape.t == 1:
         return out
     part, dtype, whole = out.shape, out.dtype, (shape.s, shape.b, shape.spec.hidden)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        gathered = r.empty(whole, dtype, "grad_mtp_projected", Category.COMMUNICATION_BUFFERS)
-        mine = r.empty(part, dtype, "grad_mtp_part")
-        del gathered
-        return [mine]
-
+    backward = by_way_of(
+        (whole, dtype, "grad_mtp_projected", Category.COMMUNICATION_BUFFERS), (part, dtype, "grad_mtp_part")
+    )
     received = r.empty((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS)
     joined = r.empty(whole, dtype, "mtp_projected")
     del received

@@ -20,7 +20,7 @@ from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh
-from . import te_context, te_facts, te_low_attention, te_low_context
+from . import local, te_context, te_facts, te_low_attention, te_low_context
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
@@ -301,7 +301,7 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     scores = _scaled_product(r, q, k, size)
     scratch.clear()
     if wide:
-        probabilities = ops.softmax(r, _filled(r, scores, mask[0]), "probabilities")
+        probabilities = ops.softmax(r, local.filled(r, scores, mask[0], view=True), "probabilities")
     else:
         probabilities = _softmax(r, scores, in_place=te_facts.softmax_backward_in_place(shape.te))
     if not shape.spec.causal:
@@ -344,22 +344,6 @@ def _softmax(r: Recorder, scores: Tensor, *, in_place: bool) -> Tensor:
         return gradients if in_place else [r.empty(like, dtype, "grad_scores")]
 
     return out.by(r.node((scores,), (out,), backward, work=work.in_place(like, dtype, 3)))
-
-
-def _filled(r: Recorder, scores: Tensor, mask: Tensor) -> Tensor:
-    """``attention_mask_func`` before PyTorch's softmax, which fp32 takes (``forward_torch_softmax``): scores, a view of
-    their product, are filled in place, so that autograd copies the gradient whole, and its slice (``CopySlices``)."""
-    like, dtype = scores.shape, scores.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        whole = r.empty(like, dtype, "grad_scores_copied")
-        part = r.empty(like, dtype, "grad_scores_slice")
-        filled = r.empty(like, dtype, "grad_scores_masked")
-        del part, filled
-        return [whole]
-
-    done = work.Operator((work.Stream(2 * size_of(like, dtype)),))
-    return Tensor(scores.storage, like, dtype, r.node((scores,), (mask,), backward, work=done))
 
 
 def _masked(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:

@@ -198,6 +198,14 @@ def test_a_pair_is_two_sequences() -> None:
     assert step_time(pairs).tokens_per_second * step_time(pairs).total == pytest.approx(16 * 1024)
 
 
+def test_the_last_bucket_of_ddp_is_not_hidden() -> None:
+    """A bucket of 25 MiB is the default; one that holds all gradients is summed when backward has ended."""
+    caps = (25, 100, 10_000, 20_000)
+    exposed = [step_time(plan(**EVERY_FRAMEWORK["ddp"], bucket_cap_mb=cap)).data_parallel for cap in caps]
+    assert exposed[0] == step_time(plan(**EVERY_FRAMEWORK["ddp"])).data_parallel
+    assert exposed[0] < exposed[1] < exposed[2] == exposed[3]
+
+
 def test_autocast_casts_weights() -> None:
     flags = {"model": "gpt2-xl", "gpu": "a100-80gb", "dtype": "bf16"}
     assert step_time(plan(**flags, autocast="true")).compute > 1.05 * step_time(plan(**flags)).compute
