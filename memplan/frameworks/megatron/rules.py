@@ -33,6 +33,7 @@ from .memory_rules import (
     check_layer_offload,
     check_offloading,
     check_optimizer,
+    check_recomputed,
     check_saved,
     check_step_graph,
 )
@@ -45,6 +46,7 @@ RULES = (
     check_experts,
     check_overlap,
     check_optimizer,
+    check_recomputed,
     check_offloading,
     check_layer_offload,
     check_deferral,
