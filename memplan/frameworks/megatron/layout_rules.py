@@ -338,10 +338,6 @@ def check_experts(plan: ResolvedPlan) -> None:
         )
     if given.pad_to_capacity and given.capacity_factor is None:
         raise plan.wrong("experts.pad_to_capacity", "needs experts.capacity_factor")
-    if given.capacity_factor is not None and model.router_balancing == "sinkhorn":
-        raise plan.wrong(
-            "experts.capacity_factor", "must be left out with model.router_balancing sinkhorn, as in Megatron-Core"
-        )
     instances = plan.megatron.distributed_optimizer_instances
     if ranks // (layout.ep * etp) % instances:
         raise plan.wrong(
