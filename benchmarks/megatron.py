@@ -135,12 +135,18 @@ def ci(rows: Sequence[Row]) -> Table:
             "Megatron-FSDP's rows are 25 to 29 MiB high between iterations: since 30 May 2026 what no layer has stays "
             "gathered (25.6 MiB), and their golden values look older. Rows without --megatron-fsdp-main-grads-dtype "
             "are taken to be older than it (2 March 2026), with gradients in fp32: chosen with the rows in view.",
-            "Golden values are of different months, as the history of their files says: the row of memory_speed "
-            "of 14 January 2026 (PyTorch's container 25.11, Transformer Engine 2.11, which would change nothing "
-            "here), expert rows of 7 May (26.04), those on eight GB200 of 8 July (26.06). The container is not "
-            "what makes these three high: a Muon row on one node is of 26.06, too, and 1.3 % low, as its twins of "
-            "26.04. All three are alike in the first iteration, whose routers are untrained, with three "
-            "optimizers.",
+            "Golden values are of different months, as the history of their files says: the row of memory_speed of 14"
+            " January 2026 (PyTorch's container 25.11, Transformer Engine 2.11, which would change nothing here), "
+            "expert rows of 7 May (26.04), those on eight GB200 of 8 July (26.06). The container is not what makes "
+            "these three high: a Muon row on one node is of 26.06, too, and 1.3 % low, as its twins of 26.04. All "
+            "three are alike in the first iteration, whose routers are untrained, with three optimizers: of the mean,"
+            " the last rank's experts got 0.65 to 0.67 there, if nothing else differs, 0.94 on eight H100, and 1.02 "
+            "to 1.03 on four GB200 with two experts each. Routing does that: in six such models with random weights, "
+            "on tokens by Zipf's law, an expert gets 0.56 to 1.38 of the mean in all layers together (standard "
+            "deviation 0.20). Weights are not the same on both GPUs, for PyTorch's normal_ draws by the number of "
+            "multiprocessors (aten/src/ATen/native/cuda/DistributionTemplates.h, calc_execution_policy). The last "
+            "rank of memory_speed would have 1.19 of the mean in the first iteration (eight such models: 0.69 to "
+            "1.26), and 1.83 at its peak, with a loss of 1e-4 to balance experts.",
             "Hybrids: one row is not estimated, of an elastic model (--flextron), whose router slices layers. In "
             "the first iteration Triton's autotuner holds 256 MiB beside each Mamba kernel that it times, which no "
             "estimate has: it ends before there are optimizer states.",

@@ -73,7 +73,15 @@ def table(rows: Sequence[Row]) -> Table:
             "use_precision_aware_optimizer_no_fp8_or_ds_fp8 is then false, so that Megatron-Core keeps whole fp32 main "
             "parameters and, in the step, fp32 copies of the gradients. With mla_up_proj recomputed the step is the "
             "peak, which routing does not change.",
-            "Of 0.72 GB that the step's peak lacks no cause is known.",
+            "Of 686 MiB that the step's peak lacks, and 728 that the forward pass' does, no cause is known. What was "
+            "read at these commits does not have them: logits (640 MiB) are there once, as Transformer Engine's "
+            "parallel_cross_entropy writes gradients into them; of weights' dummy gradients there is one for each "
+            "shape (417 MiB, counted); the vocabulary is the tokenizer's 163,840, which 1,280 x tp divides; FusedAdam"
+            " reads moments in bf16 as they are; buckets of 2^27 parameters (CommOverlapConfig) change 0.02 MiB; no "
+            "mask of attention is made; without a name for a module Megatron-Core recomputes core attention (3.4 MiB "
+            "less); what dispatchers keep is counted (42 MiB); Triton's autotuner (256 MiB) runs in the first "
+            "iteration, which has no states; Bridge's loop sets gradients of the step to none before the next forward"
+            " pass.",
             "Queries have no rank of their own, and are normed in their projection (mla_qk_norm_config.py).",
         ),
     )

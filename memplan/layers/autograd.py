@@ -329,7 +329,7 @@ class Recorder:
             return None
         self.sequence += 1
         node = Node(self.sequence, edges, (), backward, outputs)
-        node.pool = self.pool
+        node.pool, node.prefix = self.pool, self.prefix
         node.multiplies = self.kernel_workspaces and multiplies(work.backward)
         if self.counts:
             node.work, node.read = work.backward, sum(bytes_of(x) for x in saved)
@@ -422,7 +422,7 @@ class Recorder:
         waiting = _dependencies(root)
         buffers: dict[Node, Gradients] = {root: [gradient.pop()]}
         ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]
-        pushed, pool = 0, self.pool
+        pushed, outer = 0, (self.pool, self.prefix)
         self.multiplies = self.multiplied = False
         del root
         while ready:
@@ -432,7 +432,7 @@ class Recorder:
                 self._accumulate(node.leaf, arrived)
                 del arrived, node
                 continue
-            self.pool = node.pool
+            self.pool, self.prefix = node.pool, node.prefix
             if node.frame is not None:
                 node.frame.unpack(self, node)
             given = [one and Tensor(_STATIC, one.shape, one.dtype) for one in arrived] if self.counts else ()
@@ -469,7 +469,7 @@ class Recorder:
                     heapq.heappush(ready, (-target.sequence, pushed, target))
                 del target, buffer
             del node, returned, produced, edge
-        self.pool = pool
+        self.pool, self.prefix = outer
 
     def _summed(self, returned: list[Tensor | Unsummed | None], node: Node) -> Gradients:
         """What a node returned, last first; ``returned`` is emptied."""

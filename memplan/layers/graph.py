@@ -99,7 +99,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "apart", "backward", "divides", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs",
-        "pool", "read", "saved", "sequence", "work",
+        "pool", "prefix", "read", "saved", "sequence", "work",
     )  # fmt: skip
 
     def __init__(
@@ -126,7 +126,9 @@ class Node:
         self.issue = 0
         """As of ``Operator``."""
         self.pool = 0
-        """The stream whose memory its backward function takes."""
+        """The stream whose memory its backward function takes,"""
+        self.prefix = ""
+        """and what stands before the names of the parameters that it reads again, where it recomputes a region."""
         self.multiplies = False
         """Its backward function multiplies matrices."""
         self.apart = False

@@ -40,6 +40,8 @@ def check_model(model: ModelSpec) -> None:
         raise model.wrong(
             "router_groups", f"must divide the {model.experts} experts, and needs model.router_group_top_k"
         )
+    if 0 < model.router_groups < model.router_group_top_k:
+        raise model.wrong("router_group_top_k", f"must be at most the {model.router_groups} groups (router_groups)")
     _check_pattern(model)
     _check_blocks(model)
     _check_delta(model)

@@ -87,6 +87,22 @@ def test_one_rank_has_every_parameter(model: str, mtp: int) -> None:
     assert elements(plan(model, mtp_layers=mtp, dense_layers=0, megatron_core="0.19")) == parameters(whole.model)
 
 
+@pytest.mark.parametrize("module", ["moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj", "core_attn"])
+def test_what_is_recomputed_of_a_further_layer_reads_the_parameters_of_its_first_pass(module: str) -> None:
+    """No parameter more, and the further layer keeps as much less for backward as an equal one of the model does."""
+    flags: dict[str, Any] = {"mtp_layers": 1, "dense_layers": 0, "moe_grouped_gemm": True}
+    plain = plan("deepseek-v3", **flags)
+    again = plan("deepseek-v3", **flags, recompute="selective", recompute_modules=module)
+    assert elements(again) == elements(plain)
+    kept: list[dict[tuple[str, ...], int]] = []
+    for one in (plain, again):
+        (program,) = programs(one, Options())
+        spans = program.order.chunks[0].spans
+        kept.append({span.names: Stretch(span.module.first.forward).excursion.net for span in spans})
+    equal, further = (kept[0][name,] - kept[1][name,] for name in ("layer.1", "mtp"))
+    assert equal == further > 0
+
+
 def test_queries_without_a_rank_keep_what_their_norm_made() -> None:
     """Two layers of 512 tokens of 2,048 features in bf16 more, each with a reciprocal root in fp32."""
     newer, older = (plan("deepseek-v2-lite", megatron_core=core) for core in ("0.20", "0.19"))
@@ -252,6 +268,37 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
         ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
+        ({"recompute": "selective", "recompute_modules": "mla_up_proj"}, "mla_up_proj without latent attention"),
+        (
+            {"recompute": "selective", "recompute_modules": "moe_act", "moe_grouped_gemm": False},
+            "recompute.modules = [moe_act]: must not have moe_act without experts in one grouped product",
+        ),
+        (
+            {
+                "model": "deepseek-v2-lite",
+                "recompute": "selective",
+                "recompute_modules": "shared_experts",
+                "moe_shared_expert_overlap": True,
+            },
+            "must not have shared_experts with experts.shared_expert_overlap",
+        ),
+        ({"router_balancing": "sinkhorn", "moe_capacity_factor": 1.0}, "with model.router_balancing sinkhorn"),
+        ({"expert_top_k": 1}, "model.router_score_first = false: must be true with one expert for each token"),
+        ({"router_expert_bias": True}, "must be false with model.router_score softmax"),
+        ({"model": "deepseek-v3", "router_groups": 4, "router_group_top_k": 5}, "must be at most the 4 groups"),
+        (
+            {"model": "deepseek-v3", "router_groups": 128, "router_group_top_k": 2},
+            "model.router_group_top_k = 2: must be larger: 4 of a token's 8 experts come from each group, which has 2",
+        ),
+        (
+            {
+                "moe_dispatcher": "allgather",
+                "moe_permute_fusion": False,
+                "moe_router_padding": True,
+                "fp8": "blockwise",
+            },
+            "experts.router_padding = true: must be false with the allgather dispatcher",
+        ),
         ({"framework": "megatron-deepspeed", "vocab_multiple": 128}, "must be 0 with framework megatron-deepspeed"),
     ],
 )  # fmt: skip

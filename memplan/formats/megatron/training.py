@@ -94,14 +94,11 @@ def _recompute(reader: Reader) -> None:
 
 
 def _recomputed(building: Building, modules: list[Node]) -> list[Node]:
-    """Modules that are recomputed, each once; those of layers that the model has not are not there."""
-    absent = {
-        **dict.fromkeys(("moe", "moe_act", "shared_experts"), not building.items["model.experts"].value),
-        "mla_up_proj": "model.latent_kv_rank" not in building.items,
-    }
+    """Modules that are recomputed, each once; those of experts that the model has not are not there."""
+    dense = not building.items["model.experts"].value
     kept: dict[object, Node] = {}
     for module in modules:
-        if absent.get(str(module.value)):
+        if dense and module.value in ("moe", "shared_experts"):
             building.because("--recompute-modules", f"{module.value}: not in a layer of this model")
         elif module.value in _MODULES:
             kept[module.value] = module

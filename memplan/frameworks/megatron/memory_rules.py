@@ -1,4 +1,4 @@
-"""Rules of what moves or keeps memory: optimizer states, offloading, CUDA graphs, deferred gradients."""
+"""Rules of what moves or keeps memory: optimizer states, recompute, offloading, CUDA graphs, deferred gradients."""
 
 from __future__ import annotations
 
@@ -66,6 +66,23 @@ def _check_offload(plan: ResolvedPlan) -> None:
             raise plan.wrong(f"optimizer.{name}", f"must be fp32 with {field}: offloaded states have no other dtype")
     if plan.precision.fp8_parameters:
         raise plan.wrong(field, "must be 0 with parameters in 8 bits: their offload is not modelled yet")
+
+
+def check_recomputed(plan: ResolvedPlan) -> None:
+    """Modules that ``transformer_config.py`` (``__post_init__``) refuses to recompute."""
+    again, given, model = plan.recompute.modules or (), plan.experts, plan.model
+    reasons = {
+        "must not have shared_experts with experts.shared_expert_overlap, as in Megatron-Core": "shared_experts"
+        in again
+        and model.shared_expert_ffn > 0
+        and given.shared_expert_overlap,
+        "must not have moe_act without experts in one grouped product (experts.grouped_gemm), as in Megatron-Core": (
+            "moe_act" in again and not (model.experts and given.grouped_gemm)
+        ),
+        "must not have mla_up_proj without latent attention, as in Megatron-Core": "mla_up_proj" in again
+        and not model.latent_kv_rank,
+    }
+    plan.refuse_for("recompute.modules", reasons)
 
 
 OFFLOAD_V1, GRAPH_REGISTER = COMPARED = ("NVTE_CPU_OFFLOAD_V1", "NCCL_GRAPH_REGISTER")

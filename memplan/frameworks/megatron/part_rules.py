@@ -1,4 +1,5 @@
-"""Rules of parts that few models have: gated delta nets, experts in one grouped tensor or one chain of operations."""
+"""Rules of parts that not all models have: gated delta nets, routers, experts in one grouped tensor or one chain of
+operations."""
 
 from __future__ import annotations
 
@@ -40,6 +41,44 @@ def check_delta(plan: ResolvedPlan) -> None:
     if plan.megatron.fsdp != "none" or plan.megatron.torch_fsdp != "none":
         name = "fsdp" if plan.megatron.fsdp != "none" else "torch_fsdp"
         raise plan.wrong(f"megatron.{name}", "must be none with gated delta nets, whose units are not modelled yet")
+
+
+def check_router(plan: ResolvedPlan) -> None:
+    """How tokens choose experts (``TransformerConfig.__post_init__``; of groups ``group_limited_topk`` in
+    ``moe/moe_utils.py``, which takes an equal share of a token's experts from each that is chosen)."""
+    model, given = plan.model, plan.experts
+    if not model.experts:
+        return
+    softmax, sinkhorn = model.router_score == "softmax", model.router_balancing == "sinkhorn"
+    groups, chosen = model.router_groups, model.router_group_top_k or 1
+    share, size = model.expert_top_k // chosen, model.experts // (groups or 1)
+    plan.refuse(
+        (
+            "model.router_score_first",
+            softmax and model.expert_top_k == 1 and not (model.router_score_first or sinkhorn),
+            "must be true with one expert for each token, as in Megatron-Core: the softmax of one score is always 1",
+        ),
+        (
+            "model.router_expert_bias",
+            softmax and model.router_expert_bias,
+            "must be false with model.router_score softmax, as in Megatron-Core",
+        ),
+        (
+            "model.router_group_top_k",
+            groups and share > size,
+            f"must be larger: {share} of a token's {model.expert_top_k} experts come from each group, which has {size}",
+        ),
+        (
+            "experts.capacity_factor",
+            sinkhorn and given.capacity_factor is not None,
+            "must be left out with model.router_balancing sinkhorn, as in Megatron-Core",
+        ),
+        (
+            "experts.router_padding",
+            given.router_padding and given.dispatcher == "allgather",
+            "must be false with the allgather dispatcher, as in Megatron-Core",
+        ),
+    )
 
 
 CHAIN = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"

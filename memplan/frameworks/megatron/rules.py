@@ -33,18 +33,21 @@ from .memory_rules import (
     check_layer_offload,
     check_offloading,
     check_optimizer,
+    check_recomputed,
     check_saved,
     check_step_graph,
 )
-from .part_rules import check_chain, check_delta, check_grouped_tensor
+from .part_rules import check_chain, check_delta, check_grouped_tensor, check_router
 
 RULES = (
     check_low_precision,
     check_low_attention,
     check_low_output,
     check_experts,
+    check_router,
     check_overlap,
     check_optimizer,
+    check_recomputed,
     check_offloading,
     check_layer_offload,
     check_deferral,

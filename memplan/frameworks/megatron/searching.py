@@ -51,14 +51,17 @@ from .from_plan import rules as rules_of
 from .modules import end_module, layer_forward, layers_module, module_shapes
 
 
-def module_sets(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
+def module_sets(plan: ResolvedPlan) -> Iterator[tuple[str, ...]]:
     """Modules whose recompute is worth trying with experts or latent attention: activations of experts, which
-    are large and cheap; norms and what leads up from lower ranks; and experts as a whole."""
+    are large and cheap, where they are in one grouped product; norms and what leads up from lower ranks; and experts
+    as a whole."""
+    spec = plan.model
     cheap = ("layernorm", *(("mla_up_proj",) if spec.latent_kv_rank else ()))
     cheap += ("gdn_norm_out",) if spec.linear_interval else ()
     if spec.experts:
-        yield ("moe_act",)
-        yield ("moe_act", *cheap)
+        if plan.experts.grouped_gemm:
+            yield ("moe_act",)
+            yield ("moe_act", *cheap)
         yield ("moe", *cheap)
     elif spec.latent_kv_rank or spec.linear_interval:
         yield cheap
@@ -125,7 +128,7 @@ class MegatronSearch(FrameworkSearch):
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         """Of models with experts or latent attention, modules whose recompute costs least for what it saves come first.
         Layers that predict further tokens are not recomputed whole."""
-        modules = tuple(module_sets(plan.model)) or ((),)
+        modules = tuple(module_sets(plan)) or ((),)
         beside = plan.experts.overlap_exchange
         full = () if plan.model.mtp_layers or beside else (Recomputing("full"),)
         allowed = [one for one in modules if not (beside and "moe" in one)]
@@ -200,7 +203,7 @@ class MegatronSearch(FrameworkSearch):
         return fields
 
     def more_recompute(self, plan: ResolvedPlan) -> Iterator[Proposal]:
-        for modules in tuple(module_sets(plan.model)) or (None,):
+        for modules in tuple(module_sets(plan)) or (None,):
             yield Proposal(
                 "selective recompute" if modules is None else f"recompute of {listed(modules, 'and')}",
                 {"recompute.mode": "selective", "recompute.modules": modules},
