@@ -83,14 +83,15 @@ def matmul(
     least = inf
     for rows, columns, area in TILES if min(m, n) >= 64 else SKINNY:
         tiles = batch * -(-m // rows) * -(-n // columns)
+        full = work * tiles * area / rates.processors
         for split in range(1, 1 + (MOST_SPLITS if tiles < MOST_SPLITS * rates.processors else 1)):
+            back = result + (split * partial if split > 1 else 0.0)
+            behind = 0.0 if rates.overlapped_epilogue else back
+            if max(full + behind, operands + back) >= least:
+                break  # nor do full waves of more parts end before
             parts = tiles * split
             busiest = -(-parts // rates.processors) * area if element > 2 else _busiest(parts, rates.processors, area)
-            computed = work * busiest / split
-            back = result + (split * partial if split > 1 else 0.0)
-            moved = operands + back
-            one = max(computed, moved) if rates.overlapped_epilogue else max(computed + back, moved)
-            least = min(least, one)
+            least = min(least, max(work * busiest / split + behind, operands + back))
     return max(least + GAP, LAUNCH)
 
 
