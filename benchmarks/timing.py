@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import kernel_times, nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
-from memplan.layers.work import STRIDED, WIDENED, Stream  # noqa: E402
+from memplan.layers.work import SOFTMAX, STRIDED, WIDENED, Stream  # noqa: E402
 from memplan.plan.count import parameters  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
@@ -244,9 +244,11 @@ def mpt_plan(row: Row) -> Plan:
 
     FlashAttention 1 in Triton (``attn_impl: triton``), gathers behind gradients (Composer's default,
     ``BACKWARD_POST``); in the large sweep ``flash`` (flash-attn 2.4) but for 13b and 30b, and ``BACKWARD_PRE``
-    (scripts/train/benchmarking/sweep.py). Gradients are reduced in bf16: Composer's ``DEFAULT`` gives FSDP no
-    ``reduce_dtype`` (``get_mixed_precision``), which then is ``param_dtype`` (``MixedPrecision``'s docstring). The loss
-    is flash-attn's (``ComposerMPTCausalLM``, ``loss_fn``: ``fused_crossentropy``), of which Liger's has the bytes."""
+    (scripts/train/benchmarking/sweep.py). Gradients are reduced in fp32 there: so says Composer's ``DEFAULT``
+    (``get_mixed_precision``) from 0.16.4 of 11 October 2023 on, and llm-foundry asked for 0.17.2 in January. Before, it
+    gave FSDP no ``reduce_dtype``, which then is ``param_dtype`` (``MixedPrecision``'s docstring); the first sweep ran
+    llm-foundry 0.3.0 of September (``submit_benchmarks.py``), whose Composer is 0.16.3 or later. The loss is
+    flash-attn's (``ComposerMPTCausalLM``, ``loss_fn``: ``fused_crossentropy``), of which Liger's has the bytes."""
     h, heads, layers = MPT[row["Model"]]
     b, gpus, s = int(row["MicroBatchSize"]), int(row["# GPUs"]), int(row["SeqLen (T)"])
     large = LARGE in row["table"]
@@ -254,7 +256,7 @@ def mpt_plan(row: Row) -> Plan:
     none = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0)
     flags: dict[str, object] = {
         "attention": "flash_attention_2" if large and row["Model"] not in ("13b", "30b") else "sdpa",
-        "fsdp_reduce": "bf16",
+        "fsdp_reduce": "fp32" if large else "bf16",
         "loss": "liger-cross-entropy",
         "recompute": "full" if row["Activation Checkpointing"] == "True" else "none",
         "fsdp_backward_prefetch": "pre" if large else "post",
@@ -278,8 +280,9 @@ def composer(plan: ResolvedPlan) -> float:
     - the loss reads logits in bf16 (``ComposerMPTCausalLM.loss``), where transformers' GPT-2 casts them to fp32: twice
       forward, and in backward it reads them and writes their gradient (flash-attn's ``xentropy``);
     - metrics of training: after each micro-batch the cross entropy twice more, in PyTorch (``train_metrics``:
-      ``LanguageCrossEntropy`` and ``LanguagePerplexity``; Composer's ``Trainer._eval_train_metrics``), under autocast,
-      which casts the logits to fp32;
+      ``LanguageCrossEntropy`` and ``LanguagePerplexity``; Composer's ``Trainer._eval_train_metrics``), under autocast:
+      ``cross_entropy_loss`` tells ``log_softmax`` the dtype of the logits, so that it stays in bf16, and its result is
+      cast for ``nll_loss`` (``LossNLL.cpp``; ``fp32_set_opt_dtype`` of ``autocast_mode.h``);
     - gradients are clipped (``gradient_clipping`` of scripts/train/yamls/pretrain): read, and multiplied in place;
     - ``attn_impl: flash`` copies queries, keys and values of every layer into sequences without padding, and the
       context back (flash-attn's ``bert_padding``), by kernels that compute an index for each element."""
@@ -292,7 +295,7 @@ def composer(plan: ResolvedPlan) -> float:
     head = (*entries.head.forward, *entries.head.backward)
     upcast = sum(times * spent(one) for one, times in head if isinstance(one, Stream) and one.loss)
     loss = spent(*[Stream(4 * logits, loss=True)] * 2)
-    metric = spent(Stream(6 * logits, 1, True, WIDENED.of(logits)), Stream(16 * logits, loss=True))
+    metric = spent(Stream(8 * logits, 1, True, SOFTMAX.of(logits)), Stream(6 * logits, 1, True, WIDENED.of(logits)))
     copies = 0.0
     if plan.attention == "flash_attention_2":
         copied, zeroed = Stream(4 * features, issue=STRIDED.of(features)), Stream(2 * features)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import nvidia, timing
 from benchmarks.measured import read_rows
@@ -53,7 +56,7 @@ STILL_WRONG = ("30b-s8192", "13b-s2048-gpus8-mbs4", "13b-s512-gpus8", "760m-s102
 
 
 @needs_measured
-@pytest.mark.parametrize(("gpu", "limit", "worst"), [("h100-80gb", 0.035, 0.1), ("a100-80gb", 0.03, 0.145)])
+@pytest.mark.parametrize(("gpu", "limit", "worst"), [("h100-80gb", 0.025, 0.08), ("a100-80gb", 0.025, 0.08), ("a100-40gb", 0.03, 0.09)])
 def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
     tables = timing.foundry(read_rows(MEASURED / "llm_foundry_throughput.jsonl"))
     (table,) = (one for one in tables if one.gpu == gpu)
@@ -65,14 +68,14 @@ def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
 
 @needs_measured
 def test_with_products_of_cublas_12_1_large_and_long_steps_on_h100_are_right() -> None:
-    """On 64 GPUs and less long sequences, mostly attention, are 3 to 5 % too slow, large models, mostly products, are
+    """On 64 GPUs and less long sequences, mostly attention, are 2 to 4 % too slow, large models, mostly products, are
     within 2 % (docs/timing.md)."""
     rows = read_rows(MEASURED / "llm_foundry_throughput.jsonl")
     first = [row for row in rows if row["GPU"] == "h100_80gb" and timing.LARGE not in row["table"]]
     (table,) = timing.foundry([row for row in first if not any(name in row["id"] for name in STILL_WRONG)])
     long = [row.error for row in table.rows if "-s65536-" in row.id or "-s32768-" in row.id or "-s16384-" in row.id]
     assert len(long) == 4
-    assert all(0.025 < error < 0.05 for error in long)
+    assert all(0.02 < error < 0.045 for error in long)
     recomputed = [row.error for row in table.rows if "-s2048-" in row.id and "ckptTrue" in row.id]
     assert len(recomputed) == 4
     assert all(abs(error) < 0.02 for error in recomputed)
@@ -133,3 +136,30 @@ def test_trials_are_ranked_better_than_by_parameters() -> None:
 def test_rank_correlation() -> None:
     assert timing.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == pytest.approx(1.0)
     assert timing.spearman([1.0, 2.0, 3.0], [30.0, 20.0, 10.0]) == pytest.approx(-1.0)
+
+
+def test_a_metric_of_bf16_logits_under_autocast_as_pytorch_runs_it() -> None:
+    """Composer's cross entropy: ``log_softmax`` stays in bf16, its result is cast for ``nll_loss``, so that 8 and 6
+    bytes of a logit move (``timing.composer``), not 6 and 16."""
+    ran: list[tuple[str, torch.dtype]] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                ran.append((str(func), found.dtype))
+            return found
+
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            logits = torch.empty(8, 50_368, dtype=torch.bfloat16, device="cuda")
+            labels = torch.empty(8, dtype=torch.long, device="cuda")
+            with Recorded():
+                torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+        torch.set_autocast_dtype("cuda", dtype)
+    assert ran == [("aten._log_softmax.default", torch.bfloat16), ("aten._to_copy.default", torch.float32)]

@@ -125,10 +125,10 @@ _GUIDE = (
     "products on B300, 100 times, operands quantised before: 13.10 ms in bf16 and 12.76 in another run, 6.81 in fp8 "
     "with a scale for each tensor, 7.16 in MXFP8, 3.76 in NVFP4)"
 )
-_SUSTAINED = 0.680 / 0.730
-"""What cuBLAS sustains on B300 in that guide of what the sweeps' short runs reach: bf16 0.671 and 0.689 of the peak, as
+_SUSTAINED = 0.677 / 0.710
+"""What cuBLAS sustains on B300 in that guide of what the sweeps' short runs reach: bf16 0.668 and 0.686 of the peak, as
 parts of what tiles and waves leave;"""
-_WHOLE, _BLOCKS, _FOUR = 0.645 / 0.630, 0.614 / 0.740, 0.375 / 0.300
+_WHOLE, _BLOCKS, _FOUR = 0.643 / 0.616, 0.611 / 0.735, 0.374 / 0.289
 """fp8, MXFP8 and NVFP4. Other Blackwells: in the same ratio. Of GB200 the authors of its grouped products state 2,672
 TFLOP/s in MXFP8, 0.534 of the peak (NVIDIA/Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization)."""
 _ASSUMED = "no product measured on this GPU was found: the median of those that were"
@@ -141,11 +141,11 @@ _MATRIX: Mapping[str, Fraction] = MappingProxyType(
         "a100-80gb": Fraction(0.80, _SIMUMAX_A100),
         "h100-80gb": Fraction(720 / 989.5, _SEMIANALYSIS),
         "h200": Fraction(720 / 989.5, _SEMIANALYSIS),
-        "b200": Fraction(0.504, _SIMUMAX),
-        "gb200": Fraction(0.683 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
-        "b300": Fraction(0.730 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
-        "gb300": Fraction(0.787 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
-        "l40s": Fraction(0.669, _SWEPT),
+        "b200": Fraction(0.493, _SIMUMAX),
+        "gb200": Fraction(0.665 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "b300": Fraction(0.710 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "gb300": Fraction(0.772 * _SUSTAINED, f"{_SWEPT}; {_GUIDE}"),
+        "l40s": Fraction(0.668, _SWEPT),
         "mi300x": Fraction(620 / 1307.4, _SEMIANALYSIS),
     }
 )
@@ -213,11 +213,11 @@ _LOW: Mapping[str, Low] = MappingProxyType(
     {
         "h100-80gb": Low(_HOPPER_EIGHT, 0.751 / 0.725 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
         "h200": Low(_HOPPER_EIGHT, 0.687 / 0.690 * _HOPPER_EIGHT, 0.0, _SEMIANALYSIS),
-        "b200": _blackwell(0.590, 0.669, 0.468, 0.715),
-        "gb200": _blackwell(0.549, 0.641, 0.465),
-        "b300": _blackwell(0.630, 0.740, 0.300),
-        "gb300": _blackwell(0.648, 0.739, 0.334),
-        "l40s": Low(0.655, 0.334, 0.0, _SWEEPS),
+        "b200": _blackwell(0.575, 0.660, 0.455, 0.696),
+        "gb200": _blackwell(0.533, 0.633, 0.453),
+        "b300": _blackwell(0.616, 0.735, 0.289),
+        "gb300": _blackwell(0.628, 0.734, 0.324),
+        "l40s": Low(0.653, 0.334, 0.0, _SWEEPS),
     }
 )
 """The same sweeps, and those of SGLang 0.5.14 beside them (but of B300, where it repeats GB300's): the faster kernels.

@@ -25,14 +25,14 @@ from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
 
 PUBLISHED_ERRORS: Mapping[str, float] = MappingProxyType(
-    {"a100-40gb": 0.045, "a100-80gb": 0.028, "h100-80gb": 0.031, "b200": 0.068}
+    {"a100-40gb": 0.024, "a100-80gb": 0.027, "h100-80gb": 0.022, "b200": 0.064}
 )
 """Median of the absolute relative errors of dense steps in 16 bits, most of them on several GPUs, by GPU."""
 
-ERRORS_OF_FEW: Mapping[str, float] = MappingProxyType({"h100-96gb": 0.086})
+ERRORS_OF_FEW: Mapping[str, float] = MappingProxyType({"h100-96gb": 0.087})
 """The same of two steps, on H100s limited to 500 W: of that GPU alone."""
 
-ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.03})
+ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.027})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
 
@@ -40,7 +40,7 @@ ERROR_OF_EXPERTS = 0.101
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
-ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.014, "h200": 0.134})
+ERRORS_OF_ADAPTERS: Mapping[str, float] = MappingProxyType({"a100-80gb": 0.018, "h200": 0.12})
 """The same of adapters."""
 
 

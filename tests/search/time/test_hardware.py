@@ -89,7 +89,7 @@ def test_products_of_cublas_12_1_beside_those_that_were_timed() -> None:
     first, last, later = (rates_of(plan(**job, torch=torch)) for torch in ("2.1", "2.4", "2.5"))
     assert first.matrix == last.matrix < later.matrix
     assert (first.power, later.power) == (POWER, None)
-    assert 2 * 2048 * 4096**2 / matmul(first, 2048, 4096, 4096) == pytest.approx(613.7e12, rel=0.005)
+    assert 2 * 2048 * 4096**2 / matmul(first, 2048, 4096, 4096) == pytest.approx(613.7e12, rel=0.01)
     timed = {(1280, 8192): 0.622e-3, (8192, 1024): 0.499e-3, (7168, 8192): 3.445e-3, (8192, 3584): 1.628e-3}
     for sizes, spent in timed.items():
         clocked = power.at(first, power.clock(first, drawn(((Product(16384, *sizes), 1),), first)))

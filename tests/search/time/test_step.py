@@ -22,6 +22,7 @@ from memplan.search.time import (
     work_of,
 )
 from memplan.search.time.efficiency import default
+from memplan.search.time.kernels import GAP
 from memplan.search.time.shape import model_flops
 from memplan.search.time.step import step_total
 
@@ -141,7 +142,7 @@ def test_eight_bit_adam_is_bound_by_its_instructions() -> None:
     job = {"model": "llama-3-8b", "gpu": "h200", "framework": "single", "dtype": "bf16"}
     spent = {name: step_time(plan(**job, optimizer=name)).optimizer for name in ("adam8bit", "lion8bit", "adamw")}
     assert spent["adam8bit"] == pytest.approx(63.6e-3 / 2.27e9 * 8.03e9, rel=0.01)
-    assert spent["lion8bit"] == spent["adam8bit"] / 2
+    assert spent["lion8bit"] == pytest.approx(spent["adam8bit"] / 2, abs=GAP)
     assert spent["adamw"] < spent["adam8bit"]
 
 
