@@ -30,13 +30,16 @@ RECIPES = Path(__file__).with_name("nvidia_recipes.jsonl")
 FURTHER = {"mtp_layers": 2, "mtp_pattern": "*E", "mtp_shared": "true"}
 """Of Nemotron 3's recipes: one pair of layers predicts two further tokens, one after the other."""
 
+DEEPSEEK = {"model": "deepseek-v3", "router_dtype": "fp32"}
+"""``moe_router_dtype`` of its provider (v0.2.0) or bridge (``models/deepseek/deepseek_v3_bridge.py``, later)."""
+
 MODELS = {
     "LLAMA3_8B": {"model": "llama-3-8b"},
     "LLAMA3_70B": {"model": "llama-3-70b"},
     "LLAMA3.1_405B": {"model": "llama-3-405b"},
-    "DeepSeekV3": {"model": "deepseek-v3", "mtp_layers": 1},
-    "DeepSeekV3 (w/ MTP)": {"model": "deepseek-v3", "mtp_layers": 1},
-    "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
+    "DeepSeekV3": {**DEEPSEEK, "mtp_layers": 1},
+    "DeepSeekV3 (w/ MTP)": {**DEEPSEEK, "mtp_layers": 1},
+    "DeepSeekV3 (w/o MTP)": DEEPSEEK,
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
     "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false", "router_balancing": "none"},

@@ -84,6 +84,8 @@ class Product(NamedTuple):
     to one in fp32."""
     rows: Literal["", "m", "k"] = ""
     """Of grouped products, each a kernel of its own, the size that is a group's rows."""
+    tf32: bool = False
+    """Tensor cores multiply operands in fp32, as TF32."""
 
     @property
     def flops(self) -> float:
@@ -161,6 +163,8 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    scores: float = 0.0
+    """Bytes that go along with all rows for each expert of the NVLink domain that they are sent to."""
     among: int = 0
     """Of so many neighbours of ``axis``; 0: of all."""
     parts: int = 0
