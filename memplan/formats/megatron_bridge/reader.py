@@ -97,7 +97,9 @@ def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
         plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
         launch = replace(launch, source=replace(launch.source, plan=plan))
         if f"_{gpu.partition('-')[0]}_" not in recipe:
-            problem = f"{gpu} is taken, which Google's machines have that the script's folder is called after; --gpu says"
+            problem = (
+                f"{gpu} is taken, which Google's machines have that the script's folder is called after; --gpu says"
+            )
             told.append(Note("gpu-of-the-folder", f"{problem} otherwise"))
     notes = (*told, *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))

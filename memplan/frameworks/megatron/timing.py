@@ -50,8 +50,8 @@ def beside_another(layer: Passes, attention: Passes) -> Passes:
         for kernel, times in counted:
             if isinstance(kernel, Exchange) and kernel.axis == "ep":
                 back = 1 if kernel == last else times // 2
-                made.append((kernel._replace(beside=experts), times - back))
-                made += [(kernel._replace(beside=others), back)] if back else []
+                parts = ((experts, times - back), (others, back))
+                made += [(kernel._replace(beside=one), count) for one, count in parts if count]
             else:
                 made.append((kernel, times))
         return tuple(made)

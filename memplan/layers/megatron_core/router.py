@@ -12,7 +12,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from ..gradients import fresh
 from ..shapes import ITEMSIZE
-from ..work import WIDENED, Operator, Product, Stream
+from ..work import WIDENED, Operator, Product, Stream, Work
 from .shape import CoreShape
 
 WEIGHT = "mlp.router.weight"
@@ -97,7 +97,7 @@ def gating_work(tokens: int, e: int, h: int, given: str, dtype: str) -> Operator
         return Operator((Product(tokens, e, h, 1, size, tf32=tf32),), products)
     moved = (ITEMSIZE[given] + size) * h
     widened = [Stream(float(moved * rows), issue=WIDENED.of(rows * h)) for rows in (tokens, e)]
-    back = (*widened, *products, Stream(float(moved * tokens)), Stream(float(moved * e)))
+    back: Work = (*widened, *products, Stream(float(moved * tokens)), Stream(float(moved * e)))
     if dtype == "fp64":
         return Operator((*widened, Product(tokens, e, h, 1, size)), back)
     return Operator((Product(tokens, e, h, 1, ITEMSIZE[given], size),), back)

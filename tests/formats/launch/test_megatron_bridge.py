@@ -734,7 +734,12 @@ def test_megatron_fsdp_of_a_benchmark_is_asked_for_by_an_option(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("folder", "gpu", "noted"),
-    [("a3ultra", "h200", True), ("a3mega", "h100-80gb", False), ("a4", "h100-80gb", False), ("h200", "h100-80gb", False)],
+    [
+        ("a3ultra", "h200", True),
+        ("a3mega", "h100-80gb", False),
+        ("a4", "h100-80gb", False),
+        ("h200", "h100-80gb", False),
+    ],
 )
 def test_a_recipe_for_h100_in_the_folder_of_a_machine_is_for_its_gpu(
     tmp_path: Path, folder: str, gpu: str, noted: bool

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.frameworks.fsdp.timing import is_flat
+from memplan.layers.work import Exchange as Exchanged
 from memplan.plan.errors import PlanError
 from memplan.search.time import Replicas, StageWork, entry_times, rates_of, shape_of, work_of
 from memplan.search.time.collectives import Group, collective, group, send
-from memplan.search.time.kernels import PERSISTENT, overlapped
+from memplan.search.time.kernels import PERSISTENT, Ranks, exchanged, overlapped
 from memplan.search.time.shape import elements
 from memplan.search.time.updates import Exchange, sharded
 
@@ -98,6 +99,17 @@ def test_tokens_that_cross_the_network_once_for_each_node() -> None:
     size, nodes = 1 << 30, 4 * (1 - 735471 / 10518300)
     found = collective(rates, "all-to-all", size, group(32, 1, 8), (8, 32))
     assert found == pytest.approx(3 / 4 * nodes / 8 * size / (0.96 * 50e9) + 22.4e-6)
+
+
+def test_probabilities_go_along_for_the_experts_of_a_node() -> None:
+    """Beside a row's 2,048 bytes 4 for each of 32 experts where 8 ranks of one node have them all; where 32 ranks on 4
+    nodes have one each, for the 8 of the node that it is sent to."""
+    rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
+    rows = 100_000
+    sent = Exchanged("all-to-all", 2048.0 * rows, "ep", choices=(8, 32), scores=4.0 * rows)
+    for ranks, size in ((8, 2048 + 4 * 32), (32, 2048 + 4 * 8)):
+        alone = collective(rates, "all-to-all", size * rows, group(ranks, 1, 8), (8, 32))
+        assert exchanged(sent, rates, Ranks(1, ep=ranks)) == pytest.approx(alone)
 
 
 def test_sharded_parameters_are_copied() -> None:
