@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from ..gradients import fresh
-from ..shapes import ITEMSIZE
+from ..selecting import top_k_issue
+from ..shapes import ITEMSIZE, size_of
 from ..work import WIDENED, Operator, Product, Stream, Work
 from .shape import CoreShape
 
@@ -180,7 +181,8 @@ def _best(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     few = (like[0], spec.expert_top_k)
     values = r.empty(few, dtype, "router_best")
     indices = r.empty(few, "int64", "router_indices")
-    values.node = r.node((scores,), (indices,), fresh(scores, "grad_router_best"))
+    chosen = Operator(issue=(top_k_issue(like), 0))
+    values.node = r.node((scores,), (indices,), fresh(scores, "grad_router_best"), work=chosen)
     return values, indices
 
 
@@ -266,6 +268,7 @@ def _balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     else:
         scores = _normalised(r, ops.elementwise(r, "aux_scores", (wide,), (), saves_output=True))
     del wide
+    r.ran(Stream(size_of(scores.shape, "fp32"), issue=top_k_issue(scores.shape)))
     best = [r.empty((logits.shape[0], shape.spec.expert_top_k), kind, "aux_best") for kind in ("fp32", "int64")]
     chosen = _map(r, logits)
     best.clear()

@@ -36,7 +36,7 @@ ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.03})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
 
-ERROR_OF_EXPERTS = 0.101
+ERROR_OF_EXPERTS = 0.094
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
