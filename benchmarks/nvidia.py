@@ -30,19 +30,26 @@ RECIPES = Path(__file__).with_name("nvidia_recipes.jsonl")
 FURTHER = {"mtp_layers": 2, "mtp_pattern": "*E", "mtp_shared": "true"}
 """Of Nemotron 3's recipes: one pair of layers predicts two further tokens, one after the other."""
 
+UNFUSED = {"moe_router_fusion": "false"}
+"""Of Nemotron 3's recipes for GB200 and GB300 (``recipes/nemotronh/h100/nemotron_3_nano.py``; Super's leave the
+default), which ``perf_recipes`` turn on for Ultra and H100 alone."""
+
+DEEPSEEK = {"model": "deepseek-v3", "router_dtype": "fp32"}
+"""``moe_router_dtype`` of its provider (v0.2.0) or bridge (``models/deepseek/deepseek_v3_bridge.py``, later)."""
+
 MODELS = {
     "LLAMA3_8B": {"model": "llama-3-8b"},
     "LLAMA3_70B": {"model": "llama-3-70b"},
     "LLAMA3.1_405B": {"model": "llama-3-405b"},
-    "DeepSeekV3": {"model": "deepseek-v3", "mtp_layers": 1},
-    "DeepSeekV3 (w/ MTP)": {"model": "deepseek-v3", "mtp_layers": 1},
-    "DeepSeekV3 (w/o MTP)": {"model": "deepseek-v3"},
+    "DeepSeekV3": {**DEEPSEEK, "mtp_layers": 1},
+    "DeepSeekV3 (w/ MTP)": {**DEEPSEEK, "mtp_layers": 1},
+    "DeepSeekV3 (w/o MTP)": DEEPSEEK,
     "Qwen3_30B_a3B": {"model": "qwen3-30b-a3b"},
     "Qwen3_235B_a22B": {"model": "qwen3-235b-a22b"},
     "GPT OSS 120B": {"model": "gpt-oss-120b", "bias_dropout_fusion": "false", "router_balancing": "none"},
-    "Nemotron_3_Nano": {"model": "nemotron-3-nano-30b-a3b"},
-    "Nemotron_3_5_Lightning": {"model": "nemotron-3-nano-30b-a3b", **FURTHER},
-    "Nemotron_3_Super": {"model": "nemotron-3-super-120b-a12b", **FURTHER},
+    "Nemotron_3_Nano": {"model": "nemotron-3-nano-30b-a3b", **UNFUSED},
+    "Nemotron_3_5_Lightning": {"model": "nemotron-3-nano-30b-a3b", **FURTHER, **UNFUSED},
+    "Nemotron_3_Super": {"model": "nemotron-3-super-120b-a12b", **FURTHER, **UNFUSED},
 }
 """Of a table, as plans name them."""
 
@@ -135,7 +142,7 @@ def plan_of_row(row: Row) -> Plan:
     if row["model"].startswith("DeepSeek"):
         flags |= STATES
     if not row["model"].startswith("LLAMA"):
-        flags |= {"etp": 1, "moe_router_fusion": "true", "megatron_core": VERSIONS[row["release"][:5]][1]}
+        flags = {"moe_router_fusion": "true", **flags, "etp": 1, "megatron_core": VERSIONS[row["release"][:5]][1]}
     recipe = recipe_of(row)
     flags["te_version"] = ".".join(map(str, _transformer_engine(row, recipe)))
     beside = {"moe_overlap_exchange": "true"} if recipe.beside else {}

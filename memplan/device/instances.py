@@ -59,6 +59,15 @@ def machines() -> Iterator[tuple[str, str, int]]:
             yield _plain(f"{family}-{size}"), gpu, count
 
 
+def gpu_of_folder(name: str) -> str | None:
+    """The GPU of Google's machines that the folder ``name`` keeps recipes for: ``a3ultra``, of ``a3-ultragpu``
+    (https://github.com/AI-Hypercomputer/gpu-recipes, ``training``)."""
+    folders = {
+        family.removesuffix("gpu").replace("-", ""): gpu for family, (gpu, _) in _SIZES.items() if "gpu" in family
+    }
+    return folders.get(name.lower())
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[._\s]+", "-", re.sub(r"(?i)^(?:standard_|ml\.)", "", name.strip())).lower()
 

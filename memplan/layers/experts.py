@@ -86,6 +86,7 @@ def grouped_sigmoid(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     scores = ops.elementwise(r, "router_scores", (logits,), saves_output=True)
     _choice: tuple[Tensor, ...] = (r.empty(scores.shape, "fp32", "scores_for_choice"),)
     groups = (scores.shape[0], spec.router_groups or 1)
+    of_group = (*groups, scores.shape[1] // groups[1])
     two = r.empty((*groups, 2), "fp32", "best_of_group")
     of_two = saved(r, two.shape, "best_of_group_indices")
     _best = r.empty(groups, "fp32", "group_scores"), of_two
@@ -96,6 +97,8 @@ def grouped_sigmoid(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Routed:
     masks.clear()
     _choice = tuple(within)
     del within
+    for shape in (of_group, scores.shape):
+        r.ran(work.Stream(0, 0, issue=selecting.top_k_issue(shape)))
     top = r.empty((groups[0], spec.expert_top_k), "fp32", "chosen_values")
     indices = r.empty(top.shape, "int64", "chosen_indices")
     del top
@@ -129,6 +132,7 @@ def saved(r: Recorder, shape: Shape, name: str) -> Tensor | None:
 def outside_groups(r: Recorder, shape: Shape, spec: ModelSpec) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """Where experts are not of the best groups, one mask (n, E) of bool; and what stays in variables."""
     n, groups = shape[0], spec.router_groups or 1
+    r.ran(work.Stream(0, 0, issue=selecting.top_k_issue((n, groups))))
     values = r.empty((n, spec.router_group_top_k or 1), "fp32", "chosen_groups_values")
     chosen = r.empty(values.shape, "int64", "chosen_groups")
     del values

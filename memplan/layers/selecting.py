@@ -14,7 +14,7 @@ from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .gradients import fresh
 from .shapes import ITEMSIZE
-from .work import REPEATED, STRIDED, Operator, Stream
+from .work import REPEATED, STRIDED, TOP_K, Operator, Stream
 
 
 def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
@@ -22,8 +22,13 @@ def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:
     shape, dtype = x.shape, x.dtype
     values = r.empty((*shape[:-1], k), dtype, f"{name}_values")
     indices = r.empty((*shape[:-1], k), "int64", f"{name}_indices")
-    node = r.node((x,), (indices,), fresh(x, f"grad_{name}"))
+    node = r.node((x,), (indices,), fresh(x, f"grad_{name}"), work=Operator(issue=(top_k_issue(shape), 0)))
     return values.by(node), indices
+
+
+def top_k_issue(shape: Shape) -> int:
+    """``Stream.issue`` of ``torch.topk`` along rows."""
+    return TOP_K.of(prod(shape), prod(shape[:-1]))
 
 
 def largest_last(r: Recorder, x: Tensor, name: str) -> Tensor:

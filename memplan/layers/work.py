@@ -51,6 +51,9 @@ training step there."""
 REPEATED = Issue(0, 3_900_000_000)
 """For each gradient that is added to one and the same row (``indexing_backward_kernel``, which takes them one by one):
 256 of 2,880 and of 5,760 elements in 1.0 ms, biases of its experts in the same step."""
+TOP_K = Issue(44_500, 1_900_000)
+"""``torch.topk`` of rows: what is left of 137, 252, 293 and 458 microseconds for 16,384 rows of 128, 256, 288 and 512
+logits on an H100 (torch 2.11, https://github.com/FlashML-org/FreeToken/pull/319) without softmax, cast and norm."""
 FOUR_BITS = Issue(1100)
 """bitsandbytes' ``kDequantizeBlockwise`` (NF4 to bf16) in a step of Llama 3 8B there: 64.6 microseconds for 58.7
 million elements, 20.2 for 16.8, 6.3 for 4.2."""
@@ -84,6 +87,8 @@ class Product(NamedTuple):
     to one in fp32."""
     rows: Literal["", "m", "k"] = ""
     """Of grouped products, each a kernel of its own, the size that is a group's rows."""
+    tf32: bool = False
+    """Tensor cores multiply operands in fp32, as TF32."""
 
     @property
     def flops(self) -> float:
@@ -161,6 +166,8 @@ class Exchange(NamedTuple):
     choices: tuple[int, int] = (0, 0)
     """Of an all-to-all whose rows go to ranks that have one of so many of so many experts, and cross the network once
     for each node."""
+    scores: float = 0.0
+    """Bytes that go along with all rows for each expert of the NVLink domain that they are sent to."""
     among: int = 0
     """Of so many neighbours of ``axis``; 0: of all."""
     parts: int = 0

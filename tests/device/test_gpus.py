@@ -8,7 +8,7 @@ import pytest
 
 from memplan.device.facts import cuda_context
 from memplan.device.gpus import GPUS, Gpu
-from memplan.device.instances import flags_of, machines
+from memplan.device.instances import flags_of, gpu_of_folder, machines
 
 MIB, GIB = 1 << 20, 1 << 30
 BOX = {
@@ -147,6 +147,14 @@ def test_gpus_cannot_change() -> None:
 )
 def test_machines_of_clouds_are_told_by_their_gpus(machine: str, gpus: str | None) -> None:
     assert flags_of(machine) == gpus
+
+
+@pytest.mark.parametrize(
+    ("folder", "gpu"),
+    [("a3ultra", "h200"), ("A3Mega", "h100-80gb"), ("a2high", "a100-40gb"), ("p5", None), ("a4", None), ("", None)],
+)
+def test_folders_of_recipes_are_called_after_machines_of_google(folder: str, gpu: str | None) -> None:
+    assert gpu_of_folder(folder) == gpu
 
 
 def test_machines_of_clouds_have_gpus_that_are_known() -> None:

@@ -21,6 +21,7 @@ from memplan.layers.work import (
     SOFTMAX_BACKWARD,
     STRIDED,
     SUM_OF_ROWS,
+    TOP_K,
     WIDENED,
     Attention,
     Exchange,
@@ -322,3 +323,10 @@ def test_scores_in_a_window(s: int, window: int) -> None:
     counted = sum(1 for query in range(s) for key in range(s) if 0 <= query - key < w)
     assert windowed(s, window, alternating=False) * s * s == pytest.approx(counted - w / 2)
     assert windowed(s, window, alternating=True) == pytest.approx((windowed(s, window, alternating=False) + 0.5) / 2)
+
+
+def test_choices_without_gradient_take_their_time() -> None:
+    """DeepSeek V3 of transformers: two best of 32 experts, four best of eight groups, eight best experts."""
+    found = entries(plan(model="deepseek-v3", framework="deepspeed", gpu="h100-80gb", dtype="bf16", seq=512))
+    chosen = [one.issue for one, _times in found.layer.forward if isinstance(one, Stream) and not one.launches]
+    assert sum(chosen) == sum(TOP_K.of(512 * 8 * size, 512 * rows) for size, rows in ((32, 8), (1, 1), (32, 1)))

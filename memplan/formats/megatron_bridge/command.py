@@ -14,6 +14,7 @@ from pathlib import Path
 from ...bash.origin import ScriptError
 from ...bash.shell import read_script
 from ...bash.values import Value, is_known, text
+from ...device.instances import gpu_of_folder
 from ...plan.errors import Node, Origin, PlanError, refused
 from ...plan.hub import twin
 from ...plan.spellings import gpus_called
@@ -143,7 +144,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         if gpus != "0" and not asked.names & {"gpus", "dp"}:
             flags["gpus"] = gpus
         if len(called := gpus_called(gpu)) == 1 and not asked.names & {"gpu", "capacity"}:
-            flags[GPU_OF_BENCHMARK] = called[0]
+            flags[GPU_OF_BENCHMARK] = _machines_gpu(folder) or called[0]
     _check(recipe, root, asked, training.origin)
     model = model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
@@ -153,6 +154,12 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     unused = not_in(content, asked.variables())
     left = [one for one in asked.assignments if one.partition("=")[0] in unused]
     return root, replace(asked, flags=flags, assignments=left), recipe
+
+
+def _machines_gpu(folder: Path) -> str | None:
+    """Google's recipes name NVIDIA's for H100 on machines that have H200, and lie in a folder of the machine's name."""
+    found = map(gpu_of_folder, reversed(folder.resolve().parts))
+    return next((gpu for gpu in found if gpu is not None), None)
 
 
 def _of_memory(options: Iterable[str]) -> bool:

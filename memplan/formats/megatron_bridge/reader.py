@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...plan.errors import Node, PlanError
+from ...plan.notes import Note
 from ...plan.spoken import Spoken
 from ...plan.text import folder_of, path_of, text_at
 from ...plan.yaml_events import parse_yaml
@@ -91,10 +92,16 @@ def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
     launch = _with_adapters(launch, root)
+    told = [note] if note is not None else []
     if isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
         plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
         launch = replace(launch, source=replace(launch.source, plan=plan))
-    notes = (*([note] if note is not None else []), *notes, *launch.notes)
+        if f"_{gpu.partition('-')[0]}_" not in recipe:
+            problem = (
+                f"{gpu} is taken, which Google's machines have that the script's folder is called after; --gpu says"
+            )
+            told.append(Note("gpu-of-the-folder", f"{problem} otherwise"))
+    notes = (*told, *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 
 

@@ -46,11 +46,12 @@ def beside_another(layer: Passes, attention: Passes) -> Passes:
 
     def of(counted: Counted, experts: Together, others: Together) -> Counted:
         made: list[tuple[Kernel, int]] = []
+        *_, last = (None, *[one for one, _ in counted if isinstance(one, Exchange) and one.choices[0]])
         for kernel, times in counted:
             if isinstance(kernel, Exchange) and kernel.axis == "ep":
-                back = times // 2
-                made.append((kernel._replace(beside=experts), times - back))
-                made += [(kernel._replace(beside=others), back)] if back else []
+                back = 1 if kernel == last else times // 2
+                parts = ((experts, times - back), (others, back))
+                made += [(kernel._replace(beside=one), count) for one, count in parts if count]
             else:
                 made.append((kernel, times))
         return tuple(made)

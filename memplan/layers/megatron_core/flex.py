@@ -18,7 +18,7 @@ from ...values import dataclass
 from .. import ops
 from ..autograd import Backward, Gradients, Recorder, Tensor, size_of
 from ..gradients import fresh, fresh_each
-from ..work import Exchange, Operator, Stream
+from ..work import Exchange, Operator, Stream, Work
 from . import dispatch
 from .shape import CoreShape
 
@@ -214,9 +214,35 @@ def _sent_by_hybrid_ep(
     ]
     taken = r.empty((count, x.shape[1]), x.dtype, "rows_received")
     weights = r.empty((count,), "fp32", "received_probabilities")
-    node = r.node((x, wide), handle, _gradients_sent(x, wide), outputs=2, work=_exchange(taken, shape))
+    forward, backward = _hybrid_exchanges(taken, shape, scored=True)
+    work = Operator((*_hybrid_metadata(shape), *forward), backward)
+    node = r.node((x, wide), handle, _gradients_sent(x, wide), outputs=2, work=work)
     taken.node, weights.node, weights.slot = node, node, 1
     return taken, weights, handle
+
+
+def _hybrid_metadata(shape: CoreShape) -> Work:
+    """``metadata_preprocessing``: every rank gets which experts all tokens go to, a byte for each, and looks through
+    them twice for the places of tokens on ranks and of rows by expert (``executor.cu``, ``allgather_routing_map``;
+    ``hybrid_ep_backend.cuh``, ``scan``)."""
+    tokens, ranks, spec = shape.routed.own, shape.mixture.ep, shape.spec
+    whole = float(tokens * ranks * spec.experts)
+    made = 4 * tokens * ranks + 5 * tokens * ranks * shape.local_experts
+    return Exchange("all-to-all", whole, "ep"), Stream(2 * whole + made, 2)
+
+
+def _hybrid_exchanges(rows: Tensor, shape: CoreShape, *, scored: bool) -> tuple[Work, Work]:
+    """Tokens to ``rows`` by expert, and back, in either direction of autograd. In kernels of their own HybridEP copies
+    between its buffer and rows by expert (``executor.cu``, ``dispatch_postprocess``, ``combine_preprocess``).
+    ``scored``: with each token go its probabilities for all experts of the NVLink domain in fp32, and back come their
+    gradients, rows of zeros but for the rank's own (``hybrid_ep_backend.cuh``, ``S2G_warp_group_device_function``;
+    ``permute.cu``, ``unpermute_kernel``)."""
+    n, spec = arriving(shape), shape.spec
+    size = n * size_of(rows.shape[1:], rows.dtype)
+    scores = 4.0 * n if scored else 0.0
+    sent = Exchange("all-to-all", size, "ep", choices=(spec.expert_top_k, spec.experts), scores=scores)
+    sorts = Stream(size + size_of(rows.shape, rows.dtype))
+    return (sent, sorts), (sorts, sent)
 
 
 # -- both ----------------------------------------------------------------------------------------------
@@ -235,14 +261,13 @@ def _combined(r: Recorder, x: Tensor, handle: list[Tensor], shape: CoreShape) ->
 
 def _exchange(x: Tensor, shape: CoreShape) -> Operator:
     """A token crosses the network once for each node, and links once for each rank
-    (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``). HybridEP copies between its buffer and rows by expert in
-    a kernel of its own (``executor.cu``, ``dispatch_postprocess``, ``combine_preprocess``)."""
+    (``csrc/kernels/legacy/internode.cu``, ``csrc/hybrid_ep``)."""
+    if shape.mixture.dispatcher == "hybridep":
+        there, back = _hybrid_exchanges(x, shape, scored=False)
+        return Operator(back, there)
     size = arriving(shape) * size_of(x.shape[1:], x.dtype)
     sent = Exchange("all-to-all", size, "ep", choices=(shape.spec.expert_top_k, shape.spec.experts))
-    if shape.mixture.dispatcher == "deepep":
-        return Operator((sent,), (sent,))
-    sorts = Stream(size + size_of(x.shape, x.dtype))
-    return Operator((sent, sorts), (sorts, sent))
+    return Operator((sent,), (sent,))
 
 
 # -- outside of PyTorch --------------------------------------------------------------------------------

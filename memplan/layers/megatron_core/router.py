@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from ..gradients import fresh
-from ..shapes import ITEMSIZE
-from ..work import Operator, Product
+from ..selecting import top_k_issue
+from ..shapes import ITEMSIZE, size_of
+from ..work import WIDENED, Operator, Product, Stream, Work
 from .shape import CoreShape
 
 WEIGHT = "mlp.router.weight"
@@ -55,7 +56,8 @@ def _jittered(r: Recorder, x: Tensor) -> Tensor:
 
 def gating(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
     """``RouterGatingLinearFunction``: saves the input and the weight as they are; logits are in the router's dtype,
-    and backward makes both factors of its products in it."""
+    and backward makes both factors of its products in it. Transformer Engine multiplies 16-bit factors as they are,
+    fp32 ones as TF32 (``cublaslt_gemm.cu``, ``cublas_gemm``)."""
     spec, e = shape.spec, shape.spec.experts
     weight = r.parameter(WEIGHT, (e, spec.hidden), shape.dtype)
     bias = [r.parameter("mlp.router.bias", (e,), shape.dtype)] if spec.mlp_bias else []
@@ -81,11 +83,25 @@ def gating(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
         copies = [r.empty(like, dtype, "router_input_cast"), r.empty((e, spec.hidden), dtype, "router_weight_cast")]
     else:
         copies = []
-    h, size = spec.hidden, ITEMSIZE[dtype]
-    done = Operator((Product(tokens, e, h, 1, size),), (Product(tokens, h, e, 1, size), Product(e, h, tokens, 1, size)))
+    done = gating_work(tokens, e, spec.hidden, given, dtype)
     out = r.empty((*like[:-1], e), dtype, "router_logits")
     copies.clear()
     return out.by(r.node((x, weight, *bias), (x, weight), backward, work=done))
+
+
+def gating_work(tokens: int, e: int, h: int, given: str, dtype: str) -> Operator:
+    """Products of ``tokens`` rows in ``given`` that give logits of ``e`` experts in ``dtype``. Where it is another one,
+    backward casts input and weight to it, and their gradients back; in fp64, which PyTorch multiplies, forward does."""
+    size, tf32 = ITEMSIZE[dtype], dtype == "fp32"
+    products = Product(tokens, h, e, 1, size, tf32=tf32), Product(e, h, tokens, 1, size, tf32=tf32)
+    if dtype == given:
+        return Operator((Product(tokens, e, h, 1, size, tf32=tf32),), products)
+    moved = (ITEMSIZE[given] + size) * h
+    widened = [Stream(float(moved * rows), issue=WIDENED.of(rows * h)) for rows in (tokens, e)]
+    back: Work = (*widened, *products, Stream(float(moved * tokens)), Stream(float(moved * e)))
+    if dtype == "fp64":
+        return Operator((*widened, Product(tokens, e, h, 1, size)), back)
+    return Operator((Product(tokens, e, h, 1, ITEMSIZE[given], size),), back)
 
 
 def _top_k(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
@@ -165,7 +181,8 @@ def _best(r: Recorder, scores: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor
     few = (like[0], spec.expert_top_k)
     values = r.empty(few, dtype, "router_best")
     indices = r.empty(few, "int64", "router_indices")
-    values.node = r.node((scores,), (indices,), fresh(scores, "grad_router_best"))
+    chosen = Operator(issue=(top_k_issue(like), 0))
+    values.node = r.node((scores,), (indices,), fresh(scores, "grad_router_best"), work=chosen)
     return values, indices
 
 
@@ -251,6 +268,7 @@ def _balancing_loss(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     else:
         scores = _normalised(r, ops.elementwise(r, "aux_scores", (wide,), (), saves_output=True))
     del wide
+    r.ran(Stream(size_of(scores.shape, "fp32"), issue=top_k_issue(scores.shape)))
     best = [r.empty((logits.shape[0], shape.spec.expert_top_k), kind, "aux_best") for kind in ("fp32", "int64")]
     chosen = _map(r, logits)
     best.clear()

@@ -63,7 +63,13 @@ _MICRO = 1e-6
 FABRIC = (1.0, 0.98, 0.94, 0.89, 0.85, 0.84)
 """What remains of the network's bandwidth for rings through 2, 4, 8, … 64 nodes and more, beside their latencies:
 reduce-scatters of H100s reach 360, 345, 320, 300, 280 and 260 GB/s through 4, 8, 16, 32, 64 and 128 nodes of eight
-(https://github.com/NVIDIA/nccl/issues/1229, whose size is taken to be 8 GiB)."""
+(https://github.com/NVIDIA/nccl/issues/1229, whose size is taken to be 8 GiB). So have NCCL's all-to-alls: of 16 B300 to
+256 their largest reach 96, 90, 92, 79 and 72 of 100 GB/s
+(https://github.com/awslabs/awsome-distributed-ai/tree/main/micro-benchmarks/expert-parallelism)."""
+
+ALL_TO_ALL = 154e-6
+"""Seconds that NCCL's takes between nodes besides its bytes: 8 MiB of 64 H800, whose adapters are taken to be of 400
+Gb/s, take 338 and 296 microseconds (https://github.com/NVIDIA/nccl/issues/1531)."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -94,16 +100,20 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group, choices: tuple[
 
 def _all_to_all(rates: Rates, size: float, of: Group, choices: tuple[int, int]) -> float:
     """Every rank sends each other one its part of ``size`` bytes, all at once (``ncclSend`` and ``ncclRecv`` grouped,
-    with the Simple protocol): over links to those of its node, meanwhile to others through its own network adapter."""
+    with the Simple protocol): over links to those of its node, meanwhile to others through its own network adapter.
+    ``choices``: a row crosses the network once for each node."""
     linked = _linked(rates, of)
     inside = (of.local - 1) / of.ranks * size / (rates.exchange if linked else rates.host)
     latency = _SIMPLE.link if linked else _SIMPLE.host
     if of.nodes == 1:
         base = rates.collective if linked and rates.collective is not None else (_SIMPLE.base + latency) * _MICRO
         return base + inside
-    copies = _reached(of.nodes, choices) / _reached(of.ranks, choices) if choices[0] else 1.0
-    outside = (of.ranks - of.local) / of.ranks * copies * size / between_nodes(rates)
-    return (_SIMPLE.base + _SIMPLE.network) * _MICRO + max(inside, outside)
+    copies, base = 1.0, ALL_TO_ALL
+    if choices[0]:  # by kernels that are not NCCL's
+        copies = _reached(of.nodes, choices) / _reached(of.ranks, choices)
+        base = (_SIMPLE.base + _SIMPLE.network) * _MICRO
+    outside = (of.ranks - of.local) / of.ranks * copies * size / (between_nodes(rates) * _fabric(of))
+    return base + max(inside, outside)
 
 
 def _reached(parts: int, choices: tuple[int, int]) -> float:
@@ -123,9 +133,13 @@ def _bandwidth(rates: Rates, of: Group) -> tuple[float, bool]:
     inside = rates.link if linked else rates.host
     if of.nodes == 1:
         return inside, linked
-    across = between_nodes(rates) * of.local
-    fabric = FABRIC[min(ceil(log2(of.nodes)) - 1, len(FABRIC) - 1)]
+    across, fabric = between_nodes(rates) * of.local, _fabric(of)
     return fabric * (across if of.local == 1 else min(inside, across)), linked
+
+
+def _fabric(of: Group) -> float:
+    """Of several nodes."""
+    return FABRIC[min(ceil(log2(of.nodes)) - 1, len(FABRIC) - 1)]
 
 
 def between_nodes(rates: Rates) -> float:

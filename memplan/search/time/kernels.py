@@ -5,7 +5,8 @@ A product of (m, k) by (k, n) is cut into output tiles, which are dealt out to t
 costs as much as a whole one, and the last wave as much as a full one (NVIDIA, Matrix Multiplication Background User's
 Guide, sections 2.3 and 3: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/).
 Tensor cores want 16 bytes' worth of elements in every row (section 2.2); other shapes run on ordinary cores, and so
-does fp32, which PyTorch does not turn into TF32 unless told to (``torch.backends.cuda.matmul.allow_tf32``).
+does fp32, which PyTorch does not turn into TF32 unless told to (``torch.backends.cuda.matmul.allow_tf32``), while
+Transformer Engine does (``Product.tf32``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,15 @@ GAP = LAUNCH - 2.9e-6
 
 
 def matmul(
-    rates: Rates, m: int, n: int, k: int, batch: int = 1, element: float = 2, written: int | None = None
+    rates: Rates,
+    m: int,
+    n: int,
+    k: int,
+    batch: int = 1,
+    element: float = 2,
+    written: int | None = None,
+    *,
+    tf32: bool = False,
 ) -> float:
     """Seconds of ``batch`` products (m, k) x (k, n) of ``element`` bytes each; ``written`` bytes move for each
     element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8)."""
@@ -72,8 +81,11 @@ def matmul(
         return 0.0
     multiple = ALIGNMENT / element
     aligned = not (m % multiple or n % multiple or k % multiple)
+    wide = element > 2 and not tf32
     sustained = rates.ordinary if element > 2 else rates.odd
-    if aligned and element <= 2:
+    if aligned and tf32:
+        sustained = rates.tf32
+    elif aligned and not wide:
         # LLM.int8's products are of one byte where the plan computes in 16 bits, whose rate is what they at least have
         sustained = dict(rates.low).get(element, rates.matrix)
     work = 2.0 * k / (sustained / rates.processors)
@@ -90,7 +102,7 @@ def matmul(
             if max(full + behind, operands + back) >= least:
                 break  # nor do full waves of more parts end before
             parts = tiles * split
-            busiest = -(-parts // rates.processors) * area if element > 2 else _busiest(parts, rates.processors, area)
+            busiest = -(-parts // rates.processors) * area if wide else _busiest(parts, rates.processors, area)
             least = min(least, max(work * busiest / split + behind, operands + back))
     return max(least + GAP, LAUNCH)
 
@@ -170,8 +182,9 @@ def alone(kernel: Alone, rates: Rates) -> float:
     if isinstance(kernel, Scan):
         return SCAN * alone(kernel.kernel, rates)
     if isinstance(kernel, Product):
-        m, n, k, times, element, written, rows = kernel
-        return max(matmul(rates, m, n, k, times, element, written or None), times * LAUNCH if rows else 0.0)
+        m, n, k, times, element, written, rows, tf32 = kernel
+        spent = matmul(rates, m, n, k, times, element, written or None, tf32=tf32)
+        return max(spent, times * LAUNCH if rows else 0.0)
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward
         spent = attention.seconds(kernel, fused, rates.processors)
@@ -187,7 +200,9 @@ def exchanged(one: Exchange, rates: Rates, ranks: Ranks) -> float:
     if one.kind == "send":
         spent = send(rates, one.bytes, ranks.t * ranks.c > rates.node)
     else:
-        spent = collective(rates, one.kind, one.bytes, across(one, ranks, rates.node), one.choices)
+        of = across(one, ranks, rates.node)
+        size = one.bytes + one.scores * one.choices[1] * of.local / of.ranks
+        spent = collective(rates, one.kind, size, of, one.choices)
     if one.beside is None:
         return spent
     if one.parts and isinstance(one.beside, Product):

@@ -60,6 +60,7 @@ def at(rates: Rates, part: float) -> Rates:
         matrix=rates.matrix * part,
         ordinary=rates.ordinary * part,
         odd=rates.odd * part,
+        tf32=rates.tf32 * part,
         low=tuple((size, rate * part) for size, rate in rates.low),
         attention_forward=slower(rates.attention_forward),
         attention_backward=slower(rates.attention_backward),

@@ -36,7 +36,7 @@ ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.027})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
 
-ERROR_OF_EXPERTS = 0.101
+ERROR_OF_EXPERTS = 0.094
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
@@ -109,6 +109,9 @@ class Rates:
     """Sustained by fp32 products on ordinary cores."""
     odd: float
     """Sustained by products in 16 bits whose rows are no whole 16 bytes."""
+    tf32: float
+    """Sustained by products in TF32: the part of their peak that those in 16 bits reach; ordinary cores', where there
+    are none."""
     low: tuple[tuple[float, float], ...]
     """The same as ``matrix`` of products whose operands' elements have fewer bytes: bytes, FLOP/s."""
     attention_forward: Fused
@@ -253,6 +256,7 @@ def _rates(
         matrix=peak * (parts.matrix if low is None or parts.low is None else parts.low.sixteen or parts.matrix),
         ordinary=ordinary,
         odd=ordinary if parts.odd is None else peak * parts.odd,
+        tf32=ordinary if speed.tf32 is None else speed.tf32.value * parts.matrix,
         low=()
         if low is None
         else tuple(

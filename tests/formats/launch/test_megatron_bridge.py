@@ -732,6 +732,30 @@ def test_megatron_fsdp_of_a_benchmark_is_asked_for_by_an_option(tmp_path: Path) 
         commanded(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("folder", "gpu", "noted"),
+    [
+        ("a3ultra", "h200", True),
+        ("a3mega", "h100-80gb", False),
+        ("a4", "h100-80gb", False),
+        ("h200", "h100-80gb", False),
+    ],
+)
+def test_a_recipe_for_h100_in_the_folder_of_a_machine_is_for_its_gpu(
+    tmp_path: Path, folder: str, gpu: str, noted: bool
+) -> None:
+    """Google's A3 Ultra has eight H200 (GPU machine types), and its recipes say ``--gpu h100``: Megatron-Bridge has
+    none for H200. ``a4`` names no machine type; its recipes say ``--gpu b200``."""
+    place = tmp_path / "training" / folder / "llama3_70b"
+    place.mkdir(parents=True)
+    command = "python run_script.py -m llama -mr llama3_8b -ng 8 --gpu h100 -mb 1 -gb 32 -sl 8192 -tp 1"
+    (place / "run.sh").write_text(command)
+    found = commanded(place)
+    assert found.plan.hardware.gpu == gpu
+    assert any(one.code == "gpu-of-the-folder" for one in found.warnings) is noted
+    assert commanded(place, gpu="b200").plan.hardware.gpu == "b200"
+
+
 @pytest.mark.parametrize("word", ["model.teacher.seq_length=4096", "model.kd_config.skip_lm_loss=true"])
 def test_overrides_of_a_distillation_are_refused_as_megatrons_is(word: str) -> None:
     """As ``examples/distillation/llama/conf/llama32_3b-1b_distill_override_example.yaml`` has them."""

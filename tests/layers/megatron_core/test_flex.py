@@ -14,11 +14,11 @@ from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
 from memplan.layers.megatron_core import flex
 from memplan.layers.module import Options
-from memplan.layers.work import Exchange, Stream
+from memplan.layers.work import Attention, Exchange, Product, Stream, Together
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.time.shape import shape_of
+from memplan.search.time.shape import Entries, shape_of
 from memplan.tape.events import Drop, Hold
 
 T, H, E, K, EP = 512, 2048, 128, 8, 8
@@ -126,16 +126,52 @@ def test_megatrons_arguments() -> None:
         plan_of_arguments(changed, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
 
 
-def test_hybrid_ep_copies_rows_out_of_its_buffer() -> None:
-    """A kernel that reads the N tokens that arrived and writes k T rows, or the other way, beside each exchange."""
+def hybrid(**more: str) -> Entries:
     flags = {
         "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512", "gpu": "h100-80gb",
-        "moe-dispatcher": "flex", "moe-flex-backend": "hybridep",
+        "moe-dispatcher": "flex", "moe-flex-backend": "hybridep", **more,
     }  # fmt: skip
-    whole = resolve(read_plan(None, flags).plan)
-    n = flex.arriving(layer_shape_of(module_shapes(core_shape(whole))[0], 0))
-    work = shape_of(whole).entries.layer
+    return shape_of(resolve(read_plan(None, flags).plan)).entries
+
+
+def test_hybrid_ep_copies_rows_out_of_its_buffer() -> None:
+    """A kernel that reads the N tokens that arrived and writes k T rows, or the other way, beside each exchange."""
+    n, work = kept("hybridep")[1], hybrid().layer
     for of in (work.forward, work.backward):
-        sent = [(kernel, times) for kernel, times in of if isinstance(kernel, Exchange) and kernel.axis == "ep"]
+        sent = [(kernel, times) for kernel, times in of if isinstance(kernel, Exchange) and kernel.choices[0]]
         assert sum(times for _, times in sent) == 2
         assert sum(times for kernel, times in of if kernel == Stream((n + T * K) * H * 2)) == 2
+
+
+def test_hybrid_ep_sends_probabilities_with_tokens_and_gradients_of_them_back() -> None:
+    """An fp32 for every expert of the domain with each of N tokens, forward to the experts, in backward from them."""
+    n, work = kept("hybridep")[1], hybrid().layer
+    forward, backward = (
+        [one for one, _ in of if isinstance(one, Exchange) and one.choices[0]] for of in (work.forward, work.backward)
+    )
+    assert [one.scores for one in forward] == [4 * n, 0]
+    assert [one.scores for one in backward] == [0, 4 * n]
+    assert {one.bytes for one in (*forward, *backward)} == {n * H * 2}
+
+
+def test_hybrid_ep_tells_every_rank_where_all_tokens_go() -> None:
+    """A byte of each token and expert from every rank, read twice; written are an int32 of the rank's tokens for each
+    rank, and of every token a byte and an int32 for each of the rank's experts. Backward has all this by then."""
+    work = hybrid().layer
+    maps = [one for one, _ in work.forward if isinstance(one, Exchange) and not one.choices[0]]
+    assert maps == [Exchange("all-to-all", T * EP * E, "ep")]
+    assert (Stream(2 * T * EP * E + 4 * T * EP + 5 * T * EP * E // EP, 2), 1) in work.forward
+    assert not any(isinstance(one, Exchange) and not one.choices[0] for one, _ in work.backward)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_exchanges_beside_another_micro_batch(backend: str) -> None:
+    """Tokens go to experts while the other micro-batch's experts compute, and come back beside its attention, whose
+    kernels and no grouped product run then (``TransformerLayerSchedulePlan.run``)."""
+    work = hybrid(**{"moe-flex-backend": backend, "moe-overlap-exchange": "true"}).layer
+    for of in (work.forward, work.backward):
+        beside = [one.beside for one, _ in of if isinstance(one, Exchange) and one.choices[0]]
+        there, back = (one.kernels for one in beside if isinstance(one, Together))
+        assert any(isinstance(one, Product) and one.rows for one, _ in there)
+        assert not any(isinstance(one, Product) and one.rows for one, _ in back)
+        assert any(isinstance(one, Attention) for one, _ in back)

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.frameworks.fsdp.timing import is_flat
+from memplan.layers.work import Exchange as Exchanged
 from memplan.plan.errors import PlanError
 from memplan.search.time import Replicas, StageWork, entry_times, rates_of, shape_of, work_of
 from memplan.search.time.collectives import Group, collective, group, send
-from memplan.search.time.kernels import PERSISTENT, overlapped
+from memplan.search.time.kernels import PERSISTENT, Ranks, exchanged, overlapped
 from memplan.search.time.shape import elements
 from memplan.search.time.updates import Exchange, sharded
 
@@ -88,7 +89,27 @@ def test_all_to_all_of_a_node_and_of_several() -> None:
     inside = collective(rates, "all-to-all", size, group(8, 1, 8))
     assert inside == pytest.approx(7 / 8 * size / rates.exchange + 11.8e-6)
     outside = collective(rates, "all-to-all", size, group(32, 1, 8))
-    assert outside == pytest.approx(24 / 32 * size / (0.96 * 50e9) + 22.4e-6)
+    assert outside == pytest.approx(24 / 32 * size / (0.98 * 0.96 * 50e9) + 154e-6)
+
+
+@pytest.mark.parametrize(
+    ("network", "nodes", "small", "largest"),
+    [
+        (100, 2, 104.9, 179.6), (100, 4, 94.0, 116.9), (100, 8, 74.0, 103.2), (100, 16, 73.8, 84.0),
+        (100, 32, 54.7, 74.4), (50, 4, 45.1, 53.9), (50, 8, 40.4, 51.1),
+    ],
+)  # fmt: skip
+def test_all_to_alls_of_several_nodes_as_nccl_tests_measured_them(
+    network: float, nodes: int, small: float, largest: float
+) -> None:
+    """B300 (``p6-b300.48xlarge``, 6,400 Gb/s a node) and H100 (``p5.48xlarge``, 3,200 Gb/s): bus bandwidth in GB/s of
+    64 MiB and of the largest that was run, taken to be 16 GiB
+    (awslabs/awsome-distributed-ai, ``ep-backend-comparison/RESULTS.md`` and ``RESULTS-p5.md``)."""
+    rates = replace(H100, network=0.96 * network * 1e9)
+    ranks = 8 * nodes
+    for size, bus, off in ((64 << 20, small, 0.3), (16 << 30, largest, 0.15)):
+        spent = collective(rates, "all-to-all", size, group(ranks, 1, 8))
+        assert size * (ranks - 1) / ranks / spent == pytest.approx(bus * 1e9, rel=off)
 
 
 def test_tokens_that_cross_the_network_once_for_each_node() -> None:
@@ -97,7 +118,18 @@ def test_tokens_that_cross_the_network_once_for_each_node() -> None:
     rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
     size, nodes = 1 << 30, 4 * (1 - 735471 / 10518300)
     found = collective(rates, "all-to-all", size, group(32, 1, 8), (8, 32))
-    assert found == pytest.approx(3 / 4 * nodes / 8 * size / (0.96 * 50e9) + 22.4e-6)
+    assert found == pytest.approx(3 / 4 * nodes / 8 * size / (0.98 * 0.96 * 50e9) + 22.4e-6)
+
+
+def test_probabilities_go_along_for_the_experts_of_a_node() -> None:
+    """Beside a row's 2,048 bytes 4 for each of 32 experts where 8 ranks of one node have them all; where 32 ranks on 4
+    nodes have one each, for the 8 of the node that it is sent to."""
+    rates = rates_of(plan(model="llama-3-8b", framework="megatron", gpu="h100-80gb", gpus=32, mbs=1, gbs=32, seq=4096))
+    rows = 100_000
+    sent = Exchanged("all-to-all", 2048.0 * rows, "ep", choices=(8, 32), scores=4.0 * rows)
+    for ranks, size in ((8, 2048 + 4 * 32), (32, 2048 + 4 * 8)):
+        alone = collective(rates, "all-to-all", size * rows, group(ranks, 1, 8), (8, 32))
+        assert exchanged(sent, rates, Ranks(1, ep=ranks)) == pytest.approx(alone)
 
 
 def test_sharded_parameters_are_copied() -> None:

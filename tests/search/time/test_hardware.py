@@ -3,13 +3,15 @@ from __future__ import annotations
 import pytest
 
 from memplan.device.gpus import GPUS, MULTIPROCESSORS
-from memplan.layers.work import Product
+from memplan.layers import ops, selecting
+from memplan.layers.autograd import Recorder
+from memplan.layers.work import Exchange, Product
 from memplan.plan.errors import PlanError
 from memplan.plan.releases import DEPRIORITIZED
 from memplan.search.time import power, rates_of
 from memplan.search.time.efficiency import POWER, default
 from memplan.search.time.hardware import GIGA, SPEEDS, Figure
-from memplan.search.time.kernels import drawn, matmul
+from memplan.search.time.kernels import alone, drawn, matmul
 
 from .plans import plan
 
@@ -139,3 +141,19 @@ def test_a_plan_overrides_the_network() -> None:
     usual, other = (rates_of(plan(model="gpt2", gpu="a100-80gb", **flags)) for flags in ({}, {"network": 6.25}))
     assert usual.network == pytest.approx(25e9 * 0.96)
     assert other.network == pytest.approx(6.25e9 * 0.96)
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "measured"),
+    [(256, 6, 250.7), (128, 8, 136.9), (256, 8, 254.0), (288, 8, 292.9), (512, 10, 457.5)],
+)
+def test_a_router_that_pytorch_runs_by_operators(experts: int, chosen: int, measured: float) -> None:
+    """Microseconds of an H100 for 16,384 tokens in bf16: cast, softmax, ``torch.topk`` and the norm of what is chosen
+    (https://github.com/FlashML-org/FreeToken/pull/319, the column of torch)."""
+    r = Recorder(counts=True, closed=True, grad_enabled=False)
+    logits = ops.cast(r, r.outside((16384, experts), "bf16"), "fp32", "wide")
+    weights, _ = selecting.top_k(r, ops.softmax(r, logits, "scores"), chosen, "chosen")
+    selecting.divided_in_place(r, weights, selecting.sum_last(r, weights, "sum"), "normed")
+    rates = rates_of(plan(model="gpt2", gpu="h100-80gb", dtype="bf16"))
+    spent = sum(alone(kernel, rates) for kernel in r.work if not isinstance(kernel, Exchange))
+    assert spent * 1e6 == pytest.approx(measured, rel=0.1)

@@ -10,6 +10,7 @@ from memplan.layers.work import Product, Scan
 from memplan.search.time import Efficiency, rates_of
 from memplan.search.time.attention import Fused
 from memplan.search.time.kernels import GAP, LAUNCH, alone, in_parts, matmul, streamed
+from memplan.search.time.power import at
 from memplan.search.time.shape import shape_of
 
 from .plans import plan
@@ -48,6 +49,17 @@ def test_long_sums_as_an_a100_took_them(m: int, n: int, k: int, written: int, mi
     24 % longer."""
     rates = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"))
     assert matmul(rates, m, n, k, 1, 2, written) == pytest.approx(milliseconds * 1e-3, rel=0.05)
+
+
+def test_fp32_as_tf32_by_hand() -> None:
+    """4,096 x 7,168 in tiles of 256 x 128: 16 x 56 = 896 tiles on 108 multiprocessors are nine waves at half the rate
+    of 16 bits (156 TFLOP/s), at half the clock eighteen; ordinary cores (19.5) have an eighth of that rate. Rows want 4
+    elements of 4 bytes."""
+    wave, result = 2 * 256 * 128 * 2048 / (156e12 / 108), 4 * 4096 * 7168 / 2039e9
+    assert matmul(A100, 4096, 7168, 2048, element=4, tf32=True) == pytest.approx(9 * wave + result + GAP)
+    assert matmul(at(A100, 0.5), 4096, 7168, 2048, element=4, tf32=True) == pytest.approx(18 * wave + result + GAP)
+    ordinary = 2 * 4096 * 7168 * 2048 / 19.5e12
+    assert matmul(A100, 4096, 7168, 2048, element=4) > ordinary < matmul(A100, 4096, 7166, 2048, element=4, tf32=True)
 
 
 @given(m=sizes, n=sizes, k=sizes)
