@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..tape.events import Category, Drop, Hold, Seam
-from ..values import dataclass
+from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .shapes import ITEMSIZE, Shape
 from .work import Operator, Product, Stream
@@ -66,6 +66,26 @@ class Float8:
     def weight_gradient(self) -> bool:
         """The product for gradients of weights is in 8 bits, too."""
         return self.recipe != "rowwise_with_gw_hp"
+
+    def product(
+        self,
+        r: Recorder,
+        x: Tensor,
+        weight: Tensor,
+        name: str,
+        policy: Policy,
+        category: Category = Category.TEMPORARIES,
+    ) -> Tensor:
+        """``Float8Linear.forward`` of (…, k) with a weight (n, k), without bias."""
+        return _product_with(r, x, weight, name, self, policy, category)
+
+    def leaving(self, skips: frozenset[str]) -> Float8:
+        """The same where ``skips`` stay."""
+        return replace(self, skips=skips)
+
+    def beside(self, count: int) -> tuple[Hold, ...]:
+        """Nothing but the scales that gathered weights bring."""
+        return ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -143,24 +163,9 @@ def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple
     return events, r.hand_over(data), r.hand_over(scale) if scale is not None else 0
 
 
-def linear(
-    r: Recorder,
-    x: Tensor,
-    n: int,
-    name: str,
-    of: Float8,
-    policy: Policy,
-    category: Category = Category.TEMPORARIES,
-) -> Tensor:
-    """``Float8Linear.forward`` of (…, k), without bias."""
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, gathered="fp8" if of.gathered else None)
-    return product_with(r, x, weight, name, of, policy, category)
-
-
-def product_with(
+def _product_with(
     r: Recorder, x: Tensor, weight: Tensor, name: str, of: Float8, policy: Policy, category: Category
 ) -> Tensor:
-    """The same with a ``weight`` (n, k) that is there."""
     shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
     t, rows = prod(shape[:-1]), of.by_rows
     taken = scaled(r, shape, dtype, of, len(shape) - 1 if rows else None, f"{name}_input", policy)

@@ -164,7 +164,16 @@ class Fsdp(FrameworkSection, Terse):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"compile", "compile_loss", "cuda_graphs", "filter_fqns", "float8_all_gather", "float8_scales", "newest"}
+        {
+            "compile",
+            "compile_loss",
+            "cuda_graphs",
+            "filter_fqns",
+            "fqns",
+            "float8_all_gather",
+            "float8_scales",
+            "newest",
+        }
     )
 
     code: Literal["transformers", "torchtitan"] = Field(
@@ -229,6 +238,13 @@ class Fsdp(FrameworkSection, Terse):
         description="torchtitan with precision.fp8: parts of names of linear layers that stay in dtype, as torchtitan "
         "has them (attention.wk, layers.0., output); auto_filter_small_kn: small ones; default: output, the head",
         json_schema_extra={"flag": "--filter-fqns"},
+    )
+    fqns: tuple[str, ...] | None = Field(
+        None,
+        max_length=1000,
+        description="torchtitan with mxfp8 or nvfp4: parts of names of linear layers that are converted, as its newest "
+        "code has them (layers, attention.wo, lm_head); default: all",
+        json_schema_extra={"flag": "--fqns"},
     )
     float8_all_gather: bool = Field(
         False,

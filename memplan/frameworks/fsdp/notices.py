@@ -13,6 +13,7 @@ from ...schedules.torch_schedules import Pipelined
 from ...tape.events import Category
 from ...tape.program import Program
 from ..plain.preferences import has_model
+from . import titan_low
 from .flat import on_meta
 from .titan import newest, titan_of_plan
 
@@ -193,7 +194,9 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     yield (TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile")
     if plan.fsdp.compile:
         yield from COMPILED
-    if plan.precision.fp8:
+    if plan.precision.low in titan_low.BLOCKS:
+        yield titan_low.assumed(plan)
+    elif plan.precision.fp8:
         yield of_float8(plan)
         yield from FLOAT8_COMPILED if plan.fsdp.compile else FLOAT8_EAGER
         if plan.fsdp.compile and plan.fsdp.float8_all_gather and plan.recompute.mode == "none":
