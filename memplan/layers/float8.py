@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..tape.events import Category, Drop, Hold, Seam
 from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
+from .experts import grouped_product
 from .shapes import ITEMSIZE, Shape
 from .work import Operator, Product, Stream
 
@@ -78,6 +79,15 @@ class Float8:
     ) -> Tensor:
         """``Float8Linear.forward`` of (…, k) with a weight (n, k), without bias."""
         return _product_with(r, x, weight, name, self, policy, category)
+
+    @property
+    def rows(self) -> int:
+        """Experts stay in 16 bits."""
+        return 0
+
+    def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+        """Of experts: in 16 bits."""
+        return grouped_product(r, x, weight, offsets, name)
 
     def leaving(self, skips: frozenset[str]) -> Float8:
         """The same where ``skips`` stay."""

@@ -6,7 +6,8 @@ torchao's main branch of August 2026 (commit 36027d8), ``torchao/prototype``: ``
 scales are copied into the order that tensor cores read), ``mx_formats/mx_tensor.py`` (``_addmm_mx_dispatch``);
 ``moe_training/nvfp4_training/nvfp4_linear.py`` (``nvfp4_mm_triton``: input and weight are saved in 4 bits, turned and
 transposed for the products of backward). torchtitan converts layers (``components/quantization/mx.py``, ``nvfp4.py``).
-Shapes: t tokens, k features in, n features out; a weight is (n, k).
+Shapes: t tokens, or rows of experts with padding, k features in, n features out; a weight is (n, k), of e experts
+(e, n, k).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from ..tape.events import Category, Hold
 from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
+from .experts import grouped_product
 from .module import hold_bytes
 from .shapes import ITEMSIZE, Shape
 from .work import Operator, Product, Stream
@@ -42,6 +44,11 @@ class LowLinear(Protocol):
         """Weights arrive in 8 bits."""
         ...
 
+    @property
+    def rows(self) -> int:
+        """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
+        ...
+
     def takes(self, name: str, n: int, k: int) -> bool:
         """Whether a layer (n, k) is one of them."""
         ...
@@ -56,6 +63,10 @@ class LowLinear(Protocol):
         """x (…, k) times the transposed ``weight`` (n, k)."""
         ...
 
+    def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+        """Rows (L, k) of experts times their transposed weights (e, n, k)."""
+        ...
+
     def beside(self, count: int) -> tuple[Hold, ...]:
         """What a rank with ``count`` such layers keeps beside their weights."""
         ...
@@ -67,6 +78,8 @@ class Blocks(ABC):
 
     skips: frozenset[str] = frozenset()
     """Layers that stay, by their names here."""
+    rows: int = 0
+    """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
     gathered: ClassVar[bool] = False
     multiple: ClassVar[int]
     """Tokens, and features in and out, that kernels have a multiple of; others raise an error."""
@@ -94,6 +107,10 @@ class Blocks(ABC):
         category: Category = Category.TEMPORARIES,
     ) -> Tensor:
         """x (…, k) times the transposed ``weight`` (n, k)."""
+
+    def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+        """Of experts: in 16 bits."""
+        return grouped_product(r, x, weight, offsets, name)
 
 
 class MXFP8(Blocks):
@@ -127,6 +144,68 @@ class MXFP8(Blocks):
             return _of_eight_bits(r, shape, n, incoming(gradients).dtype, f"grad_{name}")
 
         return out.by(r.node((x, weight), (x, weight), backward, work=_work_of_eight(t, n, k, dtype, made=made)))
+
+    def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+        """``_MXFP8GroupedMM.forward`` (``moe_training/mxfp8_grouped_mm.py``, ``_compute_fwd_sm100``)."""
+        (t, k), (e, n, _), dtype = x.shape, weight.shape, x.dtype
+        taken = _ordered_rows(r, t, k, f"{name}_input")
+        weights = _eight_bits(r, (e, n, k), f"{name}_weight")
+        weights.append(r.empty((e, _up(n, 128) * _up(k // 32, 4)), "uint8", f"{name}_weight_scales"))
+        out = r.empty((t, n), dtype, name)
+        del taken, weights
+
+        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            of = incoming(gradients).dtype
+            return [_of_rows(r, t, (e, n, k), of, f"grad_{name}"), _of_experts(r, t, (e, n, k), of, f"grad_{name}")]
+
+        work = _work_of_experts(t, e, n, k, dtype)
+        return out.by(r.node((x, weight), (x, weight, offsets), backward, work=work))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _ordered_rows(r: Recorder, rows: int, columns: int, name: str) -> list[Tensor]:
+    """``mxfp8_quantize_2d_1x32_cutedsl``: scales come in the order that tensor cores read."""
+    scales = _up(rows, 128) * _up(columns // MXFP8.multiple, 4)
+    return [r.empty((rows, columns), "fp8", f"{name}_fp8"), r.empty((scales,), "uint8", f"{name}_scale")]
+
+
+def _of_rows(r: Recorder, t: int, weight: tuple[int, int, int], dtype: str, name: str) -> Tensor:
+    """``_compute_dgrad_sm100``."""
+    e, n, k = weight
+    rows = _ordered_rows(r, t, n, f"{name}_rows")
+    weights = [r.empty(weight, "fp8", f"{name}_weight_fp8")]
+    weights.append(r.empty((e, _up(k, 128) * _up(n // MXFP8.multiple, 4)), "uint8", f"{name}_weight_scale"))
+    made = r.empty((t, k), dtype, f"{name}_input")
+    del rows, weights
+    return made
+
+
+def _of_experts(r: Recorder, t: int, weight: tuple[int, int, int], dtype: str, name: str) -> Tensor:
+    """``_compute_wgrad_sm100``: both operands are cast along rows, and scales copied with room for each expert's
+    last tile (``triton_mx_block_rearrange_2d_K_groups``)."""
+    e, n, k = weight
+    columns, inputs = _eight_bits(r, (t, n), f"{name}_columns"), _eight_bits(r, (t, k), f"{name}_input_columns")
+    places = r.empty((e,), "int32", f"{name}_scale_offsets")
+    width = t // MXFP8.multiple + 4 * e
+    scales = [r.empty((_up(size, 128), width), "uint8", f"{name}_scales") for size in (n, k)]
+    made = r.empty(weight, dtype, f"{name}_weight")
+    del scales, places, inputs, columns
+    return made
+
+
+def _work_of_experts(t: int, e: int, n: int, k: int, dtype: str) -> Operator:
+    """As of a linear layer, with kernels that write scales in order, but for weights and gradients of weights."""
+    size, part, rows = ITEMSIZE[dtype], 1 / MXFP8.multiple, -(-t // e)
+
+    def cast(elements: int, ordered: int = 0) -> Stream:
+        return Stream(elements * (size + 1 + part) + 2 * ordered * part, 1 + (ordered > 0))
+
+    forward: list[Stream | Product] = [cast(t * k), cast(e * n * k, e * n * k), Product(rows, n, k, e, 1)]
+    of_input: list[Stream | Product] = [cast(t * n), cast(e * n * k), Product(rows, k, n, e, 1)]
+    return Operator(forward, [*of_input, cast(t * n, t * n), cast(t * k, t * k), Product(n, k, rows, e, 1)])
 
 
 def _eight_bits(r: Recorder, shape: Shape, name: str) -> list[Tensor]:

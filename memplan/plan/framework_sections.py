@@ -246,6 +246,12 @@ class Fsdp(FrameworkSection, Terse):
         "code has them (layers, attention.wo, lm_head); default: all",
         json_schema_extra={"flag": "--fqns"},
     )
+    pad_multiple: Count | None = Field(
+        None,
+        description="torchtitan with mxfp8: products of experts are in 8 bits, too, of rows that are padded to a "
+        "multiple of this (MXFP8GroupedExpertsConverter); default: in dtype, without padding",
+        json_schema_extra={"flag": "--pad-multiple"},
+    )
     float8_all_gather: bool = Field(
         False,
         description="torchtitan with precision.fp8: shards of weights are cast before they are gathered",

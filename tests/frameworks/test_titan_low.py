@@ -13,7 +13,8 @@ import pytest
 from memplan.assumptions import assumptions
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
-from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
+from memplan.frameworks.fsdp.titan_experts import cut_of_experts
+from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, recipes, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
@@ -25,6 +26,7 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_scalars
 from ..oracle.titan_low import CASES, RECORDED, Case
+from . import test_fsdp_gpt_oss as gpt_oss
 from . import test_fsdp_muse as muse
 from . import test_fsdp_titan as titan
 
@@ -40,17 +42,19 @@ def recorded() -> Any:
 def plan_of(case: Case) -> ResolvedPlan:
     if case.model == "deepseek":
         plan = titan.plan_of(case.sizes)
+    elif case.model == "qwen3-moe":
+        plan = gpt_oss.plan_of(case.sizes, case.shards, newest=True)
     else:
         model = {"llama": "llama-3-8b", "qwen3": "qwen3-8b"}[case.model]
         plan = muse.plan_of(case.sizes, case.shards, case.chunks, model=model, **{"fsdp-newest": "true"})
     low: dict[str, object] = {"fp8": "mxfp8"} if case.recipe == "mxfp8" else {"fp4": "nvfp4"}
     changes: dict[str, dict[str, object]] = {
         "batch": {"gbs": case.sizes.b * case.shards},
-        "layout": {"dp": case.shards},
+        "layout": {"dp": case.shards, "ep": case.ranks},
         "hardware": {"gpu": "b200"},
         "precision": low,
         "loss": {"kind": "chunked", "chunks": case.chunks} if case.chunks else {},
-        "fsdp": {"code": "torchtitan", "newest": True, "fqns": case.fqns},
+        "fsdp": {"code": "torchtitan", "newest": True, "fqns": case.fqns, "pad_multiple": case.pad or None},
     }
     return plan.model_copy(
         update={name: getattr(plan, name).model_copy(update=changed) for name, changed in changes.items()}
@@ -63,7 +67,8 @@ def test_every_event(name: str) -> None:
     plan = plan_of(case)
     recompute = ActivationCheckpointing(case.recompute)  # type: ignore[arg-type]
     model = torchtitan_model(plan, Options(accumulates_in_place=False), recompute, ends_apart=True)
-    program = fsdp.program(plan, model, Sharding(case.shards))
+    cut = cut_of_experts(plan) if case.ranks > 1 else None
+    program = fsdp.program(plan, model, Sharding(case.shards, divides=case.ranks > 1, experts=cut))
     modules = [span.module for span in program.spans for _ in span.names]
     forward = [event for module in modules for event in named(module, module.steady.forward)]
     backward = [event for module in modules[::-1] for event in named(module, module.first.backward)]
@@ -111,6 +116,25 @@ def test_saved_by_hand() -> None:
     assert saved(names="feed_forward.w1,feed_forward.w3", fp4="nvfp4") == 2 * own - 2 * t * k
 
 
+def test_rows_of_experts_by_hand() -> None:
+    """Of 4,096 tokens with 6 experts of 64 each, L = 24,576 rows and 128 more for every expert: what is saved of an
+    expert's MLP is input, gate and up, (L, f) each in bf16, and their product; in MXFP8 a cast beside it is a byte for
+    an element, and one for 32, whose rows and columns tensor cores read in tiles of 128 by 4."""
+    flags = {"model": "deepseek-v2-lite", "fp8": "mxfp8", "fqns": "attention", "pad-multiple": "128"}
+    plan = resolved(**flags)
+    rows, h, f, e = 6 * 4096 + 64 * 128, 2048, 1408, 64
+    block = recipes(plan).block("none", Options(), 1)
+    held = [(one.name, one.bytes) for one in block.steady.forward if isinstance(one, Hold)]
+    assert ("rows_padded", 2 * rows * h) in held
+    assert ("experts_gate", 2 * rows * f) in held
+    assert ("experts_gate_input_fp8", rows * h) in held
+    assert ("experts_gate_input_scale", rows * h // 32) in held
+    assert ("experts_gate_weight_fp8", e * f * h) in held
+    assert ("experts_down_weight_scales", e * h * f // 32) in held
+    back = [(one.name, one.bytes) for one in block.steady.backward if isinstance(one, Hold)]
+    assert ("grad_experts_gate_scales", 1408 * (rows // 32 + 4 * e)) in back
+
+
 def test_buffers_by_hand() -> None:
     """A seed and signs of every layer that is converted, and once a workspace of 128 KiB and a matrix."""
     (program,) = programs_of(resolved(fp4="nvfp4", fqns="layers.1.,lm_head"), Options())
@@ -155,6 +179,16 @@ def test_stages_have_their_own_layers() -> None:
             "must name layers other than lm_head with an embedding that shares its weight",
         ),
         ({"fp8": "mxfp8", "model": "deepseek-v2-lite"}, r"must name layers other than layers\.1\.moe\.router\.gate"),
+        ({"pad-multiple": "128"}, r"fsdp\.pad_multiple = 128: must be left out without precision\.fp8 mxfp8"),
+        ({"fp4": "nvfp4", "pad-multiple": "128"}, r"fsdp\.pad_multiple = 128: must be left out without precision"),
+        (
+            {"fp8": "mxfp8", "pad-multiple": "128"},
+            r"fsdp\.pad_multiple = 128: must be left out: llama-3-8b has no experts",
+        ),
+        (
+            {"fp8": "mxfp8", "pad-multiple": "32", "model": "deepseek-v2-lite", "fqns": "attention"},
+            r"fsdp\.pad_multiple = 32: must be a multiple of 128",
+        ),
         ({"fp8": "mxfp8", "model": "gpt-oss-20b"}, "needs torchtitan's newest layers"),
         ({"fp4": "nvfp4", "fp8-parameters": "true"}, r"precision\.fp8_parameters = true: must be left out"),
     ],

@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from . import fsdp as oracle
 from . import titan_gpt_oss, titan_models, titan_muse, titan_newest
@@ -41,14 +42,21 @@ class Case:
     chunks: int = 0
     """Of the loss, if it has some."""
     shards: int = 4
+    pad: int = 0
+    """Rows of which an expert gets a multiple, if its products are in 8 bits, too."""
+    ranks: int = 1
+    """Which share experts."""
 
     @property
     def sizes(self) -> Any:
-        return {"deepseek": LATENT}.get(self.model, WIDE if self.recipe == "nvfp4" else SMALL)
+        found: dict[str, Any] = {"deepseek": LATENT, "qwen3-moe": MIXED}
+        return found.get(self.model, WIDE if self.recipe == "nvfp4" else SMALL)
 
     @property
     def decoder(self) -> Any:
-        return {"llama": titan_newest.Llama, "qwen3": titan_newest.Qwen3, "deepseek": titan_newest.DeepSeek}[self.model]
+        dense = {"llama": titan_newest.Llama, "qwen3": titan_newest.Qwen3}
+        mixed = {"qwen3-moe": titan_newest.Qwen3Moe, "deepseek": titan_newest.DeepSeek}
+        return {**dense, **mixed}[self.model]
 
 
 SMALL = titan_muse.Sizes(
@@ -62,6 +70,9 @@ LATENT = titan_models.Sizes(
     plain=32, turned=32, width=32, experts=8, top_k=3, expert_ffn=96, shared=96, dense=1, score="sigmoid", groups=4,
     group_top_k=2,
 )  # fmt: skip
+MIXED = titan_gpt_oss.Sizes(
+    hidden=192, heads=6, kv_heads=2, head_dim=64, vocab=1003, layers=2, b=2, s=64, experts=16, top_k=3, expert_ffn=160
+)
 OF_DEEPSEEK = ("attention", "shared_experts", "feed_forward")
 CASES = {
     "mxfp8": Case("mxfp8", "none", "llama", ("layers",)),
@@ -71,6 +82,11 @@ CASES = {
     "mxfp8-some-op": Case("mxfp8", "op", "qwen3", ("layers.0.", "feed_forward.w2"), chunks=4),
     "mxfp8-deepseek": Case("mxfp8", "none", "deepseek", OF_DEEPSEEK),
     "mxfp8-deepseek-op": Case("mxfp8", "op", "deepseek", OF_DEEPSEEK, chunks=2),
+    "mxfp8-experts": Case("mxfp8", "none", "deepseek", OF_DEEPSEEK, pad=128),
+    "mxfp8-experts-op": Case("mxfp8", "op", "deepseek", OF_DEEPSEEK, 2, pad=128),
+    "mxfp8-experts-alone-full": Case("mxfp8", "full", "qwen3-moe", ("experts",), pad=256),
+    "mxfp8-shared-experts": Case("mxfp8", "none", "deepseek", OF_DEEPSEEK, 2, pad=128, ranks=2),
+    "mxfp8-shared-experts-op": Case("mxfp8", "op", "deepseek", OF_DEEPSEEK, pad=128, ranks=4),
     "nvfp4": Case("nvfp4", "none", "llama", ("layers",)),
     "nvfp4-op-qwen3": Case("nvfp4", "op", "qwen3", ("layers",), chunks=2),
     "nvfp4-full": Case("nvfp4", "full", "llama", ("layers",)),
@@ -127,6 +143,35 @@ def _not_and_turned(x: torch.Tensor) -> Four:
     return plain, scales, turned, turned_scales
 
 
+def _ordered_rows(x: torch.Tensor) -> Pair:
+    rows, columns = x.shape
+    return x.new_empty((rows, columns), dtype=FP8), x.new_empty((_up(rows, 128), _up(columns // 32, 4)), dtype=E8M0)
+
+
+def _of_experts(x: torch.Tensor) -> Pair:
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty((*x.shape[:-1], x.shape[-1] // 32), dtype=E8M0)
+
+
+def _ordered(scales: torch.Tensor) -> torch.Tensor:
+    e, rows, columns = scales.shape
+    return scales.new_empty((e, _up(rows, 128) * _up(columns, 4)))
+
+
+def _turned_experts(x: torch.Tensor) -> Pair:
+    e, n, k = x.shape
+    data = torch.empty_strided((e, n, k), (n * k, 1, n), dtype=FP8)
+    return data, x.new_empty((e, _up(k, 128) * _up(n // 32, 4)), dtype=E8M0)
+
+
+def _ordered_groups(scales: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    rows, columns = scales.shape
+    return scales.new_empty((_up(rows, 128), columns + 4 * ends.shape[0]))
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 TWO, FOUR = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor)"
 rows_of = _operator("mxfp8_rows", _rows, f"(Tensor x) -> {TWO}")
 columns_of = _operator("mxfp8_columns", _columns, f"(Tensor x) -> {FOUR}")
@@ -134,6 +179,11 @@ largest_two = _operator("nvfp4_largest_two", _largest_two, f"(Tensor x) -> {TWO}
 largest = _operator("nvfp4_largest", _largest, "(Tensor x) -> Tensor")
 quantised = _operator("nvfp4_quantised", _turned_and_not, f"(Tensor x) -> {FOUR}")
 weights = _operator("nvfp4_weights", _not_and_turned, f"(Tensor x) -> {FOUR}")
+ordered_rows = _operator("mxfp8_ordered_rows", _ordered_rows, f"(Tensor x) -> {TWO}")
+of_experts = _operator("mxfp8_of_experts", _of_experts, f"(Tensor x) -> {TWO}")
+ordered = _operator("mxfp8_ordered", _ordered, "(Tensor x) -> Tensor")
+turned_experts = _operator("mxfp8_turned_experts", _turned_experts, f"(Tensor x) -> {TWO}")
+ordered_groups = _operator("mxfp8_ordered_groups", _ordered_groups, "(Tensor x, Tensor ends) -> Tensor")
 
 
 @contextmanager
@@ -142,7 +192,14 @@ def kernels() -> Iterator[None]:
     mx: Any = import_module("torchao.prototype.mx_formats.kernels")
     tensor: Any = import_module("torchao.prototype.mx_formats.mx_tensor")
     four: Any = import_module("torchao.prototype.moe_training.nvfp4_training.nvfp4_linear")
-    found: list[tuple[Any, str, Callable[..., Any]]] = [
+    grouped: Any = import_module("torchao.prototype.moe_training.mxfp8_grouped_mm")
+    found: list[tuple[Any, str, Any]] = [
+        (grouped, "_SM100_KERNELS_AVAILABLE", True),
+        (grouped, "mxfp8_quantize_2d_1x32_cutedsl", lambda x, **_: ordered_rows(x)),
+        (grouped, "triton_to_mxfp8_dim0", lambda x, *_: of_experts(x)),
+        (grouped, "triton_mx_block_rearrange_per_group_3d", lambda x: ordered(x)),
+        (grouped, "mxfp8_quantize_cuda_3d", lambda x, *_, **__: turned_experts(x)),
+        (grouped, "triton_mx_block_rearrange_2d_K_groups", lambda x, ends: ordered_groups(x, ends)),
         (tensor, "triton_to_mxfp8_dim0", lambda x, **_: rows_of(x)),
         (mx, "mxfp8_quantize_cuda", lambda x, **_: columns_of(x)),
         (four, "triton_rht_amax", lambda x, **_: largest_two(x)),
@@ -173,6 +230,63 @@ def _four_bit(k: int, n: int) -> nn.Module:
     return NVFP4Linear()
 
 
+class Padded(titan_gpt_oss.Dispatcher):
+    """``TorchAOTokenDispatcher`` where no ranks share experts."""
+
+    def dispatch(
+        self, x: torch.Tensor, top: torch.Tensor, chosen: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, titan_gpt_oss.Dispatched]:
+        rows, tokens, scores = self.reordered(x, top, chosen)
+        shape, rows, places, here = titan_models.permuted(rows, counts, 1, counts.shape[0])
+        return rows, here, titan_gpt_oss.Exchanged(tokens, scores, shape, places)
+
+    def combine(self, rows: torch.Tensor, given: titan_gpt_oss.Dispatched, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(given, titan_gpt_oss.Exchanged)
+        rows = titan_models.unpermuted(rows, given.shape, given.places)
+        out = torch.zeros_like(x)
+        rows = (rows.to(torch.float32) * given.scores.reshape(-1, 1)).to(rows.dtype)
+        index = given.tokens.reshape(-1, 1).expand(-1, x.shape[-1])
+        return titan_gpt_oss.scatter_add(out, index, rows)  # type: ignore[no-any-return]
+
+
+class PaddedAllToAll(titan_gpt_oss.AllToAll):
+    """The same where they do."""
+
+    def permuted(
+        self, rows: torch.Tensor, every: torch.Tensor
+    ) -> tuple[torch.Size, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return titan_models.permuted(rows, every, self.ranks, every.shape[0] // self.ranks)
+
+    def unpermuted(self, rows: torch.Tensor, given: titan_gpt_oss.Exchanged) -> torch.Tensor:
+        return titan_models.unpermuted(rows, given.shape, given.places)
+
+
+class LowExperts(titan_newest.GroupedExperts):
+    """``MXFP8GroupedExperts``."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        configs: Any = import_module("torchao.prototype.moe_training.config")
+        module: Any = import_module("torchao.prototype.moe_training.utils")
+        config = configs.MXFP8TrainingOpConfig.from_recipe(configs.MXFP8TrainingRecipe("mxfp8_rceil"))
+        multiply = module._quantize_then_scaled_grouped_mm
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        h = functional.silu(multiply(x.bfloat16(), w1.bfloat16().transpose(-2, -1), config=config, offs=offsets))
+        h = h * multiply(x.bfloat16(), w3.bfloat16().transpose(-2, -1), config=config, offs=offsets)
+        return multiply(h, w2.bfloat16().transpose(-2, -1), config=config, offs=offsets).type_as(x)  # type: ignore[no-any-return]
+
+
+class LowRouted(titan_newest.RoutedExperts):
+    def shared_among(self, sizes: Any, group: Any) -> None:
+        super().shared_among(sizes, group)
+        self.converted(sizes, PaddedAllToAll(sizes, group))
+
+    def converted(self, sizes: Any, dispatcher: titan_gpt_oss.Dispatcher) -> None:
+        """``MXFP8GroupedExpertsConverter.convert``."""
+        self.inner_experts.__class__ = LowExperts
+        self.dispatcher = dispatcher
+
+
 def converted(case: Case) -> Any:
     """A decoder after ``MXFP8LinearConverter.convert`` or ``NVFP4LinearConverter.convert``."""
     eight: Any = import_module("torchao.prototype.moe_training.mxfp8_linear")
@@ -185,6 +299,10 @@ def converted(case: Case) -> Any:
                 k, n = layer.in_features, layer.out_features
                 low = eight.MXFP8Linear(k, n, bias=False) if case.recipe == "mxfp8" else _four_bit(k, n)
                 setattr(model.get_submodule(parent), own, low)
+        for block in model.layers.values() if case.pad else ():
+            if hasattr(block, "moe"):
+                block.moe.routed_experts.__class__ = LowRouted
+                block.moe.routed_experts.converted(sizes, Padded(sizes))
         return model
 
     return made
@@ -193,17 +311,22 @@ def converted(case: Case) -> Any:
 def traced(case: Case) -> oracle.Steps:
     """The second iteration."""
     sharding, modes = oracle.Sharding(case.shards), [case.recompute] * case.sizes.layers
-    if case.model == "deepseek":
-        build = titan_gpt_oss.builder(case.sizes, sharding, modes, case.chunks, ranks=1, decoder=converted(case))
+    of: Any = None
+    if case.model in ("deepseek", "qwen3-moe"):
+        build = titan_gpt_oss.builder(
+            case.sizes, sharding, modes, case.chunks, ranks=case.ranks, decoder=converted(case)
+        )
+        of = (lambda _: titan_gpt_oss.expert_meshes(case.shards, case.ranks)) if case.ranks > 1 else None
     else:
         build = titan_muse.builder(case.sizes, sharding, modes, case.chunks, converted(case))
     tensor: Any = import_module("torchao.prototype.mx_formats.mx_tensor")
     with (
         patch.object(oracle, "ResizedFollow", Float8Follow),
         patch.object(Float8Follow, "own", (tensor.MXTensor,)),
+        patch.object(titan_models, "ALIGNED", case.pad),
         kernels(),
     ):
-        return oracle.traced(build, sharding)
+        return oracle.traced(build, sharding, of=of)
 
 
 def main() -> None:

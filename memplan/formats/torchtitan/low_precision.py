@@ -24,6 +24,13 @@ IN_PYTHON: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """The same in a configuration in Python, by its class: where its arguments stand, and the recipe if none is named."""
+GROUPED = "MXFP8GroupedExpertsConverter"
+"""The converter of experts that is modelled, alone or beside that of linear layers; and where its arguments stand."""
+OF_BLOCKS = "MXFP8LinearConverter"
+MODELLED = ([OF_BLOCKS], [GROUPED], sorted((OF_BLOCKS, GROUPED)))
+OF_GROUPED, PADDED = "model_spec.mxfp8_experts", 32
+NO_LINEAR = "inner_experts"
+"""Stands for linear layers to convert where experts alone are."""
 BLOCKS = ("mxfp8", "nvfp4")
 """Recipes of converters that name what they convert."""
 FILTERED = "2025-04-07"
@@ -46,10 +53,11 @@ def low_keys(settings: Settings) -> tuple[str, Node, str] | None:
     name, node = found
     section, default = name.rpartition(".")[0], "tensorwise"
     if name == CONVERTERS[-1]:
-        converters = settings.words(name)
-        if len(converters) != 1 or converters[0] not in IN_PYTHON:
+        every = settings.words(name)
+        converter = every[0] if len(every) == 1 and every != [GROUPED] else OF_BLOCKS
+        if converter not in IN_PYTHON or (converter == OF_BLOCKS and sorted(every) not in MODELLED):
             return None
-        section, default = IN_PYTHON[converters[0]]
+        section, default = IN_PYTHON[converter]
     elif name == CONVERTERS[0]:
         converters = settings.words(name)
         if len(converters) != 1 or converters[0] not in FLOAT8:
@@ -79,7 +87,13 @@ def read_low(reader: Reader) -> None:
     name, recipe, section = found
     if recipe.value in BLOCKS:
         building.put("precision.fp4" if recipe.value == "nvfp4" else "precision.fp8", recipe, name)
-        building.put("fsdp.fqns", _words(settings, f"{section}.fqns"), f"{section}.fqns")
+        every = settings.words(name)
+        alone = Node([Node(NO_LINEAR, recipe.origin)], recipe.origin)
+        words = alone if every == [GROUPED] else _words(settings, f"{section}.fqns")
+        building.put("fsdp.fqns", words, f"{section}.fqns")
+        if GROUPED in every:
+            pad = settings.integer(f"{OF_GROUPED}.pad_multiple", default=PADDED)
+            building.put("fsdp.pad_multiple", pad, f"{OF_GROUPED}.pad_multiple")
         return
     building.put("precision.fp8", recipe, name)
     filters = f"{section}.filter_fqns"

@@ -253,13 +253,14 @@ class _Written:
 _CONVERTERS = {
     "Float8LinearConverter.Config": ("float8", ("recipe_name", "filter_fqns", "emulate")),
     "MXFP8LinearConverter.Config": ("mxfp8", ("fqns",)),
+    "MXFP8GroupedExpertsConverter.Config": ("mxfp8_experts", ("pad_multiple",)),
     "NVFP4LinearConverter.Config": ("nvfp4", ("fqns",)),
 }
-"""Converters of linear layers: the section that stands for each one's arguments, and those of them that matter."""
+"""Converters: the section that stands for each one's arguments, and those of them that matter."""
 
 
 def _converters_of(converters: Value | None) -> Iterator[tuple[str, Made]]:
-    """Sections of the converters of linear layers that are there once."""
+    """Sections of the converters that are there once."""
     items: Any = converters.value if isinstance(converters, Node) else None
     kept = [one.value.value for one in (items if isinstance(items, list) else ()) if isinstance(one.value, Kept)]
     for kind, (section, names) in _CONVERTERS.items():

@@ -9,12 +9,14 @@ from ...device.gpus import GPUS
 from ...layers.module import Module
 from ...layers.titan_low import MXFP8, NVFP4, Blocks, LowLinear
 from ...plan.resolved import ResolvedPlan
-from ...values import dataclass
+from ...values import dataclass, replace
 from . import float8
 from .titan import newest, titan_of_plan
 
 BLOCKS: Mapping[str, Blocks] = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 """With a scale for each block."""
+ROWS = 128
+"""Rows of which every expert gets a multiple for products in 8 bits (``mxfp8_quantize_2d_1x32_cutedsl``)."""
 HEAD, ROUTER = "lm_head", "moe.router.gate"
 CAPABLE = (10, 0)
 """The first GPUs that multiply so (``has_cuda_capability(10, 0)``)."""
@@ -46,7 +48,8 @@ class Names:
 
 def low_of(plan: ResolvedPlan) -> LowLinear | None:
     """As a plan has it, of a layer that no name leaves out."""
-    return BLOCKS.get(plan.precision.low or "") or float8.low_of(plan)
+    blocks = BLOCKS.get(plan.precision.low or "")
+    return replace(blocks, rows=plan.fsdp.pad_multiple or 0) if blocks is not None else float8.low_of(plan)
 
 
 def names_of(plan: ResolvedPlan) -> Names:
@@ -65,6 +68,8 @@ def check(plan: ResolvedPlan) -> None:
                 "must be left out without precision.fp8 mxfp8 or precision.fp4 nvfp4; with other float8 "
                 "fsdp.filter_fqns names layers that stay",
             )
+        if given.pad_multiple is not None:
+            raise plan.wrong("fsdp.pad_multiple", "must be left out without precision.fp8 mxfp8")
         float8.check(plan)
         return
     field = "precision.fp4" if plan.precision.fp4 else "precision.fp8"
@@ -89,6 +94,7 @@ def check(plan: ResolvedPlan) -> None:
     routers = [f"layers.{at}.{ROUTER}" for at in range(plan.model.layers) if plan.model.has_experts(at)]
     if wrong := next((one for one in routers if not names.stays(one)), ""):
         raise plan.wrong("fsdp.fqns", f"must name layers other than {wrong}: the router is modelled in fp32 alone")
+    _check_experts(plan)
     if head and plan.model.tied_embeddings:
         problem = (
             f"must name layers other than {HEAD} with an embedding that shares its weight, with which it is in bf16"
@@ -100,6 +106,22 @@ def check(plan: ResolvedPlan) -> None:
     if tokens % multiple:
         what = "a chunk of the loss" if head and plan.loss.kind == "chunked" else "a micro-batch"
         raise plan.wrong("batch.seq", f"must give {what} a multiple of {multiple} tokens for {recipe}, not {tokens:,}")
+
+
+def _check_experts(plan: ResolvedPlan) -> None:
+    """Refuses products of experts that kernels do not take."""
+    pad, spec = plan.fsdp.pad_multiple, plan.model
+    if pad is None:
+        return
+    plan.refuse(
+        ("fsdp.pad_multiple", plan.precision.low != "mxfp8", "must be left out without precision.fp8 mxfp8"),
+        ("fsdp.pad_multiple", not spec.experts, f"must be left out: {spec.name} has no experts"),
+        ("fsdp.pad_multiple", pad % ROWS > 0, f"must be a multiple of {ROWS}: torchao's kernels take no other"),
+    )
+    for name in ("hidden", "expert_ffn"):
+        if (size := getattr(spec, name)) % MXFP8.multiple:
+            problem = f"must be a multiple of {MXFP8.multiple} with fsdp.pad_multiple, not {size:,}"
+            raise plan.wrong(f"model.{name}", problem)
 
 
 def check_sizes(plan: ResolvedPlan, blocks: Sequence[Module]) -> None:
@@ -133,7 +155,14 @@ def assumed(plan: ResolvedPlan) -> str:
             "inputs and weights are saved in 4 bits for backward; selective recompute keeps no result of theirs",
         ),
     }[plan.precision.low or ""]
+    pad = plan.fsdp.pad_multiple
+    experts = "experts and the router stay in 16 bits or more"
+    if pad is not None:
+        experts = (
+            f"products of experts, too, are in MXFP8, of rows with padding: {pad} more for each expert, whatever the "
+            "routing; every expert gets as many rows as any other"
+        )
     return (
         f"{which} are torchao's {kind} (of August 2026), without torch.compile: {saved}; weights are gathered in bf16; "
-        "experts and the router stay in 16 bits or more"
+        f"{experts}"
     )

@@ -106,7 +106,7 @@ class Recipes:
         skips = self.names.staying(layer, linears)
         if self.low is None or not skips:
             return self.low
-        return self.low.leaving(skips) if len(skips) < len(linears) else None
+        return self.low.leaving(skips) if len(skips) < len(linears) or self.low.rows else None
 
     @property
     def low_head(self) -> LowLinear | None:

@@ -234,11 +234,14 @@ def first_layers(layers: int) -> list[str]:
     plan = resolve(read("job.py", text=first).plan)
     assert (plan.precision.fp8, plan.precision.fp4) == (None, "nvfp4")
     assert plan.fsdp.fqns == tuple(f"layers.{layer}." for layer in range(27))
-    both = "MXFP8LinearConverter.Config(), MXFP8GroupedExpertsConverter.Config()"
-    with pytest.raises(
-        PlanError, match=r"converters = \[MXFP8LinearConverter, .*: is not modelled: .*experts in 8 bits"
-    ):
-        read("job.py", text=job(both))
+    grouped = "MXFP8GroupedExpertsConverter.Config(pad_multiple=128)"
+    given = read("job.py", text=job(f'MXFP8LinearConverter.Config(fqns=["attention"]), {grouped}')).plan.fsdp
+    assert (given.fqns, given.pad_multiple) == (("attention",), 128)
+    given = read("job.py", text=job(grouped)).plan.fsdp
+    assert (given.fqns, given.pad_multiple) == (("inner_experts",), 128)
+    for other in ("NVFP4LinearConverter.Config()", "Float8LinearConverter.Config()", grouped):
+        with pytest.raises(PlanError, match=r"model_spec.converters = \[.*: is not modelled: .*of linear layers"):
+            read("job.py", text=job(f"{other}, {grouped}"))
 
 
 def test_a_function_that_changes_another(read: Read) -> None:
@@ -349,9 +352,7 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-@pytest.mark.parametrize(
-    "converter", ["MXFP8GroupedExpertsConverter", "LoRAConverter", "Float8GroupedExpertsConverter"]
-)
+@pytest.mark.parametrize("converter", ["LoRAConverter", "Float8GroupedExpertsConverter"])
 def test_other_converters_are_refused(read: Read, converter: str) -> None:
     text = one(model_spec=f'model_registry("8B", converters=[{converter}.Config()])')
     with pytest.raises(PlanError, match=rf"model_spec.converters = \[{converter}\]: is not modelled"):
