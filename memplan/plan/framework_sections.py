@@ -248,8 +248,8 @@ class Fsdp(FrameworkSection, Terse):
     )
     pad_multiple: Count | None = Field(
         None,
-        description="torchtitan with mxfp8: products of experts are in 8 bits, too, of rows that are padded to a "
-        "multiple of this (MXFP8GroupedExpertsConverter); default: in dtype, without padding",
+        description="torchtitan with mxfp8 or float8 by rows: products of experts are in 8 bits, too, of rows that are "
+        "padded to a multiple of this (MXFP8-, Float8GroupedExpertsConverter); default: in dtype, without padding",
         json_schema_extra={"flag": "--pad-multiple"},
     )
     float8_all_gather: bool = Field(
@@ -280,7 +280,7 @@ class Fsdp(FrameworkSection, Terse):
     newest: bool = Field(
         False,
         description="torchtitan: layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
-        "tensor parallelism, stages, compiled layers and float8, with which they are those of older code",
+        "tensor parallelism, compiled layers and tensorwise float8, with which they are those of older code",
         json_schema_extra={"flag": "--fsdp-newest"},
     )
 

@@ -47,14 +47,15 @@ def plan_of(case: Case) -> ResolvedPlan:
     else:
         model = {"llama": "llama-3-8b", "qwen3": "qwen3-8b"}[case.model]
         plan = muse.plan_of(case.sizes, case.shards, case.chunks, model=model, **{"fsdp-newest": "true"})
-    low: dict[str, object] = {"fp8": "mxfp8"} if case.recipe == "mxfp8" else {"fp4": "nvfp4"}
+    low: dict[str, object] = {"fp4" if case.recipe == "nvfp4" else "fp8": case.recipe}
+    names = "filter_fqns" if case.recipe.startswith("rowwise") else "fqns"
     changes: dict[str, dict[str, object]] = {
         "batch": {"gbs": case.sizes.b * case.shards},
         "layout": {"dp": case.shards, "ep": case.ranks},
         "hardware": {"gpu": "b200"},
         "precision": low,
         "loss": {"kind": "chunked", "chunks": case.chunks} if case.chunks else {},
-        "fsdp": {"code": "torchtitan", "newest": True, "fqns": case.fqns, "pad_multiple": case.pad or None},
+        "fsdp": {"code": "torchtitan", "newest": True, names: case.fqns, "pad_multiple": case.pad or None},
     }
     return plan.model_copy(
         update={name: getattr(plan, name).model_copy(update=changed) for name, changed in changes.items()}

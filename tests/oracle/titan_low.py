@@ -1,9 +1,10 @@
-"""torchao's MXFP8 and NVFP4 linear layers in torchtitan's newest models under ``fully_shard``, followed on fake
-tensors. Needs torchao (its main branch of 21 August 2026, commit 36027d8), which tests do not: what it gave is in
-``tests/frameworks/titan_low_steps.json.gz``.
+"""torchao's MXFP8, NVFP4 and float8 linear layers, and its products of experts, in torchtitan's newest models under
+``fully_shard``, followed on fake tensors. Needs torchao (its main branch of 21 August 2026, commit 36027d8), which
+tests do not: what it gave is in ``tests/frameworks/titan_low_steps.json.gz``.
 
-torchao's own functions run: ``mx_mm``, ``MXTensor``, ``to_blocked``, ``nvfp4_mm_triton``. Its kernels need Blackwell;
-stand-ins allocate what each one's ``register_fake``, or the body of a ``triton_op``, says.
+torchao's own functions run: ``mx_mm``, ``MXTensor``, ``to_blocked``, ``nvfp4_mm_triton``, ``Float8Linear``,
+``_MXFP8GroupedMM``, ``_Float8GroupedMM``. Its kernels need a GPU; stand-ins allocate what each one's ``register_fake``,
+or the body of a ``triton_op``, says.
 
 python -m tests.oracle.titan_low
 """
@@ -27,7 +28,9 @@ from torch.nn import functional
 
 from . import fsdp as oracle
 from . import titan_gpt_oss, titan_models, titan_muse, titan_newest
+from .float8 import Case as Float8Case
 from .float8 import Float8Follow, written
+from .float8 import converted as float8_of
 
 RECORDED = Path(__file__).parents[1] / "frameworks" / "titan_low_steps.json.gz"
 
@@ -38,7 +41,7 @@ class Case:
     recompute: str
     model: str
     fqns: tuple[str, ...] = ()
-    """Parts of names of layers that are converted; none: all are."""
+    """Parts of names of layers that are converted; none: all are. Of float8 of those that stay."""
     chunks: int = 0
     """Of the loss, if it has some."""
     shards: int = 4
@@ -87,6 +90,13 @@ CASES = {
     "mxfp8-experts-alone-full": Case("mxfp8", "full", "qwen3-moe", ("experts",), pad=256),
     "mxfp8-shared-experts": Case("mxfp8", "none", "deepseek", OF_DEEPSEEK, 2, pad=128, ranks=2),
     "mxfp8-shared-experts-op": Case("mxfp8", "op", "deepseek", OF_DEEPSEEK, pad=128, ranks=4),
+    "rowwise": Case("rowwise", "none", "llama", ("lm_head",)),
+    "rowwise-op-with-head": Case("rowwise", "op", "qwen3", chunks=2),
+    "gw_hp-full": Case("rowwise_with_gw_hp", "full", "llama", ("lm_head", "attention.wo")),
+    "rowwise-deepseek": Case("rowwise", "none", "deepseek", ("lm_head", "router.gate")),
+    "rowwise-experts": Case("rowwise", "op", "deepseek", ("lm_head", "router.gate"), 2, pad=16),
+    "rowwise-shared-experts": Case("rowwise", "none", "deepseek", ("lm_head", "router.gate"), pad=16, ranks=2),
+    "gw_hp-experts-full": Case("rowwise_with_gw_hp", "full", "qwen3-moe", ("lm_head", "router.gate"), pad=16),
     "nvfp4": Case("nvfp4", "none", "llama", ("layers",)),
     "nvfp4-op-qwen3": Case("nvfp4", "op", "qwen3", ("layers",), chunks=2),
     "nvfp4-full": Case("nvfp4", "full", "llama", ("layers",)),
@@ -172,6 +182,30 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def _by_rows(x: torch.Tensor) -> Pair:
+    return x.new_empty(x.shape, dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _weights_by_rows(x: torch.Tensor) -> Pair:
+    e, k, n = x.shape
+    data = torch.empty((e, k, n), dtype=FP8).as_strided((e, k, n), (k * n, 1, k))
+    return data, torch.empty((e, 1, n), dtype=torch.float32)
+
+
+def _weights_turned(x: torch.Tensor) -> Pair:
+    e, k, n = x.shape
+    data = torch.empty((e, n, k), dtype=FP8).as_strided((e, n, k), (n * k, 1, n))
+    return data, torch.empty((e, k), dtype=torch.float32)
+
+
+def _two_by_columns(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> Four:
+    found: list[torch.Tensor] = []
+    for one in (x, y):
+        found.append(torch.empty_like(one, dtype=FP8).as_strided(one.size(), (1, one.shape[0])))
+        found.append(torch.empty((one.shape[1] * ends.numel(),), dtype=torch.float32))
+    return tuple(found)  # type: ignore[return-value]
+
+
 TWO, FOUR = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor)"
 rows_of = _operator("mxfp8_rows", _rows, f"(Tensor x) -> {TWO}")
 columns_of = _operator("mxfp8_columns", _columns, f"(Tensor x) -> {FOUR}")
@@ -183,6 +217,10 @@ ordered_rows = _operator("mxfp8_ordered_rows", _ordered_rows, f"(Tensor x) -> {T
 of_experts = _operator("mxfp8_of_experts", _of_experts, f"(Tensor x) -> {TWO}")
 ordered = _operator("mxfp8_ordered", _ordered, "(Tensor x) -> Tensor")
 turned_experts = _operator("mxfp8_turned_experts", _turned_experts, f"(Tensor x) -> {TWO}")
+by_rows = _operator("float8_by_rows", _by_rows, f"(Tensor x) -> {TWO}")
+weights_by_rows = _operator("float8_weights_by_rows", _weights_by_rows, f"(Tensor x) -> {TWO}")
+weights_turned = _operator("float8_weights_turned", _weights_turned, f"(Tensor x) -> {TWO}")
+two_by_columns = _operator("float8_two_by_columns", _two_by_columns, f"(Tensor x, Tensor y, Tensor ends) -> {FOUR}")
 ordered_groups = _operator("mxfp8_ordered_groups", _ordered_groups, "(Tensor x, Tensor ends) -> Tensor")
 
 
@@ -193,7 +231,12 @@ def kernels() -> Iterator[None]:
     tensor: Any = import_module("torchao.prototype.mx_formats.mx_tensor")
     four: Any = import_module("torchao.prototype.moe_training.nvfp4_training.nvfp4_linear")
     grouped: Any = import_module("torchao.prototype.moe_training.mxfp8_grouped_mm")
+    rows: Any = import_module("torchao.prototype.moe_training.fp8_grouped_mm")
     found: list[tuple[Any, str, Any]] = [
+        (rows, "triton_fp8_rowwise_2d_scale_and_cast", lambda x, **_: by_rows(x)),
+        (rows, "triton_fp8_colwise_3d_scale_and_cast", lambda x, **_: weights_by_rows(x)),
+        (rows, "triton_fp8_rowwise_3d_transpose_rhs", lambda x, **_: weights_turned(x)),
+        (rows, "triton_fp8_per_group_colwise_scales_dual", lambda x, y, ends, *_, **__: two_by_columns(x, y, ends)),
         (grouped, "_SM100_KERNELS_AVAILABLE", True),
         (grouped, "mxfp8_quantize_2d_1x32_cutedsl", lambda x, **_: ordered_rows(x)),
         (grouped, "triton_to_mxfp8_dim0", lambda x, *_: of_experts(x)),
@@ -262,12 +305,16 @@ class PaddedAllToAll(titan_gpt_oss.AllToAll):
 
 
 class LowExperts(titan_newest.GroupedExperts):
-    """``MXFP8GroupedExperts``."""
+    """``Float8GroupedExperts``."""
+
+    @staticmethod
+    def config() -> Any:
+        configs: Any = import_module("torchao.prototype.moe_training.config")
+        return configs.Float8TrainingOpConfig()
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        configs: Any = import_module("torchao.prototype.moe_training.config")
         module: Any = import_module("torchao.prototype.moe_training.utils")
-        config = configs.MXFP8TrainingOpConfig.from_recipe(configs.MXFP8TrainingRecipe("mxfp8_rceil"))
+        config = self.config()
         multiply = module._quantize_then_scaled_grouped_mm
         w1, w2, w3 = self.w1, self.w2, self.w3
         offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
@@ -276,15 +323,30 @@ class LowExperts(titan_newest.GroupedExperts):
         return multiply(h, w2.bfloat16().transpose(-2, -1), config=config, offs=offsets).type_as(x)  # type: ignore[no-any-return]
 
 
+class BlockExperts(LowExperts):
+    """``MXFP8GroupedExperts``."""
+
+    @staticmethod
+    def config() -> Any:
+        configs: Any = import_module("torchao.prototype.moe_training.config")
+        return configs.MXFP8TrainingOpConfig.from_recipe(configs.MXFP8TrainingRecipe("mxfp8_rceil"))
+
+
 class LowRouted(titan_newest.RoutedExperts):
+    kind: type[LowExperts] = LowExperts
+
     def shared_among(self, sizes: Any, group: Any) -> None:
         super().shared_among(sizes, group)
         self.converted(sizes, PaddedAllToAll(sizes, group))
 
     def converted(self, sizes: Any, dispatcher: titan_gpt_oss.Dispatcher) -> None:
-        """``MXFP8GroupedExpertsConverter.convert``."""
-        self.inner_experts.__class__ = LowExperts
+        """``Float8GroupedExpertsConverter.convert``, ``MXFP8GroupedExpertsConverter.convert``."""
+        self.inner_experts.__class__ = self.kind
         self.dispatcher = dispatcher
+
+
+class BlockRouted(LowRouted):
+    kind = BlockExperts
 
 
 def converted(case: Case) -> Any:
@@ -293,7 +355,9 @@ def converted(case: Case) -> Any:
 
     def made(sizes: Any) -> Any:
         model = case.decoder(sizes)
-        for name, layer in list(model.named_modules()):
+        if case.recipe.startswith("rowwise"):
+            float8_of(Float8Case(case.recipe, case.recompute, case.sizes, case.fqns))(model)
+        for name, layer in list(model.named_modules()) if not case.recipe.startswith("rowwise") else ():
             if isinstance(layer, nn.Linear) and (not case.fqns or any(one in name for one in case.fqns)):
                 parent, _, own = name.rpartition(".")
                 k, n = layer.in_features, layer.out_features
@@ -301,7 +365,7 @@ def converted(case: Case) -> Any:
                 setattr(model.get_submodule(parent), own, low)
         for block in model.layers.values() if case.pad else ():
             if hasattr(block, "moe"):
-                block.moe.routed_experts.__class__ = LowRouted
+                block.moe.routed_experts.__class__ = BlockRouted if case.recipe == "mxfp8" else LowRouted
                 block.moe.routed_experts.converted(sizes, Padded(sizes))
         return model
 
@@ -320,9 +384,10 @@ def traced(case: Case) -> oracle.Steps:
     else:
         build = titan_muse.builder(case.sizes, sharding, modes, case.chunks, converted(case))
     tensor: Any = import_module("torchao.prototype.mx_formats.mx_tensor")
+    parts: Any = import_module("torchao.float8.float8_training_tensor")
     with (
         patch.object(oracle, "ResizedFollow", Float8Follow),
-        patch.object(Float8Follow, "own", (tensor.MXTensor,)),
+        patch.object(Float8Follow, "own", (tensor.MXTensor, parts.Float8TrainingTensor)),
         patch.object(titan_models, "ALIGNED", case.pad),
         kernels(),
     ):

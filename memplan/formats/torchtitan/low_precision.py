@@ -24,11 +24,17 @@ IN_PYTHON: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """The same in a configuration in Python, by its class: where its arguments stand, and the recipe if none is named."""
-GROUPED = "MXFP8GroupedExpertsConverter"
-"""The converter of experts that is modelled, alone or beside that of linear layers; and where its arguments stand."""
-OF_BLOCKS = "MXFP8LinearConverter"
-MODELLED = ([OF_BLOCKS], [GROUPED], sorted((OF_BLOCKS, GROUPED)))
-OF_GROUPED, PADDED = "model_spec.mxfp8_experts", 32
+OF_EXPERTS: Mapping[str, str] = MappingProxyType(
+    {
+        "MXFP8GroupedExpertsConverter": "MXFP8LinearConverter",
+        "Float8GroupedExpertsConverter": "Float8LinearConverter",
+    }
+)
+"""Converters of experts, by the converter of linear layers that each may stand beside."""
+PADDED = ("model_spec.mxfp8_experts.pad_multiple", 32, 16)
+"""How many rows of MXFP8 an expert gets a multiple of, its default, and those of float8 (``PAD_MULTIPLE``)."""
+ALONE = "MXFP8GroupedExpertsConverter"
+"""The one that is modelled without another."""
 NO_LINEAR = "inner_experts"
 """Stands for linear layers to convert where experts alone are."""
 BLOCKS = ("mxfp8", "nvfp4")
@@ -54,8 +60,12 @@ def low_keys(settings: Settings) -> tuple[str, Node, str] | None:
     section, default = name.rpartition(".")[0], "tensorwise"
     if name == CONVERTERS[-1]:
         every = settings.words(name)
-        converter = every[0] if len(every) == 1 and every != [GROUPED] else OF_BLOCKS
-        if converter not in IN_PYTHON or (converter == OF_BLOCKS and sorted(every) not in MODELLED):
+        grouped = [one for one in every if one in OF_EXPERTS]
+        linear = [one for one in every if one in IN_PYTHON]
+        alone = grouped == every == [ALONE]
+        converter = OF_EXPERTS[ALONE] if alone else linear[0] if len(linear) == 1 else ""
+        beside = not grouped or (len(grouped) == 1 and OF_EXPERTS[grouped[0]] == converter)
+        if not converter or not beside or len(every) != len(grouped) + len(linear):
             return None
         section, default = IN_PYTHON[converter]
     elif name == CONVERTERS[0]:
@@ -85,15 +95,17 @@ def read_low(reader: Reader) -> None:
     if found is None:
         return
     name, recipe, section = found
+    every = settings.words(name) if name == CONVERTERS[-1] else []
+    key, default, of_float8 = PADDED
+    if ALONE in every:
+        building.put("fsdp.pad_multiple", settings.integer(key, default=default), key)
+    elif any(one in OF_EXPERTS for one in every):
+        building.put("fsdp.pad_multiple", Node(of_float8, recipe.origin), name)
     if recipe.value in BLOCKS:
         building.put("precision.fp4" if recipe.value == "nvfp4" else "precision.fp8", recipe, name)
-        every = settings.words(name)
         alone = Node([Node(NO_LINEAR, recipe.origin)], recipe.origin)
-        words = alone if every == [GROUPED] else _words(settings, f"{section}.fqns")
+        words = alone if every == [ALONE] else _words(settings, f"{section}.fqns")
         building.put("fsdp.fqns", words, f"{section}.fqns")
-        if GROUPED in every:
-            pad = settings.integer(f"{OF_GROUPED}.pad_multiple", default=PADDED)
-            building.put("fsdp.pad_multiple", pad, f"{OF_GROUPED}.pad_multiple")
         return
     building.put("precision.fp8", recipe, name)
     filters = f"{section}.filter_fqns"

@@ -14,11 +14,11 @@ from ...plan.framework_sections import SMALL
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
-from .titan import titan_of
+from .titan import titan_of_plan
 from .units import Unit
 
-HEAD = "output"
-"""The head's name."""
+HEAD, NEWEST_HEAD = "output", "lm_head"
+"""The head's name, and that of the newest code."""
 CAPABLE = (8, 9)
 """The first GPUs that multiply in 8 bits (``has_cuda_capability(8, 9)``)."""
 
@@ -29,7 +29,8 @@ def low_of(plan: ResolvedPlan) -> Float8 | None:
     if recipe is None:
         return None
     shards = plan.layout.dp > given.replicas  # ``dp_shard_enabled``
-    return Float8(recipe, auto=given.filters_small, gathered=given.float8_all_gather and shards)
+    gathered = given.float8_all_gather and shards
+    return Float8(recipe, auto=given.filters_small, gathered=gathered, rows=given.pad_multiple or 0)
 
 
 def scales(units: Sequence[Unit], *, precomputed: bool) -> tuple[Hold, ...]:
@@ -76,11 +77,12 @@ def check_code(plan: ResolvedPlan, field: str) -> None:
 
 
 def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
-    titan, precision, layout = titan_of(plan.model), plan.precision, plan.layout
+    titan, precision, layout = titan_of_plan(plan), plan.precision, plan.layout
     if not titan.linears:
         raise plan.wrong(
             "precision.fp8",
-            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone",
+            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone, and "
+            "with them by rows in the newest ones of Qwen 3 and DeepSeek V3 (--fsdp-newest)",
         )
     gpu = GPUS.get(plan.hardware.gpu or "")
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < CAPABLE:
@@ -88,7 +90,7 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
             "hardware.gpu", f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
         )
     tokens = plan.batch.mbs * plan.batch.seq
-    if not any(one in HEAD for one in plan.fsdp.words):
+    if not any(one in head for one in plan.fsdp.words for head in (HEAD, NEWEST_HEAD)):
         chunked = plan.loss.kind == "chunked"
         tokens //= plan.loss.chunks if chunked else 1
         gathered = chunked and plan.fsdp.float8_all_gather

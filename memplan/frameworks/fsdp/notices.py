@@ -194,6 +194,8 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     yield (TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile")
     if plan.fsdp.compile:
         yield from COMPILED
+    if plan.precision.low and plan.model.experts:
+        yield titan_low.assumed_of_experts(plan)
     if plan.precision.low in titan_low.BLOCKS:
         yield titan_low.assumed(plan)
     elif plan.precision.fp8:
@@ -243,7 +245,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
         yield Notice(
             "newest-not-known",
             "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
-            "are known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
+            "are known, in bf16 or float8 by rows, without tensor parallelism and torch.compile, with --ends-apart",
         )
     if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)

@@ -425,6 +425,10 @@ MODELS: Mapping[str, Titan] = {
 """and the code of which every other job is."""
 
 
+OF_CONVERTER = ("rowwise", "rowwise_with_gw_hp")
+"""Recipes of float8 that the newest code has (``Float8LinearConverter.Config.recipe_name``)."""
+
+
 def newest(plan: Plan) -> bool:
     """Whether the newest code is asked for, and has a recipe."""
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
@@ -433,7 +437,7 @@ def newest(plan: Plan) -> bool:
     if plan.model.experts and layout.ep == 1 and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
     plain = layout.tp == 1 and not given.compile and given.ends_apart
-    return plain and precision.dtype == "bf16" and precision.fp8 in (None, "mxfp8")
+    return plain and precision.dtype == "bf16" and precision.fp8 in (None, "mxfp8", *OF_CONVERTER)
 
 
 def titan_of_plan(plan: Plan) -> Titan:

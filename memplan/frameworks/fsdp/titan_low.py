@@ -6,18 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...device.gpus import GPUS
+from ...layers.float8 import MULTIPLE
 from ...layers.module import Module
 from ...layers.titan_low import MXFP8, NVFP4, Blocks, LowLinear
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass, replace
 from . import float8
-from .titan import newest, titan_of_plan
+from .titan import OF_CONVERTER, newest, titan_of_plan
 
 BLOCKS: Mapping[str, Blocks] = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 """With a scale for each block."""
 ROWS = 128
 """Rows of which every expert gets a multiple for products in 8 bits (``mxfp8_quantize_2d_1x32_cutedsl``)."""
-HEAD, ROUTER = "lm_head", "moe.router.gate"
+HEAD, ROUTER = float8.NEWEST_HEAD, "moe.router.gate"
 CAPABLE = (10, 0)
 """The first GPUs that multiply so (``has_cuda_capability(10, 0)``)."""
 
@@ -37,9 +38,9 @@ class Names:
         return bool(self.parts) and not named if self.chosen else named
 
     @property
-    def head(self) -> str:
-        """The head's name, in the code in which layers have these."""
-        return HEAD if self.chosen else float8.HEAD
+    def keep_head(self) -> bool:
+        """The head stays, by its name in the newest code or, where names are of layers that stay, in older code."""
+        return self.stays(HEAD) or (not self.chosen and self.stays(float8.HEAD))
 
     def staying(self, layer: int, linears: Iterable[tuple[str, str]]) -> frozenset[str]:
         """Those of ``linears`` of layer ``layer``, by their names here, that stay."""
@@ -68,9 +69,8 @@ def check(plan: ResolvedPlan) -> None:
                 "must be left out without precision.fp8 mxfp8 or precision.fp4 nvfp4; with other float8 "
                 "fsdp.filter_fqns names layers that stay",
             )
-        if given.pad_multiple is not None:
-            raise plan.wrong("fsdp.pad_multiple", "must be left out without precision.fp8 mxfp8")
         float8.check(plan)
+        _check_experts(plan)
         return
     field = "precision.fp4" if plan.precision.fp4 else "precision.fp8"
     for name in ("filter_fqns", "float8_all_gather", "float8_scales"):
@@ -90,10 +90,7 @@ def check(plan: ResolvedPlan) -> None:
             "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16",
         ),
     )
-    names, head = names_of(plan), not names_of(plan).stays(HEAD)
-    routers = [f"layers.{at}.{ROUTER}" for at in range(plan.model.layers) if plan.model.has_experts(at)]
-    if wrong := next((one for one in routers if not names.stays(one)), ""):
-        raise plan.wrong("fsdp.fqns", f"must name layers other than {wrong}: the router is modelled in fp32 alone")
+    head = not names_of(plan).stays(HEAD)
     _check_experts(plan)
     if head and plan.model.tied_embeddings:
         problem = (
@@ -109,18 +106,31 @@ def check(plan: ResolvedPlan) -> None:
 
 
 def _check_experts(plan: ResolvedPlan) -> None:
-    """Refuses products of experts that kernels do not take."""
-    pad, spec = plan.fsdp.pad_multiple, plan.model
+    """Refuses routers that are converted, and products of experts that kernels do not take."""
+    pad, spec, recipe, names = plan.fsdp.pad_multiple, plan.model, plan.precision.low, names_of(plan)
+    taken = recipe in BLOCKS or (recipe is not None and not (spec.experts % MULTIPLE or spec.hidden % MULTIPLE))
+    routers = [f"layers.{at}.{ROUTER}" for at in range(spec.layers) if taken and spec.has_experts(at)]
+    if wrong := next((one for one in routers if not names.stays(one)), ""):
+        other = "name layers other than" if names.chosen else "have a part of"
+        problem = f"must {other} {wrong}: the router is modelled in fp32 alone"
+        raise plan.wrong("fsdp.fqns" if names.chosen else "fsdp.filter_fqns", problem)
     if pad is None:
         return
+    rows, multiple = (ROWS, MXFP8.multiple) if recipe == "mxfp8" else (MULTIPLE, MULTIPLE)
+    known = recipe == "mxfp8" or recipe in OF_CONVERTER
     plan.refuse(
-        ("fsdp.pad_multiple", plan.precision.low != "mxfp8", "must be left out without precision.fp8 mxfp8"),
+        (
+            "fsdp.pad_multiple",
+            not known,
+            f"must be left out without precision.fp8 mxfp8 or {' or '.join(OF_CONVERTER)}",
+        ),
         ("fsdp.pad_multiple", not spec.experts, f"must be left out: {spec.name} has no experts"),
-        ("fsdp.pad_multiple", pad % ROWS > 0, f"must be a multiple of {ROWS}: torchao's kernels take no other"),
+        ("fsdp.pad_multiple", not newest(plan), "must be left out without torchtitan's newest layers (--fsdp-newest)"),
+        ("fsdp.pad_multiple", pad % rows > 0, f"must be a multiple of {rows}: torchao's kernels take no other"),
     )
     for name in ("hidden", "expert_ffn"):
-        if (size := getattr(spec, name)) % MXFP8.multiple:
-            problem = f"must be a multiple of {MXFP8.multiple} with fsdp.pad_multiple, not {size:,}"
+        if (size := getattr(spec, name)) % multiple:
+            problem = f"must be a multiple of {multiple} with fsdp.pad_multiple, not {size:,}"
             raise plan.wrong(f"model.{name}", problem)
 
 
@@ -155,14 +165,17 @@ def assumed(plan: ResolvedPlan) -> str:
             "inputs and weights are saved in 4 bits for backward; selective recompute keeps no result of theirs",
         ),
     }[plan.precision.low or ""]
-    pad = plan.fsdp.pad_multiple
-    experts = "experts and the router stay in 16 bits or more"
-    if pad is not None:
-        experts = (
-            f"products of experts, too, are in MXFP8, of rows with padding: {pad} more for each expert, whatever the "
-            "routing; every expert gets as many rows as any other"
-        )
     return (
-        f"{which} are torchao's {kind} (of August 2026), without torch.compile: {saved}; weights are gathered in bf16; "
-        f"{experts}"
+        f"{which} are torchao's {kind} (of August 2026), without torch.compile: {saved}; weights are gathered in bf16"
+    )
+
+
+def assumed_of_experts(plan: ResolvedPlan) -> str:
+    """Which precision products of experts have, and of how many rows."""
+    if (pad := plan.fsdp.pad_multiple) is None:
+        return "products of experts stay in bf16, and the router in fp32"
+    kind = "MXFP8" if plan.precision.low == "mxfp8" else "float8 with a scale for each row"
+    return (
+        f"products of experts are in {kind}, as torchao has them in August 2026, of rows with padding: {pad} more for "
+        "each expert, whatever the routing; every expert gets as many rows as any other"
     )

@@ -111,7 +111,7 @@ class Recipes:
     @property
     def low_head(self) -> LowLinear | None:
         """What of the head is."""
-        spec, stays = self.shape.spec, self.names.stays(self.names.head)
+        spec, stays = self.shape.spec, self.names.keep_head
         return self.low if self.low and not stays and self.low.takes("head", spec.vocab, spec.hidden) else None
 
     def beside(self, spans: Sequence[Span], first: int = 0, *, head: bool = True) -> tuple[Hold, ...]:
