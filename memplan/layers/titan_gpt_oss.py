@@ -360,7 +360,9 @@ def returned(r: Recorder, x: Tensor, out: Tensor, places: Tensor, tokens: Tensor
     else:  # with padding
         rows = unpermuted(r, out, places, tokens.shape[0])
     rows = exchanged(r, rows, ranks, "experts_exchanged")
-    return combined(r, x, rows, tokens, scores)
+    zeros = r.empty(x.shape, x.dtype, "experts_zeros")
+    rows = weighed(r, rows, scores)
+    return scattered_sum(r, zeros, tokens, rows)
 
 
 def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -205,3 +205,8 @@ def test_assumptions_name_what_is_saved() -> None:
     assert "all linear layers are torchao's MXFP8Linear" in eight
     assert "has a part of fqns (layers) are torchao's NVFP4Linear" in four
     assert "Float8Linear" not in eight + four
+    flags = {"model": "deepseek-v2-lite", "fp8": "mxfp8", "fqns": "attention"}
+    for pad, says, not_so in ((None, "without padding", "with padding"), ("128", "128 more", "without padding")):
+        told = " ".join(assumptions(resolved(**flags, **({"pad-multiple": pad} if pad else {}))))
+        assert says in told
+        assert not_so not in told

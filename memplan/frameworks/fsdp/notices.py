@@ -15,7 +15,7 @@ from ...tape.program import Program
 from ..plain.preferences import has_model
 from . import titan_low
 from .flat import on_meta
-from .titan import newest, titan_of_plan
+from .titan import ROWS, newest, titan_of_plan
 
 GIB = 2**30
 
@@ -182,7 +182,7 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     """Of the layers of torchtitan's model."""
     titan = titan_of_plan(plan)
     yield f"layers as in torchtitan's {titan.title} of {titan.release}; logits and loss are computed outside the model"
-    yield from titan.assumes
+    yield from (one for one in titan.assumes if one != ROWS or plan.fsdp.pad_multiple is None)
     if plan.layout.ep > 1 and titan.groups_experts:
         yield EXPERT_GROUPS
     elif plan.layout.ep > 1:
