@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..tape.events import Category, Drop, Hold, Seam
-from ..values import dataclass
+from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .shapes import ITEMSIZE, Shape
 from .work import Operator, Product, Stream
@@ -40,6 +40,8 @@ class Float8:
     """Small ones stay, too (``auto_filter_small_kn``)."""
     gathered: bool = False
     """Weights arrive in 8 bits (``enable_fsdp_float8_all_gather``)."""
+    rows: int = 0
+    """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
 
     def takes(self, name: str, n: int, k: int) -> bool:
         """Whether a layer (n, k) is converted (torchtitan's ``module_filter_fn``; torchao's
@@ -66,6 +68,40 @@ class Float8:
     def weight_gradient(self) -> bool:
         """The product for gradients of weights is in 8 bits, too."""
         return self.recipe != "rowwise_with_gw_hp"
+
+    def product(
+        self,
+        r: Recorder,
+        x: Tensor,
+        weight: Tensor,
+        name: str,
+        policy: Policy,
+        category: Category = Category.TEMPORARIES,
+    ) -> Tensor:
+        """``Float8Linear.forward`` of (…, k) with a weight (n, k), without bias."""
+        return _product_with(r, x, weight, name, self, policy, category)
+
+    def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
+        """Rows (L, k) of experts times their transposed weights (e, n, k), with a scale for every row
+        (``prototype/moe_training/fp8_grouped_mm.py``, ``_Float8GroupedMM``): a cast is one kernel."""
+        (t, k), (e, n, _), dtype = x.shape, weight.shape, x.dtype
+        taken, weights = _cast_rows(r, (t, k), t, f"{name}_input"), _cast_rows(r, (e, n, k), e * n, f"{name}_weight")
+        out = _grouped_product(r, (t, n), dtype, (t, e * n), name)
+        del taken, weights
+
+        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return _grouped_backward(r, t, (e, n, k), incoming(gradients).dtype, f"grad_{name}")
+
+        work = _grouped_work(t, e, n, k, dtype)
+        return out.by(r.node((x, weight), (x, weight, offsets), backward, work=work))
+
+    def leaving(self, skips: frozenset[str]) -> Float8:
+        """The same where ``skips`` stay."""
+        return replace(self, skips=skips)
+
+    def beside(self, count: int) -> tuple[Hold, ...]:
+        """Nothing but the scales that gathered weights bring."""
+        return ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -143,24 +179,9 @@ def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple
     return events, r.hand_over(data), r.hand_over(scale) if scale is not None else 0
 
 
-def linear(
-    r: Recorder,
-    x: Tensor,
-    n: int,
-    name: str,
-    of: Float8,
-    policy: Policy,
-    category: Category = Category.TEMPORARIES,
-) -> Tensor:
-    """``Float8Linear.forward`` of (…, k), without bias."""
-    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, gathered="fp8" if of.gathered else None)
-    return product_with(r, x, weight, name, of, policy, category)
-
-
-def product_with(
+def _product_with(
     r: Recorder, x: Tensor, weight: Tensor, name: str, of: Float8, policy: Policy, category: Category
 ) -> Tensor:
-    """The same with a ``weight`` (n, k) that is there."""
     shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
     t, rows = prod(shape[:-1]), of.by_rows
     taken = scaled(r, shape, dtype, of, len(shape) - 1 if rows else None, f"{name}_input", policy)
@@ -221,6 +242,44 @@ def _product(r: Recorder, shape: Shape, of: Float8, dtype: str, name: str) -> Te
     out = r.empty(shape, dtype, name)
     del one, other, both
     return out
+
+
+def _cast_rows(r: Recorder, shape: Shape, scales: int, name: str) -> list[Tensor]:
+    return [r.empty(shape, "fp8", f"{name}_fp8"), r.empty((scales,), "fp32", f"{name}_scale")]
+
+
+def _grouped_product(r: Recorder, shape: Shape, dtype: str, scales: tuple[int, int], name: str) -> Tensor:
+    """With the inverse of ``scales`` numbers of each operand."""
+    inverse = [r.empty((count,), "fp32", f"{name}_scale_inverse") for count in scales]
+    out = r.empty(shape, dtype, name)
+    del inverse
+    return out
+
+
+def _grouped_backward(
+    r: Recorder, t: int, weight: tuple[int, int, int], dtype: str, name: str
+) -> Sequence[Tensor | None]:
+    """Operands of the second product have a scale for every column of each expert's rows."""
+    e, n, k = weight
+    rows, weights = _cast_rows(r, (t, n), t, f"{name}_rows"), _cast_rows(r, weight, e * k, f"{name}_weight")
+    of_input = _grouped_product(r, (t, k), dtype, (t, e * k), f"{name}_input")
+    columns = _cast_rows(r, (t, n), e * n, f"{name}_columns")
+    inputs = _cast_rows(r, (t, k), e * k, f"{name}_input_columns")
+    of_weight = _grouped_product(r, weight, dtype, (e * n, e * k), f"{name}_weight")
+    del rows, weights, columns, inputs
+    return [of_input, of_weight]
+
+
+def _grouped_work(t: int, e: int, n: int, k: int, dtype: str) -> Operator:
+    """A cast reads a tensor twice, for its maxima and its elements, and writes 8 bits of each."""
+    size, rows = ITEMSIZE[dtype], -(-t // e)
+
+    def cast(elements: int, scales: int) -> Stream:
+        return Stream(elements * (2 * size + 1) + 12 * scales, 2)
+
+    forward: list[Stream | Product] = [cast(t * k, t), cast(e * n * k, e * n), Product(rows, n, k, e, 1)]
+    of_input: list[Stream | Product] = [cast(t * n, t), cast(e * n * k, e * k), Product(rows, k, n, e, 1)]
+    return Operator(forward, [*of_input, cast(t * n, e * n), cast(t * k, e * k), Product(n, k, rows, e, 1)])
 
 
 CAST, SCALARS = 6, 5

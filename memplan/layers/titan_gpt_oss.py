@@ -24,7 +24,19 @@ from .gradients import fresh
 from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables
 from .tensor_parallel import tagged
-from .titan_moe import divided, fused_rms_norm, normalises, of_best_groups, put, scored, top_k, with_zeros
+from .titan_low import LowLinear
+from .titan_moe import (
+    divided,
+    fused_rms_norm,
+    normalises,
+    of_best_groups,
+    permuted,
+    put,
+    scored,
+    top_k,
+    unpermuted,
+    with_zeros,
+)
 from .titan_moe import grouped as plain_grouped
 from .torchtitan import Policy
 from .work import Exchange, Operator, Stream
@@ -191,8 +203,11 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, shared: S
     top, chosen, _scores = router(r, x, spec, policy)
     _map = r.empty((n, spec.experts), "bool", "routing_map")
     counts = r.empty((spec.experts,), "int64", "rows_of_expert")
+    low = policy.low if policy.low is not None and policy.low.rows else None
     if shape.expert_ranks > 1:
-        out = exchanged_experts(r, x, top, chosen, shape)
+        out = exchanged_experts(r, x, top, chosen, shape, low)
+    elif low is not None:
+        out = padded_experts(r, x, top, chosen, spec, low)
     else:
         out = routed_experts(r, x, top, chosen, counts, spec)
     return out if shared is None else ops.add(r, out, shared(r, x, shape, policy), "experts_and_shared")
@@ -232,15 +247,40 @@ def routed_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, counts: 
     return combined(r, x, out, tokens, scores)
 
 
-def exchanged_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape) -> Tensor:
-    """``RoutedExperts.forward`` with ``AllToAllTokenDispatcher``: as many rows come as go."""
-    rows, counts, places, tokens, scores = exchanged_rows(r, x, top, chosen, shape)
-    out = grouped(r, rows, counts, shape.spec)
+def padded_experts(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, spec: ModelSpec, low: LowLinear) -> Tensor:
+    """The same with ``TorchAOTokenDispatcher``, whose rows are padded for products in fewer than 16 bits."""
+    rows, counts, places, tokens, scores = padded_rows(r, x, top, chosen, spec, low)
+    out = plain_grouped(r, rows, counts, spec, low.grouped)
+    given = unpermuted(r, out, places, tokens.shape[0])
+    zeros = r.empty(x.shape, x.dtype, "experts_zeros")
+    given = weighed(r, given, scores)
+    return scattered_sum(r, zeros, tokens, given)
+
+
+def padded_rows(
+    r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, spec: ModelSpec, low: LowLinear
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``dispatch``, as of ``exchanged_rows``."""
+    routed, tokens, scores = dispatched(r, x, top, chosen)
+    rows, places, counts = permuted(r, routed, 1, spec.experts, low.rows)
+    return rows, counts, places, tokens, scores
+
+
+def exchanged_experts(
+    r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape, low: LowLinear | None = None
+) -> Tensor:
+    """``RoutedExperts.forward`` with ``AllToAllTokenDispatcher``, or ``TorchAOTokenDispatcher`` for products in fewer
+    than 16 bits: as many rows come as go."""
+    rows, counts, places, tokens, scores = exchanged_rows(r, x, top, chosen, shape, low)
+    if low is None:
+        out = grouped(r, rows, counts, shape.spec)
+    else:
+        out = plain_grouped(r, rows, counts, shape.spec, low.grouped)
     return returned(r, x, out, places, tokens, scores, shape.expert_ranks)
 
 
 def exchanged_rows(
-    r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape
+    r: Recorder, x: Tensor, top: Tensor, chosen: Tensor, shape: LayerShape, low: LowLinear | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``dispatch``: rows by expert, how many each has, their places, and of those that were sent token and score."""
     ranks, e = shape.expert_ranks, shape.spec.experts // shape.expert_ranks
@@ -250,7 +290,10 @@ def exchanged_rows(
         on_device = r.empty((ranks,), "int64", name)
         del on_device
     received = exchanged(r, routed, ranks, "rows_exchanged")
-    rows, places, counts = expert_major(r, received, ranks, e)
+    if low is None:
+        rows, places, counts = expert_major(r, received, ranks, e)
+    else:
+        rows, places, counts = permuted(r, received, ranks, e, low.rows)
     del every
     return rows, counts, places, tokens, scores
 
@@ -312,9 +355,14 @@ def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Te
 
 def returned(r: Recorder, x: Tensor, out: Tensor, places: Tensor, tokens: Tensor, scores: Tensor, ranks: int) -> Tensor:
     """``combine``: rows where they came from, sent back, weighed and added up."""
-    rows = put(r, r.empty(out.shape, out.dtype, "rows_unpermuted"), places, out, "rows_unpermuted")
+    if places.shape[0] == tokens.shape[0]:
+        rows = put(r, r.empty(out.shape, out.dtype, "rows_unpermuted"), places, out, "rows_unpermuted")
+    else:  # with padding
+        rows = unpermuted(r, out, places, tokens.shape[0])
     rows = exchanged(r, rows, ranks, "experts_exchanged")
-    return combined(r, x, rows, tokens, scores)
+    zeros = r.empty(x.shape, x.dtype, "experts_zeros")
+    rows = weighed(r, rows, scores)
+    return scattered_sum(r, zeros, tokens, rows)
 
 
 def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ N = n k rows, E experts of all ranks, e of this one, h hidden, f an expert's inn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ..plan.spec import ModelSpec
@@ -196,15 +196,15 @@ def rounded_up(r: Recorder, e: int) -> Tensor:
     return r.empty((e,), "int32", "padded_rows_of_expert")
 
 
-def padded_length(rows: int, e: int) -> int:
-    """``_permute``: room for each expert's padding, in multiples of 8."""
-    return -(-(rows + e * ALIGNED) // ALIGNED) * ALIGNED
+def padded_length(rows: int, e: int, aligned: int = ALIGNED) -> int:
+    """``_permute``: room for each expert's padding, in multiples of ``aligned``."""
+    return -(-(rows + e * aligned) // aligned) * aligned
 
 
-def permuted(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor, Tensor]:
+def permuted(r: Recorder, x: Tensor, ranks: int, e: int, aligned: int = ALIGNED) -> tuple[Tensor, Tensor, Tensor]:
     """``_permute`` of N rows: (L, h) by expert, with padding from a row of zeros; the places; rows of each."""
     rows, h = x.shape
-    places, sizes, _ends = permute_indices(r, ranks, e, padded_length(rows, e))
+    places, sizes, _ends = permute_indices(r, ranks, e, padded_length(rows, e, aligned))
     x = with_zeros(r, x)
     x = picked_rows(r, x, places, (places.shape[0], h), "rows_padded")
     return x, places, sizes
@@ -254,14 +254,19 @@ def weights_of(r: Recorder, spec: ModelSpec, e: int, dtype: str) -> tuple[Tensor
     return gate, down, up
 
 
-def grouped(r: Recorder, x: Tensor, sizes: Tensor, spec: ModelSpec) -> Tensor:
-    """``_run_experts_grouped_mm`` of (L, h); ``spec``: of this rank's part of each expert."""
-    e = sizes.shape[0]
+Multiply = Callable[[Recorder, Tensor, Tensor, Tensor, str], Tensor]
+"""Rows of experts with their weights."""
+
+
+def grouped(r: Recorder, x: Tensor, sizes: Tensor, spec: ModelSpec, multiply: Multiply | None = None) -> Tensor:
+    """``_run_experts_grouped_mm`` of (L, h); ``spec``: of this rank's part of each expert. ``multiply``: in place of
+    ``_grouped_mm``."""
+    e, times = sizes.shape[0], multiply or product
     gate, down, up = weights_of(r, spec, e, x.dtype)
     offsets = r.empty((e,), "int32", "expert_offsets")
-    h = silu(r, product(r, x, gate, offsets, "experts_gate"))
-    h = ops.multiply(r, h, product(r, x, up, offsets, "experts_up"), "experts_gated")
-    return ops.cast(r, product(r, h, down, offsets, "experts_down"), x.dtype, "experts_output")
+    h = silu(r, times(r, x, gate, offsets, "experts_gate"))
+    h = ops.multiply(r, h, times(r, x, up, offsets, "experts_up"), "experts_gated")
+    return ops.cast(r, times(r, h, down, offsets, "experts_down"), x.dtype, "experts_output")
 
 
 def product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
-from . import float8, ops
+from . import ops
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
 from .fused_attention import efficient_attention, flash_attention
 from .fused_losses import head_weight
 from .huggingface import LayerShape, silu
 from .huggingface import linear as plain_linear
 from .recompute import Frame
+from .titan_low import LowLinear
 
 Operator = Callable[[Recorder], Tensor]
 
@@ -53,7 +54,7 @@ class Policy:
     """Which operators' outputs a region keeps: fused attention's, and every second matrix product's, the first
     one among them (``_get_custom_policy``). Without ``keeps``, none."""
 
-    def __init__(self, keeps: bool, *, keeps_exchanged: bool = False, low: float8.Float8 | None = None) -> None:
+    def __init__(self, keeps: bool, *, keeps_exchanged: bool = False, low: LowLinear | None = None) -> None:
         self.keeps = keeps
         self.low = low
         """Which linear layers are torchao's."""
@@ -67,7 +68,7 @@ class Policy:
     def linear(self, r: Recorder, x: Tensor, name: str, n: int) -> Tensor:
         """A linear layer of ``n`` features, without bias."""
         if self.low is not None and self.low.takes(name, n, x.shape[-1]):
-            return float8.linear(r, x, n, name, self.low, self)
+            return in_low(r, x, name, n, self.low, self)
         return self.product(r, lambda r: plain_linear(r, x, name, n, False))
 
     def product(self, r: Recorder, operator: Operator) -> Tensor:
@@ -88,6 +89,20 @@ class Policy:
         return out
 
 
+def in_low(
+    r: Recorder,
+    x: Tensor,
+    name: str,
+    n: int,
+    low: LowLinear,
+    policy: Policy,
+    category: Category = Category.TEMPORARIES,
+) -> Tensor:
+    """A linear layer of ``n`` features whose products are in fewer than 16 bits."""
+    weight = r.parameter(f"{name}.weight", (n, x.shape[-1]), x.dtype, gathered="fp8" if low.gathered else None)
+    return low.product(r, x, weight, name, policy, category)
+
+
 def checkpointed(
     r: Recorder,
     region: Callable[[Policy], Tensor],
@@ -95,7 +110,7 @@ def checkpointed(
     keeps: bool,
     early_stop: bool = True,
     keeps_exchanged: bool = False,
-    low: float8.Float8 | None = None,
+    low: LowLinear | None = None,
 ) -> Tensor:
     """``region`` under ``checkpoint(use_reentrant=False)``; ``keeps``: per operator."""
     policy = Policy(keeps and r.grad_enabled, keeps_exchanged=keeps_exchanged, low=low)
@@ -216,10 +231,10 @@ def embedding(r: Recorder, shape: LayerShape) -> Tensor:
     return ops.embedding(r, weight, tokens, "word_embeddings")
 
 
-def output(r: Recorder, x: Tensor, shape: LayerShape, low: float8.Float8 | None = None) -> Tensor:
+def output(r: Recorder, x: Tensor, shape: LayerShape, low: LowLinear | None = None) -> Tensor:
     """``Transformer.output``: the logits."""
     if low is not None:
-        return float8.linear(r, x, shape.spec.vocab, "head", low, Policy(False), Category.LOGITS)
+        return in_low(r, x, "head", shape.spec.vocab, low, Policy(False), Category.LOGITS)
     return ops.linear(r, x, head_weight(r, shape), name="logits", category=Category.LOGITS)
 
 

@@ -168,7 +168,16 @@ class Fsdp(FrameworkSection):
     """Arguments of ``fully_shard``, the code of the sharded model, and how it is trained."""
 
     unsaid: ClassVar[frozenset[str]] = frozenset(
-        {"compile", "compile_loss", "cuda_graphs", "filter_fqns", "float8_all_gather", "float8_scales", "newest"}
+        {
+            "compile",
+            "compile_loss",
+            "cuda_graphs",
+            "filter_fqns",
+            "fqns",
+            "float8_all_gather",
+            "float8_scales",
+            "newest",
+        }
     )
 
     code: Literal["transformers", "torchtitan"] = Field(
@@ -234,6 +243,19 @@ class Fsdp(FrameworkSection):
         "has them (attention.wk, layers.0., output); auto_filter_small_kn: small ones; default: output, the head",
         json_schema_extra={"flag": "--filter-fqns"},
     )
+    fqns: tuple[str, ...] | None = Field(
+        None,
+        max_length=1000,
+        description="torchtitan with mxfp8 or nvfp4: parts of names of linear layers that are converted, as its newest "
+        "code has them (layers, attention.wo, lm_head); default: all",
+        json_schema_extra={"flag": "--fqns"},
+    )
+    pad_multiple: Count | None = Field(
+        None,
+        description="torchtitan with mxfp8 or float8 by rows: products of experts are in 8 bits, too, of rows that are "
+        "padded to a multiple of this (MXFP8-, Float8GroupedExpertsConverter); default: in dtype, without padding",
+        json_schema_extra={"flag": "--pad-multiple"},
+    )
     float8_all_gather: bool = Field(
         False,
         description="torchtitan with precision.fp8: shards of weights are cast before they are gathered",
@@ -262,7 +284,7 @@ class Fsdp(FrameworkSection):
     newest: bool = Field(
         False,
         description="torchtitan: layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
-        "tensor parallelism, stages, compiled layers and float8, with which they are those of older code",
+        "tensor parallelism, compiled layers and tensorwise float8, with which they are those of older code",
         json_schema_extra={"flag": "--fsdp-newest"},
     )
 

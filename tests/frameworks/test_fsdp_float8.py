@@ -134,9 +134,8 @@ def test_gathering_in_8_bits_halves_layers() -> None:
         ({"fsdp-code": "transformers"}, r"precision\.fp8 = tensorwise: needs torchtitan's layers"),
         (
             {"fp8": "delayed"},
-            r"precision\.fp8 = delayed: must be left out or tensorwise, rowwise or rowwise_with_gw_hp",
+            r"precision\.fp8 = delayed: must be left out or tensorwise, rowwise, rowwise_with_gw_hp or mxfp8",
         ),
-        ({"fp8": "mxfp8"}, r"precision\.fp8 = mxfp8: must be left out or tensorwise, rowwise or rowwise_with_gw_hp"),
         ({"tp": "2"}, r"precision\.fp8 = tensorwise: must be left out with tensor parallelism"),
         ({"gpu": "a100-80gb"}, r"hardware\.gpu = a100-80gb: must have products in 8 bits"),
         ({"seq": "4095"}, r"must be rowwise_with_gw_hp, or left out, unless a micro-batch, .* tokens, not 4,095"),

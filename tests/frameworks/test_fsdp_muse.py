@@ -128,7 +128,7 @@ def test_the_newest_does_not_run_here() -> None:
         job_of_plan(plan)
 
 
-@pytest.mark.parametrize("flags", [{"tp": "2"}, {"fp8": "rowwise"}])
+@pytest.mark.parametrize("flags", [{"tp": "2"}, {"fp8": "tensorwise"}])
 def test_where_the_newest_has_no_recipe_it_is_the_older(flags: dict[str, str]) -> None:
     """Figures are those of the same plan without the field."""
     job = {**JOB, "model": "llama-3-8b", "layers": "2", "seq": "1024", "loss": "plain", **flags}

@@ -174,7 +174,10 @@ def test_what_is_saved_without_recompute() -> None:
     [
         ({"tp": "2"}, "layout.tp = 2: must be 1 with torchtitan's qwen3_5"),
         ({"cp": "2"}, "layout.cp = 2: must be 1 with torchtitan's qwen3_5"),
-        ({"tied-embeddings": "true"}, "model.tied_embeddings = true: must be false in torchtitan's qwen3_5"),
+        (
+            {"tied-embeddings": "true"},
+            "must be false in torchtitan's qwen3_5, which shares no weight: --tied-embeddings false",
+        ),
         ({"ep": "2"}, "layout.ep = 2: must be 1: qwen3.5-9b has no experts"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
         ({"fp8": "rowwise"}, "precision.fp8 = rowwise: "),

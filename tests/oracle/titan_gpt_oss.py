@@ -424,7 +424,9 @@ class AllToAll(Dispatcher):
         assert isinstance(given, Exchanged)
         rows = self.unpermuted(rows, given)
         rows = _Exchange.apply(rows, self.group)  # type: ignore[no-untyped-call]
-        return super().combine(rows, given, x)
+        out = torch.zeros_like(x)
+        rows = (rows.to(torch.float32) * given.scores.reshape(-1, 1)).to(rows.dtype)
+        return scatter_add(out, given.tokens.reshape(-1, 1).expand(-1, x.shape[-1]), rows)
 
 
 class RoutedExperts(nn.Module):

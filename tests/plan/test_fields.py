@@ -53,6 +53,7 @@ VALUES: dict[str, tuple[str, object]] = {
     "experts.imbalance": ("1.5", "1.5"),
     "experts.megatron_core": ("0.14", "0.14"),
     "model.dense_layers": ("0,2", (0, 2)),
+    "fsdp.fqns": ("layers,lm_head", ("layers", "lm_head")),
     "fsdp.filter_fqns": ("output,attention.wk", ("output", "attention.wk")),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -52,9 +52,13 @@ _FOLLOWED_ELSEWHERE = frozenset({"model_registry"})
 
 
 class Following:
-    """Follows functions of files; ``budget`` bounds the work."""
+    """Follows functions of files; ``budget`` bounds the work. ``layers_of`` knows how many layers the model has that
+    ``model_registry`` makes."""
 
-    def __init__(self, text: str, source: str, path: Path | None) -> None:
+    def __init__(
+        self, text: str, source: str, path: Path | None, layers_of: Callable[[Made], int | None] = lambda _: None
+    ) -> None:
+        self.layers_of = layers_of
         self.budget = Budget(Origin(source))
         self.modules: dict[Path, Module] = {}
         self.depth = 0
@@ -267,6 +271,9 @@ class Following:
         owner = self.value(given.value, module, names)
         if isinstance(owner, Made) and given.attr in owner.fields:
             return owner.fields[given.attr]
+        if isinstance(owner, Made) and ":" in owner.name and given.attr == "model":
+            layers = self.layers_of(owner)
+            return Made("model", {} if layers is None else {"layers": Node([Node(None, where)] * layers, where)}, where)
         if isinstance(owner, Elsewhere):
             inside = f"{owner.module}.{owner.name}" if owner.name else owner.module
             return self._found(Elsewhere(inside, given.attr), module) or Unknown(_shown(given), where)
@@ -314,7 +321,20 @@ class Following:
             return compared(given.ops[0], left, right, where) or unknown
         if isinstance(given, ast.JoinedStr):
             return self._joined(given, module, names, where) or unknown
+        if isinstance(given, ast.ListComp):
+            return self._listed(given, module, names, where) or unknown
         return unknown
+
+    def _listed(self, given: ast.ListComp, module: Module, names: Names, where: Origin) -> Node | None:
+        """``[f"layers.{i}." for i in range(4)]``."""
+        (loop, *others) = given.generators
+        items = self.value(loop.iter, module, names)
+        if others or loop.ifs or not isinstance(loop.target, ast.Name):
+            return None
+        if not isinstance(items, Node) or not isinstance(items.value, list):
+            return None
+        every = [{**names, loop.target.id: out_of(one)} for one in items.value]
+        return Node([item_of(self.value(given.elt, module, inner), where) for inner in every], where)
 
     def _joined(self, given: ast.JoinedStr, module: Module, names: Names, where: Origin) -> Node | None:
         """``f"{size}B"``."""
@@ -358,7 +378,7 @@ class Following:
             return Node({name: item_of(value, where) for name, value in keywords.items()}, where)
         if last == "list" and not keywords and len(arguments) == 1 and isinstance(arguments[0], Node):
             return copy(arguments[0])
-        if last in ("int", "float", "len", "max", "min") and not keywords:
+        if last in ("int", "float", "len", "max", "min", "ceil", "range") and not keywords:
             return built_in(last, arguments, where) or Unknown(_shown(given), where)
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))

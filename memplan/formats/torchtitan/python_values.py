@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
@@ -176,7 +177,19 @@ def built_in(name: str, arguments: Sequence[Value], where: Origin) -> Node | Non
     if name == "len":
         return Node(len(plain[0]), where) if len(plain) == 1 and isinstance(plain[0], (list, dict, str)) else None
     numbers = [one for one in plain if isinstance(one, (int, float))]
-    if len(numbers) != len(plain) or (name in ("int", "float") and len(plain) != 1):
+    if len(numbers) != len(plain) or (name in _OF_ONE and len(plain) != 1):
         return None
-    return Node({"int": int, "float": float}[name](numbers[0]) if name in ("int", "float") else
-                (max if name == "max" else min)(numbers), where)  # fmt: skip
+    if name == "range":
+        end = numbers[0]
+        fits = isinstance(end, int) and end <= _LONGEST_RANGE
+        return Node([Node(one, where) for one in range(int(end))], where) if fits else None
+    try:
+        return Node(_OF_ONE[name](numbers[0]) if name in _OF_ONE else (max if name == "max" else min)(numbers), where)
+    except (ArithmeticError, ValueError):
+        return None
+
+
+_OF_ONE: Mapping[str, Callable[[float], int | float]] = MappingProxyType(
+    {"int": int, "float": float, "ceil": ceil, "range": int}
+)
+_LONGEST_RANGE = 4096

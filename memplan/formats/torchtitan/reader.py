@@ -43,6 +43,7 @@ from ..recognised import is_python, is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
+from .low_precision import low_keys
 from .registry import chosen, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
 from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
@@ -62,7 +63,6 @@ from .table import (
     TP,
     expert_parts,
     expert_ranks,
-    float8_keys,
     torchtitan_plan,
 )
 
@@ -404,9 +404,9 @@ def _check_keys(settings: Settings) -> None:
 
 
 def _matters(name: str, key: Key, settings: Settings) -> bool:
-    """Whether ``name``, which is not modelled by itself, is more than its default, and no float8 that is."""
-    float8 = float8_keys(settings)
-    return settings.matters(name, key) and (float8 is None or float8[0] != name)
+    """Whether ``name``, which is not modelled by itself, is more than its default, and no converter that is."""
+    low = low_keys(settings)
+    return settings.matters(name, key) and (low is None or low[0] != name)
 
 
 def _own_flag(name: str) -> str:

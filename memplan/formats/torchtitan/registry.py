@@ -8,17 +8,18 @@ Fields that the function does not name are left out, which readers of the JSON t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together, wrong_at
+from ...plan.models import load_spec
 from ...plan.text import is_there, text_at
 from ..rows import Table
 from .following import INSTEAD, Following
-from .keys import key_of
+from .keys import NEWEST, key_of
 from .python_values import Kept, Made, Unknown, Value, is_job
-from .stages import DECODERS, FLAVOURS, without_recipe
+from .stages import DECODERS, FLAVOURS, flavour_of, without_recipe
 
 CONFIG = ("CONFIG", "config")
 """Names that ``--set`` has for the function."""
@@ -94,7 +95,7 @@ def written_in(place: str, name: str, overridden: Collection[str]) -> Node:
     ``overridden`` are keys, and sections, that are given otherwise, which need not be known.
     """
     text, source = text_at(place)
-    following = Following(text, source, None if place == "-" else Path(place))
+    following = Following(text, source, None if place == "-" else Path(place), _layers_of)
     name = name or _only(following)
     made = following.configuration(name)
     if made is None:
@@ -211,8 +212,8 @@ class _Written:
         for name, value in fields.items():
             if (module or name in _OF_SPEC) and (node := self.node(f"model_spec.{name}", value)) is not None:
                 found[name] = node
-        if (float8 := _float8_of(fields.get("converters"))) is not None:
-            found["float8"] = self.node("model_spec.float8", float8) or Node(None, made.origin)
+        for section, converter in _converters_of(fields.get("converters")):
+            found[section] = self.node(f"model_spec.{section}", converter) or Node(None, made.origin)
         if not module and kind.rpartition(".")[2] != "ModelSpec":
             problem = f"is made by {kind}, which is not followed; {INSTEAD}"
             self.wrong.append(PlanError("model_spec", ABSENT, problem, origin=made.origin))
@@ -249,13 +250,30 @@ class _Written:
         return self.node("optimizer", Made(made.name, fields, made.origin))
 
 
-def _float8_of(converters: Value | None) -> Made | None:
-    """The converter to torchao's float8, if there is one, and of its fields those that matter."""
+_CONVERTERS = {
+    "Float8LinearConverter.Config": ("float8", ("recipe_name", "filter_fqns", "emulate")),
+    "MXFP8LinearConverter.Config": ("mxfp8", ("fqns",)),
+    "MXFP8GroupedExpertsConverter.Config": ("mxfp8_experts", ("pad_multiple",)),
+    "NVFP4LinearConverter.Config": ("nvfp4", ("fqns",)),
+}
+"""Converters: the section that stands for each one's arguments, and those of them that matter."""
+
+
+def _converters_of(converters: Value | None) -> Iterator[tuple[str, Made]]:
+    """Sections of the converters that are there once."""
     items: Any = converters.value if isinstance(converters, Node) else None
     kept = [one.value.value for one in (items if isinstance(items, list) else ()) if isinstance(one.value, Kept)]
-    found = [one for one in kept if isinstance(one, Made) and one.name.endswith("Float8LinearConverter.Config")]
-    if len(found) != 1:
-        return None
-    names = ("recipe_name", "filter_fqns", "emulate")
-    fields = {name: value for name, value in found[0].fields.items() if name in names}
-    return Made(found[0].name, fields, found[0].origin)
+    for kind, (section, names) in _CONVERTERS.items():
+        found = [one for one in kept if isinstance(one, Made) and one.name.endswith(kind)]
+        if len(found) == 1:
+            fields = {name: value for name, value in found[0].fields.items() if name in names}
+            yield section, Made(found[0].name, fields, found[0].origin)
+
+
+def _layers_of(registry: Made) -> int | None:
+    """How many layers the model of ``model_registry("8B", …)`` has, of those that are known."""
+    given = [*registry.positional[:1], *(one for name, one in registry.fields.items() if name == "flavor")]
+    family = registry.name.rpartition(".")[2]
+    flavour = given[0].value if given and isinstance(given[0], Node) else None
+    known = flavour_of(family, flavour, NEWEST) if isinstance(flavour, str) else None
+    return None if known is None else known[1].get("layers", load_spec(known[0]).layers)

@@ -15,6 +15,7 @@ from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
+from .low_precision import CONVERTERS, read_low
 from .settings import Settings
 from .stages import (
     DECODERS,
@@ -420,69 +421,6 @@ def _compile(reader: Reader) -> None:
     building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
 
 
-FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")
-"""Sections of torchao's converter, which bear its name in ``model.converters``."""
-IN_PYTHON = ("model_spec.converters", "Float8LinearConverter", "model_spec.float8")
-"""The same in a configuration in Python: its key, its class, and where its arguments stand."""
-FILTERED = "2025-04-07"
-"""The day from which a configuration names the layers that stay in bf16; before, the head did."""
-CONVERTERS = ("model.converters", "float8.enable_float8_linear", "training.enable_float8_linear", IN_PYTHON[0])
-
-
-def float8_keys(settings: Settings) -> tuple[str, Node, str] | None:
-    """The key that puts linear layers in float8 (``Float8Converter``, ``Float8LinearConverter``) and nothing else, the
-    recipe, and the section of its settings."""
-    found = settings.first(*CONVERTERS)
-    if found is None:
-        return None
-    name, node = found
-    section, default = name.rpartition(".")[0], "tensorwise"
-    if name == IN_PYTHON[0]:
-        if settings.words(name) != [IN_PYTHON[1]]:
-            return None
-        section, default = IN_PYTHON[2], "rowwise"
-    elif name == CONVERTERS[0]:
-        converters = settings.words(name)
-        if len(converters) != 1 or converters[0] not in FLOAT8:
-            return None
-        section = converters[0]
-    elif not node.value:
-        return None
-    delayed = any(_text(settings, f"{section}.scaling_type_{one}") == "delayed" for one in SCALED)
-    recipe = _text(settings, f"{section}.recipe_name") or default
-    if delayed or settings.switch(f"{section}.emulate").value or recipe not in framework("fsdp").supports.low_precision:
-        return None
-    return name, Node(recipe, node.origin), section
-
-
-SCALED = ("input", "weight", "grad_output")
-
-
-def _text(settings: Settings, name: str) -> str:
-    node = settings.given.get(name)
-    return str(node.value) if node is not None and node.value is not None else ""
-
-
-def _float8(reader: Reader) -> None:
-    """A filter is of the code since ``FILTERED``; shards are gathered in 8 bits where no recipe is named."""
-    settings, building, found = reader.settings, reader.building, float8_keys(reader.settings)
-    if found is None:
-        return
-    name, recipe, section = found
-    building.put("precision.fp8", recipe, name)
-    filters = f"{section}.filter_fqns"
-    if settings.era.day >= FILTERED:
-        given = settings.given.get(filters)
-        origin = given.origin if given is not None else settings.origin
-        words = [one.replace("lm_head", "output") for one in settings.words(filters)]
-        building.put("fsdp.filter_fqns", Node([Node(one, origin) for one in words], origin), filters)
-    for field, key in (("float8_all_gather", ALL_GATHER), ("float8_scales", SCALES)):
-        building.put(f"fsdp.{field}", settings.switch(f"{section}.{key}"), f"{section}.{key}")
-
-
-ALL_GATHER, SCALES = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
-
-
 def _components(plan: Plan) -> list[str] | None:
     parts = {"model": plan.fsdp.compile, "loss": plan.fsdp.compile_loss}
     return [name for name, on in parts.items() if on] if any(parts.values()) else None
@@ -591,6 +529,6 @@ ROWS = (
         when=lambda plan: plan.fsdp.compile or plan.fsdp.compile_loss,
     ),
     Row(COMPONENTS, "fsdp.compile_loss", "compile", read=elsewhere, value=_components),
-    Row(CONVERTERS[0], "precision.fp8", older=CONVERTERS[1:], read=_float8),
+    Row(CONVERTERS[0], "precision.fp8", older=CONVERTERS[1:], read=read_low),
     Row("loss.num_chunks", "loss.chunks", read=_loss),
 )

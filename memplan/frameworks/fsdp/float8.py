@@ -9,15 +9,16 @@ from ...device.gpus import GPUS
 from ...layers import compiled
 from ...layers.float8 import MULTIPLE, Float8
 from ...layers.module import hold_bytes
+from ...layers.titan_low import LowLinear
 from ...plan.framework_sections import SMALL
 from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
-from .titan import titan_of
+from .titan import titan_of_plan
 from .units import Unit
 
-HEAD = "output"
-"""The head's name."""
+HEAD, NEWEST_HEAD = "output", "lm_head"
+"""The head's name, and that of the newest code."""
 CAPABLE = (8, 9)
 """The first GPUs that multiply in 8 bits (``has_cuda_capability(8, 9)``)."""
 
@@ -28,7 +29,8 @@ def low_of(plan: ResolvedPlan) -> Float8 | None:
     if recipe is None:
         return None
     shards = plan.layout.dp > given.replicas  # ``dp_shard_enabled``
-    return Float8(recipe, auto=given.filters_small, gathered=given.float8_all_gather and shards)
+    gathered = given.float8_all_gather and shards
+    return Float8(recipe, auto=given.filters_small, gathered=gathered, rows=given.pad_multiple or 0)
 
 
 def scales(units: Sequence[Unit], *, precomputed: bool) -> tuple[Hold, ...]:
@@ -50,10 +52,7 @@ def check(plan: ResolvedPlan) -> None:
             if getattr(given, field):
                 raise plan.wrong(f"fsdp.{field}", "must be left out without precision.fp8")
         return
-    if given.code != "torchtitan":
-        raise plan.wrong(
-            "precision.fp8", "needs torchtitan's layers (--fsdp-code torchtitan): no other float8 is modelled"
-        )
+    check_code(plan, "precision.fp8")
     _check_recipe(plan, recipe)
     if given.float8_scales and not given.float8_all_gather:
         raise plan.wrong("fsdp.float8_scales", "must be false without fsdp.float8_all_gather, whose scales they are")
@@ -68,23 +67,30 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong("fsdp.float8_all_gather", f"must be {problem}")
 
 
+def check_code(plan: ResolvedPlan, field: str) -> None:
+    """Refuses other code than torchtitan's, and what its converters do not have."""
+    if plan.fsdp.code != "torchtitan":
+        raise plan.wrong(field, "needs torchtitan's layers (--fsdp-code torchtitan): no other float8 is modelled")
+    for name in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
+        if getattr(plan.precision, name):
+            raise plan.wrong(f"precision.{name}", "must be left out with framework fsdp, whose torchao has none")
+
+
 def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
-    titan, precision, layout = titan_of(plan.model), plan.precision, plan.layout
+    titan, precision, layout = titan_of_plan(plan), plan.precision, plan.layout
     if not titan.linears:
         raise plan.wrong(
             "precision.fp8",
-            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone",
+            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone, and "
+            "with them by rows in the newest ones of Qwen 3 and DeepSeek V3 (--fsdp-newest)",
         )
-    for field in ("fp8_parameters", "first_16bit_layers", "last_16bit_layers"):
-        if getattr(precision, field):
-            raise plan.wrong(f"precision.{field}", "must be left out with framework fsdp, whose torchao has none")
     gpu = GPUS.get(plan.hardware.gpu or "")
     if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < CAPABLE:
         raise plan.wrong(
             "hardware.gpu", f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
         )
     tokens = plan.batch.mbs * plan.batch.seq
-    if not any(one in HEAD for one in plan.fsdp.words):
+    if not any(one in head for one in plan.fsdp.words for head in (HEAD, NEWEST_HEAD)):
         chunked = plan.loss.kind == "chunked"
         tokens //= plan.loss.chunks if chunked else 1
         gathered = chunked and plan.fsdp.float8_all_gather
@@ -105,9 +111,9 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
         raise plan.wrong("precision.fp8", f"must be {problem}")
 
 
-def in_compiled(low: Float8 | None, spec: ModelSpec) -> Float8 | None:
+def in_compiled(low: LowLinear | None, spec: ModelSpec) -> Float8 | None:
     """The same of a layer that is compiled: the layers that stay, whatever lets them, by their names."""
-    if low is None:
+    if not isinstance(low, Float8):
         return None
     sizes = {name.removesuffix(".weight"): size for name, size in compiled.parameters_of(spec) if len(size) > 1}
     stay = frozenset(name for name, (n, k) in sizes.items() if not low.takes(name, n, k))

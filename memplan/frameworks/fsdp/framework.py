@@ -73,7 +73,7 @@ class Fsdp(Framework):
         losses=("plain", "vocab-parallel", "chunked", *OF_TRANSFORMERS),
         last_logits=False,
         code_2020=False,
-        low_precision=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        low_precision=("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "nvfp4"),
     )
 
     def default_layout(self, plan: Plan) -> Layout:
@@ -143,11 +143,11 @@ class Fsdp(Framework):
         return newest(plan)
 
     def check(self, plan: ResolvedPlan) -> None:
-        from . import float8
+        from . import titan_low
 
         refuse_apart(plan, "under fsdp")
         _check_ends(plan)
-        float8.check(plan)
+        titan_low.check(plan)
         if plan.quantisation.kind in ("int8", "awq"):
             weights = "8-bit" if plan.quantisation.kind == "int8" else "AWQ's"
             problem = (

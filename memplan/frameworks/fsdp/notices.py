@@ -13,8 +13,9 @@ from ...schedules.torch_schedules import Pipelined
 from ...tape.events import Category
 from ...tape.program import Program
 from ..plain.preferences import has_model
+from . import titan_low
 from .flat import on_meta
-from .titan import newest, titan_of_plan
+from .titan import ROWS, newest, titan_of_plan
 
 GIB = 2**30
 
@@ -181,7 +182,7 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     """Of the layers of torchtitan's model."""
     titan = titan_of_plan(plan)
     yield f"layers as in torchtitan's {titan.title} of {titan.release}; logits and loss are computed outside the model"
-    yield from titan.assumes
+    yield from (one for one in titan.assumes if one != ROWS or plan.fsdp.pad_multiple is None)
     if plan.layout.ep > 1 and titan.groups_experts:
         yield EXPERT_GROUPS
     elif plan.layout.ep > 1:
@@ -193,7 +194,11 @@ def of_torchtitan(plan: ResolvedPlan) -> Iterator[str]:
     yield (TORCHTITAN if plan.fsdp.compile or plan.fsdp.compile_loss else f"{TORCHTITAN}; no torch.compile")
     if plan.fsdp.compile:
         yield from COMPILED
-    if plan.precision.fp8:
+    if plan.precision.low and plan.model.experts:
+        yield titan_low.assumed_of_experts(plan)
+    if plan.precision.low in titan_low.BLOCKS:
+        yield titan_low.assumed(plan)
+    elif plan.precision.fp8:
         yield of_float8(plan)
         yield from FLOAT8_COMPILED if plan.fsdp.compile else FLOAT8_EAGER
         if plan.fsdp.compile and plan.fsdp.float8_all_gather and plan.recompute.mode == "none":
@@ -240,7 +245,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
         yield Notice(
             "newest-not-known",
             "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
-            "are known, in bf16 without tensor or pipeline parallelism, 8 bits and torch.compile, with --ends-apart",
+            "are known, in bf16 or float8 by rows, without tensor parallelism and torch.compile, with --ends-apart",
         )
     if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)

@@ -175,6 +175,7 @@ def _rank(
         before += cut.high - cut.low
         parts.append(_part(made, options, modes, cut, sharding, plan.fsdp.ends_apart, place.chunks > 1))
     spans = tuple(span for one in parts for span in (*one.spans, *one.losses))
+    low = [made.beside(part.spans, cut.low, head=cut.last) for part, cut in zip(parts, cuts, strict=True)]
     tensors = [[one for span in (*part.spans, *part.losses) for one in span.module.parameters] for part in parts]
     order = _order(tuple(parts), place, plan, made)
     ranks = sharding.shards * sharding.replicas * sharding.tensor
@@ -184,7 +185,7 @@ def _rank(
         entries=tuple(name for span in spans for name in span.names),
         order=order,
         states=sharded_states(plan.optimizer, sharding),
-        extra=tuple(_kept(made, cuts, count)),
+        extra=(*_kept(made, cuts, count), *(one for own in low for one in own)),
         step=_steps(tensors, plan, sharding),
         late_states=True,
         elements=sum(shard(one, *sharding.cut(one)).elements for own in tensors for one in own),

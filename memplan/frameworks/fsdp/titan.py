@@ -88,8 +88,8 @@ class Titan:
     compiles: bool = False
     """It has a recipe as ``torch.compile`` runs it."""
     linears: tuple[tuple[str, str], ...] = ()
-    """Linear layers that torchao's float8 may take, by their names here and in torchtitan; none: it has no recipe with
-    them."""
+    """Linear layers that torchao's float8, MXFP8 or NVFP4 may take, by their names here and in torchtitan; none: it has
+    no recipe with them."""
     ends_apart: bool = True
     """Its code has the embedding, and norm with head, as units of their own."""
     kernel_of: tuple[int, int] | None = None
@@ -194,10 +194,10 @@ MIXTURE = (
 NORMS = ("attention_norm", "mlp_norm")
 OF_0_2_2 = "release 0.2.2"
 
+OF_MLP = (("gate", "feed_forward.w1"), ("down", "feed_forward.w2"), ("up", "feed_forward.w3"))
 LINEARS = (
     *(("query", "attention.wq"), ("key", "attention.wk"), ("value", "attention.wv")),
-    *(("attention_output", "attention.wo"), ("gate", "feed_forward.w1")),
-    *(("down", "feed_forward.w2"), ("up", "feed_forward.w3")),
+    *(("attention_output", "attention.wo"), *OF_MLP),
 )
 
 LLAMA_3 = Titan(
@@ -346,6 +346,14 @@ QWEN_3_5_MOE = replace(
     assumes=(VARLEN, ROWS, DOCUMENTS),
 )
 
+FUSED_LINEARS = (("qkv", "attention.qkv_linear.wqkv"), ("attention_output", "attention.wo"), *OF_MLP)
+LATENT_LINEARS = (
+    *(("query", "attention.wq"), ("query_down", "attention.wq_a"), ("query_up", "attention.wq_b")),
+    *(("key_value_down", "attention.wkv_a"), ("key_value_up", "attention.wkv_b"), ("attention_output", "attention.wo")),
+    *(("shared_gate", "moe.shared_experts.w1"), ("shared_down", "moe.shared_experts.w2")),
+    *(("shared_up", "moe.shared_experts.w3"), *OF_MLP),
+)
+
 LLAMA_NEWEST = Titan(
     "llama3",
     "Llama",
@@ -355,6 +363,7 @@ LLAMA_NEWEST = Titan(
     registered=("qkv", "attention_output", "gate", "down", "up", *NORMS),
     covers=LLAMA_3.covers,
     buffers=_complex_tables_of_layers,
+    linears=FUSED_LINEARS,
     shares_sequences=True,
     given=_places,
     assumes=(VARLEN_OF_DENSE,),
@@ -384,6 +393,7 @@ DEEPSEEK_V3_NEWEST = replace(
     release="August 2026",
     block=titan_newest.deepseek_block,
     norm_of_parts=None,
+    linears=LATENT_LINEARS,
     buffers=_with_experts(_complex_tables_of_layers),
     keeps_exchanged=False,
     groups_experts=True,
@@ -415,6 +425,10 @@ MODELS: Mapping[str, Titan] = {
 """and the code of which every other job is."""
 
 
+OF_CONVERTER = ("rowwise", "rowwise_with_gw_hp")
+"""Recipes of float8 that the newest code has (``Float8LinearConverter.Config.recipe_name``)."""
+
+
 def newest(plan: Plan) -> bool:
     """Whether the newest code is asked for, and has a recipe."""
     given, layout, precision = plan.fsdp, plan.layout, plan.precision
@@ -423,7 +437,7 @@ def newest(plan: Plan) -> bool:
     if plan.model.experts and layout.ep == 1 and ((layout.dp or 0) // given.replicas * layout.cp > plan.model.experts):
         return False  # experts are cut across their rows
     plain = layout.tp == 1 and not given.compile and given.ends_apart
-    return plain and precision.dtype == "bf16" and precision.fp8 is None
+    return plain and precision.dtype == "bf16" and precision.fp8 in (None, "mxfp8", *OF_CONVERTER)
 
 
 def titan_of_plan(plan: Plan) -> Titan:
@@ -439,7 +453,8 @@ def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
         value = getattr(spec, field)
         if value not in values:
             shown = " or ".join("left out" if one is None else str(one).lower() for one in values)
-            raise spec.wrong(field, f"must be {shown} in torchtitan's {found.name}")
+            untied = ", which shares no weight: --tied-embeddings false" if field == "tied_embeddings" else ""
+            raise spec.wrong(field, f"must be {shown} in torchtitan's {found.name}{untied}")
     _check_sizes(spec, found)
     return found
 

@@ -18,10 +18,10 @@ from ...device.gpus import GPUS
 from ...layers import compiled, tensor_parallel, titan_loss, torchtitan, torchtitan_tp
 from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
-from ...layers.float8 import Float8, product_with
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, build
+from ...layers.titan_low import LowLinear
 from ...layers.titan_models import TABLE
 from ...plan.releases import FP32_HEAD_MULTIPLE
 from ...plan.resolved import ResolvedPlan
@@ -30,7 +30,7 @@ from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span
 from ...values import dataclass, replace
 from ..plain import programs as plain
-from . import chunked, float8
+from . import chunked, float8, titan_low
 from .modules import MODEL, Model, with_parameters, with_seams
 from .titan import Titan, newest, titan_of, titan_of_plan
 from .titan_experts import (
@@ -43,6 +43,7 @@ from .titan_experts import (
     with_experts,
     with_groups,
 )
+from .titan_low import Names
 from .units import Cut, Unit
 
 Checkpointing = Literal["none", "full", "op"]
@@ -75,17 +76,17 @@ class Recipes:
     """Every layer runs by ``torch.compile``,"""
     compiled_loss: bool = False
     """and so does the loss."""
-    low: Float8 | None = None
-    """How torchao's linear layers multiply in 8 bits,"""
-    filters: tuple[str, ...] = ()
-    """and parts of the names that others have (``filter_fqns``)."""
+    low: LowLinear | None = None
+    """How torchao's linear layers multiply in fewer than 16 bits,"""
+    names: Names = Names()
+    """and what they are called."""
     newest: bool = False
     """The code is the newest."""
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
         return _block(
-            replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), filters=()), mode, options
+            replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), names=Names()), mode, options
         )
 
     def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
@@ -99,20 +100,31 @@ class Recipes:
             result.append(known[key])
         return result
 
-    def low_of(self, layer: int) -> Float8 | None:
-        """What of layer ``layer`` is in 8 bits."""
-        if self.low is None or not self.filters:
+    def low_of(self, layer: int) -> LowLinear | None:
+        """What of layer ``layer`` is in fewer than 16 bits."""
+        linears = self.titan.linears
+        skips = self.names.staying(layer, linears)
+        if self.low is None or not skips:
             return self.low
-        names = {name: f"layers.{layer}.{own}" for name, own in self.titan.linears}
-        skips = {name for name, full in names.items() if any(one in full for one in self.filters)}
-        return replace(self.low, skips=frozenset(skips)) if len(skips) < len(names) else None
+        return self.low.leaving(skips) if len(skips) < len(linears) or self.low.rows else None
 
     @property
-    def low_head(self) -> Float8 | None:
+    def low_head(self) -> LowLinear | None:
         """What of the head is."""
-        spec = self.shape.spec
-        named = any(one in float8.HEAD for one in self.filters)
-        return self.low if self.low and not named and self.low.takes("head", spec.vocab, spec.hidden) else None
+        spec, stays = self.shape.spec, self.names.keep_head
+        return self.low if self.low and not stays and self.low.takes("head", spec.vocab, spec.hidden) else None
+
+    def beside(self, spans: Sequence[Span], first: int = 0, *, head: bool = True) -> tuple[Hold, ...]:
+        """What a rank keeps of linear layers in fewer than 16 bits beside their weights: of ``spans``, whose layers
+        begin with ``first``, and of the head if it is there."""
+        if self.low is None:
+            return ()
+        linears, count = dict(self.titan.linears), int(head and self.low_head is not None)
+        for layer, block in enumerate((one.module for one in spans if one.module.name == "layer"), first):
+            names = {one.name.removesuffix(".weight") for one in block.parameters} & linears.keys()
+            low = self.low_of(layer)
+            count += len(names - low.skips) if low is not None else 0
+        return self.low.beside(count)
 
     def ends(self, options: Options) -> tuple[Module, Module, Module, Module]:
         """Embedding, final norm, head, and the loss outside of the model; with chunks the head has it."""
@@ -169,8 +181,8 @@ def recipes(plan: ResolvedPlan) -> Recipes:
         chunked.loss_of(plan),
         plan.fsdp.compile,
         plan.fsdp.compile_loss,
-        float8.low_of(plan),
-        plan.fsdp.words,
+        titan_low.low_of(plan),
+        titan_low.names_of(plan),
         newest(plan),
     )
 
@@ -178,11 +190,11 @@ def recipes(plan: ResolvedPlan) -> Recipes:
 @lru_cache(maxsize=1024)
 def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
     shape, titan = of.shape, of.titan
-    low = float8.in_compiled(of.low, shape.spec) if of.compiled else of.low
+    low = of.low
 
     def recipe(r: Recorder, x: Tensor) -> Run:
         if of.compiled:
-            return Run(compiled.block(r, x, shape, mode, low))
+            return Run(compiled.block(r, x, shape, mode, float8.in_compiled(low, shape.spec)))
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
             return Run(titan.block(r, hidden, shape, torchtitan.Policy(False, low=low), table))
@@ -258,11 +270,9 @@ def _ends(of: Recipes, options: Options) -> tuple[Module, Module, Module, Module
     )
 
 
-def _of_chunk(loss: HeadLoss, low: Float8 | None) -> HeadLoss:
-    """``loss`` of a head whose products may be in 8 bits."""
-    return (
-        loss if low is None else replace(loss, product=partial(product_with, of=low, policy=torchtitan.Policy(False)))
-    )
+def _of_chunk(loss: HeadLoss, low: LowLinear | None) -> HeadLoss:
+    """``loss`` of a head whose products may be in fewer than 16 bits."""
+    return loss if low is None else replace(loss, product=partial(low.product, policy=torchtitan.Policy(False)))
 
 
 @lru_cache(maxsize=1024)
@@ -327,6 +337,9 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong("fsdp.compile_loss", problem)
     if plan.fsdp.compile:
         _check_compiled(plan, titan)
+    if plan.precision.low in titan_low.BLOCKS:
+        layers = range(spec.layers)
+        titan_low.check_sizes(plan, recipes(plan).blocks(["none" for _ in layers], [Options() for _ in layers]))
     if titan.complete:
         _check_kernel(plan)
         return
@@ -541,6 +554,7 @@ def _model(
     titan, shape = made.titan, made.shape
     tables = titan.buffers(spec, shape.s * shape.context, every)
     buffers = (*tables, *titan.given(shape), *places(shape, titan, every))
+    buffers += made.beside(spans)
     own = with_parameters(spans, units, titan.registered)
     buffers += float8.scales(own, precomputed=given.scaled_before)
     if made.chunks is None:

@@ -269,7 +269,9 @@ def test_float8(read: Read) -> None:
         ("model.converters=quantize.linear.float8,quantize.grouped_mm.float8",),
         ("model.converters=quantize.linear.mx",),
     ):
-        assert "torchao's float8 of linear layers is the only converter" in refusal(read, RELEASE_0_2, *settings)
+        assert "torchao's float8, MXFP8 or NVFP4 of linear layers is the only converter" in refusal(
+            read, RELEASE_0_2, *settings
+        )
     own = "quantize.linear.float8"
     gathers = (f"{own}.enable_fsdp_float8_all_gather=true", f"{own}.precompute_float8_dynamic_scale_for_fsdp=true")
     given = read(RELEASE_0_2, converter, f"{own}.filter_fqns=output,auto_filter_small_kn", *gathers).plan.fsdp

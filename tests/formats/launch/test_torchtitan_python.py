@@ -12,7 +12,7 @@ import pytest
 
 from memplan.commands.launched import flags_of_launch, read_launched
 from memplan.formats.launch import launched_plan
-from memplan.frameworks.fsdp.float8 import check as check_float8
+from memplan.frameworks.fsdp.titan_low import check as check_float8
 from memplan.frameworks.fsdp.torchtitan import check
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
@@ -213,6 +213,37 @@ def test_float8(read: Read) -> None:
         check_float8(resolve(found.plan))
 
 
+def test_mxfp8_and_nvfp4(read: Read) -> None:
+    """All layers, those whose names are given, and the first ones of as many as the model has: of the 32 of Llama 3 8B
+    the last five, 15 % rounded up, stay in bf16 (torchtitan's ``nvfp4_bf16_tail_fqns``)."""
+
+    def job(given: str) -> str:
+        return one(model_spec=f'model_registry("8B", converters=[{given}])')
+
+    plan = resolve(read("job.py", text=job("MXFP8LinearConverter.Config(model_compile_enabled=True)")).plan)
+    assert (plan.precision.fp8, plan.precision.fp4, plan.fsdp.fqns, plan.fsdp.newest) == ("mxfp8", None, (), True)
+    plan = resolve(read("job.py", text=job('MXFP8LinearConverter.Config(fqns=["attention", "lm_head"])')).plan)
+    assert plan.fsdp.fqns == ("attention", "lm_head")
+    first = job(
+        "NVFP4LinearConverter.Config(fqns=first_layers(len(cast(Model.Config, model_registry('8B').model).layers)))"
+    )
+    first += """
+def first_layers(layers: int) -> list[str]:
+    return [f"layers.{i}." for i in range(layers - math.ceil(layers * 0.15))]
+"""
+    plan = resolve(read("job.py", text=first).plan)
+    assert (plan.precision.fp8, plan.precision.fp4) == (None, "nvfp4")
+    assert plan.fsdp.fqns == tuple(f"layers.{layer}." for layer in range(27))
+    grouped = "MXFP8GroupedExpertsConverter.Config(pad_multiple=128)"
+    given = read("job.py", text=job(f'MXFP8LinearConverter.Config(fqns=["attention"]), {grouped}')).plan.fsdp
+    assert (given.fqns, given.pad_multiple) == (("attention",), 128)
+    given = read("job.py", text=job(grouped)).plan.fsdp
+    assert (given.fqns, given.pad_multiple) == (("inner_experts",), 128)
+    for other in ("NVFP4LinearConverter.Config()", "Float8LinearConverter.Config()", grouped):
+        with pytest.raises(PlanError, match=r"model_spec.converters = \[.*: is not modelled: .*of linear layers"):
+            read("job.py", text=job(f"{other}, {grouped}"))
+
+
 def test_a_function_that_changes_another(read: Read) -> None:
     plan = resolve(read(LLAMA, "CONFIG=llama3_70b", GRAPHS, loss="plain").plan)
     assert (plan.model.name, plan.layout.tp, plan.layout.dp, plan.recompute.mode) == ("llama-3-70b", 8, 2, "full")
@@ -280,7 +311,7 @@ def one(*lines: str, **fields: str) -> str:
         (one("if os.environ.get('BIG'):\n        config.training.seq_len = 8"), (), "job.py:13: depends on os.environ.get('BIG'), which only running code knows; give the config.json"),
         (one("tuned(config)"), (), "job.py:13: tuned(…) may change the configuration, and is not found"),
         (one("while True:\n        pass"), (), "job.py:13: has a statement that is not followed (while)"),
-        (one("for n in range(3):\n        config.training.seq_len = n"), (), "job.py:13: repeats what depends on range(3), which is not followed"),
+        (one("for n in range(GPUS):\n        config.training.seq_len = n"), (), "job.py:13: repeats what depends on range(GPUS), which is not followed"),
         (one("return job()"), (), "calls itself too deeply"),
         (one(loss="MTPLoss.Config()"), (), "job.py:12: loss: is MTPLoss, which is not modelled; --loss plain estimates the plain one"),
         (one(activation_checkpoint="OwnAC.Config()"), (), "activation_checkpoint: is OwnAC, which is not modelled; --recompute full or none"),
@@ -321,7 +352,7 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-@pytest.mark.parametrize("converter", ["MXFP8LinearConverter", "NVFP4LinearConverter", "Float8GroupedExpertsConverter"])
+@pytest.mark.parametrize("converter", ["LoRAConverter", "Float8GroupedExpertsConverter"])
 def test_other_converters_are_refused(read: Read, converter: str) -> None:
     text = one(model_spec=f'model_registry("8B", converters=[{converter}.Config()])')
     with pytest.raises(PlanError, match=rf"model_spec.converters = \[{converter}\]: is not modelled"):

@@ -1,0 +1,181 @@
+"""Which linear layers of torchtitan's models are in fewer than 16 bits, and what is refused of MXFP8 and NVFP4
+(``MXFP8LinearConverter``, ``NVFP4LinearConverter``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...device.gpus import GPUS
+from ...layers.float8 import MULTIPLE
+from ...layers.module import Module
+from ...layers.titan_low import MXFP8, NVFP4, Blocks, LowLinear
+from ...plan.resolved import ResolvedPlan
+from ...values import dataclass, replace
+from . import float8
+from .titan import OF_CONVERTER, newest, titan_of_plan
+
+BLOCKS: Mapping[str, Blocks] = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
+"""With a scale for each block."""
+ROWS = 128
+"""Rows of which every expert gets a multiple for products in 8 bits (``mxfp8_quantize_2d_1x32_cutedsl``)."""
+HEAD, ROUTER = float8.NEWEST_HEAD, "moe.router.gate"
+CAPABLE = (10, 0)
+"""The first GPUs that multiply so (``has_cuda_capability(10, 0)``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Parts of the names that layers have in torchtitan."""
+
+    parts: tuple[str, ...] = ()
+    chosen: bool = False
+    """Those with one of ``parts`` are converted, or all if there are none (``fqns``); else they stay
+    (``filter_fqns``)."""
+
+    def stays(self, name: str) -> bool:
+        """Whether the layer ``name`` stays in 16 bits."""
+        named = any(one in name for one in self.parts)
+        return bool(self.parts) and not named if self.chosen else named
+
+    @property
+    def keep_head(self) -> bool:
+        """The head stays, by its name in the newest code or, where names are of layers that stay, in older code."""
+        return self.stays(HEAD) or (not self.chosen and self.stays(float8.HEAD))
+
+    def staying(self, layer: int, linears: Iterable[tuple[str, str]]) -> frozenset[str]:
+        """Those of ``linears`` of layer ``layer``, by their names here, that stay."""
+        return frozenset(name for name, full in linears if self.stays(f"layers.{layer}.{full}"))
+
+
+def low_of(plan: ResolvedPlan) -> LowLinear | None:
+    """As a plan has it, of a layer that no name leaves out."""
+    blocks = BLOCKS.get(plan.precision.low or "")
+    return replace(blocks, rows=plan.fsdp.pad_multiple or 0) if blocks is not None else float8.low_of(plan)
+
+
+def names_of(plan: ResolvedPlan) -> Names:
+    if plan.precision.low in BLOCKS:
+        return Names(plan.fsdp.fqns or (), chosen=True)
+    return Names(plan.fsdp.words)
+
+
+def check(plan: ResolvedPlan) -> None:
+    """Refuses what has no recipe, or contradicts itself; ``check_sizes`` looks at the layers themselves."""
+    given, recipe = plan.fsdp, plan.precision.low
+    if recipe is None or recipe not in BLOCKS:
+        if given.fqns is not None:
+            raise plan.wrong(
+                "fsdp.fqns",
+                "must be left out without precision.fp8 mxfp8 or precision.fp4 nvfp4; with other float8 "
+                "fsdp.filter_fqns names layers that stay",
+            )
+        float8.check(plan)
+        _check_experts(plan)
+        return
+    field = "precision.fp4" if plan.precision.fp4 else "precision.fp8"
+    for name in ("filter_fqns", "float8_all_gather", "float8_scales"):
+        if getattr(given, name):
+            problem = f"must be left out with {recipe}, whose layers fsdp.fqns names"
+            raise plan.wrong(f"fsdp.{name}", problem)
+    float8.check_code(plan, field)
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    if gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < CAPABLE:
+        raise plan.wrong("hardware.gpu", f"must be of Blackwell or later for {field} {recipe}: torchtitan asks for it")
+    plan.refuse(
+        ("fsdp.compile", given.compile, f"must be false with {recipe}: no such layers were learnt (--no-compile)"),
+        ("layout.tp", plan.layout.tp > 1, f"must be 1 with {recipe}: layers in parts are modelled in bf16 alone"),
+        (
+            field,
+            not newest(plan),
+            "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16",
+        ),
+    )
+    head = not names_of(plan).stays(HEAD)
+    _check_experts(plan)
+    if head and plan.model.tied_embeddings:
+        problem = (
+            f"must name layers other than {HEAD} with an embedding that shares its weight, with which it is in bf16"
+        )
+        raise plan.wrong("fsdp.fqns", problem)
+    tokens, multiple = plan.batch.mbs * plan.batch.seq // plan.layout.cp, BLOCKS[recipe].multiple
+    if head and plan.loss.kind == "chunked":
+        tokens //= plan.loss.chunks
+    if tokens % multiple:
+        what = "a chunk of the loss" if head and plan.loss.kind == "chunked" else "a micro-batch"
+        raise plan.wrong("batch.seq", f"must give {what} a multiple of {multiple} tokens for {recipe}, not {tokens:,}")
+
+
+def _check_experts(plan: ResolvedPlan) -> None:
+    """Refuses routers that are converted, and products of experts that kernels do not take."""
+    pad, spec, recipe, names = plan.fsdp.pad_multiple, plan.model, plan.precision.low, names_of(plan)
+    taken = recipe in BLOCKS or (recipe is not None and not (spec.experts % MULTIPLE or spec.hidden % MULTIPLE))
+    routers = [f"layers.{at}.{ROUTER}" for at in range(spec.layers) if taken and spec.has_experts(at)]
+    if wrong := next((one for one in routers if not names.stays(one)), ""):
+        other = "name layers other than" if names.chosen else "have a part of"
+        problem = f"must {other} {wrong}: the router is modelled in fp32 alone"
+        raise plan.wrong("fsdp.fqns" if names.chosen else "fsdp.filter_fqns", problem)
+    if pad is None:
+        return
+    rows, multiple = (ROWS, MXFP8.multiple) if recipe == "mxfp8" else (MULTIPLE, MULTIPLE)
+    known = recipe == "mxfp8" or recipe in OF_CONVERTER
+    plan.refuse(
+        (
+            "fsdp.pad_multiple",
+            not known,
+            f"must be left out without precision.fp8 mxfp8 or {' or '.join(OF_CONVERTER)}",
+        ),
+        ("fsdp.pad_multiple", not spec.experts, f"must be left out: {spec.name} has no experts"),
+        ("fsdp.pad_multiple", not newest(plan), "must be left out without torchtitan's newest layers (--fsdp-newest)"),
+        ("fsdp.pad_multiple", pad % rows > 0, f"must be a multiple of {rows}: torchao's kernels take no other"),
+    )
+    for name in ("hidden", "expert_ffn"):
+        if (size := getattr(spec, name)) % multiple:
+            problem = f"must be a multiple of {multiple} with fsdp.pad_multiple, not {size:,}"
+            raise plan.wrong(f"model.{name}", problem)
+
+
+def check_sizes(plan: ResolvedPlan, blocks: Sequence[Module]) -> None:
+    """Refuses linear layers of ``blocks``, all of the model, or a head whose features kernels do not take."""
+    names, linears, spec = names_of(plan), dict(titan_of_plan(plan).linears), plan.model
+    multiple = BLOCKS[plan.precision.low or ""].multiple
+    found: dict[str, tuple[int, ...]] = {HEAD: (spec.vocab, spec.hidden)}
+    for layer, block in enumerate(blocks):
+        for one in block.parameters:
+            if own := linears.get(one.name.removesuffix(".weight")):
+                found[f"layers.{layer}.{own}"] = one.shape
+    for name, shape in found.items():
+        if any(size % multiple for size in shape) and not names.stays(name):
+            features = " and ".join(f"{size:,}" for size in shape[::-1])
+            problem = f"must name layers other than {name}, whose {features} features in and out"
+            raise plan.wrong("fsdp.fqns", f"{problem} are no multiples of {multiple}")
+
+
+def assumed(plan: ResolvedPlan) -> str:
+    """Which layers, and what is saved."""
+    names = plan.fsdp.fqns
+    which = f"linear layers whose name has a part of fqns ({', '.join(names)})" if names else "all linear layers"
+    kind, saved = {
+        "mxfp8": (
+            "MXFP8Linear",
+            "inputs are saved in bf16, and inputs and weights are cast for every product by one kernel, so that MXFP8 "
+            "saves no activations",
+        ),
+        "nvfp4": (
+            "NVFP4Linear",
+            "inputs and weights are saved in 4 bits for backward; selective recompute keeps no result of theirs",
+        ),
+    }[plan.precision.low or ""]
+    return (
+        f"{which} are torchao's {kind} (of August 2026), without torch.compile: {saved}; weights are gathered in bf16"
+    )
+
+
+def assumed_of_experts(plan: ResolvedPlan) -> str:
+    """Which precision products of experts have, and of how many rows."""
+    if (pad := plan.fsdp.pad_multiple) is None:
+        return "products of experts stay in bf16, and the router in fp32"
+    kind = "MXFP8" if plan.precision.low == "mxfp8" else "float8 with a scale for each row"
+    return (
+        f"products of experts are in {kind}, as torchao has them in August 2026, of rows with padding: {pad} more for "
+        "each expert, whatever the routing; every expert gets as many rows as any other"
+    )
