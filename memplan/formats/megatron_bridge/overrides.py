@@ -158,10 +158,6 @@ def over_template(root: Node, recipe: str) -> Node:
 
 def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
     """Megatron-LM's arguments that describe the model of ``--model``, and which script trains it."""
-    from ...plan.read import read_plan
-    from ...plan.resolve import resolve
-    from ..megatron.script import write
-
     named = asked.flags.get("model")
     if not isinstance(named, str):
         problem = (
@@ -171,6 +167,15 @@ def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
         if not asked.names & {"gpus", "dp"}:
             missing.append(root.lacks("hardware.gpus", "is missing: give it as --gpus N"))
         raise together(missing)
+    return arguments_of_model(named)
+
+
+def arguments_of_model(named: str) -> tuple[dict[str, Node], Family]:
+    """Megatron-LM's arguments that describe the model ``named``, and which script trains it."""
+    from ...plan.read import read_plan
+    from ...plan.resolve import resolve
+    from ..megatron.script import write
+
     plan = resolve(read_plan(None, {"model": named, "framework": "megatron", "gpus": "1"}).plan)
     content, origin = write(plan).content, Origin("--model")
     family = _FAMILIES.get(str(content["script"]))

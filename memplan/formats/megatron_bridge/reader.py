@@ -22,7 +22,8 @@ from ..training_scripts import launched
 from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
-from .command import GPU_OF_BENCHMARK, started
+from .command import GPU_OF_BENCHMARK, of_python, started
+from .recipes import is_recipe
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -31,11 +32,20 @@ def read(place: str, asked: Asked) -> Launch:
         text, name = text_at(place)
         commanded = is_script(text, name)
         folder = Path() if place == "-" else folder_of(path_of(place))
-        root, asked, recipe = started(text, name, folder, asked) if commanded else (parse_yaml(text, name), asked, "")
+        root, recipe, found = Node({}, overrides.COMMAND_LINE), "", None
+        if commanded:
+            root, asked, recipe, found = started(text, name, folder, asked)
+        elif is_recipe(text):
+            found, asked = of_python(path_of(place), asked)
+            root, recipe = found.root, found.name
+        else:
+            root = parse_yaml(text, name)
     else:
-        commanded, root, recipe = True, Node({}, overrides.COMMAND_LINE), ""
+        commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
     root = overrides.laid_over(root, asked.overrides)
-    if overrides.are_overrides(root) or commanded:
+    if found is not None and found.model is not None:
+        return _of_overrides(root, asked, recipe, whole=True)
+    if found is None and (overrides.are_overrides(root) or commanded):
         return _of_overrides(root, asked, recipe)
     model = root.mapping.get("model")
     if model is None or not model.mapping:
@@ -79,12 +89,16 @@ def _spoken(launch: Launch) -> Spoken | None:
     return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
 
-def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
-    """The plan of a recipe's overrides, with the model that ``--model`` names."""
-    (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked, recipe)
-    whole = overrides.over_template(root, recipe)
-    given, notes = arguments(whole, asked.strict, by_hand=True)
-    given.update(of_data(whole))
+def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False) -> Launch:
+    """The plan of a recipe's overrides, with the model that ``--model`` names; ``whole`` where the recipe is among
+    them."""
+    (base, family), note = overrides.model_of(asked, root), None
+    if not whole:
+        root, note = overrides.over_template(root, recipe), overrides.told(root, asked, recipe)
+    given, notes = arguments(root, asked.strict, by_hand=not whole)
+    given.update(of_data(root))
+    if "--vocab-size" in given:
+        base.pop("--padded-vocab-size")
     off = {name for name in base if name not in given and _is_turned_off(name, root)}
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = _words(every, root)

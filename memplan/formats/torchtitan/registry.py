@@ -14,10 +14,10 @@ from typing import Any
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together, wrong_at
 from ...plan.text import is_there, text_at
+from ..followed.following import Following
+from ..followed.python_values import Dialect, Kept, Made, Unknown, Value
 from ..rows import Table
-from .following import INSTEAD, Following
 from .keys import key_of
-from .python_values import Kept, Made, Unknown, Value, is_job
 from .stages import DECODERS, FLAVOURS, without_recipe
 
 CONFIG = ("CONFIG", "config")
@@ -25,6 +25,15 @@ CONFIG = ("CONFIG", "config")
 MODULE = ("MODULE", "module")
 """and for the file that it is in."""
 
+INSTEAD = "give the config.json that a run saves (debug.save_config_file)"
+
+
+def is_job(made: Made) -> bool:
+    """Whether it is a configuration of a whole job: ``Trainer.Config``, or a class of that kind."""
+    return made.name.replace(".", "").endswith("TrainerConfig")
+
+
+_DIALECT = Dialect(INSTEAD, is_job, kept=frozenset({"model_registry"}))
 _IMPORTS = re.compile(r"^\s*(?:from|import) torchtitan", re.MULTILINE)
 _MODULES = ("torchtitan/models/{}/config_registry.py", "torchtitan/experiments/{}/config_registry.py")
 _POLICIES: dict[str, tuple[str, object]] = {
@@ -94,7 +103,7 @@ def written_in(place: str, name: str, overridden: Collection[str]) -> Node:
     ``overridden`` are keys, and sections, that are given otherwise, which need not be known.
     """
     text, source = text_at(place)
-    following = Following(text, source, None if place == "-" else Path(place))
+    following = Following(text, source, None if place == "-" else Path(place), _DIALECT)
     name = name or _only(following)
     made = following.configuration(name)
     if made is None:
