@@ -190,6 +190,8 @@ def compared(kind: ast.cmpop, left: Value, right: Value, where: Origin) -> Node 
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     one, other = left.value, right.value
+    if other is None and type(kind) in _COMPARED:
+        return Node(_COMPARED[type(kind)](one, None), where)
     if isinstance(kind, (ast.In, ast.NotIn)) and isinstance(other, list) and isinstance(one, (str, int)):
         inside = any(item.value == one for item in other)
         return Node(inside is isinstance(kind, ast.In), where)

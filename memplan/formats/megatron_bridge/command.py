@@ -169,7 +169,8 @@ def _followed(recipe: str, scheme: str, folders: Sequence[Path], over: Sequence[
 
 def _said(over: Sequence[str], asked: Asked) -> set[str]:
     """Fields that overrides say, whose values a recipe need not know."""
-    return {word.lstrip("+~").partition("=")[0] for word in (*over, *asked.overrides)}
+    given = {word.lstrip("+~").partition("=")[0] for word in (*over, *asked.overrides)}
+    return {*given, *({"model"} & set(asked.names))}
 
 
 def of_python(path: Path, asked: Asked) -> tuple[Recipe, Asked]:

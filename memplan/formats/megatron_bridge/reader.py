@@ -47,6 +47,8 @@ def read(place: str, asked: Asked) -> Launch:
         return _of_overrides(root, asked, recipe, whole=True)
     if found is None and (overrides.are_overrides(root) or commanded):
         return _of_overrides(root, asked, recipe)
+    if found is not None:
+        root = overrides.below_model(root, table.CLASSES.get(str(root.mapping["model"].mapping["_target_"].value), {}))
     model = root.mapping.get("model")
     if model is None or not model.mapping:
         raise root.lacks("model", "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)")
@@ -58,7 +60,7 @@ def read(place: str, asked: Asked) -> Launch:
     words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
-    launch = _with_adapters(launch, root)
+    launch = _on_gpu(_with_adapters(launch, root), asked, root)
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
 
 
@@ -85,6 +87,14 @@ def _with_adapters(launch: Launch, root: Node) -> Launch:
     return replace(launch, source=replace(launch.source, plan=plan))
 
 
+def _on_gpu(launch: Launch, asked: Asked, root: Node) -> Launch:
+    """On the GPU that a recipe's name says, where it says one."""
+    if not isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
+        return launch
+    plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
+    return replace(launch, source=replace(launch.source, plan=plan))
+
+
 def _spoken(launch: Launch) -> Spoken | None:
     return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
@@ -95,6 +105,7 @@ def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False)
     (base, family), note = overrides.model_of(asked, root), None
     if not whole:
         root, note = overrides.over_template(root, recipe), overrides.told(root, asked, recipe)
+    root = overrides.over_bridge(root, str(asked.flags["model"]), base)
     given, notes = arguments(root, asked.strict, by_hand=not whole)
     given.update(of_data(root))
     if "--vocab-size" in given:
@@ -104,10 +115,7 @@ def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False)
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
-    launch = _with_adapters(launch, root)
-    if isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
-        plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
-        launch = replace(launch, source=replace(launch.source, plan=plan))
+    launch = _on_gpu(_with_adapters(launch, root), asked, root)
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

@@ -89,6 +89,8 @@ def file_of(name: str, folders: Sequence[Path]) -> Path | None:
 def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recipe:
     """The recipe ``name`` of the file at ``path``; without a name, its only one. ``said`` are fields that are given
     otherwise, and need not be known; ``scheme`` is a kind of adapters."""
+    if "model" not in said:
+        _check_text(name, "", Origin(_shown(path)))
     following = Following(read_text(path), _shown(path), path, _DIALECT)
     offered = [one for one in following.main.functions if not one.startswith("_")]
     if not name and len(offered) != 1:
@@ -97,6 +99,8 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         raise PlanError("RECIPE", ABSENT, problem, origin=Origin(_shown(path)))
     name = name or offered[0]
     made = following.configuration(name, {"peft_scheme": Node(scheme, Origin("--mode"))} if scheme else {})
+    if isinstance(made, Unknown) and made.why is not None:
+        raise made.why
     if not isinstance(made, Made) or not _is_whole(made):
         guess = nearest(name, offered)
         problem = f"is no function that is followed to a ConfigContainer; {INSTEAD}"
@@ -149,6 +153,13 @@ def _captures(owner: Value | None, given: Sequence[Value], where: Origin) -> Val
     return Node(None, where)
 
 
+def _precision(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
+    """``get_mixed_precision_config("bf16_mixed")`` (``training/mixed_precision.py``)."""
+    name = given[0].value if given and isinstance(given[0], Node) else None
+    fields = table.PRECISIONS.get(str(name).replace("-", "_"))
+    return Made("MixedPrecisionConfig", dict(Node.of(fields, where).mapping), where) if fields is not None else None
+
+
 def _unset(made: Made, field: str) -> Value | None:
     """A field that the recipe has not set: the model's own, or the default of its class."""
     if made.name == _MODEL and isinstance(made.positional[0], Node):
@@ -159,7 +170,7 @@ def _unset(made: Made, field: str) -> Value | None:
         given = arguments_of_model(found)[0] if (found := twin(name, made.positional[0])) is not None else {}
         if argument in given:
             return given[argument]
-    return Node.of(_UNSET[field], made.origin) if field in _UNSET and (made.name != "" or field in _UNSET) else None
+    return Node.of(_UNSET[field], made.origin) if field in _UNSET else None
 
 
 _DIALECT = Dialect(
@@ -173,6 +184,7 @@ _DIALECT = Dialect(
         "apply_flex_dispatcher_backend": _dispatches,
         "set_cuda_graph_modules": _captures,
         "clear_cuda_graph_modules": _captures,
+        "get_mixed_precision_config": _precision,
         "warn_deprecated_model": lambda owner, given, where: Node(None, where),
     },
     unset=_unset,
@@ -189,13 +201,15 @@ class _Written:
     def recipe(self, made: Made, name: str) -> Recipe:
         fields = dict(made.fields)
         model = fields.get("model")
-        if not isinstance(model, Made):
-            what = model.shown if isinstance(model, Unknown) else "missing"
+        if not isinstance(model, Made) or not model.name:
+            what = model.shown if isinstance(model, Unknown) else "no provider that is known"
             problem = f"is {what}, which is not followed; {INSTEAD}"
             raise PlanError("model", ABSENT, problem, origin=made.origin)
         base = None
         if model.name == _MODEL and isinstance(model.positional[0], Node):
             base = str(model.positional[0].value)
+            if "model" not in self.said:
+                _check_text(name, base, model.origin)
             fields["model"] = Made("", model.fields, model.origin)
         found = {section: node for section, one in fields.items() if (node := self.node(section, one)) is not None}
         if self.wrong:
@@ -239,6 +253,18 @@ class _Written:
         return None
 
 
+def _check_text(name: str, hub: str, origin: Origin) -> None:
+    """Refuses a recipe whose model has towers beside the language model, or layers of its own, unless ``--model`` names
+    what to estimate in its place."""
+    words = {*re.split(r"[^a-z0-9]+", f"{name} {hub}".lower())}
+    towers = [one for one in (*table.OTHER_MODELS, "wan", "flux") if one in words]
+    layers = [one for one in ("gemma", "exaone", "minimax") if any(word.startswith(one) for word in words)]
+    if towers or layers:
+        what = f"more than a language model ({towers[0]})" if towers else f"layers of its own ({layers[0]})"
+        problem = f"has {what}, which is not modelled; --model NAME estimates a language model in its place"
+        raise PlanError("--recipe", name, problem, origin=origin)
+
+
 def _matters(path: str) -> bool:
     """Whether the field at ``path`` is one that memory depends on."""
     section, _, field = path.partition(".")
@@ -254,7 +280,8 @@ def _matters(path: str) -> bool:
 
 def _as_it_starts(root: Node) -> Node:
     """``root`` with what starting a run writes into it: the tokenizer's vocabulary where that counts
-    (``training/setup.py``: ``_validate_and_set_vocab_size``), and buckets of ``CommOverlapConfig.setup``."""
+    (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a sequence in the model
+    (``recipe_runner.py``: ``sync_model_dataset_sequence_length``), and buckets of ``CommOverlapConfig.setup``."""
     tokenizer = root.mapping["tokenizer"].mapping if "tokenizer" in root.mapping else {}
     size, counts = tokenizer.get("vocab_size"), tokenizer.get("use_tokenizer_vocab_size")
     if size is not None and isinstance(size.value, int) and counts is not None and counts.value is True:
@@ -262,8 +289,12 @@ def _as_it_starts(root: Node) -> Node:
         root = root.with_items(
             {"model": root.mapping["model"].with_items({"vocab_size": size, "should_pad_vocab": pads})}
         )
+    length = next((one for path in table.LENGTHS[:-1] if (one := root.at(path)) is not None), None)
+    if length is not None and length.value is not None:
+        root = root.put(table.LENGTHS[-1], length)
     overlap = root.mapping.get("comm_overlap")
-    if overlap is not None and overlap.mapping:
+    shards = [root.at(f"{section}.use_distributed_optimizer") for section in ("ddp", "optimizer")]
+    if overlap is not None and overlap.mapping and any(one is not None and one.value is True for one in shards):
         set_up = {"bucket_size": _BUCKET, "overlap_grad_reduce": True, "overlap_param_gather": True}
         given = {name: Node.of(value, overlap.origin) for name, value in set_up.items()}
         said = {name: node for name, node in overlap.mapping.items() if name in set_up and node.value is not None}
