@@ -168,8 +168,9 @@ def _unset(made: Made, field: str) -> Value | None:
         name = str(made.positional[0].value)
         argument = table.RENAMED.get(field, f"--{field.replace('_', '-')}")
         given = arguments_of_model(found)[0] if (found := twin(name, made.positional[0])) is not None else {}
-        if argument in given:
-            return given[argument]
+        if (node := given.get(argument)) is not None:
+            written = node.value
+            return Node(int(written), made.origin) if isinstance(written, str) and written.isdecimal() else node
     return Node.of(_UNSET[field], made.origin) if field in _UNSET else None
 
 
