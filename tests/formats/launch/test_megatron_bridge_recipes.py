@@ -188,7 +188,7 @@ def test_experts_layouts_of_stages_and_functions_of_the_library(checkout: Path) 
     dropout and rotary positions without the fusions that Qwen's bridge does not ask for."""
     plan = resolve(started(checkout, "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config").plan)
     assert (plan.layout.pp, plan.layout.ep, plan.experts.dispatcher) == (2, 8, "flex")
-    assert plan.partition.layers == (20, 28)
+    assert plan.pipeline.layout == "E" + 20 * "t" + "|" + 28 * "t" + "L"
     assert plan.megatron.bucket_size == 128 * 1024 * 1024
     fusions = (plan.megatron.bias_swiglu_fusion, plan.megatron.bias_dropout_fusion, plan.megatron.rope_fusion)
     assert fusions == (False, False, False)
