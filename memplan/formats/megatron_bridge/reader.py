@@ -23,6 +23,7 @@ from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
 from .command import GPU_OF_BENCHMARK, of_python, started
+from .packing import packed
 from .recipes import is_recipe
 
 
@@ -60,7 +61,7 @@ def read(place: str, asked: Asked) -> Launch:
     words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
-    launch = _on_gpu(_with_adapters(launch, root), asked, root)
+    launch = packed(_on_gpu(_with_adapters(launch, root), asked, root), root)
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
 
 
@@ -115,7 +116,7 @@ def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False)
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
-    launch = _on_gpu(_with_adapters(launch, root), asked, root)
+    launch = packed(_on_gpu(_with_adapters(launch, root), asked, root), root)
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 

@@ -92,6 +92,19 @@ def llama3_8b_pretrain_4gpu_h100_bf16_config() -> ConfigContainer:
     cfg.model.tensor_model_parallel_size = int(os.environ["TP"])
     return cfg
 
+def qwen3_8b_sft_4gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.train.micro_batch_size = 1
+    cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-8B").to_megatron_provider(load_weights=False)
+    cfg.dataset = GPTSFTDatasetConfig(
+        seq_length=2048,
+        enable_offline_packing=True,
+        offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=2048, pad_seq_to_mult=1),
+    )
+    if cfg.model.context_parallel_size > 1:
+        cfg.dataset.offline_packing_specs.pad_seq_to_mult = cfg.model.context_parallel_size * 2
+    return cfg
+
 def qwen3_vl_8b_sft_1gpu_h100_bf16_config() -> ConfigContainer:
     return _pretrain_common()
 
@@ -177,7 +190,7 @@ def test_what_follows_the_recipe_stands_over_it(checkout: Path) -> None:
 def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
     by_file = alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf16_config").plan
     assert by_file == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
-    with pytest.raises(PlanError, match="RECIPE: is missing: the file has 6 functions; say which with --set RECIPE="):
+    with pytest.raises(PlanError, match="RECIPE: is missing: the file has 7 functions; say which with --set RECIPE="):
         alone(checkout)
     with pytest.raises(PlanError, match="did you mean llama3_8b_pretrain_8gpu_h100_bf16_config"):
         alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf1_config")
@@ -211,6 +224,21 @@ def test_a_provider_begins_as_its_class_does(checkout: Path) -> None:
     plan = resolve(started(checkout, "vanilla_pretrain_1gpu_h100_bf16_config").plan)
     assert (plan.model.layers, plan.model.mlp_bias, plan.model.tied_embeddings) == (4, True, True)
     assert plan.megatron.cross_entropy_fusion == "native"
+
+
+def test_packed_sets_are_packed_where_they_are_modelled(checkout: Path) -> None:
+    """Rotary positions are unfused there, as Qwen's bridge leaves them."""
+    recipe = "qwen3_8b_sft_4gpu_h100_bf16_config"
+    read = started(checkout, recipe)
+    assert read.plan.megatron.packed is True
+    assert (read.plan.batch.seq, read.plan.megatron.rope_fusion) == (2048, False)
+    whole = started(checkout, recipe, "model.context_parallel_size=2")
+    assert whole.plan.megatron.packed is False
+    (note,) = [one for one in whole.warnings if one.code == "packing-not-modelled"]
+    assert "taken as whole ones: has no recipe for packed sequences with context parallelism" in note.message
+    assert started(checkout, recipe, "dataset.enable_offline_packing=false").plan.megatron.packed is False
+    with pytest.raises(PlanError, match=r"micro_batch_size = 2: must be 1 with packed sequences \(.*llama3.py:\d+\)"):
+        started(checkout, recipe, "train.micro_batch_size=2")
 
 
 @pytest.mark.parametrize(
