@@ -251,7 +251,7 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
     """``{"--num-layers": 12}``, ``{"num-layers": 12}``, or Megatron's ``{MODEL_ARGS: …, ENV_VARS: …}``."""
     ledger = Ledger(Budget(root.origin))
     if not isinstance(root.value, dict):
-        raise wrong_at(root.origin, "is no mapping of arguments to values")
+        raise wrong_at(root.origin, "is no mapping of arguments to values, such as {--num-layers: 12}")
     if "framework" in root.mapping and not arguments.keys() & root.mapping.keys():
         raise wrong_at(root.origin, "is a plan, not a launch file; leave out --from")
     mode = root.mapping.get("MODE")
@@ -259,9 +259,13 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
         raise mode.wrong(
             "MODE", "runs no pretraining: it generates text, or trains on what it generates, which is not estimated"
         )
-    section = next((root.mapping[name] for name in _SECTIONS if name in root.mapping), root)
+    name = next((name for name in _SECTIONS if name in root.mapping), "")
+    section = root.mapping[name] if name else root
     if not isinstance(section.value, dict):
-        raise wrong_at(section.origin, "is no mapping of arguments to values")
+        raise section.wrong(name, "must be a mapping of arguments to values, such as {--num-layers: 12}")
+    if section.mapping and not any(_named(key, arguments) in arguments for key in section.mapping):
+        key, node = next(iter(section.mapping.items()))
+        raise node.lacks(key, "is no argument of the framework, and neither is any other key here")
     variables = next((root.mapping[name] for name in _ENVIRONMENTS if name in root.mapping), Node({}, root.origin))
     environment = {
         name: _expanded(_written(node), node.origin, ledger, given)
@@ -276,11 +280,16 @@ def _mapping(root: Node, arguments: Mapping[str, Argument], given: Mapping[str, 
     return Words(taken, [], ledger, root.origin, folder, None, environment)
 
 
+def _named(key: str, arguments: Mapping[str, Argument]) -> str:
+    """The argument that the key of a mapping is."""
+    name = key if key.startswith("--") else f"--{key}"
+    return name if name in arguments or name.replace("_", "-") not in arguments else name.replace("_", "-")
+
+
 def _entry(
     key: str, node: Node, arguments: Mapping[str, Argument], ledger: Ledger, given: Mapping[str, str]
 ) -> Given | None:
-    name = key if key.startswith("--") else f"--{key}"
-    name = name if name in arguments else name.replace("_", "-") if name.replace("_", "-") in arguments else name
+    name = _named(key, arguments)
     argument = arguments.get(name)
     if node.value is None or node.value is False:
         return None
@@ -292,12 +301,9 @@ def _entry(
         values = [(_written(item), item.origin) for item in node.value]
     else:
         plain = _written(node)
-        several = argument is not None and argument.count and plain.startswith("[") and plain.endswith("]")
-        values = (
-            [(word, node.origin) for word in plain[1:-1].replace(",", " ").split()]
-            if several
-            else [(plain, node.origin)]
-        )
+        several = argument is not None and bool(argument.count)
+        plain = plain[1:-1].replace(",", " ") if several and plain[:1] + plain[-1:] == "[]" else plain
+        values = [(word, node.origin) for word in (plain.split() if several else (plain,))]
     return Given(name, argument, tuple(_expanded(word, where, ledger, given) for word, where in values), node.origin)
 
 

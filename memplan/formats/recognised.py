@@ -41,6 +41,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         return "torchtitan"
     text, name = source_at(place)
     if is_python(name):
+        from .megatron_bridge.recipes import is_recipe
         from .torchtitan.registry import is_registry
         from .trainer.parsed import INSTEAD, STARTED
         from .trainer.python import holds_arguments as stand_in
@@ -48,6 +49,8 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
 
         if is_registry(text):
             return "torchtitan"
+        if is_recipe(text):
+            return "megatron-bridge"
         if stand_in(text):
             return "trainer"
         instead = f"is {'a notebook' if name.endswith(ENDING) else 'Python'}, which is not run; {INSTEAD}"

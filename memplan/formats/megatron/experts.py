@@ -243,7 +243,8 @@ def _shared_chain(reader: Reader) -> None:
     if given is None or given.value != INTERLEAVED:
         problem = f"must be {INTERLEAVED} with {name}: Megatron stops without it, and others are not modelled"
         raise PlanError(size, ABSENT if given is None else given.value, problem, origin=settings.where(size, name))
-    reader.building.put("experts.shared_chain", Node(True, settings.where(name)), name, size)
+    reader.building.put("experts.shared_chain", Node(True, settings.where(name)), name)
+    reader.building.because(size, "experts.shared_chain needs it")
 
 
 def _rank_capacity(reader: Reader) -> None:

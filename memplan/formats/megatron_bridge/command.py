@@ -7,7 +7,7 @@ overrides by shorter names (``COMMON_OVERRIDE_FIELDS``), and all other words are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from ..launchers import beside, training_in
 from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
+from .recipes import RECIPE as RECIPE_IN_FILE
+from .recipes import Recipe, file_of, followed
 from .table import LENGTHS
 
 OPTIONS = {
@@ -59,7 +61,7 @@ _NEMOTRON_3 = {"nano": "30b-a3b", "super": "120b-a12b", "ultra": "550b-a55b"}
 """Recipes of ``recipes/nemotronh`` name no sizes."""
 _LOW = re.compile(r"fp8|fp4")
 _SIZES = frozenset(("tp", "pp", "cp", "ep"))
-_LAYOUT = re.compile(r"_[0-9]+gpu_")
+_LAYOUT = re.compile(r"_([0-9]+)gpu_([a-z0-9]+)_")
 """Recipes of ``perf_recipes`` (``llama3_8b_pretrain_8gpu_h100_bf16_config``)."""
 _LENGTH = re.compile(r"_([0-9]+)k(?=_)")
 """``qwen3_600m_sft_yarn_128k_config``, which has a layout for so many tokens, too."""
@@ -71,16 +73,16 @@ _NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
 
 
-def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node, Asked, str]:
+def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node, Asked, str, Recipe | None]:
     """What the script ``content`` says over its recipe, ``asked`` with the recipe's model and the GPUs, where these are
-    known, and the recipe's name."""
+    known, the recipe's name, and what it says itself where its Python is found from ``folder``."""
     try:
         reading = read_script(content.replace("\r\n", "\n"), source, asked.variables(), beside(folder))
     except ScriptError as error:
         raise refused(error) from None
     training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
-    root, recipe, flags, of_benchmark = Node({}, training.origin), "", dict(asked.flags), dict[str, str]()
-    scheme = ""
+    recipe, scheme, flags, of_benchmark = "", "", dict(asked.flags), dict[str, str]()
+    over: list[tuple[Sequence[str], Origin]] = []
     is_benchmark = training.script in benchmarks.SCRIPTS
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
     library = any(text(word) == "--use_recipes" for word in training.words)
@@ -117,12 +119,24 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         elif name in SCHEME:
             scheme = said
         elif name in sets:
-            root = laid_over(root, benchmarks.overrides_of(name, said, origin), origin)
+            over.append((benchmarks.overrides_of(name, said, origin), origin))
         else:
-            root = laid_over(root, [f"{path}={said}" if name in OPTIONS else text(word)], origin)
+            over.append(([f"{path}={said}" if name in OPTIONS else text(word)], origin))
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
-            root = laid_over(root, [f"env_vars.{name}={text(value)}"], training.origin)
+            over.append(([f"env_vars.{name}={text(value)}"], training.origin))
+    dtype = of_benchmark.get("dtype", "bf16")
+    gpus, gpu = of_benchmark.get("gpus", "0"), of_benchmark.get("gpu", "")
+    if benchmark:
+        recipe = f"{recipe}_{of_benchmark.get('task', 'pretrain')}_{gpus}gpu_{gpu}_{dtype.replace('_', '')}_config"
+        if not gpus.isdecimal():
+            raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
+    elif (layout := _LAYOUT.search(recipe)) is not None:
+        gpus, gpu = layout[1], layout[2]
+    found = _followed(recipe, scheme, (folder, Path()), [word for words, _ in over for word in words], asked)
+    root = found.root if found is not None else Node({}, training.origin)
+    for one, where in over:
+        root = laid_over(root, one, where)
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""
@@ -130,30 +144,56 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         scheme = scheme or ("dora" if _DORA.search(recipe) else "lora")
     if scheme and (given is None or (given.mapping and "_target_" not in given.mapping)):
         root = laid_over(root, [f"peft._target_={scheme}"], training.origin)
-    if benchmark:
-        said = of_benchmark.get("dtype", "bf16")
-        task, gpus, gpu = (
-            of_benchmark.get(name, other) for name, other in (("task", "pretrain"), ("gpus", "0"), ("gpu", ""))
-        )
-        root = benchmarks.precision(root, said, training.origin, library=library)
+    if benchmark and found is None:
+        root = benchmarks.precision(root, dtype, training.origin, library=library)
         if not library:
             root = benchmarks.common(root, recipe, training.origin)
-        recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{said.replace('_', '')}_config"
-        if not gpus.isdecimal():
-            raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
-        if gpus != "0" and not asked.names & {"gpus", "dp"}:
-            flags["gpus"] = gpus
-        if len(called := gpus_called(gpu)) == 1 and not asked.names & {"gpu", "capacity"}:
-            flags[GPU_OF_BENCHMARK] = _machines_gpu(folder) or called[0]
-    _check(recipe, root, asked, training.origin)
-    model = model_of_recipe(recipe, training.origin)
+    if found is not None or benchmark:
+        flags |= _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
+    if found is None:
+        _check(recipe, root, asked, training.origin)
+    model = found.model if found is not None else model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
         flags["model"] = model
     if training.gpus is not None and not asked.names & {"gpus", "dp"}:
         flags["gpus"] = str(training.gpus.value)
     unused = not_in(content, asked.variables())
     left = [one for one in asked.assignments if one.partition("=")[0] in unused]
-    return root, replace(asked, flags=flags, assignments=left), recipe
+    return root, replace(asked, flags=flags, assignments=left), recipe, found
+
+
+def _followed(recipe: str, scheme: str, folders: Sequence[Path], over: Sequence[str], asked: Asked) -> Recipe | None:
+    """The recipe, where its Python is found from ``folders``."""
+    place = file_of(recipe, folders) if recipe else None
+    return followed(place, recipe, scheme, _said(over, asked)) if place is not None else None
+
+
+def _said(over: Sequence[str], asked: Asked) -> set[str]:
+    """Fields that overrides say, whose values a recipe need not know."""
+    given = {word.lstrip("+~").partition("=")[0] for word in (*over, *asked.overrides)}
+    return {*given, *({"model"} & set(asked.names))}
+
+
+def of_python(path: Path, asked: Asked) -> tuple[Recipe, Asked]:
+    """The recipe of a Python file that ``--set RECIPE=NAME`` names, and ``asked`` with its model and GPUs."""
+    variables = asked.variables()
+    name = next((variables[key] for key in RECIPE_IN_FILE if key in variables), "")
+    found, flags = followed(path, name, "", _said((), asked)), dict(asked.flags)
+    if (layout := _LAYOUT.search(found.name)) is not None:
+        flags |= _ran_on(layout[1], layout[2], asked)
+    if found.model is not None and "model" not in asked.names:
+        flags["model"] = found.model
+    left = [one for one in asked.assignments if one.partition("=")[0] not in RECIPE_IN_FILE]
+    return found, replace(asked, flags=flags, assignments=left)
+
+
+def _ran_on(gpus: str, gpu: str, asked: Asked) -> dict[str, str]:
+    """The GPUs that a recipe is for, as flags, where no flag says them."""
+    flags = {"gpus": gpus} if gpus != "0" and not asked.names & {"gpus", "dp"} else {}
+    called = gpus_called(gpu)
+    if len(called) == 1 and not asked.names & {"gpu", "capacity"}:
+        flags[GPU_OF_BENCHMARK] = called[0]
+    return flags
 
 
 def _machines_gpu(folder: Path) -> str | None:

@@ -8,10 +8,11 @@ pretraining recipes has it (``recipes/common.py``: ``_pretrain_common``). Words 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, together
 from ...plan.fields import by_flag
+from ...plan.hub import twin
 from ...plan.notes import Note
 from ...plan.yaml_events import parse_yaml
 from ..launch import Asked
@@ -156,12 +157,26 @@ def over_template(root: Node, recipe: str) -> Node:
     )
 
 
+def over_bridge(root: Node, named: str, given: Collection[str]) -> Node:
+    """``root`` with what Megatron-Bridge makes of the configuration of the model ``named`` below the fields of
+    ``model``; ``given`` are Megatron-LM's arguments that describe it."""
+    known = twin(named, Node(named, root.origin)) or named
+    fields = next(fields for name, fields in table.BRIDGES.items() if known.startswith(name))
+    shared = "--moe-shared-expert-intermediate-size" in given
+    made = {name: value for name, value in fields.items() if shared or name != "moe_shared_expert_overlap"}
+    return below_model(
+        root, {name: one for name, one in made.items() if "--num-experts" in given or name[:4] != "moe_"}
+    )
+
+
+def below_model(root: Node, fields: Mapping[str, object]) -> Node:
+    """``root`` with ``fields`` below those of its model."""
+    model = root.mapping.get("model", Node({}, root.origin))
+    return root.with_items({"model": Node({**Node.of(fields, model.origin).mapping, **model.mapping}, model.origin)})
+
+
 def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
     """Megatron-LM's arguments that describe the model of ``--model``, and which script trains it."""
-    from ...plan.read import read_plan
-    from ...plan.resolve import resolve
-    from ..megatron.script import write
-
     named = asked.flags.get("model")
     if not isinstance(named, str):
         problem = (
@@ -171,6 +186,15 @@ def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
         if not asked.names & {"gpus", "dp"}:
             missing.append(root.lacks("hardware.gpus", "is missing: give it as --gpus N"))
         raise together(missing)
+    return arguments_of_model(named)
+
+
+def arguments_of_model(named: str) -> tuple[dict[str, Node], Family]:
+    """Megatron-LM's arguments that describe the model ``named``, and which script trains it."""
+    from ...plan.read import read_plan
+    from ...plan.resolve import resolve
+    from ..megatron.script import write
+
     plan = resolve(read_plan(None, {"model": named, "framework": "megatron", "gpus": "1"}).plan)
     content, origin = write(plan).content, Origin("--model")
     family = _FAMILIES.get(str(content["script"]))

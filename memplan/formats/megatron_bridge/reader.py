@@ -23,7 +23,9 @@ from ..training_scripts import launched
 from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
-from .command import GPU_OF_BENCHMARK, started
+from .command import GPU_OF_BENCHMARK, of_python, started
+from .packing import packed
+from .recipes import is_recipe
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -32,12 +34,23 @@ def read(place: str, asked: Asked) -> Launch:
         text, name = text_at(place)
         commanded = is_script(text, name)
         folder = Path() if place == "-" else folder_of(path_of(place))
-        root, asked, recipe = started(text, name, folder, asked) if commanded else (parse_yaml(text, name), asked, "")
+        root, recipe, found = Node({}, overrides.COMMAND_LINE), "", None
+        if commanded:
+            root, asked, recipe, found = started(text, name, folder, asked)
+        elif is_recipe(text):
+            found, asked = of_python(path_of(place), asked)
+            root, recipe = found.root, found.name
+        else:
+            root = parse_yaml(text, name)
     else:
-        commanded, root, recipe = True, Node({}, overrides.COMMAND_LINE), ""
+        commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
     root = overrides.laid_over(root, asked.overrides)
-    if overrides.are_overrides(root) or commanded:
+    if found is not None and found.model is not None:
+        return _of_overrides(root, asked, recipe, whole=True)
+    if found is None and (overrides.are_overrides(root) or commanded):
         return _of_overrides(root, asked, recipe)
+    if found is not None:
+        root = overrides.below_model(root, table.CLASSES.get(str(root.mapping["model"].mapping["_target_"].value), {}))
     model = root.mapping.get("model")
     if model is None or not model.mapping:
         raise root.lacks("model", "is missing: this is no run configuration of Megatron-Bridge (run_config.yaml)")
@@ -49,7 +62,7 @@ def read(place: str, asked: Asked) -> Launch:
     words = replace(words, folder=words.folder if place == "-" else folder, unused=tuple(asked.variables()))
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
-    launch = _with_adapters(launch, root)
+    launch = packed(_on_gpu(_with_adapters(launch, root), asked, root, recipe), root)
     return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
 
 
@@ -76,32 +89,42 @@ def _with_adapters(launch: Launch, root: Node) -> Launch:
     return replace(launch, source=replace(launch.source, plan=plan))
 
 
+def _on_gpu(launch: Launch, asked: Asked, root: Node, recipe: str) -> Launch:
+    """On the GPU that a recipe's name says, where it says one, or the folder of the script that names it."""
+    if not isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
+        return launch
+    plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
+    launch = replace(launch, source=replace(launch.source, plan=plan))
+    if f"_{gpu.partition('-')[0]}_" in recipe:
+        return launch
+    problem = (
+        f"{gpu} is taken, which Google's machines have that the script's folder is called after; --gpu says otherwise"
+    )
+    return replace(launch, notes=(Note("gpu-of-the-folder", problem), *launch.notes))
+
+
 def _spoken(launch: Launch) -> Spoken | None:
     return None if launch.spoken is None else launch.spoken.called(table.field_of)
 
 
-def _of_overrides(root: Node, asked: Asked, recipe: str) -> Launch:
-    """The plan of a recipe's overrides, with the model that ``--model`` names."""
-    (base, family), note = overrides.model_of(asked, root), overrides.told(root, asked, recipe)
-    whole = overrides.over_template(root, recipe)
-    given, notes = arguments(whole, asked.strict, by_hand=True)
-    given.update(of_data(whole))
+def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False) -> Launch:
+    """The plan of a recipe's overrides, with the model that ``--model`` names; ``whole`` where the recipe is among
+    them."""
+    (base, family), note = overrides.model_of(asked, root), None
+    if not whole:
+        root, note = overrides.over_template(root, recipe), overrides.told(root, asked, recipe)
+    root = overrides.over_bridge(root, str(asked.flags["model"]), base)
+    given, notes = arguments(root, asked.strict, by_hand=not whole)
+    given.update(of_data(root))
+    if "--vocab-size" in given:
+        base.pop("--padded-vocab-size")
     off = {name for name in base if name not in given and _is_turned_off(name, root)}
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
-    launch = _with_adapters(launch, root)
-    told = [note] if note is not None else []
-    if isinstance(gpu := asked.flags.get(GPU_OF_BENCHMARK), str):
-        plan = launch.source.plan.put("hardware.gpu", Node(gpu, root.origin))
-        launch = replace(launch, source=replace(launch.source, plan=plan))
-        if f"_{gpu.partition('-')[0]}_" not in recipe:
-            problem = (
-                f"{gpu} is taken, which Google's machines have that the script's folder is called after; --gpu says"
-            )
-            told.append(Note("gpu-of-the-folder", f"{problem} otherwise"))
-    notes = (*told, *notes, *launch.notes)
+    launch = packed(_on_gpu(_with_adapters(launch, root), asked, root, recipe), root)
+    notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))
 
 

@@ -195,6 +195,55 @@ def pattern_of(model: Mapping[str, Node]) -> Node | None:
     return next((model[name] for name in PATTERNS if name in model and model[name].value), None)
 
 
+_FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+_UNFUSED = {"bias_activation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False}
+_OF_EXPERTS = {"moe_router_dtype": "fp32", "moe_shared_expert_overlap": True}
+_LATENT = {**_UNFUSED, **_FUSED, **_OF_EXPERTS, "cross_entropy_fusion_impl": "te"}
+_COMMON = {"cross_entropy_loss_fusion": True}
+BRIDGES: Mapping[str, Mapping[str, object]] = {
+    "llama": {**_COMMON, **_FUSED, "apply_rope_fusion": True},
+    "deepseek-v3": {**_COMMON, **_LATENT, "mtp_num_layers": 1},
+    "deepseek": {**_COMMON, **_LATENT},
+    "moonlight": {**_COMMON, **_LATENT},
+    "kimi": {**_COMMON, **_LATENT},
+    "glm-4.5": {**_COMMON, **_UNFUSED, **_FUSED, **_OF_EXPERTS, "mtp_num_layers": 1},
+    "gpt-oss": {**_COMMON, **_UNFUSED, "bias_activation_fusion": True},
+    "nemotron": {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False},
+    "qwen3-next": {**_COMMON, **_UNFUSED, "moe_router_dtype": "fp32"},
+    "": {**_COMMON, **_UNFUSED},
+}
+"""By what a model's name begins with, fields of which the class that translates its ``config.json`` gives other values
+than Megatron-LM's parser (``models/*/*_bridge.py``: ``provider_bridge``, ``hf_config_to_model_config_kwargs``); what
+none gives is as ``TransformerConfig`` and ``GPTModelProvider`` have it."""
+
+_OF_GPT: Mapping[str, object] = {
+    "gated_linear_unit": False,
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "share_embeddings_and_output_weights": True,
+    **_COMMON,
+    **_UNFUSED,
+}
+CLASSES: Mapping[str, Mapping[str, object]] = {
+    "GPTModelProvider": _OF_GPT,
+    "MLAModelProvider": _OF_GPT,
+    "HybridModelProvider": {
+        "gated_linear_unit": False,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "position_embedding_type": "none",
+        "attention_backend": "flash",
+        "seq_length": 8192,
+        "bias_activation_fusion": False,
+        **_COMMON,
+    },
+}
+"""Defaults of providers' classes that are other than those of Megatron-LM's parser (``models/gpt_provider.py``,
+``models/hybrid/hybrid_provider.py``)."""
+
 OTHER_MODELS = (
     "vl",
     "omni",

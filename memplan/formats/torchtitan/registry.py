@@ -15,10 +15,10 @@ from typing import Any
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together, wrong_at
 from ...plan.models import load_spec
 from ...plan.text import is_there, text_at
+from ..followed.following import Following
+from ..followed.python_values import Dialect, Kept, Made, Unknown, Value
 from ..rows import Table
-from .following import INSTEAD, Following
 from .keys import NEWEST, key_of
-from .python_values import Kept, Made, Unknown, Value, is_job
 from .stages import DECODERS, FLAVOURS, flavour_of, without_recipe
 
 CONFIG = ("CONFIG", "config")
@@ -26,6 +26,24 @@ CONFIG = ("CONFIG", "config")
 MODULE = ("MODULE", "module")
 """and for the file that it is in."""
 
+INSTEAD = "give the config.json that a run saves (debug.save_config_file)"
+
+
+def is_job(made: Made) -> bool:
+    """Whether it is a configuration of a whole job: ``Trainer.Config``, or a class of that kind."""
+    return made.name.replace(".", "").endswith("TrainerConfig")
+
+
+def _unset(made: Made, name: str) -> Value | None:
+    """``model_registry("8B").model`` has layers to count."""
+    if ":" not in made.name or name != "model":
+        return None
+    layers = _layers_of(made)
+    one = Node(None, made.origin)
+    return Made("model", {} if layers is None else {"layers": Node([one] * layers, made.origin)}, made.origin)
+
+
+_DIALECT = Dialect(INSTEAD, is_job, kept=frozenset({"model_registry"}), unset=_unset)
 _IMPORTS = re.compile(r"^\s*(?:from|import) torchtitan", re.MULTILINE)
 _MODULES = ("torchtitan/models/{}/config_registry.py", "torchtitan/experiments/{}/config_registry.py")
 _POLICIES: dict[str, tuple[str, object]] = {
@@ -95,7 +113,7 @@ def written_in(place: str, name: str, overridden: Collection[str]) -> Node:
     ``overridden`` are keys, and sections, that are given otherwise, which need not be known.
     """
     text, source = text_at(place)
-    following = Following(text, source, None if place == "-" else Path(place), _layers_of)
+    following = Following(text, source, None if place == "-" else Path(place), _DIALECT)
     name = name or _only(following)
     made = following.configuration(name)
     if made is None:

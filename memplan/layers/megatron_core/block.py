@@ -115,7 +115,6 @@ def _uncovered_packing(shape: CoreShape) -> Iterator[str]:
         "latent attention": spec.latent_kv_rank > 0,
         "multi-token prediction": spec.mtp_layers > 0,
         "CUDA graphs of layers": shape.graphs is not None,
-        "rotary positions without their fused kernel": spec.positions == "rotary" and not shape.rope_fusion,
         "experts and several sequences in a micro-batch": shape.experts is not None and shape.packed > 1,
         "attention sinks": spec.attention_sinks,
     }
@@ -513,6 +512,7 @@ def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     whole, x = x, ops.slice_last(r, x, turned, f"{name}_turned") if turned < d else x
     rest = ops.slice_last(r, whole, d - turned, f"{name}_rest")
     del whole
+    rows = _packed_rows(r, name, shape) if shape.packed else None
     cos = latent.table(r, f"{name}_cos", shape, shape.spec.rotary_features)
     sin = latent.table(r, f"{name}_sin", shape, shape.spec.rotary_features)
     plain = ops.elementwise(r, f"{name}_times_cos", (x,), (cos,), issue=INDEXED)
@@ -520,7 +520,27 @@ def rotary(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     rotated = ops.elementwise(r, f"{name}_times_sin", (rotated,), (sin,), issue=INDEXED)
     x = ops.add(r, plain, rotated, f"{name}_embedded")
     del plain, rotated
-    return ops.cat_last(r, x, rest, f"{name}_cat")
+    x = ops.cat_last(r, x, rest, f"{name}_cat")
+    del rows
+    return x
+
+
+def _packed_rows(r: Recorder, name: str, shape: CoreShape) -> tuple[Tensor, ...]:
+    """Each token's row of the table of angles, (s, 1, 1, d) in fp32, and the variables with which it was found, as long
+    as ``_apply_rotary_pos_emb_thd`` runs: seven (s,) int64 and small ones of documents (``rope_utils.py``, since June
+    2026)."""
+    tokens, documents = (shape.s,), (shape.packed + 1,)
+    held = [r.empty(tokens, "int64", f"{name}_token")]
+    held += [r.empty(documents, "int64", f"{name}_documents"), r.empty((shape.packed,), "int64", f"{name}_lengths")]
+    held.append(r.empty(documents, "int64", f"{name}_local_documents"))
+    summed = [r.empty((shape.packed,), "int64", f"{name}_lengths_summed")]
+    summed.clear()
+    document = r.empty(tokens, "int64", f"{name}_document_above")
+    document = r.empty(tokens, "int64", f"{name}_document_found")
+    document = r.empty(tokens, "int64", f"{name}_document")
+    names = ("document_start", "position", "document_length", "document_global_start", "row")
+    held += [document, *(r.empty(tokens, "int64", f"{name}_{one}") for one in names)]
+    return (*held, r.empty((*tokens, 1, 1, shape.spec.rotary_features), "fp32", f"{name}_angles"))
 
 
 def _rotated(r: Recorder, x: Tensor, name: str, interleaved: bool) -> Tensor:

@@ -107,6 +107,8 @@ def test_taking_apart_as_argparse_does() -> None:
         ("<html><body>it's</body></html>", "x.html", "x.html:1:"),
         ("- 1\n- 2", "x.yaml", "x.yaml:1: is no mapping of arguments to values"),
         ("MODE: inference\nMODEL_ARGS:\n  --num-layers: 2\n", "x.yaml", "x.yaml:1: MODE = inference: runs no pretraining"),
+        ("MODEL_ARGS:\n", "x.yaml", "x.yaml:1: MODEL_ARGS = null: must be a mapping of arguments to values, such as"),
+        ("MODEL_ARGS:\n  trainer.devices: 8\n", "x.yaml", "x.yaml:2: trainer.devices: is no argument of the framework"),
         ("{", "x.json", "x.json:1: is not valid YAML"),
         ("--num-layers 'x", "args", "args:1: ends inside a quotation"),
         ("#!/bin/bash\n. ./env.sh\n$CMD", "s.sh", "s.sh: starts no training that can be read: no command runs a Python file with arguments such as --per_device_train_batch_size or --num-layers; ./env.sh (line 2) is sourced, and not found below the script's folder"),
@@ -117,6 +119,14 @@ def test_taking_apart_as_argparse_does() -> None:
 )  # fmt: skip
 def test_what_is_no_launch_file(content: str, source: str, line: str) -> None:
     assert error_of(lambda: words_of(content, source, "megatron", {})).startswith(line)
+
+
+@pytest.mark.parametrize("sizes", ["2 4", "[2, 4]", "[2,4]", '"[2 4]"'])
+def test_several_values_of_a_mapping_are_words(sizes: str) -> None:
+    """As a shell splits them, and as Megatron-LM's functional tests write them (``_run_training.sh``)."""
+    name = "--hierarchical-context-parallel-sizes"
+    found = pairs(f"MODEL_ARGS:\n  --num-layers: 2\n  {name}: {sizes}\n", "x.yaml")
+    assert (name, ("2", "4"), 3) in found
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:

@@ -742,6 +742,9 @@ def test_experts_are_a_chain_of_operations(shared: bool) -> None:
     if shared:
         assert "must be 32" in error_of(lambda: launch(environment + small(given)))
         assert not launch(small(which)).notes, "no shared experts"
+        spoken = launch(small(f"{given}{turns} 32")).spoken
+        assert spoken is not None
+        assert [one.name for one in spoken.written["experts.shared_chain"]] == [which]
     else:
         for other in (small(f"{given}{turns} 32"), environment + small(f"{given}{turns} 16")):
             assert "argument-not-modelled" in [note.code for note in launch(other).notes]

@@ -707,7 +707,7 @@ def test_options_of_a_benchmark_set_what_its_scripts_set(
     [
         ("llama3_8b", "", "bf16", "te"),
         ("llama3_8b", "-c fp8_cs", "bf16", "te"),
-        ("llama3_8b", "--use_recipes", "fp32", "none"),
+        ("llama3_8b", "--use_recipes", "fp32", "native"),
         ("llama3_8b", "mixed_precision=bf16_mixed", "fp32", "te"),
         ("llama3_8b", "-c bf16 model.cross_entropy_fusion_impl=native", "bf16", "native"),
         ("nemotronh_56b", "", "bf16", "native"),

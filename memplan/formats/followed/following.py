@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
 from ...bash.budget import Budget
 from ...bash.origin import ScriptError
-from ...plan.errors import Node, Origin, PlanError, one_line, refused, wrong_at
+from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, wrong_at
 from ...plan.text import is_there, read_text
 from .python_values import (
     LARGEST,
+    Dialect,
     Elsewhere,
     Function,
     Made,
@@ -30,13 +31,13 @@ from .python_values import (
     calculated,
     compared,
     copied,
-    is_job,
+    is_instance,
     item_of,
+    key_of,
     out_of,
     truth_of,
 )
 
-INSTEAD = "give the config.json that a run saves (debug.save_config_file)"
 LONGEST = 300_000
 """Characters of a file that is followed."""
 MOST_FILES = 32
@@ -47,28 +48,30 @@ _EVALUATED = 40
 """Steps of an expression."""
 
 
-_FOLLOWED_ELSEWHERE = frozenset({"model_registry"})
-"""Functions that are kept as they are called, like classes."""
+class Raised(PlanError):  # noqa: N818 (what the code raises need not be an error)
+    """An exception that the followed code raises."""
 
 
 class Following:
-    """Follows functions of files; ``budget`` bounds the work. ``layers_of`` knows how many layers the model has that
-    ``model_registry`` makes."""
+    """Follows functions of files; ``budget`` bounds the work."""
 
-    def __init__(
-        self, text: str, source: str, path: Path | None, layers_of: Callable[[Made], int | None] = lambda _: None
-    ) -> None:
-        self.layers_of = layers_of
+    def __init__(self, text: str, source: str, path: Path | None, dialect: Dialect) -> None:
         self.budget = Budget(Origin(source))
+        self.dialect = dialect
         self.modules: dict[Path, Module] = {}
-        self.depth = 0
+        self.depth = self.tries = 0
         self.main = self._module(text, source, path)
 
-    def configuration(self, name: str) -> Value | None:
-        """What the function ``name`` of the file returns; nothing where there is none."""
+    def configuration(self, name: str, keywords: Names | None = None) -> Value | None:
+        """What the function ``name`` of the file returns; nothing where there is none. Of ``keywords`` it is given
+        those that it takes."""
         try:
             found = self._found(self.main.names.get(name), self.main)
-            return self._called(found, [], {}, found.definition) if isinstance(found, Function) else None
+            if not isinstance(found, Function):
+                return None
+            taken = {one.arg for one in (*found.definition.args.args, *found.definition.args.kwonlyargs)}
+            given = {key: value for key, value in (keywords or {}).items() if key in taken}
+            return self._called(found, [], given, found.definition)
         except ScriptError as error:
             raise refused(error) from None
         except RecursionError:
@@ -78,7 +81,7 @@ class Following:
 
     def _module(self, text: str, source: str, path: Path | None) -> Module:
         if len(text) > LONGEST:
-            raise wrong_at(source, f"is Python of more than {LONGEST:,} characters; {INSTEAD}")
+            raise wrong_at(source, f"is Python of more than {LONGEST:,} characters; {self.dialect.instead}")
         self.budget.spend(len(text) // 4)
         try:
             with warnings.catch_warnings():
@@ -86,7 +89,7 @@ class Following:
                 tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = getattr(error, "lineno", None)
-            raise wrong_at(Origin(source, line), f"is no Python that can be read; {INSTEAD}") from None
+            raise wrong_at(Origin(source, line), f"is no Python that can be read; {self.dialect.instead}") from None
         functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not _needs(one))
         module = Module(source, path, _package_of(path), {}, functions)
         if path is not None:
@@ -107,7 +110,8 @@ class Following:
 
     def _beside(self, module: Module, name: str) -> Module | None:
         """The file of the module ``name``, from the folders around the one that imports it."""
-        if module.path is None or not all(part.isidentifier() for part in name.split(".")):
+        known = all(part.isidentifier() for part in name.split("."))
+        if module.path is None or not known or not self.dialect.follows(name):
             return None
         for folder in module.path.absolute().parents[:12]:
             place = folder.joinpath(*name.split("."))
@@ -116,14 +120,14 @@ class Following:
                     return self.modules[path]
                 if is_there(path):
                     if len(self.modules) >= MOST_FILES:
-                        raise wrong_at(module.source, f"is in more than {MOST_FILES} files; {INSTEAD}")
+                        raise wrong_at(module.source, f"is in more than {MOST_FILES} files; {self.dialect.instead}")
                     return self._module(read_text(path), _from_here(path), path)
         return None
 
     def _found(self, value: Value | None, module: Module) -> Value | None:
         """``value``, or what a name that is imported stands for."""
         seen = 0
-        while isinstance(value, Elsewhere) and value.name and value.name not in _FOLLOWED_ELSEWHERE and seen < 8:
+        while isinstance(value, Elsewhere) and value.name and value.name not in self.dialect.kept and seen < 8:
             seen += 1
             file = self._beside(module, value.module)
             found = file.names.get(value.name) if file is not None else None
@@ -171,11 +175,27 @@ class Following:
             return self._loop(statement, module, names)
         elif isinstance(statement, ast.With):
             return self._body(statement.body, module, names)
+        elif isinstance(statement, ast.Try):
+            return self._tried(statement, module, names)
+        elif isinstance(statement, ast.Raise):
+            problem = f"raises {_shown(statement.exc)}" if statement.exc is not None else "raises an exception"
+            raise Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
         elif not isinstance(statement, (ast.Pass, ast.Assert, ast.ClassDef, ast.Global)):
             raise self._refused(
                 f"has a statement that is not followed ({type(statement).__name__.lower()})", statement, module
             )
         return None
+
+    def _tried(self, statement: ast.Try, module: Module, names: Names) -> Value | None:
+        """The body, or what catches an exception that it raises itself."""
+        self.tries += 1
+        try:
+            returned = self._body(statement.body, module, names)
+        except Raised:
+            returned = self._body(statement.handlers[0].body if statement.handlers else (), module, names)
+        finally:
+            self.tries -= 1
+        return returned if returned is not None else self._body(statement.finalbody, module, names)
 
     def _decided(self, test: ast.expr, module: Module, names: Names) -> bool:
         truth = truth_of(self.value(test, module, names))
@@ -269,15 +289,31 @@ class Following:
 
     def _attribute(self, given: ast.Attribute, module: Module, names: Names, where: Origin) -> Value:
         owner = self.value(given.value, module, names)
-        if isinstance(owner, Made) and given.attr in owner.fields:
-            return owner.fields[given.attr]
-        if isinstance(owner, Made) and ":" in owner.name and given.attr == "model":
-            layers = self.layers_of(owner)
-            return Made("model", {} if layers is None else {"layers": Node([Node(None, where)] * layers, where)}, where)
+        if isinstance(owner, Made) and (field := self._field(owner, given.attr)) is not None:
+            return field
         if isinstance(owner, Elsewhere):
             inside = f"{owner.module}.{owner.name}" if owner.name else owner.module
             return self._found(Elsewhere(inside, given.attr), module) or Unknown(_shown(given), where)
         return Unknown(_shown(given), where)
+
+    def _field(self, owner: Made, name: str) -> Value | None:
+        return owner.fields[name] if name in owner.fields else self.dialect.unset(owner, name)
+
+    def _listed(self, given: ast.ListComp | ast.SetComp, module: Module, names: Names, where: Origin) -> Node | None:
+        """``[one for one in several if …]`` of a list that is known."""
+        loop = given.generators[0]
+        several = self.value(loop.iter, module, names)
+        if len(given.generators) != 1 or not isinstance(several, Node) or not isinstance(several.value, list):
+            return None
+        found, inner = list[Node](), dict(names)
+        for item in several.value:
+            self._assign(loop.target, out_of(item), module, inner)
+            truths = [truth_of(self.value(one, module, inner)) for one in loop.ifs]
+            if None in truths:
+                return None
+            if all(truths):
+                found.append(item_of(self.value(given.elt, module, inner), where))
+        return Node(found, where)
 
     def _mapping(self, given: ast.Dict, module: Module, names: Names, where: Origin) -> Value:
         found: dict[str, Node] = {}
@@ -286,8 +322,8 @@ class Following:
             name = self.value(key, module, names) if key is not None else None
             if name is None and isinstance(value, Node) and isinstance(value.value, dict):
                 found.update(value.value)
-            elif isinstance(name, Node) and isinstance(name.value, str):
-                found[name.value] = item_of(value, where)
+            elif name is not None and (named := key_of(name)) is not None:
+                found[named] = item_of(value, where)
             else:
                 return Unknown(_shown(given), where)
         return Node(found, where)
@@ -321,20 +357,13 @@ class Following:
             return compared(given.ops[0], left, right, where) or unknown
         if isinstance(given, ast.JoinedStr):
             return self._joined(given, module, names, where) or unknown
-        if isinstance(given, ast.ListComp):
+        if isinstance(given, (ast.ListComp, ast.SetComp)):
             return self._listed(given, module, names, where) or unknown
+        if isinstance(given, ast.Subscript):
+            owner, key = self.value(given.value, module, names), key_of(self.value(given.slice, module, names))
+            inside = owner.value.get(key) if isinstance(owner, Node) and isinstance(owner.value, dict) and key else None
+            return out_of(inside) if inside is not None else unknown
         return unknown
-
-    def _listed(self, given: ast.ListComp, module: Module, names: Names, where: Origin) -> Node | None:
-        """``[f"layers.{i}." for i in range(4)]``."""
-        (loop, *others) = given.generators
-        items = self.value(loop.iter, module, names)
-        if others or loop.ifs or not isinstance(loop.target, ast.Name):
-            return None
-        if not isinstance(items, Node) or not isinstance(items.value, list):
-            return None
-        every = [{**names, loop.target.id: out_of(one)} for one in items.value]
-        return Node([item_of(self.value(given.elt, module, inner), where) for inner in every], where)
 
     def _joined(self, given: ast.JoinedStr, module: Module, names: Names, where: Origin) -> Node | None:
         """``f"{size}B"``."""
@@ -352,7 +381,7 @@ class Following:
 
     def _call(self, given: ast.Call, module: Module, names: Names, where: Origin) -> Value:
         called = _shown(given.func)
-        last = called.rpartition(".")[2]
+        last = given.func.attr if isinstance(given.func, ast.Attribute) else called.rpartition(".")[2]
         arguments = [self.value(one, module, names) for one in given.args if not isinstance(one, ast.Starred)]
         keywords = self._keywords(given, module, names)
         if keywords is None or len(arguments) != len(given.args):
@@ -364,27 +393,51 @@ class Following:
             return copied(arguments[0])
         if last == "cast" and len(arguments) == 2:
             return arguments[1]
+        if last in self.dialect.known:
+            owner = self.value(given.func.value, module, names) if isinstance(given.func, ast.Attribute) else None
+            return self.dialect.known[last](owner, arguments, where) or Unknown(_shown(given), where)
+        if last in ("isinstance", "hasattr", "getattr", "lower") and not keywords:
+            return self._asked(given, last, arguments, module, names) or Unknown(_shown(given), where)
         function = self.value(given.func, module, names)
         if isinstance(function, Function):
             try:
                 return self._called(function, arguments, keywords, given)
             except PlanError as error:
-                if any(isinstance(one, Made) and is_job(one) for one in (*arguments, *keywords.values())):
+                if self.tries and isinstance(error, Raised):
+                    raise
+                if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):
                     raise
                 return Unknown(_shown(given), where, error)
-        if isinstance(function, Elsewhere) and function.name in _FOLLOWED_ELSEWHERE:
+        if isinstance(function, Elsewhere) and function.name in self.dialect.kept:
             return Made(f"{function.name}:{function.module}", keywords, where, tuple(arguments))
         if last == "dict" and not arguments:
             return Node({name: item_of(value, where) for name, value in keywords.items()}, where)
         if last == "list" and not keywords and len(arguments) == 1 and isinstance(arguments[0], Node):
             return copy(arguments[0])
-        if last in ("int", "float", "len", "max", "min", "ceil", "range") and not keywords:
+        if last in ("int", "float", "len", "max", "min", "ceil", "range", "divmod") and not keywords:
             return built_in(last, arguments, where) or Unknown(_shown(given), where)
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))
-        if any(isinstance(one, Made) and is_job(one) for one in (*arguments, *keywords.values())):
+        if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):
             raise self._refused(f"{called}(…) may change the configuration, and is not found", given, module)
         return Unknown(_shown(given), where)
+
+    def _asked(
+        self, given: ast.Call, last: str, arguments: Sequence[Value], module: Module, names: Names
+    ) -> Value | None:
+        """What ``isinstance``, ``hasattr``, ``getattr`` and ``lower`` say of a value."""
+        where = Origin(module.source, given.lineno)
+        if last == "lower":
+            owner = self.value(given.func.value, module, names) if isinstance(given.func, ast.Attribute) else None
+            known = isinstance(owner, Node) and isinstance(owner.value, str)
+            return Node(str(owner.value).lower(), where) if isinstance(owner, Node) and known else None
+        if last == "isinstance" and len(arguments) == 2:
+            return is_instance(arguments[0], _shown(given.args[1]), where)
+        owner, name = arguments[0], arguments[1]
+        if not isinstance(owner, Made) or not isinstance(name, Node):
+            return None
+        found = self._field(owner, str(name.value))
+        return found if last == "getattr" or found is None else Node(True, where)
 
     def _keywords(self, given: ast.Call, module: Module, names: Names) -> Names | None:
         found: Names = {}
@@ -432,7 +485,7 @@ class Following:
 
     def _refused(self, problem: str, at: ast.AST, module: Module) -> PlanError:
         origin = Origin(module.source, getattr(at, "lineno", None))
-        return wrong_at(origin, f"{problem}; {INSTEAD}")
+        return wrong_at(origin, f"{problem}; {self.dialect.instead}")
 
 
 def _needs(definition: ast.FunctionDef) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -70,18 +71,36 @@ class Module:
     """Those that it defines itself and that need no arguments, in their order."""
 
 
-def is_job(made: Made) -> bool:
-    """Whether it is a configuration of a whole job: ``Trainer.Config``, or a class of that kind."""
-    return made.name.replace(".", "").endswith("TrainerConfig")
-
-
 Value: TypeAlias = "Node | Made | Unknown | Function | Elsewhere"
 
 
 Names: TypeAlias = "dict[str, Value]"
 
 
+def _nothing(made: Made, field: str) -> Value | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What the Python configurations of one tool have of their own."""
+
+    instead: str
+    """What to give where they cannot be followed."""
+    is_job: Callable[[Made], bool]
+    """Whether a function that is not found may change what it is given."""
+    kept: frozenset[str] = frozenset()
+    """Functions that are kept as they are called, like classes."""
+    follows: Callable[[str], bool] = bool
+    """Whether the module of this name may have functions that are followed."""
+    known: Mapping[str, Callable[[Value | None, Sequence[Value], Origin], Value | None]] = field(default_factory=dict)
+    """What functions and methods that are not followed do, by name: with the object that has one, and its arguments."""
+    unset: Callable[[Made, str], Value | None] = _nothing
+    """A field that nobody has set."""
+
+
 LARGEST = 1 << 62
+_LONGEST_LIST = 4096
 
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[int | float, int | float], int | float]] = MappingProxyType(
@@ -116,6 +135,18 @@ def out_of(item: Node) -> Value:
     return item.value.value if isinstance(item.value, Kept) else item
 
 
+def key_of(value: Value) -> str | None:
+    """``value`` as the key of a mapping: text as it is, numbers and tuples of them as Python writes them."""
+    if not isinstance(value, Node):
+        return None
+    plain = value.value
+    if isinstance(plain, str):
+        return plain
+    parts = [one.value for one in plain] if isinstance(plain, list) else [plain]
+    known = all(one is None or isinstance(one, (int, str)) for one in parts)
+    return repr(tuple(parts)) if known else None
+
+
 def copied(value: Value) -> Value:
     if isinstance(value, Made):
         return Made(value.name, {name: copied(one) for name, one in value.fields.items()}, value.origin)
@@ -139,6 +170,8 @@ def calculated(kind: ast.operator, left: Value, right: Value, where: Origin) -> 
     one, other = left.value, right.value
     if isinstance(kind, ast.Add) and isinstance(one, list) and isinstance(other, list):
         return Node([*one, *other], where)
+    if isinstance(kind, ast.Mult) and isinstance(one, list) and isinstance(other, int):
+        return Node(one * other, where) if 0 <= other * len(one) <= _LONGEST_LIST else None
     if isinstance(kind, ast.Add) and isinstance(one, str) and isinstance(other, str):
         return Node(one + other, where)
     if isinstance(kind, ast.Pow) and isinstance(one, int) and isinstance(other, int):
@@ -158,9 +191,13 @@ def compared(kind: ast.cmpop, left: Value, right: Value, where: Origin) -> Node 
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     one, other = left.value, right.value
+    if other is None and type(kind) in _COMPARED:
+        return Node(_COMPARED[type(kind)](one, None), where)
     if isinstance(kind, (ast.In, ast.NotIn)) and isinstance(other, list) and isinstance(one, (str, int)):
         inside = any(item.value == one for item in other)
         return Node(inside is isinstance(kind, ast.In), where)
+    if isinstance(kind, (ast.In, ast.NotIn)) and isinstance(other, dict) and (key := key_of(left)) is not None:
+        return Node((key in other) is isinstance(kind, ast.In), where)
     if isinstance(one, (list, dict)) or isinstance(other, (list, dict)):
         return None
     if type(kind) in _COMPARED:
@@ -170,26 +207,46 @@ def compared(kind: ast.cmpop, left: Value, right: Value, where: Origin) -> Node 
     return None
 
 
+def _counted(name: str, plain: Sequence[int], where: Origin) -> Node | None:
+    """``range`` and ``divmod``."""
+    if name == "divmod" and len(plain) == 2 and plain[1]:
+        return Node([Node(one, where) for one in divmod(plain[0], plain[1])], where)
+    if name == "range" and len(plain) < 4 and 0 not in plain[2:]:
+        numbers = range(*plain)
+        return Node([Node(one, where) for one in numbers], where) if len(numbers) <= _LONGEST_LIST else None
+    return None
+
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
+    {"str": str, "bool": bool, "int": int, "float": float, "dict": dict, "list": list, "tuple": list}
+)
+
+
+def is_instance(value: Value, kinds: str, where: Origin) -> Node | None:
+    """``isinstance`` of ``value`` and the class that is written ``kinds``."""
+    if isinstance(value, Made):
+        return Node(value.name.rpartition(".")[2] == kinds.rpartition(".")[2], where) if value.name else None
+    if not isinstance(value, Node) or isinstance(value.value, Kept):
+        return None
+    kind = _TYPES.get(kinds)
+    return Node(kind is not None and isinstance(value.value, kind), where)
+
+
 def built_in(name: str, arguments: Sequence[Value], where: Origin) -> Node | None:
     plain = [one.value for one in arguments if isinstance(one, Node)]
     if len(plain) != len(arguments) or not plain:
         return None
+    if name in ("range", "divmod") and all(isinstance(one, int) for one in plain):
+        return _counted(name, [one for one in plain if isinstance(one, int)], where)
     if name == "len":
         return Node(len(plain[0]), where) if len(plain) == 1 and isinstance(plain[0], (list, dict, str)) else None
     numbers = [one for one in plain if isinstance(one, (int, float))]
     if len(numbers) != len(plain) or (name in _OF_ONE and len(plain) != 1):
         return None
-    if name == "range":
-        end = numbers[0]
-        fits = isinstance(end, int) and end <= _LONGEST_RANGE
-        return Node([Node(one, where) for one in range(int(end))], where) if fits else None
     try:
         return Node(_OF_ONE[name](numbers[0]) if name in _OF_ONE else (max if name == "max" else min)(numbers), where)
     except (ArithmeticError, ValueError):
         return None
 
 
-_OF_ONE: Mapping[str, Callable[[float], int | float]] = MappingProxyType(
-    {"int": int, "float": float, "ceil": ceil, "range": int}
-)
-_LONGEST_RANGE = 4096
+_OF_ONE: Mapping[str, Callable[[float], int | float]] = MappingProxyType({"int": int, "float": float, "ceil": ceil})

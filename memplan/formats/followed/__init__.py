@@ -1,0 +1,1 @@
+"""Python that builds a configuration of dataclasses, followed without being run."""

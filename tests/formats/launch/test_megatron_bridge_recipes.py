@@ -1,0 +1,275 @@
+"""Recipes of Megatron-Bridge, followed in a checkout that is written here, beside the plan that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memplan.commands.launched import flags_of_launch, read_given
+from memplan.formats.megatron_bridge.recipes import file_of, is_recipe
+from memplan.plan.errors import PlanError
+from memplan.plan.read import ReadPlan
+from memplan.plan.resolve import resolve
+
+COMMON = """
+from megatron.bridge.training.config import ConfigContainer, DistributedDataParallelConfig, OptimizerConfig
+from megatron.bridge.training.config import GPTDatasetConfig, RNGConfig, TokenizerConfig, TrainingConfig
+
+def _adam(lr=1e-4):
+    optimizer = OptimizerConfig(optimizer="adam", lr=lr, clip_grad=1.0, use_distributed_optimizer=True)
+    return optimizer, SchedulerConfig()
+
+def _pretrain_common() -> ConfigContainer:
+    optimizer, scheduler = _adam()
+    return ConfigContainer(
+        model=None,
+        train=TrainingConfig(global_batch_size=32, micro_batch_size=2),
+        optimizer=optimizer,
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        dataset=GPTDatasetConfig(seq_length=4096),
+        tokenizer=TokenizerConfig(use_tokenizer_vocab_size=True),
+        rng=RNGConfig(seed=1234),
+        comm_overlap=None,
+        mixed_precision="bf16_mixed",
+    )
+"""
+RECIPES = """
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.peft.base import PEFT
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend
+
+def _layout(pp, vp):
+    known = {(1, 1): None, (2, 1): [["embedding"] + ["decoder"] * 20, ["decoder"] * 28 + ["loss"]]}
+    vp = 1 if vp is None else vp
+    if (pp, vp) not in known:
+        raise ValueError(f"no layout for {pp} and {vp}")
+    layout = known[(pp, vp)]
+    if layout is not None:
+        layout = list([list(stage) for stage in layout])
+    return layout
+
+def llama3_8b_pretrain_8gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
+    cfg.tokenizer.tokenizer_type = "NullTokenizer"
+    cfg.tokenizer.vocab_size = 32000
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = 8192
+    cfg.dataset.seq_length = 8192
+    cfg.train.micro_batch_size = 1
+    cfg.optimizer.exp_avg_dtype = torch.float32
+    cfg.logger.tensorboard_dir = os.environ["LOGS"]
+    return cfg
+
+def qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-30B-A3B").to_megatron_provider(load_weights=False)
+    cfg.model.pipeline_model_parallel_size = 2
+    cfg.model.expert_model_parallel_size = 8
+    cfg.model.pipeline_model_parallel_layout = _layout(2, cfg.model.virtual_pipeline_model_parallel_size)
+    cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)
+    apply_flex_dispatcher_backend(cfg.model, "deepep")
+    if getattr(cfg.model, "num_moe_experts", None) != 128:
+        cfg.model.moe_token_dispatcher_type = "alltoall"
+    return cfg
+
+def llama3_8b_peft_1gpu_h100_bf16_config(peft_scheme="lora") -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
+    if isinstance(peft_scheme, str) and peft_scheme.lower() in ["lora", "dora"]:
+        cfg.peft = LoRA(dim=8, target_modules=["linear_qkv"])
+    return cfg
+
+def llama3_8b_pretrain_4gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
+    cfg.model.tensor_model_parallel_size = int(os.environ["TP"])
+    return cfg
+
+def qwen3_8b_sft_4gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.train.micro_batch_size = 1
+    cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-8B").to_megatron_provider(load_weights=False)
+    cfg.dataset = GPTSFTDatasetConfig(
+        seq_length=2048,
+        enable_offline_packing=True,
+        offline_packing_specs=PackedSequenceSpecs(packed_sequence_size=2048, pad_seq_to_mult=1),
+    )
+    if cfg.model.context_parallel_size > 1:
+        cfg.dataset.offline_packing_specs.pad_seq_to_mult = cfg.model.context_parallel_size * 2
+    return cfg
+
+def qwen3_vl_8b_sft_1gpu_h100_bf16_config() -> ConfigContainer:
+    return _pretrain_common()
+
+def vanilla_pretrain_1gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = GPTModelProvider(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=4096, vocab_size=512)
+    return cfg
+"""
+ALIASES = """
+from megatron.bridge.recipes.llama.h100.llama3 import (
+    llama3_8b_pretrain_8gpu_h100_bf16_config as llama3_8b_pretrain_config,
+)
+"""
+PERFORMANCE = """
+from megatron.bridge.recipes.llama.llama3 import llama3_8b_pretrain_config
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+def _common(cfg: ConfigContainer) -> None:
+    if hasattr(cfg.model, "use_transformer_engine_op_fuser") and cfg.model.use_transformer_engine_op_fuser:
+        cfg.model.use_transformer_engine_op_fuser = False
+    if not isinstance(cfg.mixed_precision, str):
+        cfg.mixed_precision.grad_reduce_in_fp32 = False
+    graph = getattr(cfg.model, "cuda_graph_impl", None)
+    scopes = getattr(cfg.model, "cuda_graph_scope", None) or []
+    names = {one if isinstance(one, str) else getattr(one, "name", "") for one in scopes}
+    if graph is not None or names:
+        cfg.rng.te_rng_tracker = cfg.model.use_te_rng_tracker = graph != "none"
+
+def llama3_8b_pretrain_64gpu_h100_fp8cs_config() -> ConfigContainer:
+    cfg = llama3_8b_pretrain_config()
+    cfg.mixed_precision = get_mixed_precision_config("bf16_with_fp8_current_scaling_mixed")
+    cfg.train.global_batch_size = 128
+    _common(cfg)
+    return cfg
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    files = {
+        "recipes/common.py": COMMON,
+        "recipes/llama/llama3.py": ALIASES,
+        "recipes/llama/h100/llama3.py": RECIPES,
+        "perf_recipes/llama/h100/llama3.py": PERFORMANCE,
+    }
+    for name, text in files.items():
+        path = tmp_path / "src" / "megatron" / "bridge" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def started(checkout: Path, recipe: str, *words: str, **flags: str) -> ReadPlan:
+    (checkout / "train.sh").write_text(f"python scripts/training/run_recipe.py --recipe {recipe} {' '.join(words)}\n")
+    place = str(checkout / "train.sh")
+    return read_given(place, flags_of_launch(place, None), flags)
+
+
+def alone(checkout: Path, *assignments: str, **flags: str) -> ReadPlan:
+    place = str(checkout / "src/megatron/bridge/recipes/llama/h100/llama3.py")
+    return read_given(place, flags_of_launch(place, None, assignments), flags)
+
+
+def test_a_recipe_says_layout_length_batch_and_gpus(checkout: Path) -> None:
+    """The name has the GPUs; the vocabulary is the NullTokenizer's, padded to 128 x tp 2 = 256."""
+    read = started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config")
+    plan = resolve(read.plan)
+    assert (plan.layout.tp, plan.layout.dp, plan.batch.mbs, plan.batch.gbs, plan.batch.seq) == (2, 4, 1, 32, 8192)
+    assert (plan.hardware.gpu, plan.hardware.gpus, plan.layout.zero) == ("h100-80gb", 8, 1)
+    assert (plan.model.layers, plan.model.vocab) == (32, 32000)
+    assert plan.precision.gradients == "fp32"
+    assert not any(note.code == "recipe-not-read" for note in read.warnings)
+
+
+def test_what_follows_the_recipe_stands_over_it(checkout: Path) -> None:
+    name = "llama3_8b_pretrain_8gpu_h100_bf16_config"
+    words = ("model.tensor_model_parallel_size=4", "-mb 2", "optimizer.use_precision_aware_optimizer=false")
+    plan = resolve(started(checkout, name, *words, gpus="16").plan)
+    assert (plan.layout.tp, plan.batch.mbs, plan.hardware.gpus) == (4, 2, 16)
+
+
+def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
+    by_file = alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+    assert by_file == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+    with pytest.raises(PlanError, match="RECIPE: is missing: the file has 7 functions; say which with --set RECIPE="):
+        alone(checkout)
+    with pytest.raises(PlanError, match="did you mean llama3_8b_pretrain_8gpu_h100_bf16_config"):
+        alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf1_config")
+
+
+def test_experts_layouts_of_stages_and_functions_of_the_library(checkout: Path) -> None:
+    """20 and 28 layers; a dispatcher on a GPU that has it; buckets of 128 MiB of ``CommOverlapConfig.setup``; SwiGLU,
+    dropout and rotary positions without the fusions that Qwen's bridge does not ask for."""
+    plan = resolve(started(checkout, "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config").plan)
+    assert (plan.layout.pp, plan.layout.ep, plan.experts.dispatcher) == (2, 8, "flex")
+    assert plan.pipeline.layout == "E" + 20 * "t" + "|" + 28 * "t" + "L"
+    assert plan.megatron.bucket_size == 128 * 1024 * 1024
+    fusions = (plan.megatron.bias_swiglu_fusion, plan.megatron.bias_dropout_fusion, plan.megatron.rope_fusion)
+    assert fusions == (False, False, False)
+
+
+def test_benchmarks_are_followed_through_the_recipes_that_they_change(checkout: Path) -> None:
+    plan = resolve(started(checkout, "llama3_8b_pretrain_64gpu_h100_fp8cs_config").plan)
+    assert (plan.precision.fp8, plan.precision.gradients) == ("tensorwise", "bf16")
+    assert (plan.hardware.gpus, plan.batch.gbs, plan.layout.tp) == (64, 128, 2)
+    fusions = (plan.megatron.bias_swiglu_fusion, plan.megatron.bias_dropout_fusion, plan.megatron.rope_fusion)
+    assert fusions == (True, True, True)
+
+
+def test_adapters_of_a_recipe(checkout: Path) -> None:
+    plan = resolve(started(checkout, "llama3_8b_peft_1gpu_h100_bf16_config").plan)
+    assert (plan.lora.rank, plan.lora.targets) == (8, ("linear_qkv",))
+
+
+def test_a_provider_begins_as_its_class_does(checkout: Path) -> None:
+    plan = resolve(started(checkout, "vanilla_pretrain_1gpu_h100_bf16_config").plan)
+    assert (plan.model.layers, plan.model.mlp_bias, plan.model.tied_embeddings) == (4, True, True)
+    assert plan.megatron.cross_entropy_fusion == "native"
+
+
+def test_packed_sets_are_packed_where_they_are_modelled(checkout: Path) -> None:
+    """Rotary positions are unfused there, as Qwen's bridge leaves them."""
+    recipe = "qwen3_8b_sft_4gpu_h100_bf16_config"
+    read = started(checkout, recipe)
+    assert read.plan.megatron.packed is True
+    assert (read.plan.batch.seq, read.plan.megatron.rope_fusion) == (2048, False)
+    whole = started(checkout, recipe, "model.context_parallel_size=2")
+    assert whole.plan.megatron.packed is False
+    (note,) = [one for one in whole.warnings if one.code == "packing-not-modelled"]
+    assert "taken as whole ones: has no recipe for packed sequences with context parallelism" in note.message
+    assert started(checkout, recipe, "dataset.enable_offline_packing=false").plan.megatron.packed is False
+    with pytest.raises(PlanError, match=r"micro_batch_size = 2: must be 1 with packed sequences \(.*llama3.py:\d+\)"):
+        started(checkout, recipe, "train.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        (
+            "llama3_8b_pretrain_4gpu_h100_bf16_config",
+            r"llama3.py:5\d: model.tensor_model_parallel_size: is int\(os.environ\['TP'\]\), which only running code "
+            "knows: say it behind the file, model.tensor_model_parallel_size=VALUE",
+        ),
+        ("qwen3_vl_8b_sft_1gpu_h100_bf16_config", r"has more than a language model \(vl\), which is not modelled"),
+    ],
+)
+def test_one_line_for_what_only_running_code_knows(checkout: Path, recipe: str, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        started(checkout, recipe)
+    if "TP" in problem:
+        assert resolve(started(checkout, recipe, "model.tensor_model_parallel_size=4").plan).layout.tp == 4
+
+
+def test_without_a_checkout_a_recipe_is_asked_for_as_before(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="which only its Python has"):
+        started(tmp_path, "llama3_8b_pretrain_8gpu_h100_bf16_config", gpus="8")
+
+
+def test_which_file_holds_a_recipe(checkout: Path) -> None:
+    inside = checkout / "scripts" / "training"
+    found = file_of("llama3_8b_pretrain_config", [inside])
+    assert found is not None
+    assert found.parts[-2:] == ("llama", "llama3.py")
+    assert file_of("nobodys_config", [inside]) is None
+    assert file_of("a b", [inside]) is None
+    assert is_recipe(RECIPES)
+    assert not is_recipe(ALIASES)
