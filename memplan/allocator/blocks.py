@@ -41,6 +41,9 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
+MANY = 24
+"""Blocks that are faster given back together than one after the other."""
+
 Step = tuple[int, int, int, int, Any]
 """For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
 happens; the least code of a block that fits; the most units held until the next step, and the place of that. With 0
@@ -244,16 +247,45 @@ class SegmentPool:
         ``None`` where they may not serve.
         """
         free, edges = self.free, self.edges
+        many = len(steps) >= MANY
+        for one in requests if many else ():
+            if not one.served(free):
+                return None
         codes = [blocks[step[0]] for step in steps]
-        bounds = [code & ADDRESS for code in codes]
-        bounds += [(code & ADDRESS) + (code >> SHIFT) for code in codes]
-        changing = {edges[edge] for edge in bounds if edge in edges}
+        starts = [code & ADDRESS for code in codes]
+        ends = [(code >> SHIFT) + start for code, start in zip(codes, starts, strict=True)]
+        changing = {edges[edge] for edge in chain(starts, ends) if edge in edges}
         for one in requests:
             if not one.served(free, changing):
                 return None
-        for code in codes:
-            self.give(code)
-        return -sum([code >> SHIFT for code in codes]) - sum([step[1] for step in steps])
+        beyond = sum(starts) - sum(ends) - sum([step[1] for step in steps])
+        if many:
+            self._give_many(starts, ends, changing)
+        else:
+            for code in codes:
+                self.give(code)
+        return beyond
+
+    def _give_many(self, starts: list[int], ends: list[int], neighbours: set[int]) -> None:
+        """Take back the blocks from ``starts`` to ``ends``, whose free neighbours have the codes ``neighbours``. What
+        is free behind it begins and ends where no two free blocks meet."""
+        free, edges = self.free, self.edges
+        for code in neighbours:
+            start = code & ADDRESS
+            end = start + (code >> SHIFT)
+            del edges[start], edges[end]
+            starts.append(start)
+            ends.append(end)
+        firsts, lasts = {*starts}, {*ends}
+        made: list[int] = []
+        for start, end in zip(sorted(firsts - lasts), sorted(lasts - firsts), strict=True):
+            code = edges[start] = edges[end] = end - start << SHIFT | start
+            made.append(code)
+        made.sort()
+        if neighbours:
+            free[:] = [code for code in free if code not in neighbours]
+        free += made
+        free.sort()
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
