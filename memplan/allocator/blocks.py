@@ -299,35 +299,45 @@ class SegmentPool:
         """
         free, edges = self.free, self.edges
         least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
-        beyond, highest = 0, -1
+        beyond, highest, bound = 0, -1, limit
+        """``bound``: the ``limit`` of what is requested."""
         for slot, units, least, top, place in steps:
             if units > 0:
                 index = bisect_left(free, least)
                 if picky:
                     index = self._pick(index, units)
                 try:
-                    code = free.pop(index)
+                    code = free[index]
                     address = code & ADDRESS
                     del edges[address]
                 except IndexError:
                     code = self._grow(units)
                     address, index = code & ADDRESS, len(free)
-                    edges[address + (code >> SHIFT)] = code
+                    free.append(code)
                 rest = (code >> SHIFT) - units
                 behind = address + units
                 if rest >= least_rest and units < split_below:
                     blocks[slot] = least | address
                     code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
-                    insort(free, code, 0, index)
+                    if index and free[index - 1] > code:
+                        del free[index]
+                        insort(free, code, 0, index)
+                    else:
+                        free[index] = code
                 else:
-                    del edges[behind + rest]
-                    beyond += rest
+                    del free[index]
+                    edges.pop(behind + rest, None)  # new memory has no edges yet
                     blocks[slot] = code
+                    if rest:
+                        beyond += rest
+                        bound -= rest
             elif units:
                 code, least = blocks[slot], 0
                 address, held = code & ADDRESS, code >> SHIFT
                 end = address + held
-                beyond -= held + units
+                if held + units:
+                    beyond -= held + units
+                    bound += held + units
                 if address in edges:
                     before = edges.pop(address)
                     least = bisect_left(free, before)
@@ -343,9 +353,11 @@ class SegmentPool:
                 edges[address] = edges[end] = code
                 insort(free, code, least)
             elif least and (picky or not free or (free[-1] < least and not place.requests.served(free))):
-                beyond += self.run(place.steps, blocks, UNBOUNDED)[0]
-            if top + beyond > limit:
-                limit, highest = top + beyond, place
+                more = self.run(place.steps, blocks, UNBOUNDED)[0]
+                beyond += more
+                bound -= more
+            if top > bound:
+                bound, limit, highest = top, top + beyond, place
         return beyond, limit, highest
 
     def reuse(self, units: int) -> int:
