@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import sub
+from itertools import chain, repeat
+from operator import add, and_, rshift, sub
 from typing import Any, NamedTuple, TypeVar
 
 from .repeats import repeats
@@ -41,7 +41,7 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
-MANY = 24
+AT_ONCE = 24
 """Blocks that are faster given back together than one after the other."""
 
 Step = tuple[int, int, int, int, Any]
@@ -57,12 +57,20 @@ class Brief(NamedTuple):
     requests: Requests
 
 
+class Given(NamedTuple):
+    """Blocks that come back."""
+
+    slots: Sequence[int]
+    units: int
+    """Of their requests."""
+
+
 class Stretch(NamedTuple):
     """Steps in a row."""
 
-    parts: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...]
-    """Of the steps from each place on, those that give back what was taken before it, if the stretch gives back all
-    that it takes; and the steps until the next place."""
+    parts: tuple[tuple[Given, tuple[Step, ...]], ...]
+    """What steps from each place on give back that was taken before it, if the stretch gives back all that it takes;
+    and the steps until the next place."""
     together: int = 0
     """Blocks that such steps take and hold at once, at most; 0 of others;"""
     requests: Requests | None = None
@@ -241,44 +249,43 @@ class SegmentPool:
                     highest = place
         return beyond, limit, highest
 
-    def give_all(self, requests: Collection[Requests], steps: Sequence[Step], blocks: list[int]) -> int | None:
-        """Take back what ``steps`` give back, if free blocks serve all of each of ``requests``, one after the other,
+    def give_all(self, requests: Collection[Requests], given: Given, blocks: list[int]) -> int | None:
+        """Take back what is ``given``, if free blocks serve all of each of ``requests``, one after the other,
         wherever that makes larger ones of some; the units by which blocks exceed their requests more than before, or
         ``None`` where they may not serve.
         """
         free, edges = self.free, self.edges
-        many = len(steps) >= MANY
+        many = len(given.slots) >= AT_ONCE
         for one in requests if many else ():
             if not one.served(free):
                 return None
-        codes = [blocks[step[0]] for step in steps]
-        starts = [code & ADDRESS for code in codes]
-        ends = [(code >> SHIFT) + start for code, start in zip(codes, starts, strict=True)]
-        changing = {edges[edge] for edge in chain(starts, ends) if edge in edges}
+        codes = [*map(blocks.__getitem__, given.slots)]
+        starts: list[int] = [*map(and_, codes, repeat(ADDRESS))]
+        ends: list[int] = [*map(add, starts, map(rshift, codes, repeat(SHIFT)))]
+        firsts, lasts = {*starts}, {*ends}
+        changing = {edges[edge] for own in (firsts, lasts) for edge in edges.keys() & own}
         for one in requests:
             if not one.served(free, changing):
                 return None
-        beyond = sum(starts) - sum(ends) - sum([step[1] for step in steps])
         if many:
-            self._give_many(starts, ends, changing)
+            self._give_many(firsts, lasts, changing)
         else:
             for code in codes:
                 self.give(code)
-        return beyond
+        return sum(starts) - sum(ends) + given.units
 
-    def _give_many(self, starts: list[int], ends: list[int], neighbours: set[int]) -> None:
-        """Take back the blocks from ``starts`` to ``ends``, whose free neighbours have the codes ``neighbours``. What
-        is free behind it begins and ends where no two free blocks meet."""
+    def _give_many(self, starts: set[int], ends: set[int], neighbours: set[int]) -> None:
+        """Take back the blocks with these ``starts`` and ``ends``, whose free neighbours have the codes ``neighbours``.
+        What is free behind it begins and ends where no two free blocks meet."""
         free, edges = self.free, self.edges
         for code in neighbours:
             start = code & ADDRESS
             end = start + (code >> SHIFT)
             del edges[start], edges[end]
-            starts.append(start)
-            ends.append(end)
-        firsts, lasts = {*starts}, {*ends}
+            starts.add(start)
+            ends.add(end)
         made: list[int] = []
-        for start, end in zip(sorted(firsts - lasts), sorted(lasts - firsts), strict=True):
+        for start, end in zip(sorted(starts - ends), sorted(ends - starts), strict=True):
             code = edges[start] = edges[end] = end - start << SHIFT | start
             made.append(code)
         made.sort()

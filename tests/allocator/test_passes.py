@@ -75,12 +75,12 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held]])
     assert [len(part.steps) for part in found] == [1, 11]
     assert [part.together for part in found] == [0, 2]
-    assert [step[0] for step in found[1].parts[0][0]] == [9]
+    assert list(found[1].parts[0][0].slots) == [9]
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
     assert not together.together
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(0, 0), *held]])
     assert together.together
-    assert [step[0] for step in together.parts[0][0]] == [9]
+    assert list(together.parts[0][0].slots) == [9]
 
 
 @pytest.mark.parametrize(
