@@ -17,9 +17,10 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, Requests, SegmentPool, Step
+from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, SegmentPool, Step
 from .caching import AllocatorSettings
 from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
+from .requests import Requests
 from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
 

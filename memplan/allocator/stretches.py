@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from .blocks import SHIFT, Brief, Given, Requests, Step, Stretch
+from .blocks import SHIFT, Brief, Given, Step, Stretch
+from .requests import Requests
 
 NEVER = -1 << SHIFT
 """Fewer units than any peak."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.allocator.blocks import AT_ONCE, MIB, SHIFT, UNBOUNDED, Given, Requests, Step
+from memplan.allocator.blocks import AT_ONCE, MIB, SHIFT, UNBOUNDED, Given, Step
 from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.requests import Requests
 
 SETTINGS = st.sampled_from(
     [

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from memplan.allocator import repeats
 from memplan.allocator import stretches as cut
-from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
+from memplan.allocator.blocks import MIB, SHIFT, Brief, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.operations import Operation, alone
 from memplan.allocator.passes import Pass, parts_of
+from memplan.allocator.requests import Requests
 from memplan.allocator.stretches import NEVER, stretches
 from memplan.tape.events import Category
 
