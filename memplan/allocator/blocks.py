@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import sub
+from itertools import chain, repeat
+from operator import add, and_, rshift
 from typing import Any, NamedTuple, TypeVar
 
-from .repeats import repeats
+from .requests import Requests
 
 UNIT_BITS = 9
 """A unit is 2^9 = 512 B, ``kMinBlockSize``."""
@@ -41,6 +41,9 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
+AT_ONCE = 24
+"""Blocks that are faster given back together than one after the other."""
+
 Step = tuple[int, int, int, int, Any]
 """For ``run``. Slot of a block; units that it takes, negative where it is given back, 0 where nothing
 happens; the least code of a block that fits; the most units held until the next step, and the place of that. With 0
@@ -54,12 +57,20 @@ class Brief(NamedTuple):
     requests: Requests
 
 
+class Given(NamedTuple):
+    """Blocks that come back."""
+
+    slots: Sequence[int]
+    units: int
+    """Of their requests."""
+
+
 class Stretch(NamedTuple):
     """Steps in a row."""
 
-    parts: tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...]
-    """Of the steps from each place on, those that give back what was taken before it, if the stretch gives back all
-    that it takes; and the steps until the next place."""
+    parts: tuple[tuple[Given, tuple[Step, ...]], ...]
+    """What steps from each place on give back that was taken before it, if the stretch gives back all that it takes;
+    and the steps until the next place."""
     together: int = 0
     """Blocks that such steps take and hold at once, at most; 0 of others;"""
     requests: Requests | None = None
@@ -69,91 +80,6 @@ class Stretch(NamedTuple):
     @property
     def steps(self) -> tuple[Step, ...]:
         return tuple(chain.from_iterable(steps for _, steps in self.parts))
-
-
-class Requests:
-    """The requests of steps that give back all that they take: whether free blocks serve them for certain.
-
-    Best fit serves a request from the smallest free block that is large enough. So while one of a size from u up to r
-    is whole, a request of u makes no block of r or more smaller, unless it is put behind another one that did; and a
-    request of r is served while one of r or more is whole. What counts is how many free blocks lie between the sizes
-    of the requests: answers are remembered by these numbers.
-    """
-
-    __slots__ = ("known", "most", "order", "repeats", "sizes")
-
-    def __init__(self, order: Sequence[int]) -> None:
-        """``order``: where a request begins, the least code of a block that serves it; where one ends, its place among
-        those that hold blocks, -1 of the latest."""
-        self.sizes = sorted({code for code in order if code > 0})
-        places = {size: place for place, size in enumerate(self.sizes)}
-        self.order = [places.get(code, code) for code in order]
-        """With places of sizes."""
-        self.repeats = repeats(self.order)
-        self.most = [0] * len(self.sizes)
-        """So many blocks from each size on suffice for all that may lie in them."""
-        live: list[int] = []
-        for size in self._until_the_same(live):
-            if size < 0:
-                live.pop(size)
-                continue
-            live.append(size)
-            for place in range(size, len(self.most)):
-                held = sum([own <= place for own in live])
-                self.most[place] = max(self.most[place], held)
-        self.known: dict[tuple[int, ...], bool] = {}
-
-    def _until_the_same(self, live: list[Any]) -> Iterator[int]:
-        """The order, without what repeats once it begins with the same ``live`` as the time before."""
-        for start, end, times in self.repeats:
-            before = None
-            for _ in range(times):
-                if live == before:
-                    break
-                before = live[:]
-                yield from self.order[start:end]
-
-    def served(self, free: Sequence[int], changing: Collection[int] = ()) -> bool:
-        """From the blocks ``free``, sorted, without those ``changing``: neighbours of blocks that are given back. What
-        serves all requests serves the last ones of them."""
-        sizes, enough = self.sizes, self.most[-1] + len(changing)
-        if len(free) >= enough and free[-enough] >= sizes[-1]:
-            return True  # as many serve every request as are held at once
-        ends = [bisect_left(free, size) for size in sizes]
-        ends.append(len(free))
-        counts = [*map(sub, ends[1:], ends)]
-        for code in changing:
-            at = bisect_right(sizes, code) - 1
-            if at >= 0:
-                counts[at] -= 1
-        key = (*map(min, counts, self.most),)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = self._suffice(key)
-        return found
-
-    def _suffice(self, counts: Sequence[int]) -> bool:
-        """Whether so many free blocks from each size up to the next one do."""
-        live: list[tuple[int, int]] = []
-        """Of requests that hold blocks, the place of the size, and of one that the block was smaller than."""
-        for size in self._until_the_same(live):
-            if size < 0:
-                reach = live.pop(size)[1]
-                for other in range(len(live) + 1 + size, len(live)):
-                    own, before = live[other]
-                    if before < reach:  # it may lie behind the one that ends
-                        live[other] = own, reach
-                continue
-            whole, below = counts[size], size + 1
-            if whole <= len(live):
-                behind = sorted([own for own, reach in live if reach > size])
-                while whole <= bisect_left(behind, below):
-                    if below == len(counts):
-                        return False
-                    whole += counts[below]
-                    below += 1
-            live.append((size, below))
-        return True
 
 
 Pool = TypeVar("Pool", bound="SegmentPool")
@@ -238,22 +164,50 @@ class SegmentPool:
                     highest = place
         return beyond, limit, highest
 
-    def give_all(self, requests: Collection[Requests], steps: Sequence[Step], blocks: list[int]) -> int | None:
-        """Take back what ``steps`` give back, if free blocks serve all of each of ``requests``, one after the other,
+    def give_all(self, requests: Collection[Requests], given: Given, blocks: list[int]) -> int | None:
+        """Take back what is ``given``, if free blocks serve all of each of ``requests``, one after the other,
         wherever that makes larger ones of some; the units by which blocks exceed their requests more than before, or
         ``None`` where they may not serve.
         """
         free, edges = self.free, self.edges
-        codes = [blocks[step[0]] for step in steps]
-        bounds = [code & ADDRESS for code in codes]
-        bounds += [(code & ADDRESS) + (code >> SHIFT) for code in codes]
-        changing = {edges[edge] for edge in bounds if edge in edges}
+        many = len(given.slots) >= AT_ONCE
+        for one in requests if many else ():
+            if not one.served(free):
+                return None
+        codes = [*map(blocks.__getitem__, given.slots)]
+        starts: list[int] = [*map(and_, codes, repeat(ADDRESS))]
+        ends: list[int] = [*map(add, starts, map(rshift, codes, repeat(SHIFT)))]
+        firsts, lasts = {*starts}, {*ends}
+        changing = {edges[edge] for own in (firsts, lasts) for edge in edges.keys() & own}
         for one in requests:
             if not one.served(free, changing):
                 return None
-        for code in codes:
-            self.give(code)
-        return -sum([code >> SHIFT for code in codes]) - sum([step[1] for step in steps])
+        if many:
+            self._give_many(firsts, lasts, changing)
+        else:
+            for code in codes:
+                self.give(code)
+        return sum(starts) - sum(ends) + given.units
+
+    def _give_many(self, starts: set[int], ends: set[int], neighbours: set[int]) -> None:
+        """Take back the blocks with these ``starts`` and ``ends``, whose free neighbours have the codes ``neighbours``.
+        What is free behind it begins and ends where no two free blocks meet."""
+        free, edges = self.free, self.edges
+        for code in neighbours:
+            start = code & ADDRESS
+            end = start + (code >> SHIFT)
+            del edges[start], edges[end]
+            starts.add(start)
+            ends.add(end)
+        made: list[int] = []
+        for start, end in zip(sorted(starts - ends), sorted(ends - starts), strict=True):
+            code = edges[start] = edges[end] = end - start << SHIFT | start
+            made.append(code)
+        made.sort()
+        if neighbours:
+            free[:] = [code for code in free if code not in neighbours]
+        free += made
+        free.sort()
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
@@ -267,35 +221,45 @@ class SegmentPool:
         """
         free, edges = self.free, self.edges
         least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
-        beyond, highest = 0, -1
+        beyond, highest, bound = 0, -1, limit
+        """``bound``: the ``limit`` of what is requested."""
         for slot, units, least, top, place in steps:
             if units > 0:
                 index = bisect_left(free, least)
                 if picky:
                     index = self._pick(index, units)
                 try:
-                    code = free.pop(index)
+                    code = free[index]
                     address = code & ADDRESS
                     del edges[address]
                 except IndexError:
                     code = self._grow(units)
                     address, index = code & ADDRESS, len(free)
-                    edges[address + (code >> SHIFT)] = code
+                    free.append(code)
                 rest = (code >> SHIFT) - units
                 behind = address + units
                 if rest >= least_rest and units < split_below:
                     blocks[slot] = least | address
                     code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
-                    insort(free, code, 0, index)
+                    if index and free[index - 1] > code:
+                        del free[index]
+                        insort(free, code, 0, index)
+                    else:
+                        free[index] = code
                 else:
-                    del edges[behind + rest]
-                    beyond += rest
+                    del free[index]
+                    edges.pop(behind + rest, None)  # new memory has no edges yet
                     blocks[slot] = code
+                    if rest:
+                        beyond += rest
+                        bound -= rest
             elif units:
                 code, least = blocks[slot], 0
                 address, held = code & ADDRESS, code >> SHIFT
                 end = address + held
-                beyond -= held + units
+                if held + units:
+                    beyond -= held + units
+                    bound += held + units
                 if address in edges:
                     before = edges.pop(address)
                     least = bisect_left(free, before)
@@ -311,9 +275,11 @@ class SegmentPool:
                 edges[address] = edges[end] = code
                 insort(free, code, least)
             elif least and (picky or not free or (free[-1] < least and not place.requests.served(free))):
-                beyond += self.run(place.steps, blocks, UNBOUNDED)[0]
-            if top + beyond > limit:
-                limit, highest = top + beyond, place
+                more = self.run(place.steps, blocks, UNBOUNDED)[0]
+                beyond += more
+                bound -= more
+            if top > bound:
+                bound, limit, highest = top, top + beyond, place
         return beyond, limit, highest
 
     def reuse(self, units: int) -> int:

@@ -17,9 +17,10 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Requests, SegmentPool, Step
+from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, SegmentPool, Step
 from .caching import AllocatorSettings
 from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
+from .requests import Requests
 from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
 
@@ -68,10 +69,10 @@ class ModuleRow(Row):
         )
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
-        given, requests, places = self.given
+        requests, given = self.given
         for place, (small, start, end, outer) in enumerate(self.parts):
-            looks = place in places and not pool.picky
-            if looks and pool.give_all(requests, given[places[place] :], blocks) is not None:
+            looks = place in given and not pool.picky
+            if looks and pool.give_all(requests, given[place], blocks) is not None:
                 break
             own = blocks[start:end]
             for slot in outer:
@@ -83,28 +84,30 @@ class ModuleRow(Row):
         return 0, limit, -1
 
     @cached_property
-    def given(self) -> tuple[list[Step], set[Requests], dict[int, int]]:
-        """Of the last modules that each give back all they take: the steps that give back other blocks; all requests;
-        and by the place of a module from which on it is worth looking whether free blocks serve them, the first of
-        those steps."""
+    def given(self) -> tuple[set[Requests], dict[int, Given]]:
+        """Of the last modules that each give back all they take: all requests; and by the place of a module from which
+        on it is worth looking whether free blocks serve them, what they give back besides."""
         closed = 0
         for place, (own, _) in enumerate(self.placed):
             if any(units > 0 for _, units in own.lasting):
                 closed = place + 1
-        found: list[Step] = []
-        starts: list[int] = []
+        slots: list[int] = []
+        starts: list[tuple[int, int]] = []
+        total = 0
         requests = {own.requests for own, _ in self.placed[closed:] if own.requests.order}
         for own, one in self.placed[closed:]:
-            starts.append(len(found))
-            found += [(one.slot(id), units, units << SHIFT, NEVER, -1) for id, units in own.lasting]
-        places: dict[int, int] = {}
+            starts.append((len(slots), total))
+            slots += [one.slot(id) for id, _ in own.lasting]
+            total -= own.ended
+        found: dict[int, Given] = {}
         steps = least = 0
         for place, (own, _) in enumerate(self.placed[closed:]):
             if steps >= least:
-                places[closed + place] = starts[place]
-                least = 2 * steps + max(FIRST_PART, len(found) // 2)
+                first, before = starts[place]
+                found[closed + place] = Given(slots[first:], total - before)
+                least = 2 * steps + max(FIRST_PART, len(slots) // 2)
             steps += own.length
-        return found, requests, places
+        return requests, found
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -505,7 +508,9 @@ class _ModuleSteps:
                 before.append((id, units))
         self.lasting = (*before, *taken.items())
         """Ids and units of the blocks that small steps give back and have not taken, and that they take for good; of
-        others' tensors, all."""
+        others' tensors, all;"""
+        self.ended = sum([units for _, units in self.lasting])
+        """and their sum."""
         self.requests = requests_of(order_of(small))
         """Of small steps that take none for good."""
 

@@ -165,7 +165,7 @@ class Rank:
         if row.length < WORTH_KNOWING or self.in_vain.get(row, 0) == IN_VAIN:
             return row.run(pool, frame, limit)
         given, staying = row.slots
-        before = pool.free, pool.holes, pool.top, [frame[slot] for slot in given]
+        before = pool.free, pool.holes, pool.top, [*map(frame.__getitem__, given)]
         known = self.ran.get(row)
         if known is not None and known.before == before and (known.came[2] >= 0 or known.came[1] <= limit):
             free, edges, blocks = known.behind
@@ -179,7 +179,7 @@ class Rank:
             before, reserved = (pool.free.copy(), *before[1:]), pool.reserved
             more, most, place = came = row.run(pool, frame, limit - SLACK)
             if pool.reserved == reserved:
-                behind = pool.free.copy(), pool.edges.copy(), [frame[slot] for slot in staying]
+                behind = pool.free.copy(), pool.edges.copy(), [*map(frame.__getitem__, staying)]
                 self.ran[row] = _Ran(before, behind, came)
         return (more, most, place) if most > limit else (more, limit, -1)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 
-from .blocks import SHIFT, Brief, Requests, Step, Stretch
+from .blocks import SHIFT, Brief, Given, Step, Stretch
+from .requests import Requests
 
 NEVER = -1 << SHIFT
 """Fewer units than any peak."""
@@ -19,6 +20,7 @@ FIRST_PART = 64
 were there before, since each of those is looked at; then as many as were run so far, and so many more."""
 LONGEST = 256
 """Steps from a request on among which the end of such a stretch is looked for."""
+NONE = Given((), 0)
 
 
 def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
@@ -52,7 +54,7 @@ def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, .
             joined[-1] += brief
         else:
             joined.append(brief)
-    return tuple([Stretch((((), tuple(one)),)) if isinstance(one, list) else one for one in joined])
+    return tuple([Stretch(((NONE, tuple(one)),)) if isinstance(one, list) else one for one in joined])
 
 
 def _brief(steps: Sequence[Step]) -> Sequence[Step]:
@@ -115,7 +117,8 @@ def _stretch(steps: Sequence[Step]) -> Stretch | None:
     places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
     while 2 * places[-1] + first < len(steps):
         places.append(2 * places[-1] + first)
-    left = [tuple([steps[at] for taken, at in given if taken < place <= at]) for place in places]
+    ended = [[steps[at] for taken, at in given if taken < place <= at] for place in places]
+    left = [Given(tuple([step[0] for step in own]), -sum([step[1] for step in own])) for own in ended]
     ends = [*places[1:], len(steps)]
     parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])
     return Stretch(parts, together, requests_of(tuple(order)), max([step[3] for step in steps]))

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from memplan.allocator import repeats
 from memplan.allocator import stretches as cut
-from memplan.allocator.blocks import MIB, SHIFT, Brief, Requests, Step
+from memplan.allocator.blocks import MIB, SHIFT, Brief, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.operations import Operation, alone
 from memplan.allocator.passes import Pass, parts_of
+from memplan.allocator.requests import Requests
 from memplan.allocator.stretches import NEVER, stretches
 from memplan.tape.events import Category
 
@@ -75,12 +76,12 @@ def test_a_stretch_gives_back_what_it_takes() -> None:
     found = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held]])
     assert [len(part.steps) for part in found] == [1, 11]
     assert [part.together for part in found] == [0, 2]
-    assert [step[0] for step in found[1].parts[0][0]] == [9]
+    assert list(found[1].parts[0][0].slots) == [9]
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(1, 8), *held[:4]]])
     assert not together.together
     (together,) = stretches([(slot, size, size << SHIFT, 0, 0) for slot, size in [(0, 0), *held]])
     assert together.together
-    assert [step[0] for step in together.parts[0][0]] == [9]
+    assert list(together.parts[0][0].slots) == [9]
 
 
 @pytest.mark.parametrize(
