@@ -173,6 +173,7 @@ class Fsdp(FrameworkSection, Terse):
             "float8_all_gather",
             "float8_scales",
             "newest",
+            "pad_multiple",
         }
     )
 
