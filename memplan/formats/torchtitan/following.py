@@ -333,8 +333,12 @@ class Following:
             return None
         if not isinstance(items, Node) or not isinstance(items.value, list):
             return None
-        every = [{**names, loop.target.id: out_of(one)} for one in items.value]
-        return Node([item_of(self.value(given.elt, module, inner), where) for inner in every], where)
+        inner: Names = {**names}
+        found: list[Node] = []
+        for one in items.value:
+            inner[loop.target.id] = out_of(one)
+            found.append(item_of(self.value(given.elt, module, inner), where))
+        return Node(found, where)
 
     def _joined(self, given: ast.JoinedStr, module: Module, names: Names, where: Origin) -> Node | None:
         """``f"{size}B"``."""
@@ -379,7 +383,10 @@ class Following:
         if last == "list" and not keywords and len(arguments) == 1 and isinstance(arguments[0], Node):
             return copy(arguments[0])
         if last in ("int", "float", "len", "max", "min", "ceil", "range") and not keywords:
-            return built_in(last, arguments, where) or Unknown(_shown(given), where)
+            made = built_in(last, arguments, where)
+            if made is not None and isinstance(made.value, list):
+                self.budget.make(len(made.value), 0, where)
+            return made or Unknown(_shown(given), where)
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))
         if any(isinstance(one, Made) and is_job(one) for one in (*arguments, *keywords.values())):

@@ -311,6 +311,7 @@ def one(*lines: str, **fields: str) -> str:
         (one("if os.environ.get('BIG'):\n        config.training.seq_len = 8"), (), "job.py:13: depends on os.environ.get('BIG'), which only running code knows; give the config.json"),
         (one("tuned(config)"), (), "job.py:13: tuned(…) may change the configuration, and is not found"),
         (one("while True:\n        pass"), (), "job.py:13: has a statement that is not followed (while)"),
+        (one("found = [[range(4096) for n in range(4096)] for m in range(4096)]"), (), "makes more text than a file should"),
         (one("for n in range(GPUS):\n        config.training.seq_len = n"), (), "job.py:13: repeats what depends on range(GPUS), which is not followed"),
         (one("return job()"), (), "calls itself too deeply"),
         (one(loss="MTPLoss.Config()"), (), "job.py:12: loss: is MTPLoss, which is not modelled; --loss plain estimates the plain one"),
