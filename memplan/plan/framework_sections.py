@@ -177,6 +177,7 @@ class Fsdp(FrameworkSection):
             "float8_all_gather",
             "float8_scales",
             "newest",
+            "pad_multiple",
         }
     )
 

@@ -16,7 +16,12 @@ from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.titan_experts import cut_of_experts
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, recipes, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
+from memplan.layers.autograd import Recorder
+from memplan.layers.float8 import Float8
 from memplan.layers.module import Options
+from memplan.layers.titan_low import MXFP8, NVFP4, Blocks
+from memplan.layers.torchtitan import Policy
+from memplan.layers.work import Kernel, Product, Stream
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -210,3 +215,41 @@ def test_assumptions_name_what_is_saved() -> None:
         told = " ".join(assumptions(resolved(**flags, **({"pad-multiple": pad} if pad else {}))))
         assert says in told
         assert not_so not in told
+
+
+def kernels(low: Blocks | Float8, *, experts: bool) -> list[Kernel]:
+    """Of forward and backward of t = 256 rows of 512 features by weights (384, 512), or those of 2 experts."""
+    r = Recorder(counts=True, closed=True)
+    x, weight = (
+        r.leaf(r.outside(shape, "bf16"))[0] for shape in ((256, 512), (2, 384, 512) if experts else (384, 512))
+    )
+    if experts:
+        out = low.grouped(r, x, weight, r.outside((2,), "int32"), "experts")
+    else:
+        out = low.product(r, x, weight, "linear", Policy(False))
+    r.backward([out.alias()], [r.outside(out.shape, "bf16")])
+    return [*r.work]
+
+
+@pytest.mark.parametrize(
+    ("low", "element", "experts", "casts"),
+    [
+        (MXFP8(), 1, False, 6 * (2 + 1 + 1 / 32)),
+        (MXFP8(rows=128), 1, True, 0),
+        (NVFP4(), 0.5, False, 0),
+        (Float8("rowwise", rows=16), 1, True, 0),
+    ],
+)
+def test_kernels_by_hand(low: Blocks | Float8, element: float, experts: bool, casts: float) -> None:
+    """Three products of as many operations as in bf16, of elements of 8 or 4 bits; MXFP8 casts input, weight and
+    gradient twice each, reading 2 bytes of an element and writing 1, and 1 for every 32."""
+    t, n, k = 256, 384, 512
+    found = kernels(low, experts=experts)
+    products = [one for one in found if isinstance(one, Product)]
+    assert len(products) == 3
+    assert {one.element for one in products} == {element}
+    assert [one.flops for one in products] == [2.0 * t * n * k] * 3
+    if casts:
+        streams = sum(one.bytes for one in found if isinstance(one, Stream))
+        scales = 4 / 32 * ((t + n) * k + (t + k) * n + (n + k) * t)  # copied twice before a product
+        assert streams == casts / 3 * (t * k + n * k + t * n) + scales

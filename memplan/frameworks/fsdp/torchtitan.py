@@ -102,10 +102,10 @@ class Recipes:
 
     def low_of(self, layer: int) -> LowLinear | None:
         """What of layer ``layer`` is in fewer than 16 bits."""
+        if self.low is None or not self.names.parts:
+            return self.low
         linears = self.titan.linears
         skips = self.names.staying(layer, linears)
-        if self.low is None or not skips:
-            return self.low
         return self.low.leaving(skips) if len(skips) < len(linears) or self.low.rows else None
 
     @property

@@ -312,6 +312,7 @@ def one(*lines: str, **fields: str) -> str:
         (one("tuned(config)"), (), "job.py:13: tuned(…) may change the configuration, and is not found"),
         (one("while True:\n        pass"), (), "job.py:13: has a statement that is not followed (while)"),
         (one("for n in lengths():\n        config.training.seq_len = n"), (), "job.py:13: repeats what depends on lengths(), which is not followed"),
+        (one("found = [[range(4096) for n in range(4096)] for m in range(4096)]"), (), "makes more text than a file should"),
         (one("return job()"), (), "calls itself too deeply"),
         (one(loss="MTPLoss.Config()"), (), "job.py:12: loss: is MTPLoss, which is not modelled; --loss plain estimates the plain one"),
         (one(activation_checkpoint="OwnAC.Config()"), (), "activation_checkpoint: is OwnAC, which is not modelled; --recompute full or none"),
