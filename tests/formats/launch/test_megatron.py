@@ -111,7 +111,7 @@ def test_bert() -> None:
         ("", "batch.gbs", 8),
         ("--micro-batch-size 2 --tensor-model-parallel-size 4", "batch.gbs", 4),
         ("--recompute-activations", "recompute.mode", "selective"),
-        ("--recompute-granularity selective --recompute-modules layernorm moe_act", "recompute.modules", ("layernorm",)),
+        ("--recompute-granularity selective --recompute-modules layernorm shared_experts", "recompute.modules", ("layernorm",)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", "recompute.layers", 2),
         ("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "layout.vpp", 2),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", "layout.vpp", 4),
