@@ -56,7 +56,9 @@ STILL_WRONG = ("30b-s8192", "13b-s2048-gpus8-mbs4", "13b-s512-gpus8", "760m-s102
 
 
 @needs_measured
-@pytest.mark.parametrize(("gpu", "limit", "worst"), [("h100-80gb", 0.025, 0.08), ("a100-80gb", 0.025, 0.08), ("a100-40gb", 0.03, 0.09)])
+@pytest.mark.parametrize(
+    ("gpu", "limit", "worst"), [("h100-80gb", 0.025, 0.08), ("a100-80gb", 0.025, 0.08), ("a100-40gb", 0.03, 0.09)]
+)
 def test_steps_of_llm_foundry(gpu: str, limit: float, worst: float) -> None:
     tables = timing.foundry(read_rows(MEASURED / "llm_foundry_throughput.jsonl"))
     (table,) = (one for one in tables if one.gpu == gpu)
