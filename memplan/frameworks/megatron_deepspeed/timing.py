@@ -7,6 +7,7 @@ from itertools import pairwise
 from ...layers.module import Options, joined, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
+from ...search.time.host import PYTHON_MODULES, Host
 from ...search.time.shape import Entries, StageWork, Work, named
 from ...search.time.updates import Exchange, Replicas
 from ...values import replace
@@ -25,6 +26,11 @@ class MegatronDeepspeedTime(FrameworkTime):
             for name in ("embedding", "transpose_in", "transpose_out", "final_norm", "head")
         )
         return Entries(joined(embedding, into), plain, again, norm, joined(back, head))
+
+    def host(self, plan: ResolvedPlan) -> Host:
+        """Modules and autograd functions in Python, as transformers' are (``megatron/model/transformer.py``,
+        ``megatron/mpu/mappings.py``)."""
+        return PYTHON_MODULES
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         return True

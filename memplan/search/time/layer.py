@@ -14,7 +14,7 @@ from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from . import kernels, power
 from .collectives import collective, group, send
-from .host import HOST_OPERATOR, HOST_WAIT, Host, seconds
+from .host import HOST_WAIT, Host, seconds
 from .kernels import Ranks
 from .rates import Rates, rates_of
 from .shape import Shape, StageWork, shape_of
@@ -97,7 +97,7 @@ def _pass(
     spent = kernels.seconds(work, rates, ranks)
     device = spent.device + spent.exposed
     if host.blocking:
-        return device + spent.launches * (HOST_OPERATOR + HOST_WAIT), spent.exposed
+        return device + spent.launches * ((host.back if backward else host.operator) + HOST_WAIT), spent.exposed
     if host.replays:
         return device, spent.exposed
     return max(device, seconds(work, host, rates.host_slower, backward, replayed)), spent.exposed

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.search.time import entry_times, shape_of
+from memplan.search.time import entry_times, rates_of, shape_of
+from memplan.search.time import kernels as time_of
+from memplan.search.time.host import HOST_WAIT, TRANSFORMERS_BACKWARD, TRANSFORMERS_OPERATOR
 
-from .plans import megatron_22b, plan
+from .plans import EVERY_FRAMEWORK, megatron_22b, plan
 
 TOLERANCE = 0.03
 
@@ -61,3 +63,16 @@ def test_waiting_for_every_kernel_takes_longer() -> None:
     usual = entry_times(plan(**flags)).layer
     blocking = entry_times(plan(**flags, env="CUDA_LAUNCH_BLOCKING=1")).layer
     assert blocking.forward > usual.forward
+
+
+def test_nothing_runs_beside_python_that_waits_for_every_kernel() -> None:
+    """Megatron-DeepSpeed's modules are called as transformers' are: each operator's Python and the waiting add up."""
+    job = plan(**{**EVERY_FRAMEWORK["megatron-deepspeed"], "recompute": "none"}, env="CUDA_LAUNCH_BLOCKING=1")
+    shape, layer = shape_of(job), entry_times(job).layer
+    for work, spent, operator in (
+        (shape.entries.layer.forward, layer.forward, TRANSFORMERS_OPERATOR),
+        (shape.entries.layer.backward, layer.backward, TRANSFORMERS_BACKWARD),
+    ):
+        alone = time_of.seconds(work, rates_of(job), shape.ranks)
+        assert spent == pytest.approx(alone.device + alone.exposed + alone.launches * (operator + HOST_WAIT))
+        assert alone.launches > 10
