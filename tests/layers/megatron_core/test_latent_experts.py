@@ -79,7 +79,7 @@ def test_exchanges_are_of_the_smaller_size() -> None:
     own, _ = shape_of(whole).entries.kinds[-1]
     sent = [kernel for kernel, _ in own.forward if isinstance(kernel, Exchange) and kernel.axis == "ep"]
     n = flex.arriving(shape())
-    assert {one.bytes for one in sent} == {n * L * 2}
+    assert {one.bytes for one in sent} == {n * L * 2, T * EP * E}, "rows, and which experts all tokens go to"
 
 
 def test_outside_buffer_is_of_the_smaller_size() -> None:
