@@ -41,7 +41,7 @@ SEGMENT_STEP = 2 * MIB
 UNBOUNDED = ADDRESS
 """More than any size. Expandable segments end there; PyTorch reserves 9/8 of the device's memory."""
 
-AT_ONCE = 24
+AT_ONCE = 12
 """Blocks that are faster given back together than one after the other."""
 
 Step = tuple[int, int, int, int, Any]
@@ -203,11 +203,13 @@ class SegmentPool:
         for start, end in zip(sorted(starts - ends), sorted(ends - starts), strict=True):
             code = edges[start] = edges[end] = end - start << SHIFT | start
             made.append(code)
-        made.sort()
-        if neighbours:
-            free[:] = [code for code in free if code not in neighbours]
-        free += made
-        free.sort()
+        if len(neighbours) + len(made) << 5 < len(free):
+            for code in neighbours:
+                del free[bisect_left(free, code)]
+            for code in made:
+                insort(free, code)
+        else:
+            free[:] = sorted([code for code in free if code not in neighbours] + made)
 
     def run(self, steps: Iterable[Step], blocks: list[int], limit: int) -> tuple[int, int, int]:
         """Hand blocks out and take them back; codes go to and come from ``blocks``.
@@ -291,15 +293,19 @@ class SegmentPool:
             index = self._pick(index, units)
         if index == len(free):
             return 0
-        code = free.pop(index)
+        code = free[index]
         address, rest = code & ADDRESS, (code >> SHIFT) - units
         behind = address + units
         del edges[address]
         if rest < self.least_rest or units >= self.split_below:
-            del edges[behind + rest]
+            del free[index], edges[behind + rest]
             return code
         code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
-        insort(free, code, 0, index)
+        if index and free[index - 1] > code:
+            del free[index]
+            insort(free, code, 0, index)
+        else:
+            free[index] = code
         return least | address
 
     def grow(self, units: int, room: int) -> int:

@@ -109,8 +109,7 @@ class NamedRun(Run):
         rank.phase, rank.microbatch = "step" if rank.steps else "", None
         for event in tape:
             if isinstance(event, Hold):
-                name = event.name or Category(event.category).key.replace("_", " ")
-                rank.label = Tensor(name, "optimizer" if rank.steps else "", rank.phase, event.shape, event.dtype)
+                rank.label = static_tensor(event, rank.phase)
             yield event
 
     def run(self, what: What, number: int, microbatch: int) -> None:
@@ -135,6 +134,12 @@ class NamedRun(Run):
 
 
 BACKWARD = ("backward", "reduce", "backward_piece")
+
+
+def static_tensor(hold: Hold, phase: str) -> Tensor:
+    """What ``hold`` begins outside of passes: in the ``phase`` of a step, or before."""
+    name = hold.name or Category(hold.category).key.replace("_", " ")
+    return Tensor(name, "optimizer" if phase else "", phase, hold.shape, hold.dtype)
 
 
 @lru_cache(maxsize=64)

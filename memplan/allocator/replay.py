@@ -275,6 +275,8 @@ class Run:
         """Workspaces that the threads of the two directions take with their first products of matrices."""
         self.tuned = set[str]()
         """Kernels whose variants have been timed."""
+        if self.second_differs:
+            rank.peak = UNSEEN
         self.keep(self.construct())
 
     def construct(self) -> Iterable[Event]:
@@ -294,24 +296,26 @@ class Run:
 
     def keep(self, tape: Iterable[Event]) -> None:
         """Static tensors begin and end; those called ``SLOT`` lie in slots."""
+        rank, static = self.rank, self.static
         for event in tape:
             if isinstance(event, Hold):
-                stream = event.stream or self.pool
-                block = self.rank.hold(event.bytes, event.category, stream)
-                self.static[event.tensor] = block, stream
-                if event.name == SLOT:
+                tensor, size, category, name, _, _, stream = event
+                stream = stream or self.pool
+                block = rank.hold(size, category, stream)
+                static[tensor] = block, stream
+                if name == SLOT:
                     self.chunks[0].slots.append(block)
-            elif isinstance(event, Drop) and event.tensor == END_OF_GRADIENT:
-                next(chunk for chunk in self.chunks if chunk.end_gradient(self.rank, event.bytes))
             elif isinstance(event, Drop):
-                block, stream = self.static.pop(event.tensor)
-                self.rank.drop(block, event.bytes, event.category, stream)
+                tensor, size, category = event
+                if tensor == END_OF_GRADIENT:
+                    next(chunk for chunk in self.chunks if chunk.end_gradient(rank, size))
+                else:
+                    block, stream = static.pop(tensor)
+                    rank.drop(block, size, category, stream)
 
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""
         rank = self.rank
-        if self.second_differs:
-            rank.peak = UNSEEN
         self.iterate(actions[done:])
         first_iteration = rank.most_reserved
         if self.second_differs:

@@ -11,15 +11,15 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
-from ..tape.events import NOTHING, Bytes, Category, Hold
+from ..tape.events import NOTHING, Bytes, Category, Event, Hold
 from ..tape.program import WHOLE, Action, Program, forward_passes
 from ..values import dataclass
 from .caching import AllocatorSettings
-from .named import NamedRun, NamingRank, Tensor
+from .named import NamedRun, NamingRank, Tensor, static_tensor
 from .operations import Operation
 from .passes import Pass
 from .rank import NO_BLOCK
-from .replay import workspaces_of
+from .replay import Run, workspaces_of
 
 MOST_POINTS = 600
 """Of a timeline. Of more events each point is the one among its neighbours at which most is held."""
@@ -156,18 +156,33 @@ class _Together(NamedTuple):
         return Live(size, category, self.names[place], self.microbatch)
 
 
+class _Kept(NamedTuple):
+    """Tensors that begin before an iteration, with numbers in a row."""
+
+    first: int
+    """Number."""
+    holds: Sequence[Hold]
+
+    def live(self, number: int) -> Live:
+        """The one of that number."""
+        hold = self.holds[number - self.first]
+        return Live(hold.bytes, hold.category, static_tensor(hold, ""), None)
+
+
 class _Recorder(NamingRank):
     """A rank that has no allocator, and keeps what is live under numbers."""
 
     __slots__ = (
-        "count", "event", "found", "highest", "largest", "live", "most", "points", "summaries", "total", "wanted",
-        "width",
+        "count", "event", "found", "highest", "kept", "largest", "live", "most", "points", "summaries", "total",
+        "wanted", "width",
     )  # fmt: skip
 
     def __init__(self, settings: AllocatorSettings, wanted: Bytes | None) -> None:
         super().__init__(settings)
-        self.live: dict[int, _Together] = {}
+        self.live: dict[int, _Together | _Kept] = {}
         """By number, in order."""
+        self.kept: _Kept | None = None
+        """Of which those are that begin now, where nobody asks for each."""
         self.count = self.event = self.total = 0
         self.wanted = list(wanted or ())
         """Bytes by category when the peak is reached,"""
@@ -277,7 +292,7 @@ class _Recorder(NamingRank):
     def _begin(self, size: int, category: int) -> int:
         """The number of a tensor that begins."""
         self.count += 1
-        one = _Together(self.count, ((size, category, 0),), (self.label,), self.microbatch)
+        one = self.kept or _Together(self.count, ((size, category, 0),), (self.label,), self.microbatch)
         self.live[self.count] = one
         self.by[category] += size
         self.total += size
@@ -314,6 +329,16 @@ class _Recording(NamedRun):
     """A run of an iteration whose events are counted first."""
 
     rank: _Recorder
+
+    def keep(self, tape: Iterable[Event]) -> None:
+        rank = self.rank
+        if rank.steps or rank.wanted:
+            super().keep(tape)
+            return
+        events = tuple(tape)
+        rank.kept = _Kept(rank.count + 1, [one for one in events if isinstance(one, Hold) and one.bytes])
+        Run.keep(self, events)
+        rank.kept = None
 
     def events_of(self, actions: Iterable[Action]) -> int:
         """About how many there are in an iteration."""

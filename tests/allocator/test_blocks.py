@@ -55,12 +55,17 @@ def test_a_run_of_steps_is_taking_and_giving(
 
 
 @given(
-    st.booleans(), st.lists(st.tuples(st.integers(1, 12 * MIB), st.integers(0, 3)), min_size=8, max_size=3 * AT_ONCE)
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 12 * MIB), st.integers(0, 3)), min_size=8, max_size=3 * AT_ONCE),
 )
-def test_blocks_that_come_back_at_once(small: bool, blocks: list[tuple[int, int]]) -> None:
-    """They leave the same free blocks as one after the other: 0 comes back before them, 1 never."""
+def test_blocks_that_come_back_at_once(small: bool, crowded: bool, blocks: list[tuple[int, int]]) -> None:
+    """They leave the same free blocks as one after the other: 0 comes back before them, 1 never. ``crowded``: among
+    many free ones that have no free neighbours."""
     alone, together = (AllocatorSettings().pool(small) for _ in range(2))
     for pool in (alone, together):
+        for code in [pool.take(1) for _ in range(1200 if crowded else 0)][::2]:
+            pool.give(code)
         codes = [pool.take(units) for units, _ in blocks]
         pool.give(pool.take(100 * MIB))  # serves the request whatever comes back
         for code, (_, order) in zip(codes, blocks, strict=True):

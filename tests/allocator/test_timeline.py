@@ -63,7 +63,9 @@ def test_without_workspaces_and_rounding_a_peak_is_no_more_than_is_requested(
 @pytest.mark.parametrize("case", PLANS)
 def test_the_contents_of_a_peak_are_its_breakdown(case: str) -> None:
     found = estimate(read_plan(None, {**SMALL, **PLANS[case]}).plan)
-    for stage, line in zip(found.stages, timelines(found), strict=True):
+    alone = timelines(found, contents=False)
+    for stage, line, without in zip(found.stages, timelines(found), alone, strict=True):
+        assert (without.points, without.contents) == (line.points, ())
         by = list(NOTHING)
         for live in line.contents:
             by[live.category] += live.bytes
