@@ -123,7 +123,8 @@ class Clock:
         key = (point.tp, point.cp, point.ep, point.etp, recompute, extras, accumulates)
         if key not in self._shapes:
             zero = self.space.least_zero
-            plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras))
+            mbs = 1 if accumulates else point.mbs  # of any size: with one sequence, bounds of bytes need it, too
+            plan = self.space.alone(point._replace(recompute=recompute, zero=zero, extras=extras, mbs=mbs))
             self._shapes[key] = Shapes(plan, accumulates), rates_of(on_timed_gpu(plan, self.space.gpus))
         return self._shapes[key]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
 from itertools import product
 from math import lcm
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class Space:
     """``None``: wherever there is tensor parallelism."""
     cut: str | None = None
     """The field that fixes what stages hold; ``None`` where the search may choose."""
+    _alone: dict[object, ResolvedPlan] = field(default_factory=dict, compare=False, repr=False)
+    """``alone``, by what decides it."""
 
     @property
     def framework(self) -> Framework:
@@ -196,10 +199,15 @@ class Space:
         """As few replicas of ``point`` as hold its experts, on one stage, defaults filled in: what a layer's time and
         bytes depend on. They add gradients up if ``point`` does."""
         dp = lcm(point.ep * point.etp, point.tp * point.cp) // (point.tp * point.cp)
-        plan = self.plan(point._replace(pp=1, vpp=1, dp=dp), {**UNCUT_FIELDS, "layout.dp": dp})
-        hardware = plan.hardware.model_copy(update={"gpus": None})
-        batch = plan.batch.model_copy(update={"gbs": point.mbs * dp * min(2, self.microbatches(point))})
-        return resolve(plan.model_copy(update={"hardware": hardware, "batch": batch}))
+        one, count = point._replace(pp=1, vpp=1, dp=dp), min(2, self.microbatches(point))
+        known = self._alone.get((one, count))
+        if known is None:
+            plan = self.plan(one, {**UNCUT_FIELDS, "layout.dp": dp})
+            hardware = plan.hardware.model_copy(update={"gpus": None})
+            batch = plan.batch.model_copy(update={"gbs": point.mbs * dp * count})
+            resolved = resolve(plan.model_copy(update={"hardware": hardware, "batch": batch}))
+            known = self._alone[one, count] = resolved
+        return known
 
     def microbatches(self, point: Point) -> int:
         """Of one replica in one step."""
