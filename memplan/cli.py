@@ -111,16 +111,13 @@ def _leave_out_plugins() -> None:
 
 
 def _later(name: str) -> ModuleType:
-    """A module that takes what is in the one called ``name`` once something of it is asked for."""
+    """A module that hands on what is in the one called ``name``, which is imported once something is asked for."""
     module = type(sys)(name)
 
     def found(attribute: str) -> object:
-        from importlib import import_module
-
-        del sys.modules[name], module.__getattr__
-        sys.modules[name] = real = import_module(name)
-        module.__dict__.update(real.__dict__)
-        return getattr(real, attribute)
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return getattr(__import__(name), attribute)
 
     module.__getattr__ = found  # type: ignore[method-assign]
     return module

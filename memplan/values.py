@@ -1,8 +1,9 @@
 """``dataclass``, as the standard library's, for classes that cost nothing until they are used.
 
 The standard library compiles six methods for each class when it is imported, half a millisecond; a start imports more
-than a hundred such classes and makes values of half of them. Here a method is compiled when it is first called, from
-the same text. Everything else (fields, slots, ``asdict``) is the standard library's own.
+than a hundred such classes, makes values of half of them, and a few of most. Here a method is compiled, from the same
+text, when it is first called, and ``__init__`` when it was called a few times. Everything else (fields, slots,
+``asdict``) is the standard library's own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ else:
     from reprlib import recursive_repr
     from types import MemberDescriptorType
 
-    class _Pattern:
+    class pattern:  # noqa: N801 (as ``re.compile``)
         """``re.compile``, for a pattern that costs nothing until it is used; by its methods, without its attributes."""
 
         def __init__(self, text):
@@ -37,8 +38,6 @@ else:
         def __getattr__(self, name):
             method = self.__dict__[name] = getattr(re.compile(self._text), name)
             return method
-
-    pattern = _Pattern
 
     def dataclass(cls=None, /, *, eq=True, frozen=False, slots=False):
         """``dataclasses.dataclass`` with those of its choices that are used here."""
@@ -87,10 +86,17 @@ else:
                 cls.__getstate__, cls.__setstate__ = _getstate, _setstate
         return cls
 
+    FEW = 16
+    """Calls that take less time than a method's compiler."""
+
     def _later(cls, name, text):
-        """A method that, called for the first time, puts the one compiled from ``text`` in its place."""
+        """A method that puts the one compiled from ``text`` in its place when it is called; ``__init__`` sets one field
+        after the other a few times before."""
+        few = iter(range(FEW if name == "__init__" else 0))
 
         def method(self, *positional, **named):
+            if next(few, None) is not None and _set_each(cls, self, *positional, **named) is None:
+                return None
             lines, known = text(cls)
             made = {}
             exec("\n".join(lines), known, made)
@@ -102,6 +108,23 @@ else:
         method.__name__ = name
         method.__qualname__ = f"{cls.__qualname__}.{name}"
         return method
+
+    def _set_each(cls, self, /, *positional, **named):
+        """What the compiled ``__init__`` does; ``MISSING`` where that would say what is wrong."""
+        fields = dataclasses.fields(cls)
+        places = (field.name for field in fields if field.init and not field.kw_only)
+        given = dict(zip(places, positional, strict=False)) | named
+        if len(given) < len(positional) + len(named):
+            return MISSING
+        for field in fields:
+            value = given.pop(field.name, MISSING) if field.init else MISSING
+            if value is MISSING:
+                value = field.default if field.default_factory is MISSING else field.default_factory()
+            if value is not MISSING:
+                object.__setattr__(self, field.name, value)
+            elif field.init:
+                return MISSING
+        return MISSING if given else self.__post_init__() if hasattr(cls, "__post_init__") else None
 
     def _init(frozen):
         """``def __init__`` with a parameter for each field, that sets them and calls ``__post_init__``."""

@@ -114,7 +114,7 @@ def test_copies_replacements_and_pickles_are_equal() -> None:
     assert Point.__match_args__ == ("x", "y", "seen")
 
 
-def test_no_method_is_compiled_before_it_is_called() -> None:
+def test_no_method_is_compiled_before_it_is_worth_it() -> None:
     @dataclass(frozen=True, slots=True)
     class Late:
         """Not made yet."""
@@ -122,7 +122,10 @@ def test_no_method_is_compiled_before_it_is_called() -> None:
         x: int
 
     before = Late.__init__
-    assert Late(1) == Late(1)
+    assert Late(1) == Late(x=1)
+    assert before is Late.__init__
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        Late()  # type: ignore[call-arg]
     assert before is not Late.__init__
     assert Late.__init__.__code__.co_varnames[:2] == ("self", "x")
     assert not hasattr(Late(1), "__dict__")
@@ -157,3 +160,32 @@ def test_a_pattern_is_compiled_when_it_is_first_used_and_then_does_what_the_stan
     found = made.fullmatch("pp=16")
     assert found is not None
     assert found.groups() == ("pp", "16")
+
+
+@pytest.mark.parametrize("wrong", [((), {}), ((1, 2, 3, 4), {}), ((1,), {"x": 1}), ((1,), {"z": 1})])
+def test_what_is_wrong_is_said_by_the_compiled_method(wrong: tuple[tuple[int, ...], dict[str, int]]) -> None:
+    """As the standard library's does: too few, too many, twice the same, and one that is not there."""
+
+    @dataclasses.dataclass
+    class Known:
+        x: int
+        y: int = 2
+
+    @dataclass
+    class Late:
+        x: int
+        y: int = 2
+
+    with pytest.raises(TypeError) as known:
+        Known(*wrong[0], **wrong[1])
+    with pytest.raises(TypeError) as late:
+        Late(*wrong[0], **wrong[1])
+    assert str(late.value).replace("Late", "Known") == str(known.value)
+
+
+def test_every_call_of_many_sets_the_same() -> None:
+    """Some are before ``__init__`` is compiled, some behind."""
+    made = [Named(n, name="n") for n in range(40)]
+    assert [(one.x, one.y, one.seen, one.name, one.doubled) for one in made] == [
+        (n, 2, [], "n", 2 * (n + 2)) for n in range(40)
+    ]

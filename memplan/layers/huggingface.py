@@ -171,6 +171,7 @@ def linear(
 
 
 def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``nn.LayerNorm``, and apex' ``MixedFusedLayerNorm``: saves its input and fp32 mean and inverse deviation."""
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
     bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
     return ops.layer_norm(r, x, weight, bias, name)

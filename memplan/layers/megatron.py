@@ -19,6 +19,7 @@ from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, size_of
 from .gradients import fresh, viewed
+from .huggingface import layer_norm
 from .module import STALE
 from .recompute import recomputed_reentrant
 from .reductions import summed
@@ -111,13 +112,6 @@ def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: flo
 
     out.node = r.node((x, bias, residual), mask, backward)
     return out
-
-
-def layer_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``MixedFusedLayerNorm`` (apex kernels): saves its input and fp32 mean and inverse deviation."""
-    weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
-    bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
-    return ops.layer_norm(r, x, weight, bias, name)
 
 
 def bias_gelu(r: Recorder, x: Tensor, name: str) -> Tensor:

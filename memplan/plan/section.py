@@ -102,20 +102,19 @@ else:
         few of its sections, and to make the validators of all takes a tenth of a start. Fields of a section are plain
         values, which need no serializer."""
 
-        def __init__(self, section: type[Section]) -> None:
-            self.section = section
-
         def __class_getitem__(cls, section: type[Section]) -> Any:
-            return Annotated[section, cls(section)]
+            return Annotated[section, cls()]
 
-        def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-            written = core_schema.plain_serializer_function_ser_schema(lambda section: dict(section.said()))
-            return core_schema.with_info_plain_validator_function(self._read, serialization=written)
+        def __get_pydantic_core_schema__(self, source: type[Section], handler: GetCoreSchemaHandler) -> CoreSchema:
+            def read(value: Any, info: ValidationInfo) -> Section:
+                if info.mode == "json":  # a list is a tuple there, and strictness is asked for
+                    return source.model_validate_json(json.dumps(value), strict=True)
+                return source.model_validate(value)
+
+            return core_schema.with_info_plain_validator_function(
+                read,
+                serialization=core_schema.plain_serializer_function_ser_schema(lambda section: dict(section.said())),
+            )
 
         def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
             return {}  # memplan/plan/schema.py writes it
-
-        def _read(self, value: Any, info: ValidationInfo) -> Section:
-            if info.mode == "json":  # a list is a tuple there, and strictness is asked for
-                return self.section.model_validate_json(json.dumps(value), strict=True)
-            return self.section.model_validate(value)
