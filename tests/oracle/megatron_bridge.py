@@ -1,7 +1,8 @@
 """Megatron-Bridge's own adapter around a module of Transformer Engine, on fake tensors.
 
-``peft/utils.py``, ``peft/lora_layers.py`` and ``peft/dora_layers.py`` are read from a source tree of NVIDIA-NeMo/Megatron-Bridge, which the
-environment variable ``MEMPLAN_BRIDGE_SOURCE`` names; Megatron-Core is the installed one.
+``peft/utils.py``, ``peft/lora_layers.py`` and ``peft/dora_layers.py`` are read from a source tree of
+NVIDIA-NeMo/Megatron-Bridge, which the environment variable ``MEMPLAN_BRIDGE_SOURCE`` names; Megatron-Core is the
+installed one.
 """
 
 # mypy: disable-error-code="import-untyped"

@@ -2,8 +2,8 @@
 
 ``lora_layers.py`` (``LoRALinear.forward``) adds what an adapter makes to the base layer's output; ``utils.py``
 (``ParallelLinearAdapter``) is two of Megatron-Core's own linear layers, whichever implementation the base has, and a
-product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange. DoRA
-(``dora_layers.py``: ``DoRALinear.forward``) multiplies the sum by a parameter over the norms of the whole weight's rows.
+product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange. DoRA (``dora_layers.py``:
+``DoRALinear.forward``) multiplies the sum by a parameter over the norms of the whole weight's rows.
 
 Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-parallel size. A is (r / t, k) or (r, k / t), B
 (n / t, r).
