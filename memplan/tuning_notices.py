@@ -23,15 +23,17 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
         named = ", ".join(lora.targets or ())
         besides = f"; {', '.join(lora.modules_to_save)} trained whole" if lora.modules_to_save else ""
         return (f"{'DoRA' if lora.dora else 'LoRA'} by peft on {named}, traced in its place, in {lora.dtype}{besides}",)
-    count, whole = adapter_parameters(plan), lora.modules_to_save
+    count, whole, kind = adapter_parameters(plan), lora.modules_to_save, "DoRA" if lora.dora else "LoRA"
     if (made_by := framework(plan.framework).adapters_by) is not None:
-        return (f"LoRA by {made_by} on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}",)
+        return (
+            f"{kind} by {made_by} on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}",
+        )
     given = {"biases": False, "DoRA": lora.dora, "rsLoRA": lora.rslora, "modules_to_save": whole}
     *others, last = [name for name, used in given.items() if not used]
     nothing = left_out(plan)
     targets = [one for one in lora.targets or () if one not in nothing]
     return (
-        f"{'DoRA' if lora.dora else 'LoRA'} by peft 0.21 on {', '.join(targets)}: {count:,} trained "
+        f"{kind} by peft 0.21 on {', '.join(targets)}: {count:,} trained "
         f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
         *([_OF_DORA] if lora.dora else []),
         *([_saved(plan)] if whole else []),

@@ -105,7 +105,7 @@ NESTED_BLOCK = 256
 ADAPTERS = (
     *(".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector.weight"),
     *(".lora_embedding_A", ".lora_embedding_B"),
-    *(".adapter.linear_in.weight", ".adapter.linear_out.weight"),
+    *(".adapter.linear_in.weight", ".adapter.linear_out.weight", ".adapter.weight_magnitude"),
 )
 """What the names of adapters' parameters end with: peft's, and Megatron-Bridge's."""
 

@@ -284,7 +284,8 @@ def adapter_parameters(plan: Plan) -> int:
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
     if (own := framework(plan.framework).adaptable(plan)) is not None:
         wrapped = [layer for target in {*(plan.lora.targets or ())} for layer in own[target]]
-        return sum(one.times * rank * (one.outputs + one.inputs) for one in wrapped)
+        norms = int(plan.lora.dora)
+        return sum(one.times * (rank * (one.outputs + one.inputs) + norms * one.outputs) for one in wrapped)
     counts = {name: rank * (k + n) + n * plan.lora.dora for name, (k, n) in linear_sizes(spec).items()}
     once = ("transform", WORD, HEAD)
     dense = sum(not spec.has_experts(number) for number in range(spec.layers)) if spec.experts else spec.layers

@@ -103,7 +103,7 @@ def _check_lora(plan: ResolvedPlan) -> None:
 def _check_own(plan: ResolvedPlan) -> None:
     """What peft alone has."""
     for name, value in plan.lora.changed():
-        if name in ("dora", "rslora", "modules_to_save", "target_parameters"):
+        if name in ("rslora", "modules_to_save", "target_parameters"):
             problem = f"must be left out with framework {plan.framework}, whose adapters are Megatron-Bridge's"
             raise PlanError(f"lora.{name}", value, f"{problem}: not modelled")
 

@@ -70,6 +70,27 @@ def test_parameters_by_hand() -> None:
     assert any("LoRA by Megatron-Bridge 0.6 on linear_qkv, linear_proj" in one for one in assumptions(plan))
 
 
+def test_norms_by_hand() -> None:
+    """DoRA: a magnitude for each output, whole on every rank where ranks share a layer's inputs; of each layer the sum
+    of its output and its adapter's, (1024, 1, n) in bf16, is kept for backward, and norms and their scale, (n,)."""
+    plan, dora = plan_of(), plan_of(use_dora="true")
+    outputs = sum(n for n, _ in OF_LAYER)
+    assert adapter_parameters(dora) - adapter_parameters(plan) == 2 * outputs
+    assert any("DoRA by Megatron-Bridge 0.6 on linear_qkv" in one for one in assumptions(dora))
+    parallel = {"tp": "2", "gpus": "2", "sequence_parallel": "true"}
+    trained = [
+        sum(one.elements for one in _modules(made(**flags)[0])["layer.0"].parameters if "magnitude" in one.name)  # type: ignore[attr-defined]
+        for flags in ({"use_dora": "true"}, {"use_dora": "true", **parallel})
+    ]
+    assert trained == [outputs, (QKV + 2 * F) // 2 + 2 * H]
+    saved = [
+        sum(held(_modules(program)["layer.0"].steady.forward, category) for category in Category)  # type: ignore[attr-defined]
+        for (program,) in (made(), made(use_dora="true"))
+    ]
+    norms = sum(rounded(2 * n) for n, _ in OF_LAYER)
+    assert saved[1] - saved[0] == 2 * 1024 * outputs + 2 * norms
+
+
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_states_by_hand(zero: str) -> None:
     """Frozen parameters are tensors of their own in 2 bytes; buffers, main parameters and moments are of adapters."""
@@ -235,7 +256,10 @@ def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
             {"model": "moonlight-16b", "lora_targets": "linear_qkv"},
             "lora.targets = linear_qkv: must be among linear_proj",
         ),
-        ({"use_dora": "true"}, "lora.dora = true: must be left out with framework megatron"),
+        ({"use_dora": "true", "lora_dropout": "0.1"}, "lora.dora = true: must be false with lora.dropout"),
+        ({"use_dora": "true", "fp8": "tensorwise"}, "lora.dora = true: must be false with fp8 or fp4"),
+        ({"use_dora": "true", **EXPERTS}, "lora.dora = true: must be false with adapters of experts"),
+        ({"use_dora": "true", "model": "moonlight-16b", "lora_targets": "linear_proj"}, "must be false with latent"),
         ({"lora_dtype": "fp32"}, "lora.dtype = fp32: must be bf16: adapters are in the model's dtype"),
         ({"lora_rank": "30", "tp": "4", "gpus": "4"}, "lora.rank = 30: must be a multiple of tp 4"),
         ({"megatron_fsdp": "optim"}, "megatron.fsdp = optim: is not modelled yet with adapters"),

@@ -29,6 +29,7 @@ from memplan.plan.resolve import resolve
 
 from ..formats.launch.scripts import BERT, BIGSCIENCE, GPT, LLAMA, SMALL
 from ..formats.launch.test_megatron_bridge import RUN as BRIDGE
+from ..formats.launch.test_megatron_bridge_recipes import COMMON, RECIPES
 from .documents import as_json, as_toml, changed, extreme, scalar, tree
 from .driver import Target
 from .estimates import TARGETS as ESTIMATES
@@ -331,6 +332,14 @@ def _read_tokenizer(file: File) -> object:
     return launched_plan(reader("megatron")(File("tokens.args", script.encode()).written(), asked), asked.flags)
 
 
+def _recipe(random: Random) -> File:
+    """Megatron-Bridge's template of recipes and some that begin with it, in one file of Python, mutated."""
+    whole = COMMON + RECIPES.replace("from megatron.bridge.recipes.common import _pretrain_common\n", "")
+    made = _file(random, "recipes.py", mutated(random, whole, SIGNS, [COMMON, RECIPES]), {"gpus": "16"})
+    names = ("llama3_8b_pretrain_8gpu_h100_bf16_config", "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config")
+    return File(made.name, made.content, made.flags, (f"RECIPE={random.choice(names)}",))
+
+
 def _registry(random: Random) -> File:
     """A configuration of torchtitan in Python, mutated."""
     sources = _golden("launch/torchtitan_*.py")
@@ -365,6 +374,7 @@ TARGETS = {
             _launched("megatron-bridge"),
             str,
         ),
+        Target("bridge-recipes", _recipe, _launched("megatron-bridge"), str),
         Target(
             "deepspeed",
             _document(".json", _DEEPSPEED, _DEEPSPEED_NAMES, {"gpus": "8", "model": "gpt2"}),

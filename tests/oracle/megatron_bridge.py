@@ -1,7 +1,8 @@
 """Megatron-Bridge's own adapter around a module of Transformer Engine, on fake tensors.
 
-``peft/utils.py`` and ``peft/lora_layers.py`` are read from a source tree of NVIDIA-NeMo/Megatron-Bridge, which the
-environment variable ``MEMPLAN_BRIDGE_SOURCE`` names; Megatron-Core is the installed one.
+``peft/utils.py``, ``peft/lora_layers.py`` and ``peft/dora_layers.py`` are read from a source tree of
+NVIDIA-NeMo/Megatron-Bridge, which the environment variable ``MEMPLAN_BRIDGE_SOURCE`` names; Megatron-Core is the
+installed one.
 """
 
 # mypy: disable-error-code="import-untyped"
@@ -28,8 +29,8 @@ def bridge() -> Path | None:
     return path if BRIDGE in os.environ and (path / "peft").is_dir() else None
 
 
-def _modules() -> tuple[Any, Any]:
-    """``peft/utils.py`` and ``peft/lora_layers.py``."""
+def _modules() -> tuple[Any, Any, Any]:
+    """``peft/utils.py``, ``peft/lora_layers.py`` and ``peft/dora_layers.py``."""
     path = bridge()
     assert path is not None, f"{BRIDGE} names no source tree of Megatron-Bridge"
     for name in ("bridge", "bridge.peft", "bridge.utils"):
@@ -38,10 +39,10 @@ def _modules() -> tuple[Any, Any]:
         sys.modules.setdefault(package.__name__, package)
     for name in ("megatron.bridge.utils.common_utils", "megatron.bridge.utils.activation_map"):
         sys.modules.setdefault(name, mock.MagicMock())
-    names = ("megatron.bridge.peft.utils", "megatron.bridge.peft.lora_layers")
+    names = (f"megatron.bridge.peft.{name}" for name in ("utils", "lora_layers", "dora_layers"))
     with mock.patch.object(importlib.metadata, "version", return_value="2.17.1"):
-        first, second = map(importlib.import_module, names)
-    return first, second
+        first, second, third = map(importlib.import_module, names)
+    return first, second, third
 
 
 class _Base(torch.nn.Module):
@@ -58,8 +59,10 @@ class _Base(torch.nn.Module):
 
 
 def wrapped(run: Any, sizes: tuple[int, int], group: Any, t: int, rank: int, **settings: Any) -> Any:
-    """``run`` in a ``LoRALinear`` with an adapter of ``rank``; ``sizes``: outputs and inputs as a whole."""
-    utils, layers = _modules()
+    """``run`` in a ``LoRALinear`` with an adapter of ``rank``, or in a ``DoRALinear`` over its ``weight``; ``sizes``:
+    outputs and inputs as a whole."""
+    utils, layers, decomposed = _modules()
+    weight = settings.pop("weight", None)
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -76,7 +79,8 @@ def wrapped(run: Any, sizes: tuple[int, int], group: Any, t: int, rank: int, **s
     collection = ProcessGroupCollection()
     collection.tp = group
     n, k = sizes
-    adapter = utils.ParallelLinearAdapter(
+    kind = utils.ParallelLinearAdapter if weight is None else decomposed.ParallelLinearDoRAAdapter
+    adapter = kind(
         k,
         n,
         rank,
@@ -87,4 +91,12 @@ def wrapped(run: Any, sizes: tuple[int, int], group: Any, t: int, rank: int, **s
         pg_collection=collection,
         **settings,
     )
-    return layers.LoRALinear(_Base(run), adapter)
+    base = _Base(run)
+    if weight is None:
+        return layers.LoRALinear(base, adapter)
+    from megatron.core.tensor_parallel import mappings
+
+    gather = mappings.gather_from_tensor_model_parallel_region
+    decomposed.gather_from_tensor_model_parallel_region = lambda x: gather(x, group)
+    base.weight = weight
+    return decomposed.DoRALinear(base, adapter)

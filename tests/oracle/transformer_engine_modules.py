@@ -199,6 +199,7 @@ def adapted(case: Case, te: Any) -> Made:
     for parameter in parameters:
         parameter.requires_grad = False
     n = {"row": case.h, "grouped": INNER}.get(case.module, 3 * case.h)
+    weight = next(one for one in parameters if one.dim() == 2) if case.dora else None
     group = parallel(case.t)
     wrapper = wrapped(
         function,
@@ -210,6 +211,7 @@ def adapted(case: Case, te: Any) -> Made:
         input_is_parallel=case.module == "row",
         dropout=case.dropout,
         base_linear_is_parallel=case.module != "duplicated",
+        weight=weight,
         disable_sequence_parallel_comm=not case.sequence_parallel or (shows and together),
     )
     return lambda x: wrapper(x)[0], list(wrapper.adapter.parameters())

@@ -1,4 +1,5 @@
-"""Megatron-Bridge's ``peft`` as the section ``lora`` of a plan (0.6.0, ``peft/lora.py``: ``LoRA``)."""
+"""Megatron-Bridge's ``peft`` as the section ``lora`` of a plan (0.6.0, ``peft/lora.py``: ``LoRA``, ``peft/dora.py``:
+``DoRA``)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Mapping
 from ...plan.errors import Node
 
 RANK = 32
-"""``LoRA.dim``, unless it is said."""
+"""``LoRA.dim`` and ``DoRA.dim``, unless it is said."""
 
 _FIELDS = {"dim": "rank", "alpha": "alpha", "dropout": "dropout", "target_modules": "targets"}
 """Fields of ``LoRA``, as a plan calls them."""
@@ -35,9 +36,11 @@ def section_of(root: Node) -> Node | None:
     if peft is None or not peft.value or peft.value == "none":
         return None
     said = peft.mapping.get("_target_", Node("lora", peft.origin)) if peft.mapping else peft
-    if str(said.value).rpartition(".")[2].lower() != "lora":
-        raise said.wrong("peft._target_" if peft.mapping else "peft", "is not modelled yet: LoRA is (peft=lora)")
-    found = {"rank": Node(RANK, peft.origin)}
+    kind = str(said.value).rpartition(".")[2].lower()
+    if kind not in ("lora", "dora"):
+        field = "peft._target_" if peft.mapping else "peft"
+        raise said.wrong(field, "is not modelled yet: LoRA and DoRA are (peft=lora)")
+    found = {"rank": Node(RANK, peft.origin)} | ({"dora": Node(True, said.origin)} if kind == "dora" else {})
     for field, node in peft.mapping.items():
         if field in _FIELDS and node.value is not None:
             found[_FIELDS[field]] = node

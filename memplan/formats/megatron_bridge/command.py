@@ -81,7 +81,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     except ScriptError as error:
         raise refused(error) from None
     training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
-    recipe, scheme, flags, of_benchmark = "", "", dict(asked.flags), dict[str, str]()
+    recipe, scheme, mode, flags, of_benchmark = "", "", "", dict(asked.flags), dict[str, str]()
     over: list[tuple[Sequence[str], Origin]] = []
     is_benchmark = training.script in benchmarks.SCRIPTS
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
@@ -115,7 +115,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         elif name in benchmark:
             of_benchmark[benchmark[name]] = said
         elif name == "--mode":
-            recipe += f"_{said}"
+            mode = said
         elif name in SCHEME:
             scheme = said
         elif name in sets:
@@ -125,6 +125,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             over.append(([f"env_vars.{name}={text(value)}"], training.origin))
+    exact, recipe = recipe, f"{recipe}_{mode}" if mode else recipe
     dtype = of_benchmark.get("dtype", "bf16")
     gpus, gpu = of_benchmark.get("gpus", "0"), of_benchmark.get("gpu", "")
     if benchmark:
@@ -133,7 +134,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
     elif (layout := _LAYOUT.search(recipe)) is not None:
         gpus, gpu = layout[1], layout[2]
-    found = _followed(recipe, scheme, (folder, Path()), [word for words, _ in over for word in words], asked)
+    given_over, folders = [word for words, _ in over for word in words], (folder, Path())
+    found = _followed(recipe, scheme, folders, given_over, asked)
+    if found is None and mode:
+        found = _followed(exact, mode if mode in ("lora", "dora") else "", folders, given_over, asked)
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)

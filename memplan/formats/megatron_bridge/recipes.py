@@ -28,6 +28,8 @@ _PACKAGES = ("perf_recipes", "recipes")
 """Of both the benchmark's recipe is taken (``scripts/training/recipe_runner.py``: ``load_recipe``)."""
 _MOST = 2000
 """Files that are searched for a recipe."""
+_MOST_VALUES = 50_000
+"""Of a configuration: lists may be repeated."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
 _FOLLOWED = ("megatron.bridge.recipes.", "megatron.bridge.perf_recipes.", "megatron.bridge.training.mixed_precision")
 _MODEL = "AutoBridge"
@@ -198,13 +200,14 @@ class _Written:
     def __init__(self, said: Collection[str]) -> None:
         self.said = said
         self.wrong: list[PlanError] = []
+        self.left = _MOST_VALUES
 
     def recipe(self, made: Made, name: str) -> Recipe:
         fields = dict(made.fields)
         model = fields.get("model")
         if not isinstance(model, Made) or not model.name:
-            what = model.shown if isinstance(model, Unknown) else "no provider that is known"
-            problem = f"is {what}, which is not followed; {INSTEAD}"
+            what = model.shown if isinstance(model, Unknown) else "made by code"
+            problem = f"is {what} that is not followed; {INSTEAD}"
             raise PlanError("model", ABSENT, problem, origin=made.origin)
         base = None
         if model.name == _MODEL and isinstance(model.positional[0], Node):
@@ -220,6 +223,9 @@ class _Written:
 
     def node(self, path: str, value: Value) -> Node | None:
         """``value`` at ``path``; nothing where it is not known and does not matter."""
+        self.left -= 1
+        if self.left < 0:
+            raise PlanError(path, ABSENT, f"is in a configuration of more than {_MOST_VALUES:,} values")
         if isinstance(value, Made):
             fields = {name: self.node(f"{path}.{name}", one) for name, one in value.fields.items()}
             target = {"_target_": Node(value.name, value.origin)} if value.name else {}

@@ -84,7 +84,7 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     if lora.rank is None:
         return None
     assert lora.dtype is not None
-    adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype)
+    adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype, dora=lora.dora)
     return Tuning(adapters=adapters, input_requires_grad=plan.recompute.mode == "full")
 
 
@@ -95,10 +95,27 @@ def check_adapters(plan: ResolvedPlan) -> None:
         return
     if rank % plan.layout.tp:
         raise PlanError("lora.rank", rank, f"must be a multiple of tp {plan.layout.tp}, whose ranks divide it")
+    if plan.lora.dora:
+        plan.refuse_for("lora.dora", _refuses_norms(plan))
     for field, applies in _not_modelled(plan):
         if applies:
             instead = "; --etp 1 is, and without --etp it is tp" if field == "layout.etp" else ""
             raise plan.wrong(field, f"is not modelled yet with adapters (lora.rank){instead}")
+
+
+def _refuses_norms(plan: ResolvedPlan) -> dict[str, bool]:
+    """Why DoRA, which reads the whole weight of a layer (``DoRALinear._get_weight_norm``), is not modelled."""
+    model = plan.model
+    return {
+        "must be false with lora.dropout, which runs the base layer twice: it is not modelled yet": plan.lora.dropout
+        > 0,
+        "must be false with fp8 or fp4, with which it is not modelled yet": plan.precision.low is not None,
+        "must be false with adapters of experts, whose grouped layers have no weight that it reads": bool(
+            adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}
+        ),
+        "must be false with latent attention, of which it is not modelled yet": bool(model.latent_kv_rank),
+        "must be false with hybrids, of which it is not modelled yet": bool(model.layer_pattern),
+    }
 
 
 def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:

@@ -2,7 +2,8 @@
 
 ``lora_layers.py`` (``LoRALinear.forward``) adds what an adapter makes to the base layer's output; ``utils.py``
 (``ParallelLinearAdapter``) is two of Megatron-Core's own linear layers, whichever implementation the base has, and a
-product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange.
+product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange. DoRA (``dora_layers.py``:
+``DoRALinear.forward``) multiplies the sum by a parameter over the norms of the whole weight's rows.
 
 Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-parallel size. A is (r / t, k) or (r, k / t), B
 (n / t, r).
@@ -20,6 +21,7 @@ from .shape import CoreShape
 
 DOWN, UP = "adapter.linear_in", "adapter.linear_out"
 """Both linear layers, behind the name of the one that is adapted."""
+MAGNITUDE = "adapter.weight_magnitude"
 
 COMMUNICATION = Category.COMMUNICATION_BUFFERS
 
@@ -33,7 +35,44 @@ def added(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, *, c
     """``linear_output + adapter_output`` of the layer's ``out`` and of the input ``x`` of its product. With
     ``columns`` ranks share the layer's outputs, else its inputs."""
     beside = (_of_columns if columns else _of_rows)(r, x, name, out.shape, shape)
-    return ops.add(r, out, beside, f"{name}_with_adapter")
+    if not r.adapters.dora:
+        return ops.add(r, out, beside, f"{name}_with_adapter")
+    n, k = out.shape[-1], x.shape[-1]
+    magnitude, norm = _magnitude(r, name, n, shape), _norm(r, name, n, k, shape, columns=columns)
+    scale = ops.elementwise(r, f"{name}_magnitude_scale", (magnitude, norm), (norm,)).view(1, 1, n)
+    del norm
+
+    def product() -> Tensor:
+        return ops.multiply(r, scale, ops.add(r, out, beside, f"{name}_with_adapter"), f"{name}_by_magnitude")
+
+    return ops.add_constant(r, product(), f"{name}_dora")  # a correction of dropout, 0 without
+
+
+def _magnitude(r: Recorder, name: str, n: int, shape: CoreShape) -> Tensor:
+    """``weight_magnitude``, of what a rank has of the outputs."""
+    return r.parameter(f"{name}.{MAGNITUDE}", (n,), shape.dtype)
+
+
+def _norm(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: bool) -> Tensor:
+    """``_get_weight_norm``: (n,) of a rank's part (n, k) of the weight and its adapters' product, whose graph holds its
+    operands until the function returns. With ``columns`` ranks gather A, else B."""
+    rank, t, dtype = r.adapters.rank, shape.t, shape.dtype
+    held: list[Tensor] = []
+    if t > 1:
+        width = k if columns else rank
+        length = rank if columns else n
+        whole = r.empty((width * t, length // t), dtype, f"{name}_norm_gathered_ranks", COMMUNICATION)
+        copy = [r.empty((width, length // t), dtype, f"{name}_norm_transposed")]
+        copy.clear()
+        held.append(r.empty((width, length), dtype, f"{name}_norm_gathered"))
+        del whole
+    held.append(r.empty((n, rank), dtype, f"{name}_norm_scaled"))
+    product = r.empty((n, k), dtype, f"{name}_norm_product")
+    held.append(r.empty((n, k), dtype, f"{name}_norm_weight"))
+    del product
+    norm = r.empty((n,), dtype, f"{name}_norm")
+    del held
+    return norm
 
 
 def column_linear(
@@ -88,10 +127,13 @@ def parameters(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, colu
     """A and B on this rank, of a layer with ``n`` outputs and ``k`` inputs as a whole."""
     rank, t, dtype = r.adapters.rank, shape.t, shape.dtype
     down = (rank // t, k) if columns else (rank, k // t)
-    return (
+    both = (
         r.parameter(f"{name}.{DOWN}.weight", down, dtype),
         r.parameter(f"{name}.{UP}.weight", (n // t, rank), dtype),
     )
+    if r.adapters.dora:
+        _magnitude(r, name, n // t if columns else n, shape)
+    return both
 
 
 def of_experts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape) -> Tensor:

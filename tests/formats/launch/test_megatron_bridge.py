@@ -257,7 +257,10 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
             "model._target_ = Qwen25VLModelProvider: is not modelled yet; GPT's providers",
         ),
         ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
-        ({**RUN, "peft": {"_target_": "megatron.bridge.peft.dora.DoRA"}}, "DoRA: is not modelled yet: LoRA is"),
+        (
+            {**RUN, "peft": {"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}},
+            "CanonicalLoRA: is not modelled yet: LoRA and DoRA are",
+        ),
         ({**RUN, "peft": {"a2a_experimental": True}}, "peft.a2a_experimental = true: must be false: another is not"),
         ({**RUN, "peft": {"dimm": 8}}, "peft.dimm: is no field of LoRA"),
         ({**RUN, "peft": {"target_modules": ["*.layers.0.*.linear_qkv"]}}, "peft.target_modules"),
@@ -481,7 +484,7 @@ def test_a_switch_of_the_model_is_turned_off() -> None:
     [
         (("model.num_layers=4",), {}, "overrides of a recipe.*--model NAME"),
         (("~model.num_layers",), {"model": "llama-3-8b"}, "deletes"),
-        (("peft=dora",), {"model": "llama-3-8b"}, "peft = dora: is not modelled yet: LoRA is"),
+        (("peft=canonical",), {"model": "llama-3-8b"}, "peft = canonical: is not modelled yet: LoRA and DoRA are"),
         (("model.tensor_model_paralel_size=4",), {"model": "llama-3-8b"}, "did you mean tensor_model_parallel_size?"),
         (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "mixed_precision = bf16_best: must be one of"),
         (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "mixed_precision=NAME: .*bf16_with_fp8_current"),
@@ -607,9 +610,7 @@ srun --ntasks-per-node=8 bash -c "$CMD"
     ("recipe", "problem"),
     [
         ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
-        ("llama3_8b_dora_config peft.dim=8", "peft._target_ = dora: is not modelled yet"),
-        ("llama3_8b_peft_config peft._target_=megatron.bridge.peft.dora.DoRA", "DoRA: is not modelled yet"),
-        ("llama3_8b_peft_config --peft_scheme dora", "peft._target_ = dora: is not modelled yet"),
+        ("llama3_8b_peft_config peft._target_=megatron.bridge.peft.canonical_lora.CanonicalLoRA", "LoRA and DoRA are"),
         ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
         ("$UNKNOWN", "give it as --set UNKNOWN=value"),
     ],
@@ -625,6 +626,21 @@ def test_adapters_of_a_run(tmp_path: Path) -> None:
     lora = read(tmp_path, {**RUN, "peft": {**fields, "lora_dtype": None, "dropout_position": "pre"}}).plan.lora
     assert (lora.rank, lora.alpha, lora.targets) == (16, 32, ("linear_qkv",))
     assert read(tmp_path, {**RUN, "peft": None}).plan.lora.rank is None
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "llama3_8b_dora_config",
+        "llama3_8b_peft_config peft._target_=megatron.bridge.peft.dora.DoRA",
+        "llama3_8b_peft_config --peft_scheme dora",
+        "llama3_8b --mode dora",
+    ],
+)
+def test_norms_of_a_recipe_are_asked_for_by_its_name_or_an_option(tmp_path: Path, recipe: str) -> None:
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node=8 run_recipe.py --recipe {recipe} peft.dim=8")
+    lora = commanded(tmp_path).plan.lora
+    assert (lora.rank, lora.dora) == (8, True)
 
 
 def test_a_recipe_with_adapters_begins_as_its_own_template(tmp_path: Path) -> None:

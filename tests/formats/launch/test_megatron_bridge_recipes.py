@@ -83,8 +83,14 @@ def llama3_8b_peft_1gpu_h100_bf16_config(peft_scheme="lora") -> ConfigContainer:
     cfg = _pretrain_common()
     cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Meta-Llama-3-8B").get_model_config()
     if isinstance(peft_scheme, str) and peft_scheme.lower() in ["lora", "dora"]:
-        cfg.peft = LoRA(dim=8, target_modules=["linear_qkv"])
+        cfg.peft = default_scheme(peft_scheme, dim=8)
+        cfg.peft.target_modules = ["linear_qkv"]
     return cfg
+
+def default_scheme(scheme, **given):
+    if scheme == "dora":
+        return DoRA(**given)
+    return LoRA(**given)
 
 def llama3_8b_pretrain_4gpu_h100_bf16_config() -> ConfigContainer:
     cfg = _pretrain_common()
@@ -217,7 +223,9 @@ def test_benchmarks_are_followed_through_the_recipes_that_they_change(checkout: 
 
 def test_adapters_of_a_recipe(checkout: Path) -> None:
     plan = resolve(started(checkout, "llama3_8b_peft_1gpu_h100_bf16_config").plan)
-    assert (plan.lora.rank, plan.lora.targets) == (8, ("linear_qkv",))
+    assert (plan.lora.rank, plan.lora.targets, plan.lora.dora) == (8, ("linear_qkv",), False)
+    for option in ("--mode dora", "--peft_scheme dora"):
+        assert started(checkout, "llama3_8b_peft_1gpu_h100_bf16_config", option).plan.lora.dora
 
 
 def test_a_provider_begins_as_its_class_does(checkout: Path) -> None:
@@ -246,7 +254,7 @@ def test_packed_sets_are_packed_where_they_are_modelled(checkout: Path) -> None:
     [
         (
             "llama3_8b_pretrain_4gpu_h100_bf16_config",
-            r"llama3.py:5\d: model.tensor_model_parallel_size: is int\(os.environ\['TP'\]\), which only running code "
+            r"llama3.py:\d\d: model.tensor_model_parallel_size: is int\(os.environ\['TP'\]\), which only running code "
             "knows: say it behind the file, model.tensor_model_parallel_size=VALUE",
         ),
         ("qwen3_vl_8b_sft_1gpu_h100_bf16_config", r"has more than a language model \(vl\), which is not modelled"),

@@ -64,6 +64,8 @@ class Case:
     frozen: bool = False
     rank: int = 0
     """Of Megatron-Bridge's adapter around the frozen module; 0: none."""
+    dora: bool = False
+    """Whether the adapter is DoRA's."""
     overlaps: bool = False
 
     def __str__(self) -> str:
@@ -190,6 +192,11 @@ FROZEN_CASES = [
         Case(module, frozen=True, rank=rank, norm=norm, bias=False, dropout=dropout, **more)
         for module, norm in (("column", "layernorm"), ("row", "layernorm"), ("norm_column", "rmsnorm"))
         for rank, dropout in ((0, 0.0), (16, 0.0), (16, 0.1))
+        for more in ({}, {"t": 4}, PARALLEL)
+    ),
+    *(
+        Case(module, frozen=True, rank=16, dora=True, norm=norm, bias=False, dropout=0.0, **more)
+        for module, norm in (("column", "layernorm"), ("row", "layernorm"), ("norm_column", "rmsnorm"))
         for more in ({}, {"t": 4}, PARALLEL)
     ),
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
@@ -401,7 +408,8 @@ def tuning(case: Case) -> Tuning | None:
     if not case.frozen:
         return None
     names = frozenset({"linear", "mlp.experts.linear_fc1"})
-    return Tuning(adapters=Adapters(case.rank, names, case.dropout, "bf16") if case.rank else None)
+    adapters = Adapters(case.rank, names, case.dropout, "bf16", dora=case.dora) if case.rank else None
+    return Tuning(adapters=adapters)
 
 
 def _adapted_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
