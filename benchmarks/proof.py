@@ -129,6 +129,7 @@ def others() -> Iterator[Other]:
     from tests.layers import test_tuning_against_peft as tuned
     from tests.optimizers import test_steps as steps
     from tests.oracle import ddp
+    from tests.oracle import titan_low as low
 
     def sized(cases: Iterable[Any]) -> int:
         return len({case.sizes for case in cases})
@@ -142,6 +143,10 @@ def others() -> Iterator[Other]:
     name = "torchtitan's gpt-oss under fully_shard, also with shared experts and loss in chunks"
     for mode, title in RECOMPUTE.items():
         yield Other(name, title, "frameworks.test_fsdp_gpt_oss::test_every_event", sized(of(mode, gpt_oss.CASES)))
+    for recipe in dict.fromkeys(case.recipe for case in low.CASES.values()):
+        shapes = sized(case for case in low.CASES.values() if case.recipe == recipe)
+        name = "torchao's layers of few bits in torchtitan, also of experts"
+        yield Other(name, recipe, "frameworks.test_titan_low::test_every_event", shapes)
     name = "torchtitan's tensor and sequence parallelism (DTensor)"
     for mode, title in RECOMPUTE.items():
         cases = of(mode, tp.CASES)
