@@ -199,8 +199,7 @@ def lighter(estimate: Estimate, *, of: Category, by: int) -> Estimate:
 
 
 def judged_by_size(estimate: Estimate) -> Estimate:
-    """``estimate`` with the verdict that every stage fits whose fullest moment does: what an iteration holds, or another
-    moment, and what lies outside PyTorch."""
+    """``estimate`` with the verdict that every stage fits whose fullest moment does, with what lies outside PyTorch."""
 
     def judged(stage: StageEstimate) -> Judged:
         if estimate.capacity is None:
