@@ -87,8 +87,8 @@ def check(plan: ResolvedPlan) -> None:
         (
             field,
             not newest(plan),
-            "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16, with no more "
-            "shards than experts unless ranks share these (--ep)",
+            "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16, with "
+            "--ends-apart, and with no more shards than experts unless ranks share these (--ep)",
         ),
     )
     head = not names_of(plan).stays(HEAD)
