@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    SerializationInfo,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     model_serializer,
@@ -92,6 +93,19 @@ class FrameworkSection(Section):
         return ((name, value) for name, value in self.changed() if name not in self.everywhere)
 
 
+def _written(section: Section, asked: SerializationInfo) -> dict[str, Any]:
+    """The fields of ``section`` that JSON has, and of these what ``model_dump`` was ``asked`` for."""
+    return {
+        name: value
+        for name, value in section.said()
+        if (asked.include is None or name in asked.include)
+        and (asked.exclude is None or name not in asked.exclude)
+        and not (asked.exclude_none and value is None)
+        and not (asked.exclude_unset and name not in section.model_fields_set)
+        and not (asked.exclude_defaults and value == type(section).model_fields[name].get_default())
+    }
+
+
 if TYPE_CHECKING:
     Value = TypeVar("Value", bound=Section)
     Later = Annotated[Value, ...]
@@ -112,8 +126,7 @@ else:
                 return source.model_validate(value)
 
             return core_schema.with_info_plain_validator_function(
-                read,
-                serialization=core_schema.plain_serializer_function_ser_schema(lambda section: dict(section.said())),
+                read, serialization=core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
             )
 
         def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

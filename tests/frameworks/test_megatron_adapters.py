@@ -91,6 +91,24 @@ def test_norms_by_hand() -> None:
     assert saved[1] - saved[0] == 2 * 1024 * outputs + 2 * norms
 
 
+def test_norms_without_a_graph_end_their_operands() -> None:
+    """The scaled B of each of four layers, (n, 32) in bf16, lives until the norm is there if a graph holds it, and not
+    beside the sum of weights in evaluation."""
+    (program,) = made(use_dora="true")
+    layer = _modules(program)["layer.0"]
+    for tape, kept in ((layer.steady.forward, True), (layer.evaluation, False)):  # type: ignore[attr-defined]
+        live: dict[int, str] = {}
+        beside = []
+        for event in tape:
+            if isinstance(event, Hold):
+                live[event.tensor] = event.name
+                if event.name.endswith("_norm_weight"):
+                    beside.append(any(name.endswith("_norm_scaled") for name in live.values()))
+            elif isinstance(event, Drop):
+                live.pop(event.tensor, None)
+        assert beside == [kept] * 4
+
+
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_states_by_hand(zero: str) -> None:
     """Frozen parameters are tensors of their own in 2 bytes; buffers, main parameters and moments are of adapters."""

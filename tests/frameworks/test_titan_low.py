@@ -253,3 +253,22 @@ def test_kernels_by_hand(low: Blocks | Float8, element: float, experts: bool, ca
         streams = sum(one.bytes for one in found if isinstance(one, Stream))
         scales = 4 / 32 * ((t + n) * k + (t + k) * n + (n + k) * t)  # copied twice before a product
         assert streams == casts / 3 * (t * k + n * k + t * n) + scales
+
+
+@pytest.mark.parametrize(
+    ("newest", "word", "stays"),
+    [
+        (False, "output", True),
+        (False, "out", True),
+        (False, "head", False),
+        (True, "output", True),
+        (True, "lm_head", True),
+        (True, "head", True),
+        (True, "out", False),
+    ],
+)
+def test_the_head_is_named_as_the_code_names_it(newest: bool, word: str, stays: bool) -> None:
+    """``output`` in older code and ``lm_head`` in the newest, where a plan may say ``output`` all the same."""
+    flags = {"model": "llama-3-8b", "layers": "2", "framework": "fsdp", "fsdp-code": "torchtitan", "fp8": "rowwise"}
+    plan = resolve(read_plan(None, {**flags, "fsdp-newest": str(newest).lower(), "filter-fqns": word}).plan)
+    assert (recipes(plan).low_head is None) is stays

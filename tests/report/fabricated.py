@@ -199,12 +199,14 @@ def lighter(estimate: Estimate, *, of: Category, by: int) -> Estimate:
 
 
 def judged_by_size(estimate: Estimate) -> Estimate:
-    """``estimate`` with the verdict that every stage fits whose headline does."""
+    """``estimate`` with the verdict that every stage fits whose fullest moment does, with what lies outside PyTorch."""
 
     def judged(stage: StageEstimate) -> Judged:
         if estimate.capacity is None:
             return Judged()
-        fits = stage.headline <= estimate.capacity - estimate.headroom
+        replayed = next((one for one in (stage.reserved, stage.allocated) if one is not None), stage.requested)
+        held = max(replayed, *(size or 0 for moment, size in stage.moments.items() if moment != "steady"))
+        fits = held + stage.headline - replayed <= estimate.capacity - estimate.headroom
         return Judged(Verdict.FITS if fits else Verdict.DOES_NOT_FIT)
 
     return replace(estimate, stages=tuple(replace(stage, judged=judged(stage)) for stage in estimate.stages))

@@ -97,3 +97,18 @@ def test_free_is_what_the_moment_that_needs_most_leaves() -> None:
     assert f"{left / GIB:.2f} GiB free in evaluation" in stage_rows(found, chosen=False)
     without = estimated(read_plan("llama-3-8b-8gpu", {**flags, "loss": "plain"}).plan)
     assert free_words(without) == ""
+
+
+def test_an_initialisation_that_needs_more_than_an_iteration_decides() -> None:
+    """The GPU holds an iteration of every stage, and not the 14 bytes of a parameter of stage 0's initialisation."""
+    estimate = bigscience()
+    first = estimate.stages[0]
+    assert first.reserved is not None
+    moments = {**first.moments, "initialisation": first.reserved + GIB}
+    limit = max(stage.headline for stage in estimate.stages)
+    stages = (replace(first, moments=moments), *estimate.stages[1:])
+    for more, fits in ((0, first.headline + GIB <= limit), (GIB, True)):
+        found = judged_by_size(replace(estimate, stages=stages, capacity=limit + more))
+        assert found.fits is fits
+        free = free_on(found, found.stages[0])
+        assert free == limit + more - first.headline - GIB

@@ -51,6 +51,9 @@ _EVALUATED = 40
 class Raised(PlanError):  # noqa: N818 (what the code raises need not be an error)
     """An exception that the followed code raises."""
 
+    kind: str = ""
+    """Its class; empty where that is not known."""
+
 
 class Following:
     """Follows functions of files; ``budget`` bounds the work."""
@@ -179,7 +182,10 @@ class Following:
             return self._tried(statement, module, names)
         elif isinstance(statement, ast.Raise):
             problem = f"raises {_shown(statement.exc)}" if statement.exc is not None else "raises an exception"
-            raise Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
+            raised = Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
+            made = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
+            raised.kind = _last_name(made)
+            raise raised
         elif not isinstance(statement, (ast.Pass, ast.Assert, ast.ClassDef, ast.Global)):
             raise self._refused(
                 f"has a statement that is not followed ({type(statement).__name__.lower()})", statement, module
@@ -187,14 +193,22 @@ class Following:
         return None
 
     def _tried(self, statement: ast.Try, module: Module, names: Names) -> Value | None:
-        """The body, or what catches an exception that it raises itself."""
+        """The body, and what catches an exception that it raises itself, or follows where it raises none."""
+        returned, raised = None, None
         self.tries += 1
         try:
             returned = self._body(statement.body, module, names)
-        except Raised:
-            returned = self._body(statement.handlers[0].body if statement.handlers else (), module, names)
+        except Raised as error:
+            raised = error
         finally:
             self.tries -= 1
+        if raised is not None:
+            handler = next((one for one in statement.handlers if _catches(one, raised.kind)), None)
+            if handler is None:
+                raise raised
+            returned = self._body(handler.body, module, names)
+        elif returned is None:
+            returned = self._body(statement.orelse, module, names)
         return returned if returned is not None else self._body(statement.finalbody, module, names)
 
     def _decided(self, test: ast.expr, module: Module, names: Names) -> bool:
@@ -395,7 +409,8 @@ class Following:
             return arguments[1]
         if last in self.dialect.known:
             owner = self.value(given.func.value, module, names) if isinstance(given.func, ast.Attribute) else None
-            return self.dialect.known[last](owner, arguments, where) or Unknown(_shown(given), where)
+            every = [*arguments, *keywords.values()]
+            return self.dialect.known[last](owner, every, where) or Unknown(_shown(given), where)
         if last in ("isinstance", "hasattr", "getattr", "lower") and not keywords:
             return self._asked(given, last, arguments, module, names) or Unknown(_shown(given), where)
         function = self.value(given.func, module, names)
@@ -434,8 +449,10 @@ class Following:
             owner = self.value(given.func.value, module, names) if isinstance(given.func, ast.Attribute) else None
             known = isinstance(owner, Node) and isinstance(owner.value, str)
             return Node(str(owner.value).lower(), where) if isinstance(owner, Node) and known else None
-        if last == "isinstance" and len(arguments) == 2:
-            return is_instance(arguments[0], _shown(given.args[1]), where)
+        if len(arguments) < 2:
+            return None
+        if last == "isinstance":
+            return is_instance(arguments[0], _classes(given.args[1]), where)
         owner, name = arguments[0], arguments[1]
         if not isinstance(owner, Made) or not isinstance(name, Node):
             return None
@@ -489,6 +506,27 @@ class Following:
     def _refused(self, problem: str, at: ast.AST, module: Module) -> PlanError:
         origin = Origin(module.source, getattr(at, "lineno", None))
         return wrong_at(origin, f"{problem}; {self.dialect.instead}")
+
+
+def _last_name(given: ast.expr | None) -> str:
+    """``Config`` of ``Trainer.Config``; empty where ``given`` is no name."""
+    if isinstance(given, ast.Attribute):
+        return given.attr
+    return given.id if isinstance(given, ast.Name) else ""
+
+
+def _classes(given: ast.expr) -> tuple[str, ...]:
+    """Names of the classes in ``str``, ``(str, int)`` and ``str | int``."""
+    if isinstance(given, ast.Tuple):
+        return tuple(name for one in given.elts for name in _classes(one))
+    if isinstance(given, ast.BinOp):
+        return (*_classes(given.left), *_classes(given.right))
+    return (_last_name(given),)
+
+
+def _catches(handler: ast.ExceptHandler, kind: str) -> bool:
+    """Whether ``handler`` is for exceptions of the class ``kind``, by its name."""
+    return handler.type is None or bool({kind, "Exception", "BaseException"} & {*_classes(handler.type)} - {""})
 
 
 def _needs(definition: ast.FunctionDef) -> bool:

@@ -218,18 +218,25 @@ def _counted(name: str, plain: Sequence[int], where: Origin) -> Node | None:
 
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
-    {"str": str, "bool": bool, "int": int, "float": float, "dict": dict, "list": list, "tuple": list}
+    {"str": str, "bool": bool, "int": int, "float": float, "dict": dict, "Mapping": dict, "Sequence": (str, list)}
 )
+_LISTS = frozenset({"list", "tuple"})
+"""Values of both are kept as lists."""
 
 
-def is_instance(value: Value, kinds: str, where: Origin) -> Node | None:
-    """``isinstance`` of ``value`` and the class that is written ``kinds``."""
+def is_instance(value: Value, kinds: Sequence[str], where: Origin) -> Node | None:
+    """``isinstance`` of ``value`` and classes of the names ``kinds``; nothing where that is not known, as of what may
+    be of a class that one of them is the base of."""
     if isinstance(value, Made):
-        return Node(value.name.rpartition(".")[2] == kinds.rpartition(".")[2], where) if value.name else None
+        own = value.name.rpartition(".")[2]
+        known = own in kinds or _TYPES.keys() | _LISTS >= {*kinds}
+        return Node(own in kinds, where) if own and known else None
     if not isinstance(value, Node) or isinstance(value.value, Kept):
         return None
-    kind = _TYPES.get(kinds)
-    return Node(kind is not None and isinstance(value.value, kind), where)
+    if isinstance(value.value, list) and len(_LISTS & {*kinds}) == 1 and "Sequence" not in kinds:
+        return None
+    types = [_TYPES[one] for one in kinds if one in _TYPES] + [list for one in kinds if one in _LISTS]
+    return Node(any(isinstance(value.value, one) for one in types), where)
 
 
 def built_in(name: str, arguments: Sequence[Value], where: Origin) -> Node | None:

@@ -139,7 +139,7 @@ def _of_bridge(owner: Value | None, given: Sequence[Value], where: Origin) -> Va
 
 def _dispatches(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
     """``apply_flex_dispatcher_backend`` on a GPU that has the backend (``training/flex_dispatcher_backend.py``)."""
-    model, backend = given[0], given[1] if len(given) > 1 else None
+    model, backend, *_ = (*given, None, None)
     if isinstance(model, Made) and isinstance(backend, Node) and backend.value in ("deepep", "hybridep"):
         values = {"moe_token_dispatcher_type": "flex", "moe_shared_expert_overlap": False}
         model.fields |= {**{name: Node.of(one, where) for name, one in values.items()}}
@@ -149,9 +149,10 @@ def _dispatches(owner: Value | None, given: Sequence[Value], where: Origin) -> V
 
 def _captures(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
     """``set_cuda_graph_modules`` and ``clear_cuda_graph_modules`` (``utils/cuda_graph.py``)."""
-    if isinstance(given[0], Made):
-        given[0].fields["cuda_graph_modules"] = given[1] if len(given) > 1 else Node([], where)
-        given[0].fields["cuda_graph_scope"] = Node(None, where)
+    model, modules, *_ = (*given, None, None)
+    if isinstance(model, Made):
+        model.fields["cuda_graph_modules"] = modules or Node([], where)
+        model.fields["cuda_graph_scope"] = Node(None, where)
     return Node(None, where)
 
 

@@ -44,7 +44,7 @@ def scales(units: Sequence[Unit], *, precomputed: bool) -> tuple[Hold, ...]:
     return (one,) * (2 if precomputed else count)
 
 
-def check(plan: ResolvedPlan) -> None:
+def check(plan: ResolvedPlan, *, keep_head: bool) -> None:
     """Refuses what has no recipe, or contradicts itself."""
     given, recipe = plan.fsdp, plan.precision.fp8
     if recipe is None:
@@ -53,7 +53,7 @@ def check(plan: ResolvedPlan) -> None:
                 raise plan.wrong(f"fsdp.{field}", "must be left out without precision.fp8")
         return
     check_code(plan, "precision.fp8")
-    _check_recipe(plan, recipe)
+    _check_recipe(plan, recipe, keep_head=keep_head)
     if given.float8_scales and not given.float8_all_gather:
         raise plan.wrong("fsdp.float8_scales", "must be false without fsdp.float8_all_gather, whose scales they are")
     if not given.float8_all_gather:
@@ -76,7 +76,7 @@ def check_code(plan: ResolvedPlan, field: str) -> None:
             raise plan.wrong(f"precision.{name}", "must be left out with framework fsdp, whose torchao has none")
 
 
-def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
+def _check_recipe(plan: ResolvedPlan, recipe: str, *, keep_head: bool) -> None:
     titan, precision, layout = titan_of_plan(plan), plan.precision, plan.layout
     if not titan.linears:
         raise plan.wrong(
@@ -90,7 +90,7 @@ def _check_recipe(plan: ResolvedPlan, recipe: str) -> None:
             "hardware.gpu", f"must have products in 8 bits for precision.fp8 {recipe}: it needs compute capability 8.9"
         )
     tokens = plan.batch.mbs * plan.batch.seq
-    if not any(one in head for one in plan.fsdp.words for head in (HEAD, NEWEST_HEAD)):
+    if not keep_head:
         chunked = plan.loss.kind == "chunked"
         tokens //= plan.loss.chunks if chunked else 1
         gathered = chunked and plan.fsdp.float8_all_gather

@@ -244,8 +244,9 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if plan.fsdp.newest and not newest(plan):
         yield Notice(
             "newest-not-known",
-            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
-            "are known, in bf16 or float8 by rows, without tensor parallelism and torch.compile, with --ends-apart",
+            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama, Qwen 3 and "
+            "DeepSeek V3 are known, in bf16, float8 by rows, MXFP8 or NVFP4, without tensor parallelism and "
+            "torch.compile, with --ends-apart, and with no more shards than experts unless ranks share these (--ep)",
         )
     if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)

@@ -31,6 +31,8 @@ class Names:
     chosen: bool = False
     """Those with one of ``parts`` are converted, or all if there are none (``fqns``); else they stay
     (``filter_fqns``)."""
+    newest: bool = False
+    """They are those of the newest code."""
 
     def stays(self, name: str) -> bool:
         """Whether the layer ``name`` stays in 16 bits."""
@@ -39,8 +41,10 @@ class Names:
 
     @property
     def keep_head(self) -> bool:
-        """The head stays, by its name in the newest code or, where names are of layers that stay, in older code."""
-        return self.stays(HEAD) or (not self.chosen and self.stays(float8.HEAD))
+        """The head stays, by its name in the code; a plan may call it as older code does (``filter_fqns``)."""
+        if self.chosen or not self.newest:
+            return self.stays(HEAD if self.chosen else float8.HEAD)
+        return self.stays(HEAD) or float8.HEAD in self.parts
 
     def staying(self, layer: int, linears: Iterable[tuple[str, str]]) -> frozenset[str]:
         """Those of ``linears`` of layer ``layer``, by their names here, that stay."""
@@ -56,7 +60,7 @@ def low_of(plan: ResolvedPlan) -> LowLinear | None:
 def names_of(plan: ResolvedPlan) -> Names:
     if plan.precision.low in BLOCKS:
         return Names(plan.fsdp.fqns or (), chosen=True)
-    return Names(plan.fsdp.words)
+    return Names(plan.fsdp.words, newest=newest(plan))
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -69,7 +73,7 @@ def check(plan: ResolvedPlan) -> None:
                 "must be left out without precision.fp8 mxfp8 or precision.fp4 nvfp4; with other float8 "
                 "fsdp.filter_fqns names layers that stay",
             )
-        float8.check(plan)
+        float8.check(plan, keep_head=names_of(plan).keep_head)
         _check_experts(plan)
         return
     field = "precision.fp4" if plan.precision.fp4 else "precision.fp8"
@@ -87,8 +91,8 @@ def check(plan: ResolvedPlan) -> None:
         (
             field,
             not newest(plan),
-            "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16, with no more "
-            "shards than experts unless ranks share these (--ep)",
+            "needs torchtitan's newest layers (--fsdp-newest), of Llama, Qwen 3 or DeepSeek V3, in bf16, with "
+            "--ends-apart, and with no more shards than experts unless ranks share these (--ep)",
         ),
     )
     head = not names_of(plan).stays(HEAD)

@@ -55,7 +55,8 @@ def _magnitude(r: Recorder, name: str, n: int, shape: CoreShape) -> Tensor:
 
 def _norm(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: bool) -> Tensor:
     """``_get_weight_norm``: (n,) of a rank's part (n, k) of the weight and its adapters' product, whose graph holds its
-    operands until the function returns. With ``columns`` ranks gather A, else B."""
+    operands until the function returns; where there is none, as before full recompute, B times its factor ends with the
+    product. With ``columns`` ranks gather A, else B."""
     rank, t, dtype = r.adapters.rank, shape.t, shape.dtype
     held: list[Tensor] = []
     if t > 1:
@@ -66,8 +67,11 @@ def _norm(r: Recorder, name: str, n: int, k: int, shape: CoreShape, *, columns: 
         copy.clear()
         held.append(r.empty((width, length), dtype, f"{name}_norm_gathered"))
         del whole
-    held.append(r.empty((n, rank), dtype, f"{name}_norm_scaled"))
+    scaled = [r.empty((n, rank), dtype, f"{name}_norm_scaled")]
     product = r.empty((n, k), dtype, f"{name}_norm_product")
+    if r.grad_enabled:
+        held += scaled
+    scaled.clear()
     held.append(r.empty((n, k), dtype, f"{name}_norm_weight"))
     del product
     norm = r.empty((n,), dtype, f"{name}_norm")

@@ -81,7 +81,7 @@ def matmul(
         return 0.0
     multiple = ALIGNMENT / element
     aligned = not (m % multiple or n % multiple or k % multiple)
-    wide = element > 2 and not tf32
+    wide = element > 2 and not (aligned and tf32)
     sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and tf32:
         sustained = rates.tf32
