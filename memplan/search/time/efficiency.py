@@ -84,7 +84,8 @@ class Efficiency:
     ordinary: float | None = None
     """Of the ordinary cores' peak, by products; ``None``: as ``matrix``."""
     odd: float | None = None
-    """Of the tensor cores' peak, by products whose rows are no whole 16 bytes; ``None``: ordinary cores do."""
+    """Of an H200's tensor cores' peak, by products whose rows are no whole 16 bytes, on its multiprocessors: others do
+    it in proportion; ``None``: ordinary cores do."""
     power: Power | None = None
     """``None``: rates are sustained ones."""
     sources: tuple[str, ...] = ()
@@ -161,7 +162,9 @@ _ORDINARY = 50.06 / 66.9
 """The same GPU, fp32: a product of 4,096 x 4,096 x 4,096."""
 _ODD = 121 / 989.5
 """The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
-gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122."""
+gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122. It is a kernel of Turing, which every GPU
+since then can run: cuBLAS 11 and later take tensor cores for rows of any length (NVIDIA's guide, section 2.2)."""
+TURING = 7, 5
 
 POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
 """The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
@@ -323,7 +326,7 @@ def default(
         _EXCHANGE.get(major),
         _LOW.get(SAME_CHIP.get(gpu, gpu)),
         _ORDINARY if major == 9 else None,
-        _ODD if major == 9 else None,
+        _ODD if capability is not None and capability >= TURING else None,
         POWER if limited else None,
         sources,
     )

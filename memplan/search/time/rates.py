@@ -233,6 +233,7 @@ def _rates(
     parts = efficiency or default(gpu, capability, **software._asdict())
     fp32 = _published(gpu, speed.fp32, "fp32 rate")
     h200 = _published("h200", SPEEDS["h200"].fp32, "fp32 rate")
+    tensor = _published("h200", SPEEDS["h200"].matrix, "tensor rate")
     if dtype == "fp32":
         peak = fp32
     else:
@@ -247,15 +248,17 @@ def _rates(
         network = speed.network.value
     memory = _published(gpu, speed.memory, "memory bandwidth")
     ordinary = fp32 * (parts.matrix if parts.ordinary is None else parts.ordinary)
+    issue = h200 / fp32 * (64 if (major, minor) in HALF_AS_WIDE else 128) / 128
+    matrix = peak * (parts.matrix if low is None or parts.low is None else parts.low.sixteen or parts.matrix)
     faster = LOW_PRECISION.get(gpu, {})
     if low is not None and low[0] not in faster:
         kind = "fp8" if low[0] == EIGHT else "fp4"
         raise PlanError("hardware.gpu", gpu, f"has no published rate of {kind}, and so no time")
     return Rates(
         peak=peak if low is None else faster[low[0]].value,
-        matrix=peak * (parts.matrix if low is None or parts.low is None else parts.low.sixteen or parts.matrix),
+        matrix=matrix,
         ordinary=ordinary,
-        odd=ordinary if parts.odd is None else peak * parts.odd,
+        odd=ordinary if parts.odd is None else min(matrix, tensor * parts.odd / issue),
         tf32=ordinary if speed.tf32 is None else speed.tf32.value * parts.matrix,
         low=()
         if low is None
@@ -266,7 +269,7 @@ def _rates(
         attention_forward=(MEMORY_EFFICIENT.forward if dtype == "fp32" else parts.attention_forward).of(peak),
         attention_backward=(MEMORY_EFFICIENT.backward if dtype == "fp32" else parts.attention_backward).of(peak),
         memory=memory * parts.memory,
-        issue=h200 / fp32 * (64 if (major, minor) in HALF_AS_WIDE else 128) / 128,
+        issue=issue,
         processors=processors,
         overlapped_epilogue=capability is None or capability >= (10, 0),
         persistent=major >= 9,
