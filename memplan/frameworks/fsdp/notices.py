@@ -247,6 +247,8 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama and Qwen 3 "
             "are known, in bf16 or float8 by rows, without tensor parallelism and torch.compile, with --ends-apart",
         )
+    if told := titan_low.parts_without_layer(plan):
+        yield Notice("fqns-without-layer", told)
     if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)
     orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
