@@ -27,6 +27,9 @@ from memplan.tape.events import Category, Hold, Stretch
 from memplan.tape.program import fold_program
 
 
+SHARED = "deepseek-v2-lite"
+
+
 def plan(model: str = "mixtral-8x7b", **changes: Any) -> ResolvedPlan:
     given = {"model": model, "framework": "megatron", "layers": 2, "seq": 512, "vocab_multiple": 1, **changes}
     flags = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
@@ -240,6 +243,41 @@ def test_the_peak_grows_with_imbalance_and_not_where_inputs_are_padded() -> None
     assert balanced < more < worst
     padded = {"moe_capacity_factor": 1, "moe_pad_to_capacity": True}
     assert peak(**padded) == peak(**padded, experts_imbalance="worst")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"recompute": "selective", "recompute_modules": "shared_experts,moe"},
+            "recomputing shared_experts saves nothing",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": "mlp"},
+            "recomputing mlp saves nothing: no layer of mixtral-8x7b",
+        ),
+        ({"recompute": "selective", "recompute_modules": "moe"}, ""),
+        (
+            {"recompute": "selective", "recompute_modules": "mlp,shared_experts", "dense_layers": "0", "model": SHARED},
+            "",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": "moe", "model": "llama-3-8b", "ep": 1},
+            "recomputing moe saves",
+        ),
+        (
+            {"moe_shared_expert_overlap": True},
+            "experts.shared_expert_overlap changes nothing: mixtral-8x7b has no shared",
+        ),
+        ({"moe_shared_expert_overlap": True, "model": SHARED}, ""),
+        ({"dense_layers": "0,1"}, "none of the 2 layers of mixtral-8x7b has experts"),
+    ],
+)
+def test_what_changes_nothing_is_told(changes: dict[str, Any], says: str) -> None:
+    resolved = plan(**{"dp": 8, "ep": 8, "layers": 2, **changes})
+    codes = {"recompute-without-gain", "overlap-without-gain", "no-layer-with-experts"}
+    told = [one.message for one in estimate(resolved).warnings if one.code in codes]
+    assert [one[: len(says)] for one in told] == ([says] if says else [])
 
 
 @pytest.mark.parametrize("modules", ["moe", "moe_act", "layernorm", "moe_act,layernorm"])
