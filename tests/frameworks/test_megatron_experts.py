@@ -26,7 +26,6 @@ from memplan.search.ways_out import ways_out
 from memplan.tape.events import Category, Hold, Stretch
 from memplan.tape.program import fold_program
 
-
 SHARED = "deepseek-v2-lite"
 
 
@@ -298,13 +297,15 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
     [
         ({"ep": 3}, "layout.ep = 3: must divide the 8 experts of mixtral-8x7b"),
         ({"dp": 2, "ep": 4}, "layout.ep = 4: times etp 1 must divide tp x cp x dp = 2"),
+        ({"router_groups": 3}, "model.router_groups = 3: must divide the 8 experts"),
+        ({"router_groups": 4}, "model.router_groups = 4: needs model.router_group_top_k, the groups that a token's"),
         ({"expert_top_k": 9}, "model.expert_top_k = 9: must be at most the 8 experts"),
         ({"dp": 8, "ep": 2, "moe_pad_to_capacity": True}, "experts.pad_to_capacity = true: needs"),
         ({"moe_dispatcher": "flex"}, "the flex dispatcher with one expert-parallel rank"),
         ({"experts_imbalance": "much"}, "experts.imbalance = much: must say tokens of the most loaded rank: balanced"),
         ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
         ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
-        ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
+        ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"),
         ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
         ({"recompute": "selective", "recompute_modules": "mla_up_proj"}, "mla_up_proj without latent attention"),
