@@ -36,10 +36,10 @@ def check_model(model: ModelSpec) -> None:
         raise model.wrong("expert_latent", "must be left out: the model has no experts")
     if model.expert_top_k > model.experts:
         raise model.wrong("expert_top_k", f"must be at most the {model.experts} experts")
-    if model.router_groups and (model.experts % model.router_groups or not model.router_group_top_k):
-        raise model.wrong(
-            "router_groups", f"must divide the {model.experts} experts, and needs model.router_group_top_k"
-        )
+    if model.router_groups and model.experts % model.router_groups:
+        raise model.wrong("router_groups", f"must divide the {model.experts} experts")
+    if model.router_groups and not model.router_group_top_k:
+        raise model.wrong("router_groups", "needs model.router_group_top_k, the groups that a token's experts are of")
     if 0 < model.router_groups < model.router_group_top_k:
         raise model.wrong("router_group_top_k", f"must be at most the {model.router_groups} groups (router_groups)")
     _check_pattern(model)

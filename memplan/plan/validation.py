@@ -150,6 +150,8 @@ def _wrong_type(kind: str, value: object, field: PlanField | None, message: str)
         return f"must be a {'whole ' if kind.startswith('int_') else ''}number{_hint(value)}"
     if kind == "string_pattern_mismatch" and RELEASE in message:
         return "must be a release such as 2.6"
+    if kind == "string_pattern_mismatch" and field is not None and field.kind is Kind.TEXT:
+        return f"must say {field.description}"
     if kind.startswith("bool_"):
         return "must be true or false"
     if kind == "float_type":

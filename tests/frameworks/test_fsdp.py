@@ -67,6 +67,32 @@ def test_uneven_shards_are_padded() -> None:
     assert size(unit.flat(4) * 4, "bf16") == 512
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            {"gpus": "16"},
+            "8 experts: 16 shards get 1 each, 8 of them none, and gathers are padded to 16 experts; --fsdp-",
+        ),
+        (
+            {"gpus": "12"},
+            "8 experts: 12 shards get 1 each, 4 of them none, and gathers are padded to 12 experts; --fsdp-",
+        ),
+        ({"gpus": "32", "fsdp-replicas": "2"}, "replicas 4 cuts them into 8, without padding"),
+        ({"gpus": "8"}, ""),
+        ({"gpus": "16", "fsdp-replicas": "2"}, ""),
+        ({"gpus": "16", "fsdp-version": "1"}, ""),
+        ({"gpus": "16", "model": "llama-3.2-1b"}, ""),
+    ],
+)
+def test_experts_that_are_padded_are_told(flags: dict[str, str], says: str) -> None:
+    """Twice the shards hold as much of two experts of eight as before, and gather twice as much."""
+    plan = resolve(read_plan(None, {"model": "mixtral-8x7b", "layers": "2", "framework": "fsdp", **flags}).plan)
+    told = [one.message for one in estimate(plan).warnings if one.code == "experts-padded"]
+    assert len(told) == bool(says)
+    assert says in "".join(told)
+
+
 def test_width_after_forward() -> None:
     """Of 8 shards: whole, cut in 8, cut in 2."""
     eight = Sharding(8)

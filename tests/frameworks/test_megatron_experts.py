@@ -26,6 +26,8 @@ from memplan.search.ways_out import ways_out
 from memplan.tape.events import Category, Hold, Stretch
 from memplan.tape.program import fold_program
 
+SHARED = "deepseek-v2-lite"
+
 
 def plan(model: str = "mixtral-8x7b", **changes: Any) -> ResolvedPlan:
     given = {"model": model, "framework": "megatron", "layers": 2, "seq": 512, "vocab_multiple": 1, **changes}
@@ -242,6 +244,41 @@ def test_the_peak_grows_with_imbalance_and_not_where_inputs_are_padded() -> None
     assert peak(**padded) == peak(**padded, experts_imbalance="worst")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"recompute": "selective", "recompute_modules": "shared_experts,moe"},
+            "recomputing shared_experts saves nothing",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": "mlp"},
+            "recomputing mlp saves nothing: no layer of mixtral-8x7b",
+        ),
+        ({"recompute": "selective", "recompute_modules": "moe"}, ""),
+        (
+            {"recompute": "selective", "recompute_modules": "mlp,shared_experts", "dense_layers": "0", "model": SHARED},
+            "",
+        ),
+        (
+            {"recompute": "selective", "recompute_modules": "moe", "model": "llama-3-8b", "ep": 1},
+            "recomputing moe saves",
+        ),
+        (
+            {"moe_shared_expert_overlap": True},
+            "experts.shared_expert_overlap changes nothing: mixtral-8x7b has no shared",
+        ),
+        ({"moe_shared_expert_overlap": True, "model": SHARED}, ""),
+        ({"dense_layers": "0,1"}, "none of the 2 layers of mixtral-8x7b has experts"),
+    ],
+)
+def test_what_changes_nothing_is_told(changes: dict[str, Any], says: str) -> None:
+    resolved = plan(**{"dp": 8, "ep": 8, "layers": 2, **changes})
+    codes = {"recompute-without-gain", "overlap-without-gain", "no-layer-with-experts"}
+    told = [one.message for one in estimate(resolved).warnings if one.code in codes]
+    assert [one[: len(says)] for one in told] == ([says] if says else [])
+
+
 @pytest.mark.parametrize("modules", ["moe", "moe_act", "layernorm", "moe_act,layernorm"])
 def test_recomputed_modules_keep_less(modules: str) -> None:
     def kept(**flags: Any) -> int:
@@ -260,12 +297,15 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
     [
         ({"ep": 3}, "layout.ep = 3: must divide the 8 experts of mixtral-8x7b"),
         ({"dp": 2, "ep": 4}, "layout.ep = 4: times etp 1 must divide tp x cp x dp = 2"),
+        ({"router_groups": 3}, "model.router_groups = 3: must divide the 8 experts"),
+        ({"router_groups": 4}, "model.router_groups = 4: needs model.router_group_top_k, the groups that a token's"),
         ({"expert_top_k": 9}, "model.expert_top_k = 9: must be at most the 8 experts"),
         ({"dp": 8, "ep": 2, "moe_pad_to_capacity": True}, "experts.pad_to_capacity = true: needs"),
         ({"moe_dispatcher": "flex"}, "the flex dispatcher with one expert-parallel rank"),
+        ({"experts_imbalance": "much"}, "experts.imbalance = much: must say tokens of the most loaded rank: balanced"),
         ({"experts_imbalance": "0.5"}, "must be balanced, worst, or a factor of at least 1"),
         ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
-        ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion"),
+        ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"),
         ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
         ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
         ({"recompute": "selective", "recompute_modules": "mla_up_proj"}, "mla_up_proj without latent attention"),

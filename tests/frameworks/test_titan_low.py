@@ -13,6 +13,7 @@ import pytest
 from memplan.assumptions import assumptions
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp import titan_low
 from memplan.frameworks.fsdp.titan_experts import cut_of_experts
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, recipes, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
@@ -184,7 +185,24 @@ def test_stages_have_their_own_layers() -> None:
             {"fp8": "mxfp8", "model": "llama-3.2-1b"},
             "must name layers other than lm_head with an embedding that shares its weight",
         ),
-        ({"fp8": "mxfp8", "model": "deepseek-v2-lite"}, r"must name layers other than layers\.1\.moe\.router\.gate"),
+        (
+            {"fp8": "mxfp8", "model": "deepseek-v2-lite"},
+            r"precision\.fp8 = mxfp8: needs fsdp\.fqns, which must name layers other than layers\.1\.moe\.router\.gate"
+            r".*\(--fqns attention,shared_experts,feed_forward,lm_head\)",
+        ),
+        (
+            {"fp8": "rowwise", "model": "deepseek-v2-lite", "gpu": "h100-80gb"},
+            r"precision\.fp8 = rowwise: needs fsdp\.filter_fqns, .*\(--filter-fqns output,router\.gate\)",
+        ),
+        (
+            {"fp8": "mxfp8", "model": "deepseek-v2-lite", "fqns": "layers"},
+            r"fsdp\.fqns = \[layers\]: must name layers other than layers\.1\.moe\.router\.gate",
+        ),
+        (
+            {"fp8": "mxfp8", "fqns": "attention.wq"},
+            r"fsdp\.fqns = \[attention\.wq\]: must have a part of a linear layer's name: they are lm_head, "
+            r"attention\.qkv_linear\.wqkv",
+        ),
         ({"pad-multiple": "128"}, r"fsdp\.pad_multiple = 128: must be left out without precision\.fp8 mxfp8"),
         ({"fp4": "nvfp4", "pad-multiple": "128"}, r"fsdp\.pad_multiple = 128: must be left out without precision"),
         (
@@ -202,6 +220,24 @@ def test_stages_have_their_own_layers() -> None:
 def test_refused(flags: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         programs_of(resolved(**flags), Options())
+
+
+@pytest.mark.parametrize(
+    ("flags", "unknown"),
+    [
+        ({"fp8": "mxfp8", "fqns": "attention.wq,attention.wo"}, "attention.wq"),
+        ({"fp4": "nvfp4", "fqns": "attention.wo,output"}, "output"),
+        ({"fp8": "rowwise", "filter-fqns": "output,wqkv,layers.99."}, "layers.99."),
+        ({"fp8": "rowwise", "filter-fqns": "output,layers.1."}, ""),
+        ({"fp8": "mxfp8", "fqns": "inner_experts", "model": "deepseek-v2-lite", "pad-multiple": "128"}, ""),
+        ({"fp8": "mxfp8"}, ""),
+        ({}, ""),
+    ],
+)
+def test_parts_of_names_that_no_layer_has(flags: dict[str, str], unknown: str) -> None:
+    told = titan_low.parts_without_layer(resolved(**flags))
+    assert told.startswith(f"no linear layer has {unknown} in its name" if unknown else "")
+    assert bool(told) == bool(unknown)
 
 
 def test_assumptions_name_what_is_saved() -> None:

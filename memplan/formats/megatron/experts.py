@@ -179,10 +179,16 @@ def _joint_down(reader: Reader) -> None:
     reader.building.put("megatron.joint_latent_down", Node(True, reader.settings.where(name)), name)
 
 
+DEEPEP = "--moe-enable-deepep"
+"""The older name of ``--moe-flex-dispatcher-backend deepep`` (``TransformerConfig.__post_init__``)."""
+
+
 def _without_flex(reader: Reader) -> str:
     if reason := without_experts(reader):
         return reason
     flex = reader.building.items["experts.dispatcher"].value == "flex"
+    if not flex and reader.settings.has(DEEPEP):
+        raise reader.settings.wrong(DEEPEP, "needs --moe-token-dispatcher-type flex: Megatron stops without it")
     return "" if flex else "no effect without --moe-token-dispatcher-type flex"
 
 

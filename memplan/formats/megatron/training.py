@@ -68,6 +68,9 @@ def _recompute(reader: Reader) -> None:
     mode = settings.word(name)
     if settings.has("--recompute-activations"):
         name, mode = "--recompute-activations", Node("selective", settings.where("--recompute-activations"))
+    if settings.has(MOE_LAYER):
+        _recompute_experts(reader, name, mode)
+        return
     if mode is None:
         building.because(
             ("--recompute-method", "--recompute-num-layers", "--recompute-modules"),
@@ -91,6 +94,21 @@ def _recompute(reader: Reader) -> None:
         return
     building.put("recompute.method", method, "--recompute-method")
     building.put_said("recompute.layers", layers, "--recompute-num-layers")
+
+
+MOE_LAYER = "--moe-layer-recompute"
+
+
+def _recompute_experts(reader: Reader, name: str, mode: Node | None) -> None:
+    """Selective recompute with ``moe`` among its modules, which are ``core_attn`` where none are named
+    (``TransformerConfig.__post_init__``)."""
+    settings, building, origin = reader.settings, reader.building, reader.settings.where(MOE_LAYER)
+    if mode is not None and mode.value == "full":
+        raise settings.wrong(MOE_LAYER, "must be left out with full recompute: Megatron stops with both")
+    given = settings.words("--recompute-modules") or [Node("core_attn", origin)]
+    building.put("recompute.mode", Node("selective", origin), name, MOE_LAYER)
+    modules = Node(_recomputed(building, [*given, Node("moe", origin)]), origin)
+    building.put("recompute.modules", modules, "--recompute-modules", MOE_LAYER)
 
 
 def _recomputed(building: Building, modules: list[Node]) -> list[Node]:

@@ -248,6 +248,9 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "DeepSeek V3 are known, in bf16, float8 by rows, MXFP8 or NVFP4, without tensor parallelism and "
             "torch.compile, with --ends-apart, and with no more shards than experts unless ranks share these (--ep)",
         )
+    yield from _padded_experts(plan, programs)
+    if told := titan_low.parts_without_layer(plan):
+        yield Notice("fqns-without-layer", told)
     if plan.runs_reference and has_model(plan):
         yield from _whole_reference(plan, programs)
     orders = [(program.stage, program.order) for program in programs if isinstance(program.order, Pipelined)]
@@ -267,6 +270,31 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             f"stage {-stage} keeps all sent tensors, {size:,} bytes ({size / GIB:.2f} GiB), until the iteration ends: "
             "the schedule waits for its sends only there; fewer micro-batches, or 1f1b without virtual stages, help",
         )
+
+
+def _padded_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Experts that are no multiple of the shards: ``fully_shard`` gives each of these ceil(experts / shards), and pads
+    what is gathered (``_init_sharded_param``). torchtitan cuts them along another dimension, FSDP1 what is flat."""
+    shards, experts = plan.layout.dp // plan.fsdp.replicas, plan.model.experts
+    if not experts or plan.fsdp.code == "torchtitan" or plan.fsdp.version == "1":
+        return
+    elements = sum(one.elements for program in programs for one in program.parameter_tensors())
+    each = -(-experts // shards)
+    padded = sum(
+        one.elements // experts * (each * shards - experts)
+        for program in programs
+        for one in program.parameter_tensors()
+        if one.shape[0] == experts and len(one.shape) == 3
+    )
+    if 20 * padded < elements:
+        return
+    fewer = next(one for one in range(1, shards + 1) if shards % one == 0 and experts % (shards // one) == 0)
+    yield Notice(
+        "experts-padded",
+        f"fully_shard cuts weights along dimension 0, where layers have {experts} experts: {shards} shards get {each} "
+        f"each, {shards - -(-experts // each)} of them none, and gathers are padded to {each * shards} experts; "
+        f"--fsdp-replicas {plan.fsdp.replicas * fewer} cuts them into {shards // fewer}, without padding",
+    )
 
 
 def _whole_reference(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -9,6 +9,7 @@ from ...device.gpus import GPUS
 from ...layers.float8 import MULTIPLE
 from ...layers.module import Module
 from ...layers.titan_low import MXFP8, NVFP4, Blocks, LowLinear
+from ...plan.errors import PlanError
 from ...plan.resolved import ResolvedPlan
 from ...values import dataclass, replace
 from . import float8
@@ -19,6 +20,8 @@ BLOCKS: Mapping[str, Blocks] = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 ROWS = 128
 """Rows of which every expert gets a multiple for products in 8 bits (``mxfp8_quantize_2d_1x32_cutedsl``)."""
 HEAD, ROUTER = float8.NEWEST_HEAD, "moe.router.gate"
+EXPERTS = "moe.inner_experts"
+"""No linear layer; a configuration that converts experts alone names it (``formats/torchtitan/low_precision.py``)."""
 CAPABLE = (10, 0)
 """The first GPUs that multiply so (``has_cuda_capability(10, 0)``)."""
 
@@ -116,9 +119,7 @@ def _check_experts(plan: ResolvedPlan) -> None:
     taken = recipe in BLOCKS or (recipe is not None and not (spec.experts % MULTIPLE or spec.hidden % MULTIPLE))
     routers = [f"layers.{at}.{ROUTER}" for at in range(spec.layers) if taken and spec.has_experts(at)]
     if wrong := next((one for one in routers if not names.stays(one)), ""):
-        other = "name layers other than" if names.chosen else "have a part of"
-        problem = f"must {other} {wrong}: the router is modelled in fp32 alone"
-        raise plan.wrong("fsdp.fqns" if names.chosen else "fsdp.filter_fqns", problem)
+        raise _converted_router(plan, wrong)
     if pad is None:
         return
     rows, multiple = (ROWS, MXFP8.multiple) if recipe == "mxfp8" else (MULTIPLE, MULTIPLE)
@@ -139,6 +140,40 @@ def _check_experts(plan: ResolvedPlan) -> None:
             raise plan.wrong(f"model.{name}", problem)
 
 
+def _converted_router(plan: ResolvedPlan, name: str) -> PlanError:
+    """Of the field that names layers, or of the recipe where nobody named any, and with names that leave the router."""
+    low, spec, names = plan.precision, plan.model, names_of(plan)
+    if names.chosen:
+        dense = not all(map(spec.has_experts, range(spec.layers)))
+        others = {"shared_experts": spec.shared_expert_ffn > 0, "feed_forward": dense, HEAD: not spec.tied_embeddings}
+        field, flag, verb = "fsdp.fqns", "--fqns", "name layers other than"
+        instead = ["attention", *(one for one, there in others.items() if there)]
+    else:
+        field, flag, verb = "fsdp.filter_fqns", "--filter-fqns", "have a part of"
+        instead = [*names.parts, "router.gate"]
+    problem = f"{name}: the router is modelled in fp32 alone ({flag} {','.join(instead)})"
+    if plan.at(field) is not None:
+        return plan.wrong(field, f"must {verb} {problem}")
+    return plan.wrong("precision.fp4" if low.fp4 else "precision.fp8", f"needs {field}, which must {verb} {problem}")
+
+
+def parts_without_layer(plan: ResolvedPlan) -> str:
+    """What to say of parts of names, in ``fqns`` or ``filter_fqns``, that no layer of the model's code has; or
+    nothing."""
+    names, spec = names_of(plan), plan.model
+    field = "fsdp.fqns" if names.chosen else "fsdp.filter_fqns"
+    if plan.precision.low is None or not plan.at(field):
+        return ""
+    own = list(dict.fromkeys(full for _, full in titan_of_plan(plan).linears))
+    routed = [ROUTER, *([EXPERTS] if plan.fsdp.pad_multiple else [])]
+    every = [HEAD] if names.chosen else [HEAD, float8.HEAD]
+    for at in range(spec.layers):
+        every += [f"layers.{at}.{one}" for one in (*own, *(routed if spec.has_experts(at) else ()))]
+    unknown = [part for part in names.parts if not any(part in name for name in every)]
+    what = f"no linear layer has {' or '.join(unknown)} in its name, which {field} gives: nothing changes by it; "
+    return f"{what}layers are called {', '.join((*own, HEAD))}" if unknown else ""
+
+
 def check_sizes(plan: ResolvedPlan, blocks: Sequence[Module]) -> None:
     """Refuses linear layers of ``blocks``, all of the model, or a head whose features kernels do not take."""
     names, linears, spec = names_of(plan), dict(titan_of_plan(plan).linears), plan.model
@@ -148,6 +183,9 @@ def check_sizes(plan: ResolvedPlan, blocks: Sequence[Module]) -> None:
         for one in block.parameters:
             if own := linears.get(one.name.removesuffix(".weight")):
                 found[f"layers.{layer}.{own}"] = one.shape
+    if not plan.fsdp.pad_multiple and all(map(names.stays, found)):
+        own_names = dict.fromkeys(name.split(".", 2)[-1] for name in found)
+        raise plan.wrong("fsdp.fqns", f"must have a part of a linear layer's name: they are {', '.join(own_names)}")
     for name, shape in found.items():
         if any(size % multiple for size in shape) and not names.stays(name):
             features = " and ".join(f"{size:,}" for size in shape[::-1])

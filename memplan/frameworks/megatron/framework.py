@@ -168,7 +168,7 @@ class Megatron(Framework):
         return changed
 
     def check(self, plan: ResolvedPlan) -> None:
-        for rule in RULES:
+        for rule in RULES if plan.model.has_sizes else ():  # sizes of no recipe say nothing: it is refused as such
             rule(plan)
 
     def buffers_outside(self, plan: ResolvedPlan) -> tuple[Cause, ...]:

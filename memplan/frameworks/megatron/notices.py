@@ -135,8 +135,37 @@ def _code(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    for source in (_recomputed_for_nothing, _offloaded_for_nothing, tied_head, _zero_alone, _imbalance, _low_precision):
+    for source in (
+        _recomputed_for_nothing,
+        _offloaded_for_nothing,
+        _without_experts,
+        tied_head,
+        _zero_alone,
+        _imbalance,
+        _low_precision,
+    ):
         yield from source(plan, programs)
+
+
+def _has_experts(plan: ResolvedPlan) -> bool:
+    model = plan.model
+    return any(map(model.has_experts, range(model.layers))) or (model.experts > 0 and model.mtp_layers > 0)
+
+
+def _without_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Models that were cut to the dense layers in front, and shared experts that the model has not."""
+    model = plan.model
+    if model.experts and not _has_experts(plan):
+        yield Notice(
+            "no-layer-with-experts",
+            f"none of the {model.layers} layers of {model.name} has experts, since its dense ones come first: ep, "
+            "dispatcher and imbalance change nothing; more --layers, or fewer --dense-layers, bring experts in",
+        )
+    if plan.experts.shared_expert_overlap and not model.shared_expert_ffn:
+        yield Notice(
+            "overlap-without-gain",
+            f"experts.shared_expert_overlap changes nothing: {model.name} has no shared experts (--shared-expert-ffn)",
+        )
 
 
 def _offloaded_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
@@ -153,8 +182,17 @@ def _offloaded_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> I
 
 
 def _recomputed_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    """Selective recompute under Transformer Engine of what its layers do not keep."""
-    modules = plan.recompute.modules or ()
+    """Selective recompute of modules that no layer has, and under Transformer Engine of what its layers do not keep."""
+    modules, model = plan.recompute.modules or (), plan.model
+    if plan.recompute.mode == "selective" and not model.layer_pattern:
+        mixed = [model.has_experts(layer) for layer in range(model.layers)]
+        had = {"mlp": not all(mixed), "moe": any(mixed), "shared_experts": any(mixed) and model.shared_expert_ffn > 0}
+        if none := [one for one in modules if not had.get(one, True)]:
+            yield Notice(
+                "recompute-without-gain",
+                f"recomputing {' and '.join(none)} saves nothing: no layer of {model.name} has it; its layers have "
+                f"{', '.join(one for one, there in had.items() if there)}",
+            )
     te = plan.megatron.transformer_impl == "transformer_engine"
     if not te or plan.recompute.mode != "selective":
         return
@@ -177,7 +215,7 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     """What the peak is where tokens go to some experts more than to others. Buffers that are padded do not grow."""
     shape = core_shape(plan)
     experts = shape.experts
-    if experts is None or experts.ep == 1 or experts.padded:
+    if experts is None or experts.ep == 1 or experts.padded or not _has_experts(plan):
         return
     sent = shape.routed.sent
     worst = replace(shape, experts=replace(experts, imbalance=float(experts.ep))).routed.received / sent

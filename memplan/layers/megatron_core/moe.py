@@ -53,11 +53,12 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if spec.expert_latent and spec.mlp_bias:
         yield "biases of projections on the way to experts"
     if experts.shared_overlap and experts.dispatcher != "alltoall":
-        yield "shared experts beside the exchange of a dispatcher other than alltoall"
+        yield "shared experts beside the exchange of a dispatcher other than alltoall (--moe-dispatcher alltoall)"
     if experts.dispatcher != "alltoall" and experts.capacity_factor is not None:
-        yield f"the {'allgather' if experts.dispatcher == 'allgather' else 'flex'} dispatcher with a capacity"
+        other = "allgather" if experts.dispatcher == "allgather" else "flex"
+        yield f"the {other} dispatcher with a capacity (--moe-dispatcher alltoall)"
     if experts.dispatcher == "allgather" and experts.permute_fusion:
-        yield "the allgather dispatcher with permute fusion"
+        yield "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"
     yield from _uncovered_flex(shape, experts)
 
 
@@ -65,11 +66,11 @@ def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
     if not experts.flex:
         return
     if experts.ep * experts.etp == 1:
-        yield "the flex dispatcher with one expert-parallel rank, which Megatron-Core refuses"
+        yield "the flex dispatcher with one expert-parallel rank, as Megatron-Core has it (--moe-dispatcher alltoall)"
     if experts.etp > 1:
         yield "the flex dispatcher with experts that are divided over tensor-parallel ranks (--etp 1 leaves them whole)"
     if experts.dispatcher == "deepep" and not experts.permute_fusion:
-        yield "DeepEP without permute fusion"
+        yield "DeepEP without permute fusion (--moe-permute-fusion)"
     if experts.dispatcher == "deepep" and experts.ep not in flex.CONFIGS:
         yield f"DeepEP with {experts.ep} ranks; it has settings for {', '.join(map(str, flex.CONFIGS))}"
     if shape.spec.router_dtype == "fp64":
