@@ -10,6 +10,7 @@ import pytest
 from memplan.assumptions import assumptions
 from memplan.frameworks import framework
 from memplan.frameworks.megatron.programs import programs
+from memplan.layers.megatron_core.graphs import POOL
 from memplan.layers.module import Counted, Options
 from memplan.layers.work import Product
 from memplan.plan.errors import PlanError
@@ -18,7 +19,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Drop, Hold, Stretch, rounded
-from memplan.tape.program import Program, fold_program
+from memplan.tape.program import Program, fold_program, static
 
 FLAGS = {
     "model": "llama-3-8b", "framework": "megatron", "layers": "2", "seq": "1024", "mbs": "1", "gbs": "2", "gpus": "1",
@@ -29,6 +30,8 @@ FLAGS = {
 EXPERTS = {"model": "qwen3-30b-a3b", "ep": "4", "gpus": "8", "gbs": "8"}
 
 BIASED = {"model": "gpt-oss-20b", "ep": "8", "gpus": "8", "gbs": "8"}
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "mlp", "lora_targets": "linear_qkv"}
+"""As NVIDIA's recipes for LoRA of Llama 3 70B have them."""
 HYBRID = {
     "model": "nemotron-3-nano-30b-a3b",
     "layers": "6",
@@ -168,6 +171,7 @@ def test_stages_behind_the_first_have_gradients_of_what_they_receive() -> None:
         {"recompute": "full"},
         {"pp": "2", "gpus": "2"},
         {"fp8": "tensorwise"},
+        GRAPHS,
         {**EXPERTS, "fp8": "tensorwise"},
         HYBRID,
     ],
@@ -221,6 +225,30 @@ def test_layers_of_other_kinds() -> None:
     dense = {**latent, "layers": "1", "lora_targets": "linear_qkv,linear_proj"}
     assert adapter_parameters(plan_of(**dense)) == of_others
     assert "linear_qkv" not in (plan_of(model="moonlight-16b", layers="1").lora.targets or ())
+
+
+def test_graphs_of_frozen_mlps_by_hand() -> None:
+    """Two layers of 1,024 tokens have an input each that stays, (1024, 1, H) in bf16, beside the gradients of an output
+    and of an input; what attention made ends in their place. From forward to backward a graph's pool holds the norm's
+    statistics in fp32, the product (1024, 1, 2 F) before the gate, and the layer's output, and no adapter's tensor."""
+    (graphed,), (plain,) = made(**GRAPHS), made(lora_targets="linear_qkv")
+    hidden = 2 * 1024 * H
+    assert static(graphed).net - static(plain).net == (2 + 2) * hidden
+    for name in ("layer.0", "layer.1"):
+        tapes, usual = (_modules(one)[name].steady for one in (graphed, plain))  # type: ignore[attr-defined]
+        assert usual.forward_fold.net - tapes.forward_fold.net == hidden
+        ended = {event.tensor for event in tapes.forward if isinstance(event, Drop)}
+        pooled = [one for one in (*tapes.forward, *tapes.backward) if isinstance(one, Hold) and one.stream == POOL]
+        kept = [one.bytes for one in pooled if one in tapes.forward and one.tensor not in ended]
+        assert sorted(kept) == [4 * 1024, hidden, 2 * 1024 * 2 * F]
+        assert not any("adapter" in one.name for one in pooled)
+        assert {one.name for one in pooled if one in tapes.backward} == {
+            f"grad_mlp.{one}"
+            for one in (
+                *("linear_fc2_input", "linear_fc1_swiglu", "linear_fc1_input"),
+                *("linear_fc1.layer_norm_input", "linear_fc1.layer_norm_parameter"),
+            )
+        }
 
 
 def test_layers_before_the_first_adapter_have_no_backward() -> None:
@@ -281,6 +309,12 @@ def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
         ({"lora_dtype": "fp32"}, "lora.dtype = fp32: must be bf16: adapters are in the model's dtype"),
         ({"lora_rank": "30", "tp": "4", "gpus": "4"}, "lora.rank = 30: must be a multiple of tp 4"),
         ({"megatron_fsdp": "optim"}, "megatron.fsdp = optim: is not modelled yet with adapters"),
+        (
+            {**GRAPHS, "lora_targets": "linear_qkv,linear_fc1"},
+            "megatron.cuda_graphs = transformer_engine: is not modelled",
+        ),
+        ({**GRAPHS, "cuda_graph_modules": "attn"}, "transformer_engine of mlp alone .* is, where attention alone has"),
+        ({**GRAPHS, "cuda_graph_impl": "local"}, "megatron.cuda_graphs = local: is not modelled yet with adapters"),
         ({"transformer_impl": "local"}, "megatron.transformer_impl = local: is not modelled yet with adapters"),
         ({"model": "bert-large", "seq": "512"}, "is not modelled yet with adapters"),
         ({"optimizer": "muon"}, "optimizer.name = muon: is not modelled yet with adapters"),

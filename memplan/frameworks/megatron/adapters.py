@@ -88,6 +88,14 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     return Tuning(adapters=adapters, input_requires_grad=plan.recompute.mode == "full")
 
 
+_MODELLED = {
+    "layout.etp": "; --etp 1 is, and without --etp it is tp",
+    "megatron.cuda_graphs": "; transformer_engine of mlp alone (--cuda-graph-modules mlp) is, where attention alone has"
+    " adapters",
+}
+"""What is, of fields of which not everything is."""
+
+
 def check_adapters(plan: ResolvedPlan) -> None:
     """Refuses what no recipe has frozen weights or adapters of."""
     rank = plan.lora.rank
@@ -99,8 +107,7 @@ def check_adapters(plan: ResolvedPlan) -> None:
         plan.refuse_for("lora.dora", _refuses_norms(plan))
     for field, applies in _not_modelled(plan):
         if applies:
-            instead = "; --etp 1 is, and without --etp it is tp" if field == "layout.etp" else ""
-            raise plan.wrong(field, f"is not modelled yet with adapters (lora.rank){instead}")
+            raise plan.wrong(field, f"is not modelled yet with adapters (lora.rank){_MODELLED.get(field, '')}")
 
 
 def _refuses_norms(plan: ResolvedPlan) -> dict[str, bool]:
@@ -128,8 +135,9 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     yield "recompute.modules", _recomputes_leaf(plan)
     for name in ("linear_interval", "layer_blocks", "mtp_layers"):
         yield f"model.{name}", getattr(model, name)
-    for name in ("fsdp", "torch_fsdp", "cuda_graphs"):
+    for name in ("fsdp", "torch_fsdp"):
         yield f"megatron.{name}", getattr(megatron, name) != "none"
+    yield "megatron.cuda_graphs", megatron.cuda_graphs != "none" and not _graphs_are_frozen(plan)
     names = ("optimizer_offload", "offload_modules", "offload_layers", "defer_embedding_wgrad", "logits_dtype")
     for name in (*names, "fuses_operations", "fp32_gradients_of", "clips_queries"):
         yield f"megatron.{name}", getattr(megatron, name)
@@ -140,6 +148,19 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         yield "batch.mbs", plan.batch.mbs > 1
         yield "model.layer_pattern", "G" in model.layer_pattern
     yield "precision.fp4", plan.precision.fp4
+
+
+def _graphs_are_frozen(plan: ResolvedPlan) -> bool:
+    """Graphs run MLPs alone, behind attention that alone has adapters: then no graph has a parameter that is trained
+    (Transformer Engine's ``graph.py``, ``_run_warmup_backward``, leaves out those without a gradient), and what it is
+    given has a gradient in every layer, as when it is captured (``module.py``, ``get_layer_static_inputs``)."""
+    megatron = plan.megatron
+    return (
+        megatron.cuda_graphs == "transformer_engine"
+        and set(megatron.cuda_graph_modules or ()) == {"mlp"}
+        and not plan.model.layer_pattern
+        and all(name.startswith("self_attention.") for name in adapted(plan))
+    )
 
 
 def _recomputes_leaf(plan: ResolvedPlan) -> bool:

@@ -203,8 +203,9 @@ def _layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
         return replaced.block(r, hidden, replaced.MLP, mlp, shape)
     if shape.kind in ("*", "G"):
         return hidden
+    fed = hidden if shape.kind else graphs.copied(r, hidden, shape)
     with graphs.captured(r, shape, "mlp" if shape.experts is None else "moe"):
-        return mlp_block(r, hidden, shape)
+        return mlp_block(r, fed, shape)
 
 
 def attention_block(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:

@@ -22,8 +22,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from ...tape.events import Category, Hold
-from ..autograd import GRAPHS, Recorder, Shape
+from ..autograd import GRAPHS, Recorder, Shape, Tensor
+from ..gradients import viewed
 from ..module import hold_bytes
+from ..work import NOTHING
 from .shape import CoreShape
 
 POOL = GRAPHS
@@ -71,6 +73,17 @@ def captured(r: Recorder, shape: CoreShape, part: str) -> Iterator[None]:
 def runs(shape: CoreShape, part: str) -> bool:
     """A graph runs the part; all parts, where none are named."""
     return shape.graphs is not None and (not shape.graphs or part in shape.graphs)
+
+
+def copied(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
+    """What attention outside of graphs made, as a graph behind it reads it: a copy, among the static inputs (``kept``).
+    Neither ``Graphed.forward`` of Transformer Engine's ``graph.py`` nor the graph keeps the original, which ends when
+    the layer returns (``_te_cuda_graph_replay``)."""
+    if shape.graphs is None or attends(shape) or not graphed(shape):
+        return hidden
+    copy = r.outside(hidden.shape, hidden.dtype)
+    copy.node = r.node((hidden,), (), viewed(hidden), work=NOTHING)
+    return copy
 
 
 _OF_KIND = {"M": ("mamba",), "*": ("attn",), "-": ("mlp",), "E": ("moe", "moe_router"), "G": ("attn",)}

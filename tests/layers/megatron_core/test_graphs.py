@@ -41,6 +41,19 @@ def test_what_layers_graphs_keep(modules: dict[str, str], mask: int) -> None:
     assert static(with_graphs).net - static(without).net == 8 * (hidden + mask * S * S * B) + 2 * hidden
 
 
+@pytest.mark.parametrize(
+    ("modules", "ends"), [({"cuda_graph_modules": "mlp"}, 1), ({"cuda_graph_modules": "attn"}, 0), ({}, 0)]
+)
+def test_what_attention_made_ends_where_a_graph_behind_it_has_a_copy(modules: dict[str, str], ends: int) -> None:
+    """2 s b h bytes of each layer, whose norm would have saved them; the copy is among what graphs keep."""
+    layers = [
+        next(span.module for span in programs(one, Options())[0].spans if span.names[0] == "layer.0")
+        for one in (plan(), plan(cuda_graph_impl="transformer_engine", **modules))
+    ]
+    usual, graphed = (one.steady.forward_fold.net for one in layers)
+    assert usual - graphed == ends * 2 * S * B * H
+
+
 HYBRID = {
     "model": "nemotron-3-nano-30b-a3b", "layer_pattern": "MME*E", "hidden": H, "experts": 8, "expert_top_k": 2, "pp": 1,
     "gpus": 2, "ep": 2, "dp": 2, "vocab": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
