@@ -286,7 +286,7 @@ def _matters(path: str) -> bool:
 
 
 def as_it_starts(root: Node) -> Node:
-    """``root`` with what starting a run writes into it once overrides are laid over it: the tokenizer's vocabulary where
+    """``root``, under its overrides, with what starting a run writes into it: the tokenizer's vocabulary where
     that counts (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a sequence in the model
     (``recipe_runner.py``: ``sync_model_dataset_sequence_length``), and buckets of ``CommOverlapConfig.setup``."""
     tokenizer = root.mapping["tokenizer"].mapping if "tokenizer" in root.mapping else {}
