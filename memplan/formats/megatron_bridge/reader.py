@@ -25,7 +25,7 @@ from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
 from .command import GPU_OF_BENCHMARK, of_python, started
 from .packing import packed
-from .recipes import is_recipe
+from .recipes import as_it_starts, is_recipe
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -45,6 +45,7 @@ def read(place: str, asked: Asked) -> Launch:
     else:
         commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
     root = overrides.laid_over(root, asked.overrides)
+    root = as_it_starts(root) if found is not None else root
     if found is not None and found.model is not None:
         return _of_overrides(root, asked, recipe, whole=True)
     if found is None and (overrides.are_overrides(root) or commanded):

@@ -78,7 +78,7 @@ def file_of(name: str, folders: Sequence[Path]) -> Path | None:
     if not name.isidentifier():
         return None
     made = re.compile(rf"^def {name}\(|\bas {name}\b|^{name} = ", re.MULTILINE)
-    around = [place for folder in folders for place in (folder, *folder.parents[:4])]
+    around = [place for folder in map(Path.absolute, folders) for place in (folder, *folder.parents[:4])]
     roots = [one / place for one in dict.fromkeys(around) for place in _PLACES]
     for root in roots:
         if not is_there(root / "recipes" / "common.py"):
@@ -219,8 +219,7 @@ class _Written:
         found = {section: node for section, one in fields.items() if (node := self.node(section, one)) is not None}
         if self.wrong:
             raise together(self.wrong)
-        root = _as_it_starts(Node(found, made.origin))
-        return Recipe(root, base, name)
+        return Recipe(Node(found, made.origin), base, name)
 
     def node(self, path: str, value: Value) -> Node | None:
         """``value`` at ``path``; nothing where it is not known and does not matter."""
@@ -286,9 +285,9 @@ def _matters(path: str) -> bool:
     )
 
 
-def _as_it_starts(root: Node) -> Node:
-    """``root`` with what starting a run writes into it: the tokenizer's vocabulary where that counts
-    (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a sequence in the model
+def as_it_starts(root: Node) -> Node:
+    """``root``, under its overrides, with what starting a run writes into it: the tokenizer's vocabulary where
+    that counts (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a sequence in the model
     (``recipe_runner.py``: ``sync_model_dataset_sequence_length``), and buckets of ``CommOverlapConfig.setup``."""
     tokenizer = root.mapping["tokenizer"].mapping if "tokenizer" in root.mapping else {}
     size, counts = tokenizer.get("vocab_size"), tokenizer.get("use_tokenizer_vocab_size")

@@ -193,6 +193,29 @@ def test_what_follows_the_recipe_stands_over_it(checkout: Path) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.hardware.gpus) == (4, 2, 16)
 
 
+def test_what_a_start_writes_is_of_the_recipe_with_what_stands_over_it(checkout: Path) -> None:
+    """The data's length stands over the model's, the tokenizer's vocabulary over the model's, and what
+    ``CommOverlapConfig`` sets up over ``ddp`` (``run_recipe.py`` lays overrides over a recipe before)."""
+    name = "llama3_8b_pretrain_8gpu_h100_bf16_config"
+    for words, seq in (
+        ("dataset.seq_length=2048", 2048),
+        ("dataset.seq_length=2048 model.seq_length=4096", 2048),
+        ("model.seq_length=4096", 8192),
+    ):
+        assert resolve(started(checkout, name, words).plan).batch.seq == seq
+    assert resolve(started(checkout, name, "tokenizer.vocab_size=64000").plan).model.vocab == 64000
+    experts = "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config"
+    for words, bucket in (("comm_overlap.bucket_size=4096", 4096), ("ddp.bucket_size=4096", 128 * 1024 * 1024)):
+        assert resolve(started(checkout, experts, words).plan).megatron.bucket_size == bucket
+
+
+def test_a_checkout_is_found_from_a_folder_in_it(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = checkout / "scripts" / "training"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert file_of("llama3_8b_pretrain_config", [Path()]) is not None
+
+
 def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
     by_file = alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf16_config").plan
     assert by_file == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
