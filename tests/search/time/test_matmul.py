@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.layers.work import Product, Scan
+from memplan.layers.work import Product, Scan, linear
 from memplan.search.time import Efficiency, rates_of
 from memplan.search.time.attention import Fused
 from memplan.search.time.kernels import GAP, LAUNCH, alone, in_parts, matmul, streamed
@@ -116,6 +116,18 @@ def test_experts_with_any_number_of_tokens_keep_the_tensor_cores(sizes: tuple[in
     even = alone(Product(*(688 if one == 682 else one for one in sizes), 24, rows=rows), A100)  # type: ignore[arg-type]
     assert odd == pytest.approx(even, rel=0.02)
     assert alone(Product(682, 4096, 7165, 24, rows="m"), H100) > 3 * alone(Product(682, 4096, 7168, 24, rows="m"), H100)
+
+
+def test_any_number_of_tokens_keeps_the_tensor_cores() -> None:
+    """1,500 tokens of a sequence, which 8 does not divide, take as long as 1,504: lines of memory are hidden sizes. A
+    vocabulary of 50,257 is a line of its logits."""
+
+    def seconds(tokens: int, n: int, k: int = 4096) -> list[float]:
+        done = linear(tokens, n, k, "bf16")
+        return [alone(one, H100) for one in (*done.forward, *done.backward) if isinstance(one, Product)]
+
+    assert seconds(1500, 14336) == pytest.approx(seconds(1504, 14336), rel=0.01)
+    assert all(odd > 3 * even for odd, even in zip(seconds(1504, 50257), seconds(1504, 50264), strict=True))
 
 
 def test_few_tiles_split_the_sum() -> None:
