@@ -320,6 +320,8 @@ def _of_all(read: ReadPlan, asked: _Asked) -> tuple[ReadPlan, Found, tuple[Offer
     own, sought = begun[best.framework]
     others = " and ".join(filter(None, [", ".join(one.framework for one in searched[:-1]), searched[-1].framework]))
     said = f"no framework was named: {others} were searched, and {best.framework} is the best"
+    if len(searched) == 1:
+        said = f"no framework was named: {others} is the only one that takes this plan"
     if refused is not None:
         said += f"; {read.plan.framework} {refused.problem}"
     return read.choosing(best.framework, said), _found(own, asked, sought), offers

@@ -325,8 +325,9 @@ def grouped_product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, nam
         return [grad_x, grad_weight]
 
     rows, size = -(-like[0] // e), ITEMSIZE[dtype]
-    of_input, of_weight = work.Product(rows, k, n, e, size), work.Product(n, k, rows, e, size)
+    of_input = work.Product(rows, k, n, e, size, tokens="m")
+    of_weight = work.Product(n, k, rows, e, size, tokens="k")
     done = [*([of_input] if needs_x else []), *([of_weight] if needs_weight else [])]
-    products = work.Operator((work.Product(rows, n, k, e, size),), done)
+    products = work.Operator((work.Product(rows, n, k, e, size, tokens="m"),), done)
     saves = [offsets, *([weight] if needs_x else []), *([x] if needs_weight else [])]
     return r.output((x, weight), saves, backward, (like[0], n), dtype, name, work=products)

@@ -89,6 +89,8 @@ class Product(NamedTuple):
     """Of grouped products, each a kernel of its own, the size that is a group's rows."""
     tf32: bool = False
     """Tensor cores multiply operands in fp32, as TF32."""
+    tokens: Literal["", "m", "k"] = ""
+    """The size that counts tokens: lines of memory, whose length it leaves alone, so that it may be any number."""
 
     @property
     def flops(self) -> float:
@@ -249,12 +251,11 @@ def _products(
     """Forward, and for the gradients of input and weight. ``low``: bytes of an operand's element, where that is not of
     ``dtype``, which results are."""
     e = ITEMSIZE[dtype]
-    if low is None:
-        return Product(tokens, n, k, 1, e), Product(tokens, k, n, 1, e), Product(n, k, tokens, 1, e, written)
+    size, out = (e, 0) if low is None else (low, e)
     return (
-        Product(tokens, n, k, 1, low, e),
-        Product(tokens, k, n, 1, low, e),
-        Product(n, k, tokens, 1, low, written or e),
+        Product(tokens, n, k, 1, size, out, tokens="m"),
+        Product(tokens, k, n, 1, size, out, tokens="m"),
+        Product(n, k, tokens, 1, size, written or out, tokens="k"),
     )
 
 

@@ -189,7 +189,7 @@ class FrameworkSearch:
         return iter(())
 
     def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
-        """The same job in other frameworks, where this one cannot shard what they do."""
+        """What this framework need not make; the same job in other ones, where it cannot shard what they do."""
         return iter(())
 
 

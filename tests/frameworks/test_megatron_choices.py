@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.from_plan import core_shape, padded_vocab, rules
 from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
+from memplan.frameworks.megatron.notices import unread_mask
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan
@@ -199,3 +200,22 @@ def test_parameters_gathered_in_the_step_are_in_one_bucket() -> None:
 
 
 STEP = "overlap_param_gather_with_optimizer_step"
+
+
+def test_a_mask_that_no_kernel_reads_is_named_where_it_is_large() -> None:
+    """A byte for each pair of 65,536 tokens, whatever context parallelism cuts; without kernels that know the mask by
+    themselves it is needed."""
+    long = {"seq": 65536, "cp": 2, "gpus": 2, "gpu": "h100-80gb"}
+
+    def named(**flags: object) -> list[str]:
+        return [one.message for one in estimate(plan(**flags)).warnings if one.code == "attention-mask"]
+
+    (said,) = named(**long)
+    assert "1 x 65,536 x 65,536 booleans, 4.00 GiB" in said
+    assert not named(**{**long, "attention_mask_in_dataloader": "false"})
+    assert not named(seq=16384, gpu="h100-80gb")
+    whole = plan(seq=65536, gpu="h100-80gb")
+    without = plan(seq=65536, gpu="h100-80gb", attention_mask_in_dataloader="false")
+    assert unread_mask(whole) == 1 << 32
+    assert estimate(whole).peak - estimate(without).peak >= 1 << 32
+    assert not unread_mask(plan(seq=65536, gpu="h100-80gb", attention="eager"))

@@ -83,8 +83,8 @@ EVERY: dict[str, tuple[Operator, Sequence[Kernel], Sequence[Kernel]]] = {
     "copied_gradient": (lambda r, x: ops.copied_gradient(r, x(A, B), "copy"), (), moved(2 * N)),
     "linear": (
         lambda r, x: ops.linear(r, x(A, B), x(C, B), x(C)),
-        [Product(A, C, B)],
-        [Product(A, B, C), Product(C, B, A), Stream(2 * A * C + 2 * C)],
+        [Product(A, C, B, tokens="m")],
+        [Product(A, B, C, tokens="m"), Product(C, B, A, tokens="k"), Stream(2 * A * C + 2 * C)],
     ),
     "matmul": (
         lambda r, x: ops.matmul(r, x(4, A, B), x(4, B, C), (4, A, C), "product"),
@@ -247,7 +247,7 @@ def test_a_layer_of_transformer_engine_by_hand() -> None:
     found = entries(plan(**given, sequence_parallel="true")).layer
     n, h, f = 2 * 4096, 8192, 28672 // 8
     matrices = ((10 * 128, h), (h, 8 * 128), (2 * f, h), (h, f))
-    forward = [Product(n, rows, columns) for rows, columns in matrices]
+    forward = [Product(n, rows, columns, tokens="m") for rows, columns in matrices]
     assert [one for one, _ in found.forward if isinstance(one, Product)] == forward
     assert found.flops == 6 * n * sum(m * k for m, k in matrices) + 3.5 * 4.0 * 2 * 4096**2 * 8 * 128
     (fused,) = [one for one, _ in found.forward if isinstance(one, Attention)]

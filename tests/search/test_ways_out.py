@@ -85,6 +85,18 @@ def test_what_is_named_fits(name: str) -> None:
     assert slower == sorted(slower)
 
 
+def test_a_long_sequence_needs_no_mask() -> None:
+    """The first stage of Llama 3.1 70B holds a mask of 131,072 x 131,072 bytes, 16 GiB; its attention does not read it,
+    so nothing is slower without."""
+    flags = {"model": "llama-3.1-70b", "framework": "megatron", "gpu": "h100-80gb", "gpus": "256", "seq": "131072"}
+    sizes = {"tp": "8", "cp": "8", "pp": "4", "gbs": "8", "zero": "1", "sequence-parallel": "true"}
+    plan = read_plan(None, {**flags, **sizes, "cross-entropy-fusion": "te"}).plan
+    way = ways_out(plan, estimate(plan), NOTHING)[0]
+    assert (way.what, way.fits) == ("no attention mask", True)
+    assert way.gained >= 16 << 30
+    assert estimate(changed(plan, dict(way.fields))).judged == way.judged
+
+
 def test_another_gpu_is_a_way_out_where_nothing_else_is() -> None:
     """It is judged by its own memory: a layer's fp32 scores alone are more than a V100 has left beside the states."""
     flags = {"model": "mistral-7b", "framework": "megatron", "gpu": "v100-32gb", "gpus": "2", "tp": "2", "seq": "4096"}

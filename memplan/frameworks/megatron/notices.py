@@ -139,6 +139,7 @@ def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
         _recomputed_for_nothing,
         _offloaded_for_nothing,
         _without_experts,
+        _unread_mask,
         tied_head,
         _zero_alone,
         _imbalance,
@@ -165,6 +166,32 @@ def _without_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
         yield Notice(
             "overlap-without-gain",
             f"experts.shared_expert_overlap changes nothing: {model.name} has no shared experts (--shared-expert-ffn)",
+        )
+
+
+LARGE_MASK = 1 << 30
+"""Bytes of a mask from which on it is worth a word."""
+
+
+def unread_mask(plan: ResolvedPlan) -> int:
+    """Bytes of a micro-batch's attention mask, one for each pair of tokens (``gpt_dataset.py``,
+    ``_get_ltor_masks_and_position_ids``), that no kernel reads; 0 where one does, or where there is none."""
+    shape, seq = core_shape(plan), plan.batch.seq
+    causal = plan.model.causal and plan.batch.decoder_seq is None
+    unread = shape.attention_mask and causal and shape.attention in ("flash", "fused")
+    return plan.batch.mbs * seq * seq if unread else 0
+
+
+def _unread_mask(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """The data loader's mask of a long sequence, which goes to the GPU all the same."""
+    mask = unread_mask(plan)
+    if mask >= LARGE_MASK:
+        s = plan.batch.seq
+        yield Notice(
+            "attention-mask",
+            f"the data loader makes a mask of {plan.batch.mbs} x {s:,} x {s:,} booleans, {size(mask)} on the first and "
+            f"the last stage, which {core_shape(plan).attention} attention does not read: "
+            "--no-attention-mask-in-dataloader (Megatron-LM's --no-create-attention-mask-in-dataloader) leaves it out",
         )
 
 

@@ -49,6 +49,7 @@ from . import programs
 from .entries import stage_entries
 from .from_plan import rules as rules_of
 from .modules import end_module, layer_forward, layers_module, module_shapes
+from .notices import LARGE_MASK, unread_mask
 
 
 def module_sets(plan: ResolvedPlan) -> Iterator[tuple[str, ...]]:
@@ -147,6 +148,10 @@ class MegatronSearch(FrameworkSearch):
             )  # fmt: skip
             groups.append((Extra("Adam states in bf16", states, keeps_numerics=False, least_zero=1),))
         return groups
+
+    def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
+        if unread_mask(plan) >= LARGE_MASK:
+            yield Proposal("no attention mask", {"megatron.attention_mask_in_dataloader": False})
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones, and so are those of parameters in 8 bits."""

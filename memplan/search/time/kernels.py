@@ -73,14 +73,16 @@ def matmul(
     element: float = 2,
     written: int | None = None,
     *,
+    tokens: str = "",
     tf32: bool = False,
 ) -> float:
     """Seconds of ``batch`` products (m, k) x (k, n) of ``element`` bytes each; ``written`` bytes move for each
-    element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8)."""
+    element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8).
+    ``tokens``: as of ``Product``."""
     if not (m and n and k and batch):
         return 0.0
     multiple = ALIGNMENT / element
-    aligned = not (m % multiple or n % multiple or k % multiple)
+    aligned = not (n % multiple or (tokens != "m" and m % multiple) or (tokens != "k" and k % multiple))
     wide = element > 2 and not (aligned and tf32)
     sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and tf32:
@@ -182,8 +184,8 @@ def alone(kernel: Alone, rates: Rates) -> float:
     if isinstance(kernel, Scan):
         return SCAN * alone(kernel.kernel, rates)
     if isinstance(kernel, Product):
-        m, n, k, times, element, written, rows, tf32 = kernel
-        spent = matmul(rates, m, n, k, times, element, written or None, tf32=tf32)
+        m, n, k, times, element, written, rows, tf32, tokens = kernel
+        spent = matmul(rates, m, n, k, times, element, written or None, tokens=tokens or rows, tf32=tf32)
         return max(spent, times * LAUNCH if rows else 0.0)
     if isinstance(kernel, Attention):
         fused = rates.attention_backward if kernel.backward else rates.attention_forward

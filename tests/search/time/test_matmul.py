@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.layers.work import Product, Scan
+from memplan.layers.work import Product, Scan, linear
 from memplan.search.time import Efficiency, rates_of
 from memplan.search.time.attention import Fused
 from memplan.search.time.kernels import GAP, LAUNCH, alone, in_parts, matmul, streamed
@@ -106,6 +106,28 @@ def test_gpt2_of_50257_words_on_an_a100() -> None:
     rates = rates_of(plan(model="gpt2", gpu="a100-80gb", dtype="bf16"))
     shapes = (16384, 50257, 768), (16384, 768, 50257), (50257, 768, 16384)
     assert sum(matmul(rates, *shape) for shape in shapes) == pytest.approx(54e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((682, 4096, 7168), "m"), ((4096, 7168, 682), "k")])
+def test_experts_with_any_number_of_tokens_keep_the_tensor_cores(sizes: tuple[int, int, int], rows: str) -> None:
+    """Kimi K2's 8 x 8,192 tokens of 384 experts are 170 for each, or 682 with four times as many: lines of memory have
+    4,096 and 7,168 elements all the same, forward and in the gradient of a weight. 682 and 688 tokens take as long."""
+    odd = alone(Product(*sizes, 24, rows=rows), A100)  # type: ignore[arg-type]
+    even = alone(Product(*(688 if one == 682 else one for one in sizes), 24, rows=rows), A100)  # type: ignore[arg-type]
+    assert odd == pytest.approx(even, rel=0.02)
+    assert alone(Product(682, 4096, 7165, 24, rows="m"), H100) > 3 * alone(Product(682, 4096, 7168, 24, rows="m"), H100)
+
+
+def test_any_number_of_tokens_keeps_the_tensor_cores() -> None:
+    """1,500 tokens of a sequence, which 8 does not divide, take as long as 1,504: lines of memory are hidden sizes. A
+    vocabulary of 50,257 is a line of its logits."""
+
+    def seconds(tokens: int, n: int, k: int = 4096) -> list[float]:
+        done = linear(tokens, n, k, "bf16")
+        return [alone(one, H100) for one in (*done.forward, *done.backward) if isinstance(one, Product)]
+
+    assert seconds(1500, 14336) == pytest.approx(seconds(1504, 14336), rel=0.01)
+    assert all(odd > 3 * even for odd, even in zip(seconds(1504, 50257), seconds(1504, 50264), strict=True))
 
 
 def test_few_tiles_split_the_sum() -> None:
