@@ -17,6 +17,8 @@ from .tape.program import Program
 
 GIB, MIB = 2**30, 2**20
 
+OF_BITSANDBYTES = ("nf4", "fp4", "int8")
+
 
 def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, ...]:
     """All warnings for ``plan``, most consequential first."""
@@ -27,6 +29,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _logits,
             _compiled,
             _managed_states,
+            _whole_experts,
             _scores,
             framework(plan.framework).notices,
             _padded_vocab,
@@ -44,6 +47,23 @@ def _targets(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
             "targets-left-out",
             f"nothing in {plan.model.name} is called {' or '.join(nothing)} (lora.targets): peft goes on without; "
             f"{named_layers(plan)}",
+        )
+
+
+def _whole_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Stacks of experts, which bitsandbytes leaves as they are where every linear layer is quantised
+    (``replace_with_bnb_linear`` of transformers 5, which looks for ``nn.Linear`` alone)."""
+    experts = plan.model.experts
+    if not experts or plan.quantisation.kind not in OF_BITSANDBYTES:
+        return
+    held = (one for program in programs for one in program.parameter_tensors())
+    stacks = [one for one in held if len(one.shape) == 3 and one.shape[0] == experts]
+    if size := sum(hold_bytes(one.shape, plan.precision.dtype) for one in stacks):
+        yield Notice(
+            "experts-not-quantised",
+            f"experts stay in {plan.precision.dtype}, {size / GIB:.2f} GiB of the model: transformers 5 has those of a "
+            "layer in one parameter, and bitsandbytes quantises linear layers alone (transformers 4 had a linear layer "
+            "for each of most models' experts)",
         )
 
 

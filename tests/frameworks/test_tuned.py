@@ -117,6 +117,24 @@ MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "e
 
 
 @pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"quantisation": "nf4"}, "experts stay in bf16, 5.25 GiB of the model: transformers 5"),
+        ({"quantisation": "int8"}, "experts stay in bf16, 5.25 GiB of the model: transformers 5"),
+        ({"quantisation": "nf4", "versions": "transformers=4.57.1"}, ""),
+        ({"quantisation": "nf4", "model": "llama-3-8b"}, ""),
+        ({}, ""),
+    ],
+)
+def test_experts_that_are_not_quantised_are_told(flags: dict[str, str], told: str) -> None:
+    """Two layers of 8 experts, each of 3 x 4,096 x 14,336 weights of 2 bytes: 5.25 GiB."""
+    result = estimate(plan(**{"model": "mixtral-8x7b", "layers": 2, "lora_rank": 8, "dtype": "bf16", **flags}))
+    found = [one.message for one in result.warnings if one.code == "experts-not-quantised"]
+    assert [one[: len(told)] for one in found] == ([told] if told else [])
+    assert not told or 2 * 8 * 3 * 4096 * 14336 * 2 == 5.25 * 2**30
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         ({"model": "llama-3-8b", "lora_rank": 0}, "at least 1"),

@@ -66,7 +66,7 @@ def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
     if not experts.flex:
         return
     if experts.ep * experts.etp == 1:
-        yield "the flex dispatcher with one expert-parallel rank, as Megatron-Core has it (--moe-dispatcher alltoall)"
+        yield "the flex dispatcher with one expert-parallel rank, which Megatron refuses (--moe-dispatcher alltoall)"
     if experts.etp > 1:
         yield "the flex dispatcher with experts that are divided over tensor-parallel ranks (--etp 1 leaves them whole)"
     if experts.dispatcher == "deepep" and not experts.permute_fusion:
