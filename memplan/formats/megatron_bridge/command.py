@@ -25,7 +25,7 @@ from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, file_of, followed
+from .recipes import Recipe, checkout_of, file_of, followed, in_step, no_recipe_of
 from .table import LENGTHS
 
 OPTIONS = {
@@ -69,6 +69,7 @@ _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
 SCHEME = ("--peft_scheme", "--peft-scheme")
 """Of the same script in release 0.3, which calls a recipe without it where that takes none (``load_recipe``)."""
+_SCHEMES = ("lora", "dora")
 _NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
 
@@ -125,22 +126,31 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             over.append(([f"env_vars.{name}={text(value)}"], training.origin))
-    exact, recipe = recipe, f"{recipe}_{mode}" if mode else recipe
+    names, recipe = _names(recipe, mode), f"{recipe}_{mode}" if mode else recipe
     dtype = of_benchmark.get("dtype", "bf16")
     gpus, gpu = of_benchmark.get("gpus", "0"), of_benchmark.get("gpu", "")
     if benchmark:
-        recipe = f"{recipe}_{of_benchmark.get('task', 'pretrain')}_{gpus}gpu_{gpu}_{dtype.replace('_', '')}_config"
+        task = of_benchmark.get("task", "pretrain")
+        names = _names(recipe, task)
+        recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{dtype.replace('_', '')}_config"
+        names = names if library else [recipe]
         if not gpus.isdecimal():
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
     elif (layout := _LAYOUT.search(recipe)) is not None:
         gpus, gpu = layout[1], layout[2]
-    given_over, folders = [word for words, _ in over for word in words], (folder, Path())
-    found = _followed(recipe, scheme, folders, given_over, asked)
-    if found is None and mode:
-        found = _followed(exact, mode if mode in ("lora", "dora") else "", folders, given_over, asked)
+    given_over, package = [word for words, _ in over for word in words], checkout_of((folder, Path()))
+    if mode in _SCHEMES:
+        scheme = mode
+    found = None
+    if package is not None and names and not (benchmark and not library and not (package / "perf_recipes").is_dir()):
+        place, name = next(((path, name) for name in names if (path := file_of(name, package))), (None, ""))
+        if place is None and "model" not in asked.names:
+            raise no_recipe_of(package, names[-1], training.origin)
+        found = followed(place, name, scheme, _said(given_over, asked)) if place is not None else None
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
+    root = in_step(found.root, root) if found is not None else root
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""
@@ -166,10 +176,13 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     return root, replace(asked, flags=flags, assignments=left), recipe, found
 
 
-def _followed(recipe: str, scheme: str, folders: Sequence[Path], over: Sequence[str], asked: Asked) -> Recipe | None:
-    """The recipe, where its Python is found from ``folders``."""
-    place = file_of(recipe, folders) if recipe else None
-    return followed(place, recipe, scheme, _said(over, asked)) if place is not None else None
+def _names(recipe: str, mode: str) -> list[str]:
+    """What the recipe is called, or the one of a model's stem and ``mode`` (``run_recipe.py``:
+    ``_selected_recipe_name``)."""
+    if not recipe:
+        return []
+    task = "peft" if mode in _SCHEMES else mode
+    return [recipe, f"{recipe}_{task}_config"] if mode else [recipe]
 
 
 def _said(over: Sequence[str], asked: Asked) -> set[str]:

@@ -8,7 +8,8 @@ a repository's ``config.json`` is the built-in one of that name, with the fields
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, together
@@ -16,7 +17,7 @@ from ...plan.hub import twin
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..followed.following import LONGEST, Following
-from ..followed.python_values import Dialect, Elsewhere, Kept, Made, Unknown, Value
+from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value
 from ..rows import Table, arguments_of
 from . import table
 
@@ -31,6 +32,10 @@ _MOST = 2000
 _MOST_VALUES = 50_000
 """Of a configuration: lists may be repeated."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
+_NAMES_OTHERS = re.compile(r"^from megatron\.bridge\.(?:perf_)?recipes\.[\w.]+ import\b", re.MULTILINE)
+_DOES_MORE = re.compile(r"^(?:def|class|if|for|while|with|try|async|@)", re.MULTILINE)
+_NAME = re.compile(r"(?:^def |\bas |^)(\w+_config)\b(?=\(| = |,?$)", re.MULTILINE)
+"""What a recipe is called where it is made, or under another name."""
 _FOLLOWED = ("megatron.bridge.recipes.", "megatron.bridge.perf_recipes.", "megatron.bridge.training.mixed_precision")
 _MODEL = "AutoBridge"
 """What a model is called that ``AutoBridge.from_hf_pretrained`` makes."""
@@ -69,23 +74,40 @@ class Recipe:
 
 
 def is_recipe(text: str) -> bool:
-    """Whether the Python file ``text`` has functions that make Megatron-Bridge's configurations."""
-    return "megatron.bridge" in text and _MAKES.search(text) is not None
+    """Whether the Python file ``text`` has functions that make Megatron-Bridge's configurations, or does no more than
+    give such functions other names (``recipes/llama/llama3.py``)."""
+    if "megatron.bridge" not in text:
+        return False
+    return _MAKES.search(text) is not None or (
+        "_config" in text and _NAMES_OTHERS.search(text) is not None and _DOES_MORE.search(text) is None
+    )
 
 
-def file_of(name: str, folders: Sequence[Path]) -> Path | None:
-    """The file in which the recipe ``name`` is, of a checkout that holds one of ``folders`` or is in it."""
+def checkout_of(folders: Sequence[Path]) -> Path | None:
+    """The package of a checkout that holds one of ``folders`` or is in it: ``src/megatron/bridge``."""
+    around = [place for folder in folders for place in (folder, *folder.parents[:4])]
+    roots = (one / place for one in dict.fromkeys(around) for place in _PLACES)
+    return next((root for root in roots if is_there(root / "recipes" / "common.py")), None)
+
+
+def file_of(name: str, package: Path) -> Path | None:
+    """The file of the checkout's ``package`` in which the recipe ``name`` is."""
     if not name.isidentifier():
         return None
     made = re.compile(rf"^def {name}\(|\bas {name}\b|^{name} = ", re.MULTILINE)
-    around = [place for folder in folders for place in (folder, *folder.parents[:4])]
-    roots = [one / place for one in dict.fromkeys(around) for place in _PLACES]
-    for root in roots:
-        if not is_there(root / "recipes" / "common.py"):
-            continue
-        files = [path for one in _PACKAGES for path in sorted((root / one).rglob("*.py"))][:_MOST]
-        return next((path for path in files if made.search(read_text(path)[:LONGEST])), None)
-    return None
+    return next((path for path in _files_of(package) if made.search(read_text(path)[:LONGEST])), None)
+
+
+def _files_of(package: Path) -> Iterator[Path]:
+    return islice((path for one in _PACKAGES for path in sorted((package / one).rglob("*.py"))), _MOST)
+
+
+def no_recipe_of(package: Path, name: str, origin: Origin) -> PlanError:
+    """Megatron-Bridge stops at a name that neither of its packages has (``recipe_runner.py``: ``load_recipe``)."""
+    known = {found for path in _files_of(package) for found in _NAME.findall(read_text(path)[:LONGEST])}
+    problem = f"is no recipe of the checkout that holds {_shown(package)}"
+    guess = nearest(name, known) if name else None
+    return PlanError("--recipe", name, f"{problem}; did you mean {guess}?" if guess else problem, origin=origin)
 
 
 def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recipe:
@@ -94,7 +116,14 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
     if "model" not in said:
         _check_text(name, "", Origin(_shown(path)))
     following = Following(read_text(path), _shown(path), path, _DIALECT)
-    offered = [one for one in following.main.functions if not one.startswith("_")]
+    offered = _offered(following.main)
+    if not offered:
+        raise PlanError(
+            "RECIPE",
+            name or ABSENT,
+            f"has no function that returns a ConfigContainer; {INSTEAD}",
+            origin=Origin(_shown(path)),
+        )
     if not name and len(offered) != 1:
         shown = ", ".join(offered[:4]) + (", …" if len(offered) > 4 else "")
         problem = f"is missing: the file has {len(offered)} functions; say which with --set RECIPE=NAME ({shown})"
@@ -108,7 +137,25 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         problem = f"is no function that is followed to a ConfigContainer; {INSTEAD}"
         problem = f"is no function of this file; did you mean {guess}?" if made is None and guess else problem
         raise PlanError("RECIPE", name, problem, origin=Origin(_shown(path)))
-    return _Written({*said}).recipe(made, name)
+    return _Written({*said}).recipe(made, name, Origin(_shown(path)))
+
+
+def _offered(module: Module) -> list[str]:
+    """Recipes of a file; where it makes none, those that it gives other names."""
+    if any(isinstance(one, Function) for one in module.names.values()):
+        return [name for name in module.functions if not name.startswith("_")]
+    return [name for name, one in module.names.items() if isinstance(one, Elsewhere) and name.endswith("_config")]
+
+
+def in_step(before: Node, root: Node) -> Node:
+    """``root``, which has overrides over the recipe ``before``, with the model's length where they say the data's alone
+    (``recipe_runner.py``: ``sync_model_dataset_sequence_length``)."""
+    model = table.LENGTHS[-1]
+    changed = (root.at(path) for path in table.LENGTHS[:-1] if root.at(path) is not before.at(path))
+    length = next((one for one in changed if one is not None and one.value is not None), None)
+    if length is None or root.at(model) is not before.at(model):
+        return root
+    return root.put(model, length)
 
 
 def _shown(path: Path) -> str:
@@ -202,7 +249,7 @@ class _Written:
         self.wrong: list[PlanError] = []
         self.left = _MOST_VALUES
 
-    def recipe(self, made: Made, name: str) -> Recipe:
+    def recipe(self, made: Made, name: str, file: Origin) -> Recipe:
         fields = dict(made.fields)
         model = fields.get("model")
         if not isinstance(model, Made) or not model.name:
@@ -218,7 +265,7 @@ class _Written:
         found = {section: node for section, one in fields.items() if (node := self.node(section, one)) is not None}
         if self.wrong:
             raise together(self.wrong)
-        root = _as_it_starts(Node(found, made.origin))
+        root = _as_it_starts(Node(found, file))
         return Recipe(root, base, name)
 
     def node(self, path: str, value: Value) -> Node | None:

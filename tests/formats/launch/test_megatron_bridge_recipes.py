@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import flags_of_launch, read_given
-from memplan.formats.megatron_bridge.recipes import file_of, is_recipe
+from memplan.formats.megatron_bridge.recipes import checkout_of, file_of, is_recipe
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
 from memplan.plan.resolve import resolve
@@ -273,11 +273,76 @@ def test_without_a_checkout_a_recipe_is_asked_for_as_before(tmp_path: Path) -> N
 
 
 def test_which_file_holds_a_recipe(checkout: Path) -> None:
-    inside = checkout / "scripts" / "training"
-    found = file_of("llama3_8b_pretrain_config", [inside])
+    package = checkout_of([checkout / "scripts" / "training"])
+    assert package is not None
+    found = file_of("llama3_8b_pretrain_config", package)
     assert found is not None
     assert found.parts[-2:] == ("llama", "llama3.py")
-    assert file_of("nobodys_config", [inside]) is None
-    assert file_of("a b", [inside]) is None
+    assert file_of("nobodys_config", package) is None
+    assert file_of("a b", package) is None
     assert is_recipe(RECIPES)
-    assert not is_recipe(ALIASES)
+    assert is_recipe(ALIASES)
+    assert not is_recipe(f"{ALIASES}\nif __name__ == '__main__':\n    pretrain(llama3_8b_pretrain_config())\n")
+
+
+def test_a_file_that_gives_recipes_other_names(checkout: Path) -> None:
+    """Names without hardware, as ``recipes/llama/llama3.py`` has them."""
+    place = str(checkout / "src/megatron/bridge/recipes/llama/llama3.py")
+
+    def named(*assignments: str, **flags: str) -> ReadPlan:
+        return read_given(place, flags_of_launch(place, None, assignments), flags)
+
+    read = named("RECIPE=llama3_8b_pretrain_config", gpus="8", gpu="h100-80gb")
+    assert read.plan == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+    with pytest.raises(PlanError, match=r"RECIPE = llama3_8b_pretrain_confg: .*did you mean llama3_8b_pretrain_config"):
+        named("RECIPE=llama3_8b_pretrain_confg", gpus="8")
+    with pytest.raises(PlanError, match=r"llama/llama3.py: hardware.gpus: is needed"):
+        named("RECIPE=llama3_8b_pretrain_config")
+    common = str(checkout / "src/megatron/bridge/recipes/common.py")
+    with pytest.raises(PlanError, match="RECIPE: has no function that returns a ConfigContainer"):
+        read_given(common, flags_of_launch(common, None), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "guess"),
+    [
+        ("run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_confg", "llama3_8b_pretrain_8gpu_h100_bf16_config"),
+        ("run_recipe.py --model llama3_9b --mode pretrain", "llama3_8b_pretrain_config"),
+        ("setup_experiment.py -mr llama3_8b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
+    ],
+)
+def test_a_name_that_the_checkout_lacks(checkout: Path, words: str, guess: str) -> None:
+    """``load_recipe`` stops there; before, the template of recipes was estimated in its place."""
+    (checkout / "train.sh").write_text(f"python scripts/training/{words}\n")
+    place = str(checkout / "train.sh")
+    with pytest.raises(PlanError, match=f"is no recipe of the checkout that holds .*; did you mean {guess}"):
+        read_given(place, flags_of_launch(place, None), {"gpus": "8"})
+    taken = read_given(
+        place, flags_of_launch(place, None), {"gpus": "8", "model": "llama-3-8b", "seq": "4096"} | LAYOUT
+    )
+    assert taken.plan.model.layers == 32
+
+
+LAYOUT = {"tp": "2", "mbs": "1", "gbs": "128"}
+
+
+def test_a_models_stem_and_a_mode_name_a_recipe(checkout: Path) -> None:
+    (checkout / "train.sh").write_text("python scripts/training/run_recipe.py --model llama3_8b --mode pretrain\n")
+    place = str(checkout / "train.sh")
+    read = read_given(place, flags_of_launch(place, None), {"gpus": "8", "gpu": "h100-80gb"})
+    assert read.plan == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+
+
+def test_the_models_length_follows_the_data(checkout: Path) -> None:
+    """``sync_model_dataset_sequence_length``; a length of the model alone is undone there, and refused here."""
+    name = "llama3_8b_pretrain_8gpu_h100_bf16_config"
+    for words in ("--seq_length 4096", "dataset.seq_length=4096"):
+        assert started(checkout, name, words).plan.batch.seq == 4096
+    with pytest.raises(PlanError, match=r"dataset.seq_length = 8192: must be model.seq_length, 4096"):
+        started(checkout, name, "model.seq_length=4096")
+
+
+def test_overrides_of_a_recipe_name_fields(checkout: Path) -> None:
+    problem = r"train.sh:1: model.tensor_model_parallell_size: is no field .*; did you mean tensor_model_parallel_size"
+    with pytest.raises(PlanError, match=problem):
+        started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config", "model.tensor_model_parallell_size=4")
