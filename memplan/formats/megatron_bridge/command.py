@@ -69,6 +69,8 @@ _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
 SCHEME = ("--peft_scheme", "--peft-scheme")
 """Of the same script in release 0.3, which calls a recipe without it where that takes none (``load_recipe``)."""
+_TASK_OF_NAME = re.compile(r"_(pretrain|sft|finetune|dora|peft|lora)(?:_|$)")
+"""``infer_recipe_mode`` (``recipe_metadata.py``)."""
 _SCHEMES = ("lora", "dora")
 _NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
@@ -138,6 +140,11 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
     elif (layout := _LAYOUT.search(recipe)) is not None:
         gpus, gpu = layout[1], layout[2]
+    if mode and not benchmark and (task := _TASK_OF_NAME.search(names[0] if names else "")) is not None:
+        wanted = _SCHEMES if task[1] in ("peft", *_SCHEMES) else ("pretrain",) if task[1] == "pretrain" else ("sft",)
+        if mode not in wanted:
+            problem = f"must be {' or '.join(wanted)} with the recipe {names[0]}, as in Megatron-Bridge"
+            raise PlanError("--mode", mode, problem, origin=training.origin)
     given_over, package = [word for words, _ in over for word in words], checkout_of((folder, Path()))
     if mode in _SCHEMES:
         scheme = mode
@@ -150,7 +157,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
-    root = in_step(found.root, root) if found is not None else root
+    root = in_step(found, found.root, root) if found is not None else root
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""

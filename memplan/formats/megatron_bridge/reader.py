@@ -45,7 +45,7 @@ def read(place: str, asked: Asked) -> Launch:
     else:
         commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
     before, root = root, overrides.laid_over(root, asked.overrides)
-    root = in_step(before, root) if found is not None else root
+    root = in_step(found, before, root) if found is not None else root
     if found is not None and found.model is not None:
         return _of_overrides(root, asked, recipe, whole=True)
     if found is None and (overrides.are_overrides(root) or commanded):

@@ -8,7 +8,8 @@ a repository's ``config.json`` is the built-in one of that name, with the fields
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, together
 from ...plan.hub import twin
 from ...plan.text import is_there, read_text
 from ...values import dataclass
-from ..followed.following import LONGEST, Following
+from ..followed.following import LONGEST, Following, Raised
 from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value
 from ..rows import Table, arguments_of
 from . import table
@@ -58,6 +59,7 @@ _UNSET: Mapping[str, object] = {
     "apply_rope_fusion": False,
 }
 """Fields of ``TransformerConfig`` and ``RNGConfig`` that functions of recipes read, and their defaults."""
+_LAYOUT = "model.pipeline_model_parallel_layout"
 _BUCKET = 128 * 1024 * 1024
 """``CommOverlapConfig._get_optimizer_overlap_cfgs`` (``training/comm_overlap.py``)."""
 
@@ -71,6 +73,8 @@ class Recipe:
     model: str | None
     """The built-in model below the fields of ``model``; nothing where they are all of a provider's."""
     name: str
+    layout: Callable[[int, int | None], Node] | None = None
+    """The recipe's own layout of so many stages and virtual stages, where it has a function for that."""
 
 
 def is_recipe(text: str) -> bool:
@@ -106,7 +110,7 @@ def no_recipe_of(package: Path, name: str, origin: Origin) -> PlanError:
     """Megatron-Bridge stops at a name that neither of its packages has (``recipe_runner.py``: ``load_recipe``)."""
     known = {found for path in _files_of(package) for found in _NAME.findall(read_text(path)[:LONGEST])}
     problem = f"is no recipe of the checkout that holds {_shown(package)}"
-    guess = nearest(name, known) if name else None
+    guess = nearest(name, sorted(known, key=lambda one: (len(one), one))) if name else None
     return PlanError("--recipe", name, f"{problem}; did you mean {guess}?" if guess else problem, origin=origin)
 
 
@@ -137,7 +141,8 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         problem = f"is no function that is followed to a ConfigContainer; {INSTEAD}"
         problem = f"is no function of this file; did you mean {guess}?" if made is None and guess else problem
         raise PlanError("RECIPE", name, problem, origin=Origin(_shown(path)))
-    return _Written({*said}).recipe(made, name, Origin(_shown(path)))
+    found = _Written({*said}).recipe(made, name, Origin(_shown(path)))
+    return replace(found, layout=_layouts(following, made))
 
 
 def _offered(module: Module) -> list[str]:
@@ -147,9 +152,38 @@ def _offered(module: Module) -> list[str]:
     return [name for name, one in module.names.items() if isinstance(one, Elsewhere) and name.endswith("_config")]
 
 
-def in_step(before: Node, root: Node) -> Node:
-    """``root``, which has overrides over the recipe ``before``, with the model's length where they say the data's alone
-    (``recipe_runner.py``: ``sync_model_dataset_sequence_length``)."""
+def _layouts(following: Following, made: Made) -> Callable[[int, int | None], Node] | None:
+    model = made.fields.get("model")
+    builder = model.fields.get("_pipeline_model_parallel_layout_builder") if isinstance(model, Made) else None
+    if not isinstance(builder, Function):
+        return None
+
+    def layout(stages: int, virtual: int | None) -> Node:
+        where = Origin(builder.module.source, builder.definition.lineno)
+        try:
+            value = following.result(builder, [Node(stages, where), Node(virtual, where)], {})
+            node = _Written(()).node(_LAYOUT, value)
+        except Raised:
+            node = None
+        if node is None:
+            problem = (
+                f"has no layout for pp {stages} and vpp {virtual or 1} in {builder.definition.name}: say {_LAYOUT}"
+            )
+            raise PlanError("model.pipeline_model_parallel_size", stages, problem, origin=where)
+        return node
+
+    return layout
+
+
+def in_step(recipe: Recipe, before: Node, root: Node) -> Node:
+    """``root``, which has overrides over ``before``, as starting ``recipe`` changes it: the model's length where they
+    say the data's alone (``recipe_runner.py``: ``sync_model_dataset_sequence_length``), and the recipe's layout where
+    they say other stages (``sync_model_pipeline_layout``)."""
+    sizes = [f"model.{one}pipeline_model_parallel_size" for one in ("", "virtual_")]
+    stages, virtual = (one.value if (one := root.at(path)) is not None else None for path in sizes)
+    moved = any(root.at(path) is not before.at(path) for path in sizes)
+    if moved and recipe.layout is not None and root.at(_LAYOUT) is before.at(_LAYOUT) and isinstance(stages, int):
+        root = root.put(_LAYOUT, recipe.layout(stages, virtual if isinstance(virtual, int) else None))
     model = table.LENGTHS[-1]
     changed = (root.at(path) for path in table.LENGTHS[:-1] if root.at(path) is not before.at(path))
     length = next((one for one in changed if one is not None and one.value is not None), None)

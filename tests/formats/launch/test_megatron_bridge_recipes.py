@@ -44,7 +44,13 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend
 
 def _layout(pp, vp):
-    known = {(1, 1): None, (2, 1): [["embedding"] + ["decoder"] * 20, ["decoder"] * 28 + ["loss"]]}
+    twelve, thirteen = ["decoder"] * 12, ["decoder"] * 13
+    known = {
+        (1, 1): None,
+        (2, 1): [["embedding"] + ["decoder"] * 20, ["decoder"] * 28 + ["loss"]],
+        (2, 2): [["embedding"] + twelve, twelve, twelve, twelve + ["loss"]],
+        (4, 1): [["embedding"] + thirteen, thirteen, thirteen, ["decoder"] * 9 + ["loss"]],
+    }
     vp = 1 if vp is None else vp
     if (pp, vp) not in known:
         raise ValueError(f"no layout for {pp} and {vp}")
@@ -72,6 +78,7 @@ def qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config() -> ConfigContainer:
     cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-30B-A3B").to_megatron_provider(load_weights=False)
     cfg.model.pipeline_model_parallel_size = 2
     cfg.model.expert_model_parallel_size = 8
+    cfg.model._pipeline_model_parallel_layout_builder = _layout
     cfg.model.pipeline_model_parallel_layout = _layout(2, cfg.model.virtual_pipeline_model_parallel_size)
     cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)
     apply_flex_dispatcher_backend(cfg.model, "deepep")
@@ -211,6 +218,26 @@ def test_experts_layouts_of_stages_and_functions_of_the_library(checkout: Path) 
     assert plan.megatron.bucket_size == 128 * 1024 * 1024
     fusions = (plan.megatron.bias_swiglu_fusion, plan.megatron.bias_dropout_fusion, plan.megatron.rope_fusion)
     assert fusions == (False, False, False)
+
+
+def test_other_stages_have_the_recipes_own_layout_of_them(checkout: Path) -> None:
+    """``sync_model_pipeline_layout``: 13 layers on each of four stages, where (2, 2) would be as many chunks."""
+    name = "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config"
+    four = "E" + 13 * "t" + "|" + 13 * "t" + "|" + 13 * "t" + "|" + 9 * "t" + "L"
+    plan = resolve(started(checkout, name, "-pp 4", gpus="32").plan)
+    assert (plan.layout.pp, plan.layout.vpp, plan.pipeline.layout) == (4, 1, four)
+    plan = resolve(started(checkout, name, "model.virtual_pipeline_model_parallel_size=2").plan)
+    assert (plan.layout.pp, plan.layout.vpp, plan.pipeline.layout) == (
+        2,
+        2,
+        "|".join(("E" + 12 * "t", 12 * "t", 12 * "t", 12 * "t" + "L")),
+    )
+    with pytest.raises(
+        PlanError, match=r"llama3.py:\d+: model.pipeline_model_parallel_size = 8: has no layout for pp 8"
+    ):
+        started(checkout, name, "-pp 8", gpus="64")
+    own = '"model.pipeline_model_parallel_layout=Et*24|t*24L"'
+    assert started(checkout, name, own).plan.pipeline.layout == "Et*24|t*24L"
 
 
 def test_benchmarks_are_followed_through_the_recipes_that_they_change(checkout: Path) -> None:
