@@ -7,7 +7,7 @@ overrides by shorter names (``COMMON_OVERRIDE_FIELDS``), and all other words are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,20 +140,14 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
     elif (layout := _LAYOUT.search(recipe)) is not None:
         gpus, gpu = layout[1], layout[2]
-    if mode and not benchmark and (task := _TASK_OF_NAME.search(names[0] if names else "")) is not None:
-        wanted = _SCHEMES if task[1] in ("peft", *_SCHEMES) else ("pretrain",) if task[1] == "pretrain" else ("sft",)
-        if mode not in wanted:
-            problem = f"must be {' or '.join(wanted)} with the recipe {names[0]}, as in Megatron-Bridge"
-            raise PlanError("--mode", mode, problem, origin=training.origin)
+    if mode and not benchmark:
+        _check_mode(mode, names, training.origin)
     given_over, package = [word for words, _ in over for word in words], checkout_of((folder, Path()))
     if mode in _SCHEMES:
         scheme = mode
-    found = None
-    if package is not None and names and not (benchmark and not library and not (package / "perf_recipes").is_dir()):
-        place, name = next(((path, name) for name in names if (path := file_of(name, package))), (None, ""))
-        if place is None and "model" not in asked.names:
-            raise no_recipe_of(package, names[-1], training.origin)
-        found = followed(place, name, scheme, _said(given_over, asked)) if place is not None else None
+    if package is not None and benchmark and not library and not (package / "perf_recipes").is_dir():
+        package = None  # of a release whose benchmarks are no recipes
+    found = _found(package, names, scheme, _said(given_over, asked), training.origin)
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
@@ -190,6 +184,32 @@ def _names(recipe: str, mode: str) -> list[str]:
         return []
     task = "peft" if mode in _SCHEMES else mode
     return [recipe, f"{recipe}_{task}_config"] if mode else [recipe]
+
+
+def _check_mode(mode: str, names: Sequence[str], origin: Origin) -> None:
+    """``_validate_recipe_mode`` (``run_recipe.py``)."""
+    task = _TASK_OF_NAME.search(names[0]) if names else None
+    if task is None:
+        return
+    wanted = _SCHEMES if task[1] in ("peft", *_SCHEMES) else ("pretrain",) if task[1] == "pretrain" else ("sft",)
+    if mode not in wanted:
+        problem = f"must be {' or '.join(wanted)} with the recipe {names[0]}, as in Megatron-Bridge"
+        raise PlanError("--mode", mode, problem, origin=origin)
+
+
+def _found(
+    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], origin: Origin
+) -> Recipe | None:
+    """The first recipe of ``names`` that the checkout's ``package`` has; refused where it has none, unless ``--model``
+    is ``said``."""
+    if package is None or not names:
+        return None
+    for name in names:
+        if (place := file_of(name, package)) is not None:
+            return followed(place, name, scheme, said)
+    if "model" in said:
+        return None
+    raise no_recipe_of(package, names[-1], origin)
 
 
 def _said(over: Sequence[str], asked: Asked) -> set[str]:
