@@ -341,7 +341,7 @@ ELSEWHERE = (
         ("TransformerConfig",),
         (("TransformerConfig", "--model"), ("SEQUENCE_LENGTH", "--seq"), ("DEFAULT_SEQUENCE_LENGTH", "--seq")),
         before="--framework fsdp --gpus N --mbs N",
-        recipe=r"\bTransformerConfig\.(\w+)\(",
+        recipe=r"\bTransformerConfig\.(\w*\d\w*)\(",
     ),
     Elsewhere(
         "ArcticTraining",

@@ -104,3 +104,33 @@ def test_a_decoder_that_nobody_has_is_refused() -> None:
     gpt = found.model_copy(update={"model": found.model.model_copy(update={"family": "gpt", "causal": True})})
     with pytest.raises(PlanError, match=r"batch\.decoder_seq = 64: must be left out"):
         estimate(gpt)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "more", "said"),
+    [
+        (
+            "gb200",
+            {"attention_dropout": 0.1},
+            "attention_backend = auto: means flash attention on gb200: cuDNN's is not deterministic there with "
+            "attention dropout 0.1 (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0)",
+        ),
+        ("a100-80gb", {}, "cuDNN's is not deterministic there (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0), and"),
+        ("h100-80gb", {"attention_backend": "flash"}, "attention_backend = flash: must be auto or fused: flash"),
+        ("gb200", {"attention_dropout": 0.0}, ""),
+        ("h100-80gb", {}, ""),
+    ],
+)
+def test_flash_attention_behind_a_padding_mask(gpu: str, more: dict[str, Any], said: str) -> None:
+    """``get_attention_backend``: deterministic, cuDNN's is left to Hopper, and to Blackwell without dropout."""
+    given = ARGUMENTS | {"--transformer-impl": "transformer_engine", "--deterministic-mode": True}
+    given |= {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    read = plan_of_arguments(given, environment, gpus=6, family="t5").plan
+    made = resolve(read.model_copy(update={"hardware": read.hardware.model_copy(update={"gpu": gpu})}))
+    if said:
+        with pytest.raises(PlanError) as found:
+            estimate(made)
+        assert said in str(found.value)
+    else:
+        estimate(made)

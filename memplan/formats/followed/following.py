@@ -68,13 +68,16 @@ class Following:
     def configuration(self, name: str, keywords: Names | None = None) -> Value | None:
         """What the function ``name`` of the file returns; nothing where there is none. Of ``keywords`` it is given
         those that it takes."""
+        found = self._found(self.main.names.get(name), self.main)
+        if not isinstance(found, Function):
+            return None
+        taken = {one.arg for one in (*found.definition.args.args, *found.definition.args.kwonlyargs)}
+        return self.result(found, [], {key: value for key, value in (keywords or {}).items() if key in taken})
+
+    def result(self, function: Function, arguments: Sequence[Value], keywords: Names) -> Value:
+        """What ``function`` returns for these arguments."""
         try:
-            found = self._found(self.main.names.get(name), self.main)
-            if not isinstance(found, Function):
-                return None
-            taken = {one.arg for one in (*found.definition.args.args, *found.definition.args.kwonlyargs)}
-            given = {key: value for key, value in (keywords or {}).items() if key in taken}
-            return self._called(found, [], given, found.definition)
+            return self._called(function, arguments, keywords, function.definition)
         except ScriptError as error:
             raise refused(error) from None
         except RecursionError:

@@ -116,6 +116,18 @@ def _section(root: Node, name: str) -> Mapping[str, Node]:
     return found.mapping if found is not None else {}
 
 
+def check_field(section: str, field: str, node: Node) -> None:
+    """Refuses a field that somebody wrote by hand and that is surely another's name, misspelt."""
+    known = {**arguments_of(FRAMEWORK), **table.WITHOUT_ARGUMENT}
+    otherwise = table.BY_ITSELF | table.IGNORED | table.LOW_PRECISION.keys() | table.TURNED_OFF.keys()
+    if section not in table.SECTIONS or field.startswith("_") or field in otherwise:
+        return
+    if table.RENAMED.get(field, f"--{field.replace('_', '-')}") in known:
+        return
+    if (meant := _slip_of(field)) is not None:
+        raise node.lacks(f"{section}.{field}", guessed("is no field of Megatron-Bridge's", meant))
+
+
 def _slip_of(field: str) -> str | None:
     """The field that ``field`` surely is, misspelt: with it no run starts (OmegaConf's structures are closed)."""
     meant = nearest_argument(f"--{field.replace('_', '-')}", FRAMEWORK)

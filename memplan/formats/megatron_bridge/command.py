@@ -7,7 +7,7 @@ overrides by shorter names (``COMMON_OVERRIDE_FIELDS``), and all other words are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, file_of, followed
+from .recipes import Recipe, checkout_of, file_of, followed, in_step, no_recipe_of
 from .table import LENGTHS
 
 OPTIONS = {
@@ -69,6 +69,9 @@ _ADAPTERS = re.compile(r"_(?:peft|lora|dora)(?:_|$)")
 _DORA = re.compile(r"_dora(?:_|$)")
 SCHEME = ("--peft_scheme", "--peft-scheme")
 """Of the same script in release 0.3, which calls a recipe without it where that takes none (``load_recipe``)."""
+_TASK_OF_NAME = re.compile(r"_(pretrain|sft|finetune|dora|peft|lora)(?:_|$)")
+"""``infer_recipe_mode`` (``recipe_metadata.py``)."""
+_SCHEMES = ("lora", "dora")
 _NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
 
@@ -125,22 +128,30 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     for name, value in training.environment.items():
         if name.startswith(("NVTE_", "NCCL_", "PYTORCH_", "CUDA_", "CUBLAS_")) and is_known(value):
             over.append(([f"env_vars.{name}={text(value)}"], training.origin))
-    exact, recipe = recipe, f"{recipe}_{mode}" if mode else recipe
+    names, recipe = _names(recipe, mode), f"{recipe}_{mode}" if mode else recipe
     dtype = of_benchmark.get("dtype", "bf16")
     gpus, gpu = of_benchmark.get("gpus", "0"), of_benchmark.get("gpu", "")
     if benchmark:
-        recipe = f"{recipe}_{of_benchmark.get('task', 'pretrain')}_{gpus}gpu_{gpu}_{dtype.replace('_', '')}_config"
+        task = of_benchmark.get("task", "pretrain")
+        names = _names(recipe, task)
+        recipe = f"{recipe}_{task}_{gpus}gpu_{gpu}_{dtype.replace('_', '')}_config"
+        names = names if library else [recipe]
         if not gpus.isdecimal():
             raise PlanError("--num_gpus", gpus, "must be a whole number", origin=training.origin)
     elif (layout := _LAYOUT.search(recipe)) is not None:
         gpus, gpu = layout[1], layout[2]
-    given_over, folders = [word for words, _ in over for word in words], (folder, Path())
-    found = _followed(recipe, scheme, folders, given_over, asked)
-    if found is None and mode:
-        found = _followed(exact, mode if mode in ("lora", "dora") else "", folders, given_over, asked)
+    if mode and not benchmark:
+        _check_mode(mode, names, training.origin)
+    given_over, package = [word for words, _ in over for word in words], checkout_of((folder, Path()))
+    if mode in _SCHEMES:
+        scheme = mode
+    if package is not None and benchmark and not library and not (package / "perf_recipes").is_dir():
+        package = None  # of a release whose benchmarks are no recipes
+    found = _found(package, names, scheme, _said(given_over, asked), training.origin)
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
+    root = in_step(found, found.root, root) if found is not None else root
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""
@@ -166,10 +177,39 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     return root, replace(asked, flags=flags, assignments=left), recipe, found
 
 
-def _followed(recipe: str, scheme: str, folders: Sequence[Path], over: Sequence[str], asked: Asked) -> Recipe | None:
-    """The recipe, where its Python is found from ``folders``."""
-    place = file_of(recipe, folders) if recipe else None
-    return followed(place, recipe, scheme, _said(over, asked)) if place is not None else None
+def _names(recipe: str, mode: str) -> list[str]:
+    """What the recipe is called, or the one of a model's stem and ``mode`` (``run_recipe.py``:
+    ``_selected_recipe_name``)."""
+    if not recipe:
+        return []
+    task = "peft" if mode in _SCHEMES else mode
+    return [recipe, f"{recipe}_{task}_config"] if mode else [recipe]
+
+
+def _check_mode(mode: str, names: Sequence[str], origin: Origin) -> None:
+    """``_validate_recipe_mode`` (``run_recipe.py``)."""
+    task = _TASK_OF_NAME.search(names[0]) if names else None
+    if task is None:
+        return
+    wanted = _SCHEMES if task[1] in ("peft", *_SCHEMES) else ("pretrain",) if task[1] == "pretrain" else ("sft",)
+    if mode not in wanted:
+        problem = f"must be {' or '.join(wanted)} with the recipe {names[0]}, as in Megatron-Bridge"
+        raise PlanError("--mode", mode, problem, origin=origin)
+
+
+def _found(
+    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], origin: Origin
+) -> Recipe | None:
+    """The first recipe of ``names`` that the checkout's ``package`` has; refused where it has none, unless ``--model``
+    is ``said``."""
+    if package is None or not names:
+        return None
+    for name in names:
+        if (place := file_of(name, package)) is not None:
+            return followed(place, name, scheme, said)
+    if "model" in said:
+        return None
+    raise no_recipe_of(package, names[-1], origin)
 
 
 def _said(over: Sequence[str], asked: Asked) -> set[str]:

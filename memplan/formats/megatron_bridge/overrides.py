@@ -19,7 +19,7 @@ from ..launch import Asked
 from ..megatron.context import Family
 from . import table
 from .adapters import RANK, section_of
-from .arguments import said_at
+from .arguments import check_field, said_at
 
 _SECTIONS = """
     model train validation optimizer scheduler ddp dataset logger tokenizer checkpoint rng dist comm_overlap
@@ -121,7 +121,10 @@ def laid_over(root: Node, words: Sequence[str], origin: Origin = COMMAND_LINE) -
             )
             raise PlanError(".".join(keys), ABSENT, problem, origin=origin)
         found = parse_yaml(value, ".".join(keys), line=False) if value else Node(None, origin)
-        root = _placed(root, keys, Node(found.value, origin, found.text))
+        node = Node(found.value, origin, found.text)
+        if len(keys) == 2 and keys[1] not in (root.mapping[section].mapping if section in root.mapping else {}):
+            check_field(section, keys[1], node)
+        root = _placed(root, keys, node)
     return root
 
 

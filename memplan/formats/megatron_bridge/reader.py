@@ -18,14 +18,14 @@ from ...plan.yaml_events import parse_yaml
 from ..files import Words, words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family
-from ..recognised import is_script
+from ..recognised import is_python, is_script
 from ..training_scripts import launched
 from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
 from .command import GPU_OF_BENCHMARK, of_python, started
 from .packing import packed
-from .recipes import as_it_starts, is_recipe
+from .recipes import as_it_starts, in_step
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -37,15 +37,15 @@ def read(place: str, asked: Asked) -> Launch:
         root, recipe, found = Node({}, overrides.COMMAND_LINE), "", None
         if commanded:
             root, asked, recipe, found = started(text, name, folder, asked)
-        elif is_recipe(text):
+        elif is_python(name):
             found, asked = of_python(path_of(place), asked)
             root, recipe = found.root, found.name
         else:
             root = parse_yaml(text, name)
     else:
         commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
-    root = overrides.laid_over(root, asked.overrides)
-    root = as_it_starts(root) if found is not None else root
+    before, root = root, overrides.laid_over(root, asked.overrides)
+    root = as_it_starts(found, in_step(found, before, root)) if found is not None else root
     if found is not None and found.model is not None:
         return _of_overrides(root, asked, recipe, whole=True)
     if found is None and (overrides.are_overrides(root) or commanded):

@@ -8,15 +8,17 @@ a repository's ``config.json`` is the built-in one of that name, with the fields
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, together
 from ...plan.hub import twin
 from ...plan.text import is_there, read_text
 from ...values import dataclass
-from ..followed.following import LONGEST, Following
-from ..followed.python_values import Dialect, Elsewhere, Kept, Made, Unknown, Value
+from ..followed.following import LONGEST, Following, Raised
+from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value
 from ..rows import Table, arguments_of
 from . import table
 
@@ -31,6 +33,10 @@ _MOST = 2000
 _MOST_VALUES = 50_000
 """Of a configuration: lists may be repeated."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
+_NAMES_OTHERS = re.compile(r"^from megatron\.bridge\.(?:perf_)?recipes\.[\w.]+ import\b", re.MULTILINE)
+_DOES_MORE = re.compile(r"^(?:def|class|if|for|while|with|try|async|@)", re.MULTILINE)
+_NAME = re.compile(r"(?:^def |\bas |^)(\w+_config)\b(?=\(| = |,?$)", re.MULTILINE)
+"""What a recipe is called where it is made, or under another name."""
 _FOLLOWED = ("megatron.bridge.recipes.", "megatron.bridge.perf_recipes.", "megatron.bridge.training.mixed_precision")
 _MODEL = "AutoBridge"
 """What a model is called that ``AutoBridge.from_hf_pretrained`` makes."""
@@ -53,6 +59,7 @@ _UNSET: Mapping[str, object] = {
     "apply_rope_fusion": False,
 }
 """Fields of ``TransformerConfig`` and ``RNGConfig`` that functions of recipes read, and their defaults."""
+_LAYOUT = "model.pipeline_model_parallel_layout"
 _BUCKET = 128 * 1024 * 1024
 """``CommOverlapConfig._get_optimizer_overlap_cfgs`` (``training/comm_overlap.py``)."""
 
@@ -66,26 +73,45 @@ class Recipe:
     model: str | None
     """The built-in model below the fields of ``model``; nothing where they are all of a provider's."""
     name: str
+    layout: Callable[[int, int | None], Node] | None = None
+    """The recipe's own layout of so many stages and virtual stages, where it has a function for that."""
 
 
 def is_recipe(text: str) -> bool:
-    """Whether the Python file ``text`` has functions that make Megatron-Bridge's configurations."""
-    return "megatron.bridge" in text and _MAKES.search(text) is not None
+    """Whether the Python file ``text`` has functions that make Megatron-Bridge's configurations, or does no more than
+    give such functions other names (``recipes/llama/llama3.py``)."""
+    if "megatron.bridge" not in text:
+        return False
+    return _MAKES.search(text) is not None or (
+        "_config" in text and _NAMES_OTHERS.search(text) is not None and _DOES_MORE.search(text) is None
+    )
 
 
-def file_of(name: str, folders: Sequence[Path]) -> Path | None:
-    """The file in which the recipe ``name`` is, of a checkout that holds one of ``folders`` or is in it."""
+def checkout_of(folders: Sequence[Path]) -> Path | None:
+    """The package of a checkout that holds one of ``folders`` or is in it: ``src/megatron/bridge``."""
+    around = [place for folder in map(Path.absolute, folders) for place in (folder, *folder.parents[:4])]
+    roots = (one / place for one in dict.fromkeys(around) for place in _PLACES)
+    return next((root for root in roots if is_there(root / "recipes" / "common.py")), None)
+
+
+def file_of(name: str, package: Path) -> Path | None:
+    """The file of the checkout's ``package`` in which the recipe ``name`` is."""
     if not name.isidentifier():
         return None
     made = re.compile(rf"^def {name}\(|\bas {name}\b|^{name} = ", re.MULTILINE)
-    around = [place for folder in map(Path.absolute, folders) for place in (folder, *folder.parents[:4])]
-    roots = [one / place for one in dict.fromkeys(around) for place in _PLACES]
-    for root in roots:
-        if not is_there(root / "recipes" / "common.py"):
-            continue
-        files = [path for one in _PACKAGES for path in sorted((root / one).rglob("*.py"))][:_MOST]
-        return next((path for path in files if made.search(read_text(path)[:LONGEST])), None)
-    return None
+    return next((path for path in _files_of(package) if made.search(read_text(path)[:LONGEST])), None)
+
+
+def _files_of(package: Path) -> Iterator[Path]:
+    return islice((path for one in _PACKAGES for path in sorted((package / one).rglob("*.py"))), _MOST)
+
+
+def no_recipe_of(package: Path, name: str, origin: Origin) -> PlanError:
+    """Megatron-Bridge stops at a name that neither of its packages has (``recipe_runner.py``: ``load_recipe``)."""
+    known = {found for path in _files_of(package) for found in _NAME.findall(read_text(path)[:LONGEST])}
+    problem = f"is no recipe of the checkout that holds {_shown(package)}"
+    guess = nearest(name, sorted(known, key=lambda one: (len(one), one))) if name else None
+    return PlanError("--recipe", name, f"{problem}; did you mean {guess}?" if guess else problem, origin=origin)
 
 
 def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recipe:
@@ -94,7 +120,14 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
     if "model" not in said:
         _check_text(name, "", Origin(_shown(path)))
     following = Following(read_text(path), _shown(path), path, _DIALECT)
-    offered = [one for one in following.main.functions if not one.startswith("_")]
+    offered = _offered(following.main)
+    if not offered:
+        raise PlanError(
+            "RECIPE",
+            name or ABSENT,
+            f"has no function that returns a ConfigContainer; {INSTEAD}",
+            origin=Origin(_shown(path)),
+        )
     if not name and len(offered) != 1:
         shown = ", ".join(offered[:4]) + (", …" if len(offered) > 4 else "")
         problem = f"is missing: the file has {len(offered)} functions; say which with --set RECIPE=NAME ({shown})"
@@ -108,7 +141,49 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         problem = f"is no function that is followed to a ConfigContainer; {INSTEAD}"
         problem = f"is no function of this file; did you mean {guess}?" if made is None and guess else problem
         raise PlanError("RECIPE", name, problem, origin=Origin(_shown(path)))
-    return _Written({*said}).recipe(made, name)
+    found = _Written({*said}).recipe(made, name, Origin(_shown(path)))
+    return replace(found, layout=_layouts(following, made))
+
+
+def _offered(module: Module) -> list[str]:
+    """Recipes of a file; where it makes none, those that it gives other names."""
+    if any(isinstance(one, Function) for one in module.names.values()):
+        return [name for name in module.functions if not name.startswith("_")]
+    return [name for name, one in module.names.items() if isinstance(one, Elsewhere) and name.endswith("_config")]
+
+
+def _layouts(following: Following, made: Made) -> Callable[[int, int | None], Node] | None:
+    model = made.fields.get("model")
+    builder = model.fields.get("_pipeline_model_parallel_layout_builder") if isinstance(model, Made) else None
+    if not isinstance(builder, Function):
+        return None
+
+    def layout(stages: int, virtual: int | None) -> Node:
+        where = Origin(builder.module.source, builder.definition.lineno)
+        try:
+            value = following.result(builder, [Node(stages, where), Node(virtual, where)], {})
+            node = _Written(()).node(_LAYOUT, value)
+        except Raised:
+            node = None
+        if node is None:
+            problem = (
+                f"has no layout for pp {stages} and vpp {virtual or 1} in {builder.definition.name}: say {_LAYOUT}"
+            )
+            raise PlanError("model.pipeline_model_parallel_size", stages, problem, origin=where)
+        return node
+
+    return layout
+
+
+def in_step(recipe: Recipe, before: Node, root: Node) -> Node:
+    """``root``, which has overrides over ``before``, with the recipe's own layout where they say other stages
+    (``recipe_runner.py``: ``sync_model_pipeline_layout``)."""
+    sizes = [f"model.{one}pipeline_model_parallel_size" for one in ("", "virtual_")]
+    stages, virtual = (one.value if (one := root.at(path)) is not None else None for path in sizes)
+    moved = any(root.at(path) is not before.at(path) for path in sizes)
+    if moved and recipe.layout is not None and root.at(_LAYOUT) is before.at(_LAYOUT) and isinstance(stages, int):
+        root = root.put(_LAYOUT, recipe.layout(stages, virtual if isinstance(virtual, int) else None))
+    return root
 
 
 def _shown(path: Path) -> str:
@@ -203,7 +278,7 @@ class _Written:
         self.wrong: list[PlanError] = []
         self.left = _MOST_VALUES
 
-    def recipe(self, made: Made, name: str) -> Recipe:
+    def recipe(self, made: Made, name: str, file: Origin) -> Recipe:
         fields = dict(made.fields)
         model = fields.get("model")
         if not isinstance(model, Made) or not model.name:
@@ -219,7 +294,7 @@ class _Written:
         found = {section: node for section, one in fields.items() if (node := self.node(section, one)) is not None}
         if self.wrong:
             raise together(self.wrong)
-        return Recipe(Node(found, made.origin), base, name)
+        return Recipe(Node(found, file), base, name)
 
     def node(self, path: str, value: Value) -> Node | None:
         """``value`` at ``path``; nothing where it is not known and does not matter."""
@@ -285,10 +360,11 @@ def _matters(path: str) -> bool:
     )
 
 
-def as_it_starts(root: Node) -> Node:
-    """``root``, under its overrides, with what starting a run writes into it: the tokenizer's vocabulary where
-    that counts (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a sequence in the model
-    (``recipe_runner.py``: ``sync_model_dataset_sequence_length``), and buckets of ``CommOverlapConfig.setup``."""
+def as_it_starts(recipe: Recipe, root: Node) -> Node:
+    """``root``, which has overrides over ``recipe``, with what starting a run writes into it: the tokenizer's
+    vocabulary where that counts (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a
+    sequence in the model (``recipe_runner.py``: ``sync_model_dataset_sequence_length``; one that overrides give the
+    model alone is undone there, and left here to be refused), and buckets of ``CommOverlapConfig.setup``."""
     tokenizer = root.mapping["tokenizer"].mapping if "tokenizer" in root.mapping else {}
     size, counts = tokenizer.get("vocab_size"), tokenizer.get("use_tokenizer_vocab_size")
     if size is not None and isinstance(size.value, int) and counts is not None and counts.value is True:
@@ -296,9 +372,10 @@ def as_it_starts(root: Node) -> Node:
         root = root.with_items(
             {"model": root.mapping["model"].with_items({"vocab_size": size, "should_pad_vocab": pads})}
         )
-    length = next((one for path in table.LENGTHS[:-1] if (one := root.at(path)) is not None), None)
-    if length is not None and length.value is not None:
-        root = root.put(table.LENGTHS[-1], length)
+    *of_data, of_model = table.LENGTHS
+    length = next((one for path in of_data if (one := root.at(path)) is not None), None)
+    if length is not None and length.value is not None and root.at(of_model) is recipe.root.at(of_model):
+        root = root.put(of_model, length)
     overlap = root.mapping.get("comm_overlap")
     shards = [root.at(f"{section}.use_distributed_optimizer") for section in ("ddp", "optimizer")]
     if overlap is not None and overlap.mapping and any(one is not None and one.value is True for one in shards):

@@ -152,7 +152,7 @@ def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
             "must be bf16 or fp16 with Transformer Engine's attention of padded tokens, whose fp32 has no recipe",
         )
     assert megatron.attention_backend != "local"
-    return backend(
+    chosen = backend(
         megatron.attention_backend,
         te=te,
         capability=_capability(plan),
@@ -164,6 +164,25 @@ def _attention(plan: ResolvedPlan, te: Version) -> CoreAttention:
         sinks=spec.attention_sinks,
         flash_installed=not _largest_logit(plan),
     )
+    if chosen == "flash" and not spec.causal:
+        raise plan.wrong("megatron.attention_backend", _flash_of_padded(plan))
+    return chosen
+
+
+def _flash_of_padded(plan: ResolvedPlan) -> str:
+    """Why flash attention is refused behind a padding mask, where Transformer Engine packs sequences for it."""
+    told = "flash attention packs sequences that have a padding mask (BERT, T5), which is not modelled"
+    if plan.megatron.attention_backend == "flash":
+        return f"must be auto or fused: {told}"
+    gpu = f"on {plan.hardware.gpu}" if plan.hardware.gpu is not None else "here"
+    if not _deterministic_attention(plan):
+        return f"means flash attention {gpu}, where cuDNN's comes second or has no such heads; {told}: must be fused"
+    dropout, gets = "", "megatron.attention_backend fused without that variable runs cuDNN's"
+    if _capability(plan) >= (10, 0):
+        dropout = f" with attention dropout {plan.model.attention_dropout:g}"
+        gets = "--attention-dropout 0, or no such variable, runs cuDNN's"
+    why = f"cuDNN's is not deterministic there{dropout} (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0)"
+    return f"means flash attention {gpu}: {why}, and {told}; {gets}"
 
 
 def _flash_release(plan: ResolvedPlan, te: Version) -> Release:

@@ -50,10 +50,7 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
             wide = _gradients(q, k, v, shape)
             return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
         return fused(r, q, k, v, lengths, shape)
-    if lengths:
-        problem = "must be fused (cuDNN's attention) with a padding mask (BERT, T5): flash attention, which runs "
-        problem += "otherwise, packs sequences, which is not covered"
-        raise PlanError("megatron.attention_backend", shape.attention, problem)
+    assert not lengths  # ``from_plan`` refuses flash attention behind a padding mask
     return flash(r, q, k, v, shape)
 
 

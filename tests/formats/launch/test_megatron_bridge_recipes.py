@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import flags_of_launch, read_given
-from memplan.formats.megatron_bridge.recipes import file_of, is_recipe
+from memplan.formats.megatron_bridge.recipes import checkout_of, file_of, is_recipe
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
 from memplan.plan.resolve import resolve
@@ -44,7 +44,13 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend
 
 def _layout(pp, vp):
-    known = {(1, 1): None, (2, 1): [["embedding"] + ["decoder"] * 20, ["decoder"] * 28 + ["loss"]]}
+    twelve, thirteen = ["decoder"] * 12, ["decoder"] * 13
+    known = {
+        (1, 1): None,
+        (2, 1): [["embedding"] + ["decoder"] * 20, ["decoder"] * 28 + ["loss"]],
+        (2, 2): [["embedding"] + twelve, twelve, twelve, twelve + ["loss"]],
+        (4, 1): [["embedding"] + thirteen, thirteen, thirteen, ["decoder"] * 9 + ["loss"]],
+    }
     vp = 1 if vp is None else vp
     if (pp, vp) not in known:
         raise ValueError(f"no layout for {pp} and {vp}")
@@ -72,6 +78,7 @@ def qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config() -> ConfigContainer:
     cfg.model = AutoBridge.from_hf_pretrained("Qwen/Qwen3-30B-A3B").to_megatron_provider(load_weights=False)
     cfg.model.pipeline_model_parallel_size = 2
     cfg.model.expert_model_parallel_size = 8
+    cfg.model._pipeline_model_parallel_layout_builder = _layout
     cfg.model.pipeline_model_parallel_layout = _layout(2, cfg.model.virtual_pipeline_model_parallel_size)
     cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False)
     apply_flex_dispatcher_backend(cfg.model, "deepep")
@@ -197,12 +204,7 @@ def test_what_a_start_writes_is_of_the_recipe_with_what_stands_over_it(checkout:
     """The data's length stands over the model's, the tokenizer's vocabulary over the model's, and what
     ``CommOverlapConfig`` sets up over ``ddp`` (``run_recipe.py`` lays overrides over a recipe before)."""
     name = "llama3_8b_pretrain_8gpu_h100_bf16_config"
-    for words, seq in (
-        ("dataset.seq_length=2048", 2048),
-        ("dataset.seq_length=2048 model.seq_length=4096", 2048),
-        ("model.seq_length=4096", 8192),
-    ):
-        assert resolve(started(checkout, name, words).plan).batch.seq == seq
+    assert resolve(started(checkout, name, "dataset.seq_length=2048").plan).batch.seq == 2048
     assert resolve(started(checkout, name, "tokenizer.vocab_size=64000").plan).model.vocab == 64000
     experts = "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config"
     for words, bucket in (("comm_overlap.bucket_size=4096", 4096), ("ddp.bucket_size=4096", 128 * 1024 * 1024)):
@@ -213,7 +215,9 @@ def test_a_checkout_is_found_from_a_folder_in_it(checkout: Path, monkeypatch: py
     inside = checkout / "scripts" / "training"
     inside.mkdir(parents=True)
     monkeypatch.chdir(inside)
-    assert file_of("llama3_8b_pretrain_config", [Path()]) is not None
+    package = checkout_of([Path()])
+    assert package is not None
+    assert file_of("llama3_8b_pretrain_config", package) is not None
 
 
 def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
@@ -234,6 +238,26 @@ def test_experts_layouts_of_stages_and_functions_of_the_library(checkout: Path) 
     assert plan.megatron.bucket_size == 128 * 1024 * 1024
     fusions = (plan.megatron.bias_swiglu_fusion, plan.megatron.bias_dropout_fusion, plan.megatron.rope_fusion)
     assert fusions == (False, False, False)
+
+
+def test_other_stages_have_the_recipes_own_layout_of_them(checkout: Path) -> None:
+    """``sync_model_pipeline_layout``: 13 layers on each of four stages, where (2, 2) would be as many chunks."""
+    name = "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config"
+    four = "E" + 13 * "t" + "|" + 13 * "t" + "|" + 13 * "t" + "|" + 9 * "t" + "L"
+    plan = resolve(started(checkout, name, "-pp 4", gpus="32").plan)
+    assert (plan.layout.pp, plan.layout.vpp, plan.pipeline.layout) == (4, 1, four)
+    plan = resolve(started(checkout, name, "model.virtual_pipeline_model_parallel_size=2").plan)
+    assert (plan.layout.pp, plan.layout.vpp, plan.pipeline.layout) == (
+        2,
+        2,
+        "|".join(("E" + 12 * "t", 12 * "t", 12 * "t", 12 * "t" + "L")),
+    )
+    with pytest.raises(
+        PlanError, match=r"llama3.py:\d+: model.pipeline_model_parallel_size = 8: has no layout for pp 8"
+    ):
+        started(checkout, name, "-pp 8", gpus="64")
+    own = '"model.pipeline_model_parallel_layout=Et*24|t*24L"'
+    assert started(checkout, name, own).plan.pipeline.layout == "Et*24|t*24L"
 
 
 def test_benchmarks_are_followed_through_the_recipes_that_they_change(checkout: Path) -> None:
@@ -296,11 +320,76 @@ def test_without_a_checkout_a_recipe_is_asked_for_as_before(tmp_path: Path) -> N
 
 
 def test_which_file_holds_a_recipe(checkout: Path) -> None:
-    inside = checkout / "scripts" / "training"
-    found = file_of("llama3_8b_pretrain_config", [inside])
+    package = checkout_of([checkout / "scripts" / "training"])
+    assert package is not None
+    found = file_of("llama3_8b_pretrain_config", package)
     assert found is not None
     assert found.parts[-2:] == ("llama", "llama3.py")
-    assert file_of("nobodys_config", [inside]) is None
-    assert file_of("a b", [inside]) is None
+    assert file_of("nobodys_config", package) is None
+    assert file_of("a b", package) is None
     assert is_recipe(RECIPES)
-    assert not is_recipe(ALIASES)
+    assert is_recipe(ALIASES)
+    assert not is_recipe(f"{ALIASES}\nif __name__ == '__main__':\n    pretrain(llama3_8b_pretrain_config())\n")
+
+
+def test_a_file_that_gives_recipes_other_names(checkout: Path) -> None:
+    """Names without hardware, as ``recipes/llama/llama3.py`` has them."""
+    place = str(checkout / "src/megatron/bridge/recipes/llama/llama3.py")
+
+    def named(*assignments: str, **flags: str) -> ReadPlan:
+        return read_given(place, flags_of_launch(place, None, assignments), flags)
+
+    read = named("RECIPE=llama3_8b_pretrain_config", gpus="8", gpu="h100-80gb")
+    assert read.plan == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+    with pytest.raises(PlanError, match=r"RECIPE = llama3_8b_pretrain_confg: .*did you mean llama3_8b_pretrain_config"):
+        named("RECIPE=llama3_8b_pretrain_confg", gpus="8")
+    with pytest.raises(PlanError, match=r"llama/llama3.py: hardware.gpus: is needed"):
+        named("RECIPE=llama3_8b_pretrain_config")
+    common = str(checkout / "src/megatron/bridge/recipes/common.py")
+    with pytest.raises(PlanError, match="RECIPE: has no function that returns a ConfigContainer"):
+        read_given(common, flags_of_launch(common, None), {})
+
+
+@pytest.mark.parametrize(
+    ("words", "guess"),
+    [
+        ("run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_confg", "llama3_8b_pretrain_8gpu_h100_bf16_config"),
+        ("run_recipe.py --model llama3_9b --mode pretrain", "llama3_8b_pretrain_config"),
+        ("setup_experiment.py -mr llama3_8b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
+    ],
+)
+def test_a_name_that_the_checkout_lacks(checkout: Path, words: str, guess: str) -> None:
+    """``load_recipe`` stops there; before, the template of recipes was estimated in its place."""
+    (checkout / "train.sh").write_text(f"python scripts/training/{words}\n")
+    place = str(checkout / "train.sh")
+    with pytest.raises(PlanError, match=f"is no recipe of the checkout that holds .*; did you mean {guess}"):
+        read_given(place, flags_of_launch(place, None), {"gpus": "8"})
+    taken = read_given(
+        place, flags_of_launch(place, None), {"gpus": "8", "model": "llama-3-8b", "seq": "4096"} | LAYOUT
+    )
+    assert taken.plan.model.layers == 32
+
+
+LAYOUT = {"tp": "2", "mbs": "1", "gbs": "128"}
+
+
+def test_a_models_stem_and_a_mode_name_a_recipe(checkout: Path) -> None:
+    (checkout / "train.sh").write_text("python scripts/training/run_recipe.py --model llama3_8b --mode pretrain\n")
+    place = str(checkout / "train.sh")
+    read = read_given(place, flags_of_launch(place, None), {"gpus": "8", "gpu": "h100-80gb"})
+    assert read.plan == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
+
+
+def test_the_models_length_follows_the_data(checkout: Path) -> None:
+    """``sync_model_dataset_sequence_length``; a length of the model alone is undone there, and refused here."""
+    name = "llama3_8b_pretrain_8gpu_h100_bf16_config"
+    for words in ("--seq_length 4096", "dataset.seq_length=4096"):
+        assert started(checkout, name, words).plan.batch.seq == 4096
+    with pytest.raises(PlanError, match=r"dataset.seq_length = 8192: must be model.seq_length, 4096"):
+        started(checkout, name, "model.seq_length=4096")
+
+
+def test_overrides_of_a_recipe_name_fields(checkout: Path) -> None:
+    problem = r"train.sh:1: model.tensor_model_parallell_size: is no field .*; did you mean tensor_model_parallel_size"
+    with pytest.raises(PlanError, match=problem):
+        started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config", "model.tensor_model_parallell_size=4")
