@@ -96,6 +96,8 @@ class Adaptable(NamedTuple):
     inputs: int
     times: int
     """How many such layers the model has."""
+    unasked: bool = True
+    """It has one where nobody names any layers."""
 
 
 @dataclass(frozen=True, slots=True)

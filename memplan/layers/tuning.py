@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from ..tape.events import Category, rounded
 from ..values import dataclass
@@ -207,6 +208,18 @@ class FourBit(Packed):
         return lora_four_bit(r, x, layer, adapters)
 
 
+class Part(NamedTuple):
+    """Part of a linear layer's outputs that has an adapter of its own: so many heads of a size each."""
+
+    name: str
+    heads: int
+    size: int
+
+    @property
+    def outputs(self) -> int:
+        return self.heads * self.size
+
+
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """LoRA on some linear layers."""
@@ -222,6 +235,8 @@ class Adapters:
     """Weights of stacked experts with adapters, as the recipes name them (``target_parameters``)."""
     scaled: bool = True
     """What they add is scaled by a number other than 1."""
+    parts: tuple[tuple[str, tuple[Part, ...]], ...] = ()
+    """Linear layers of which parts have adapters of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,13 @@ OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shar
 """Linear layers of a feed-forward network, which experts have in place of a dense layer."""
 
 
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "linear_qkv": ("linear_q", "linear_k", "linear_v"),
+    "linear_fc1": ("linear_fc1_gate", "linear_fc1_up"),
+}
+"""Megatron-Bridge's names of what has adapters of its own within one linear layer (``CanonicalLoRA``), in the order in
+which they run."""
+
 OF_TYPES: Mapping[str, tuple[str, ...]] = {
     "t5": ("q", "v"),
     "mt5": ("q", "v"),

@@ -112,6 +112,28 @@ def test_norms_without_a_graph_end_their_operands() -> None:
         assert beside == [kept] * 4
 
 
+PARTS = "linear_q,linear_k,linear_v,linear_proj,linear_fc1_gate,linear_fc1_up,linear_fc2"
+"""Of ``CanonicalLoRA``, by default."""
+
+
+def test_parts_of_layers_by_hand() -> None:
+    """Each part has an A of its own, (32, H), and a B of its outputs: 32 heads of 128, 8 groups twice, F twice. What
+    each A makes, (1024, 1, 32) in bf16, is kept for backward: three more of a layer. The input is kept once."""
+    plan, parts = plan_of(), plan_of(lora_targets=PARTS)
+    assert adapter_parameters(parts) - adapter_parameters(plan) == 2 * 3 * 32 * H
+    assert adapter_parameters(plan_of(lora_targets="linear_k,linear_q,linear_v")) == 2 * 32 * (QKV + 3 * H)
+    (usual,), (apart,) = made(), made(lora_targets=PARTS)
+    trained = {one.name: one.shape for one in _modules(apart)["layer.0"].parameters if one.trained}  # type: ignore[attr-defined]
+    assert trained["self_attention.linear_qkv.k.adapter.linear_out.weight"] == (1024, 32)
+    assert trained["mlp.linear_fc1.up.adapter.linear_in.weight"] == (32, H)
+    assert len(trained) == 2 * 7
+    saved = [
+        sum(held(_modules(one)["layer.0"].steady.forward, category) for category in Category)  # type: ignore[attr-defined]
+        for one in (usual, apart)
+    ]
+    assert saved[1] - saved[0] == 3 * 2 * 1024 * 32
+
+
 @pytest.mark.parametrize("zero", ["0", "1"])
 def test_states_by_hand(zero: str) -> None:
     """Frozen parameters are tensors of their own in 2 bytes; buffers, main parameters and moments are of adapters."""
@@ -172,6 +194,7 @@ def test_stages_behind_the_first_have_gradients_of_what_they_receive() -> None:
         {"pp": "2", "gpus": "2"},
         {"fp8": "tensorwise"},
         GRAPHS,
+        {"lora_targets": PARTS, "tp": "2", "gpus": "2"},
         {**EXPERTS, "fp8": "tensorwise"},
         HYBRID,
     ],
@@ -306,6 +329,17 @@ def test_a_stage_of_the_embedding_alone_has_no_backward() -> None:
         ({"use_dora": "true", "fp8": "tensorwise"}, "lora.dora = true: must be false with fp8 or fp4"),
         ({"use_dora": "true", **EXPERTS}, "lora.dora = true: must be false with adapters of experts"),
         ({"use_dora": "true", "model": "moonlight-16b", "lora_targets": "linear_proj"}, "must be false with latent"),
+        ({"lora_targets": "linear_q,linear_k"}, "must have all of linear_q, linear_k, linear_v, or none"),
+        (
+            {"lora_targets": "linear_fc1_up,linear_fc1_gate,linear_fc1"},
+            "must not name linear_fc1 beside parts of layers",
+        ),
+        ({"lora_targets": PARTS, "use_dora": "true"}, "lora.dora = true: must be false with parts of layers"),
+        ({"lora_targets": PARTS, "tp": "4", "gpus": "4", "seq": "1022"}, "layout.tp = 4: must divide a rank's 1022"),
+        (
+            {**EXPERTS, "lora_targets": "linear_q,linear_k,linear_v"},
+            "lora.targets = linear_q: must be among linear_qkv",
+        ),
         ({"lora_dtype": "fp32"}, "lora.dtype = fp32: must be bf16: adapters are in the model's dtype"),
         ({"lora_rank": "30", "tp": "4", "gpus": "4"}, "lora.rank = 30: must be a multiple of tp 4"),
         ({"megatron_fsdp": "optim"}, "megatron.fsdp = optim: is not modelled yet with adapters"),

@@ -166,7 +166,7 @@ def _norm(case: Case, te: Any) -> Made:
 
 
 def _column(case: Case, te: Any) -> Made:
-    module = te.Linear(case.h, 3 * case.h, parallel_mode="column", **_options(case))
+    module = te.Linear(case.h, case.outputs, parallel_mode="column", **_options(case))
     return _first(module, case, te), list(module.parameters())
 
 
@@ -184,7 +184,7 @@ def _row(case: Case, te: Any) -> Made:
 def _norm_column(case: Case, te: Any, **more: Any) -> Made:
     kind = "LayerNorm" if case.norm == "layernorm" else "RMSNorm"
     options = _options(case) | more
-    module = te.LayerNormLinear(case.h, 3 * case.h, parallel_mode="column", normalization=kind, **options)
+    module = te.LayerNormLinear(case.h, case.outputs, parallel_mode="column", normalization=kind, **options)
     return _first(module, case, te), list(module.parameters())
 
 
@@ -198,7 +198,7 @@ def adapted(case: Case, te: Any) -> Made:
     function, parameters = made(case, te)
     for parameter in parameters:
         parameter.requires_grad = False
-    n = {"row": case.h, "grouped": INNER}.get(case.module, 3 * case.h)
+    n = {"row": case.h, "grouped": INNER}.get(case.module, case.outputs)
     weight = next(one for one in parameters if one.dim() == 2) if case.dora else None
     group = parallel(case.t)
     wrapper = wrapped(
@@ -212,6 +212,8 @@ def adapted(case: Case, te: Any) -> Made:
         dropout=case.dropout,
         base_linear_is_parallel=case.module != "duplicated",
         weight=weight,
+        parts={one.name: one.outputs for one in case.parts},
+        heads=(case.heads, case.kv_heads, case.head_dim),
         disable_sequence_parallel_comm=not case.sequence_parallel or (shows and together),
     )
     return lambda x: wrapper(x)[0], list(wrapper.adapter.parameters())

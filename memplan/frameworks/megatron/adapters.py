@@ -12,18 +12,20 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ...layers.megatron_core import latent, te_facts
+from ...layers.megatron_core.adapters import of_attention, of_gated
 from ...layers.megatron_core.block import FC1, FC2, PROJECTION, QKV
 from ...layers.megatron_core.grouped import EXPERTS
 from ...layers.megatron_core.mamba import IN, OUT
 from ...layers.megatron_core.moe import SHARED
-from ...layers.tuning import Adapters, Tuning
+from ...layers.tuning import Adapters, Part, Tuning
 from ...plan.errors import PlanError
-from ...plan.lora import adapted
+from ...plan.lora import PARTS, adapted
 from ..base import Adaptable
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan
     from ...plan.resolved import ResolvedPlan
+    from ...plan.spec import ModelSpec
 
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
@@ -51,12 +53,31 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     }
     if spec.latent_kv_rank:
         named |= _latent(plan)
+    elif not pattern and not spec.experts:
+        named |= _canonical(spec)
     if mamba := spec.layer_pattern.count("M"):
         inner = spec.mamba_heads * spec.mamba_head_dim
         features = 2 * inner + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
         named["in_proj"] = [Adaptable(IN, features, spec.hidden, mamba)]
         named["out_proj"] = [Adaptable(OUT, spec.hidden, inner, mamba)]
     return {name: tuple([one for one in several if one.times]) for name, several in named.items()}
+
+
+def _parts(spec: ModelSpec) -> Mapping[str, tuple[str, tuple[Part, ...]]]:
+    """Layers of a dense model of which parts have adapters of their own (``canonical_lora.py``), as the recipes call
+    them, and the parts."""
+    of_qkv = of_attention(spec.heads, spec.kv_heads, spec.head_dim)
+    plain = sum(one.outputs for one in of_qkv) == spec.qkv_features
+    attention = {"linear_qkv": (QKV, of_qkv)} if plain else {}
+    return attention | ({"linear_fc1": (FC1, of_gated(spec.ffn))} if spec.gated else {})
+
+
+def _canonical(spec: ModelSpec) -> dict[str, list[Adaptable]]:
+    return {
+        name: [Adaptable(layer, part.outputs, spec.hidden, spec.layers, unasked=False)]
+        for whole, (layer, parts) in _parts(spec).items()
+        for name, part in zip(PARTS[whole], parts, strict=True)
+    }
 
 
 def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
@@ -84,7 +105,9 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
     if lora.rank is None:
         return None
     assert lora.dtype is not None
-    adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype, dora=lora.dora)
+    targets = {*(lora.targets or ())}
+    parts = tuple(parts for whole, parts in _parts(plan.model).items() if targets & {*PARTS[whole]})
+    adapters = Adapters(lora.rank, adapted(plan), lora.dropout, lora.dtype, dora=lora.dora, parts=parts)
     return Tuning(adapters=adapters, input_requires_grad=plan.recompute.mode == "full")
 
 
@@ -105,9 +128,31 @@ def check_adapters(plan: ResolvedPlan) -> None:
         raise PlanError("lora.rank", rank, f"must be a multiple of tp {plan.layout.tp}, whose ranks divide it")
     if plan.lora.dora:
         plan.refuse_for("lora.dora", _refuses_norms(plan))
+    _check_canonical(plan)
     for field, applies in _not_modelled(plan):
         if applies:
             raise plan.wrong(field, f"is not modelled yet with adapters (lora.rank){_MODELLED.get(field, '')}")
+
+
+def _check_canonical(plan: ResolvedPlan) -> None:
+    """``CanonicalLoRA``: what stops it, and DoRA, which it has not."""
+    targets, tp = plan.lora.targets or (), plan.layout.tp
+    every = [one for parts in PARTS.values() for one in parts]
+    if not {*targets} & {*every}:
+        return
+    if plan.lora.dora:
+        raise plan.wrong("lora.dora", f"must be false with parts of layers in lora.targets ({', '.join(every)})")
+    for whole, parts in PARTS.items():
+        named, has = ", ".join(parts), {*parts} & {*targets}
+        if whole in targets:
+            problem = f"must not name {whole} beside parts of layers, as CanonicalLoRA asserts; it has {named}"
+            raise PlanError("lora.targets", list(targets), problem)
+        if has and has != {*parts}:
+            problem = f"must have all of {named}, or none: CanonicalLoRA stops at one that is missing"
+            raise PlanError("lora.targets", list(targets), problem)
+    tokens = plan.batch.seq // plan.layout.cp * plan.batch.mbs
+    if {*PARTS["linear_qkv"]} & {*targets} and tokens % tp:
+        raise plan.wrong("layout.tp", f"must divide a rank's {tokens} tokens with parts of linear_qkv in lora.targets")
 
 
 def _refuses_norms(plan: ResolvedPlan) -> dict[str, bool]:

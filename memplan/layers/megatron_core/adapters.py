@@ -3,7 +3,8 @@
 ``lora_layers.py`` (``LoRALinear.forward``) adds what an adapter makes to the base layer's output; ``utils.py``
 (``ParallelLinearAdapter``) is two of Megatron-Core's own linear layers, whichever implementation the base has, and a
 product with ``alpha / dim``; ``get_adapter_attributes_from_linear`` says what ranks exchange. DoRA (``dora_layers.py``:
-``DoRALinear.forward``) multiplies the sum by a parameter over the norms of the whole weight's rows.
+``DoRALinear.forward``) multiplies the sum by a parameter over the norms of the whole weight's rows. Canonical LoRA
+(``canonical_lora.py``) has adapters of queries, keys and values, and of gate and up, that read the same input.
 
 Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-parallel size. A is (r / t, k) or (r, k / t), B
 (n / t, r).
@@ -11,10 +12,15 @@ Shapes: s sequence, b micro-batch, k inputs, n outputs, r rank, t tensor-paralle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 from ...tape.events import Category
 from ...values import replace
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor
+from ..gradients import viewed
+from ..tuning import Part
 from . import local, te
 from .mappings import moved, own_rows, side_by_side
 from .shape import CoreShape
@@ -34,6 +40,8 @@ def adapts(r: Recorder, name: str) -> bool:
 def added(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, *, columns: bool) -> Tensor:
     """``linear_output + adapter_output`` of the layer's ``out`` and of the input ``x`` of its product. With
     ``columns`` ranks share the layer's outputs, else its inputs."""
+    if parts := dict(r.adapters.parts).get(name):
+        return _added_in_parts(r, out, x, name, shape, parts)
     beside = (_of_columns if columns else _of_rows)(r, x, name, out.shape, shape)
     if not r.adapters.dora:
         return ops.add(r, out, beside, f"{name}_with_adapter")
@@ -46,6 +54,43 @@ def added(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, *, c
         return ops.multiply(r, scale, ops.add(r, out, beside, f"{name}_with_adapter"), f"{name}_by_magnitude")
 
     return ops.add_constant(r, product(), f"{name}_dora")  # a correction of dropout, 0 without
+
+
+def of_attention(heads: int, groups: int, size: int) -> tuple[Part, ...]:
+    """Parts of ``linear_qkv`` (``LoRALinearSplitQKV``)."""
+    return Part("q", heads, size), Part("k", groups, size), Part("v", groups, size)
+
+
+def of_gated(width: int) -> tuple[Part, ...]:
+    """Parts of ``linear_fc1`` (``LoRALinearSplitFC1UpGate``)."""
+    return Part("gate", 1, width), Part("up", 1, width)
+
+
+def _added_in_parts(r: Recorder, out: Tensor, x: Tensor, name: str, shape: CoreShape, parts: Sequence[Part]) -> Tensor:
+    """``LoRALinearSplitQKV.forward`` and ``LoRALinearSplitFC1UpGate.forward``, whose variables hold what each adapter
+    makes: (s, b, n / t) of the layer's ``out`` and of the input ``x`` of its product."""
+    like = out.shape[:-1]
+    made = [_of_columns(r, x, f"{name}.{one.name}", (*like, one.outputs // shape.t), shape) for one in parts]
+    groups = parts[-1].heads
+    if len(parts) > 2:
+        beside = _interleaved(r, made, name, groups, shape)
+    else:
+        gate, up = made
+        beside = ops.cat_last(r, gate, up, f"{name}_adapters_joined")
+    return ops.add(r, out, beside.view(*out.shape), f"{name}_with_adapter")
+
+
+def _interleaved(r: Recorder, made: Sequence[Tensor], name: str, groups: int, shape: CoreShape) -> Tensor:
+    """``_interleave_qkv``: parts (s, b, n / t) of each of ``groups`` in turn, which are slices; in backward each fills
+    a tensor as large as what it is a slice of, unless it is all of it. The function divides by the heads of all ranks,
+    so that rows of a rank's part are put together, and gradients that are no slices' apart again."""
+    part = f"{name}_adapter_of_group"
+    if groups > 1:
+        chunks = [ops.slice_last(r, one, one.shape[-1] // groups, part) for _ in range(groups) for one in made]
+    else:
+        chunks = [ops.copied_gradient(r, one, part) if shape.t > 1 else one for one in made]
+    joined = r.empty((sum(prod(one.shape) for one in made),), made[0].dtype, f"{name}_adapters_joined")
+    return joined.by(r.node(chunks, (), viewed(*chunks)))
 
 
 def _magnitude(r: Recorder, name: str, n: int, shape: CoreShape) -> Tensor:

@@ -74,6 +74,8 @@ MODEL = {
     "virtual_pipeline_model_parallel_size": 2,
     "vocab_size": 128256,
 }
+CANONICAL = "megatron.bridge.peft.canonical_lora.CanonicalLoRA"
+
 RUN = {
     "_target_": "megatron.bridge.training.config.ConfigContainer",
     "model": MODEL,
@@ -258,8 +260,12 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
         ),
         ({**RUN, "mixed_precision": "bf16_blend"}, "mixed_precision = bf16_blend: must be one of bf16_mixed, "),
         (
-            {**RUN, "peft": {"_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA"}},
-            "CanonicalLoRA: is not modelled yet: LoRA and DoRA are",
+            {**RUN, "peft": {"_target_": CANONICAL, "target_modules": ["linear_qkv"]}},
+            "peft.target_modules = [linear_qkv]: must not name linear_qkv: CanonicalLoRA has linear_q, linear_k, ",
+        ),
+        (
+            {**RUN, "peft": {"target_modules": ["linear_q"]}},
+            "peft.target_modules = [linear_q]: must not name linear_q: CanonicalLoRA alone has it",
         ),
         ({**RUN, "peft": {"a2a_experimental": True}}, "peft.a2a_experimental = true: must be false: another is not"),
         ({**RUN, "peft": {"dimm": 8}}, "peft.dimm: is no field of LoRA"),
@@ -484,7 +490,11 @@ def test_a_switch_of_the_model_is_turned_off() -> None:
     [
         (("model.num_layers=4",), {}, "overrides of a recipe.*--model NAME"),
         (("~model.num_layers",), {"model": "llama-3-8b"}, "deletes"),
-        (("peft=canonical",), {"model": "llama-3-8b"}, "peft = canonical: is not modelled yet: LoRA and DoRA are"),
+        (
+            ("peft=canonical",),
+            {"model": "llama-3-8b"},
+            "peft = canonical: is not modelled yet: LoRA, DoRA and CanonicalLoRA are",
+        ),
         (("model.tensor_model_paralel_size=4",), {"model": "llama-3-8b"}, "did you mean tensor_model_parallel_size?"),
         (("mixed_precision=bf16_best",), {"model": "llama-3-8b"}, "mixed_precision = bf16_best: must be one of"),
         (("mixed_precision.fp8=hybrid",), {"model": "llama-3-8b"}, "mixed_precision=NAME: .*bf16_with_fp8_current"),
@@ -610,7 +620,10 @@ srun --ntasks-per-node=8 bash -c "$CMD"
     ("recipe", "problem"),
     [
         ("llama3_8b_pretrain_fp8_current_scaling_config", "says a precision below 16 bits"),
-        ("llama3_8b_peft_config peft._target_=megatron.bridge.peft.canonical_lora.CanonicalLoRA", "LoRA and DoRA are"),
+        (
+            "llama3_8b_peft_config peft._target_=megatron.bridge.peft.mimo.OtherLoRA",
+            "LoRA, DoRA and CanonicalLoRA are",
+        ),
         ("deepseek_v9_pretrain_config", "name its model: --model NAME"),
         ("$UNKNOWN", "give it as --set UNKNOWN=value"),
     ],
@@ -619,6 +632,18 @@ def test_a_recipe_that_says_more_is_refused(recipe: str, problem: str, tmp_path:
     (tmp_path / "run.sh").write_text(COMMAND.replace("${RECIPE:-llama3_8b_pretrain_config}", recipe))
     with pytest.raises(PlanError, match=problem):
         commanded(tmp_path)
+
+
+def test_parts_of_layers_are_asked_for_by_their_class(tmp_path: Path) -> None:
+    lora = read(tmp_path, {**RUN, "peft": {"_target_": CANONICAL, "dim": 8}}).plan.lora
+    assert (lora.rank, {*(lora.targets or ())}) == (
+        8,
+        {*("linear_q", "linear_k", "linear_v", "linear_proj"), *("linear_fc1_up", "linear_fc1_gate", "linear_fc2")},
+    )
+    (tmp_path / "run.sh").write_text(
+        f"torchrun --nproc_per_node=8 run_recipe.py --recipe llama3_8b_peft_config peft._target_={CANONICAL}"
+    )
+    assert "linear_fc1_up" in (commanded(tmp_path).plan.lora.targets or ())
 
 
 def test_adapters_of_a_run(tmp_path: Path) -> None:

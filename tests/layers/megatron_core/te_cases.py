@@ -18,10 +18,11 @@ from memplan.layers.megatron_core import (
     te_facts,
     te_low_attention,
 )
+from memplan.layers.megatron_core.adapters import of_attention, of_gated
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
 from memplan.layers.megatron_core.shape import ContextCommunication, CoreAttention, CoreShape, ExpertShape, Version
 from memplan.layers.module import Run
-from memplan.layers.tuning import Adapters, Tuning
+from memplan.layers.tuning import Adapters, Part, Tuning
 from memplan.plan.spec import ModelSpec
 from memplan.values import replace
 
@@ -66,6 +67,8 @@ class Case:
     """Of Megatron-Bridge's adapter around the frozen module; 0: none."""
     dora: bool = False
     """Whether the adapter is DoRA's."""
+    split: bool | None = None
+    """Whether parts of the outputs have adapters of their own: queries, keys and values, or, false, gate and up."""
     overlaps: bool = False
 
     def __str__(self) -> str:
@@ -76,6 +79,19 @@ class Case:
     @property
     def head_dim(self) -> int:
         return self.h // self.heads
+
+    @property
+    def outputs(self) -> int:
+        """Of a layer that is divided by columns."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim if self.split else 3 * self.h
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        if self.split is None:
+            return ()
+        if self.split:
+            return of_attention(self.heads, self.kv_heads, self.head_dim)
+        return of_gated(self.outputs // 2)
 
     def spec(self) -> ModelSpec:
         return ModelSpec(
@@ -197,6 +213,13 @@ FROZEN_CASES = [
     *(
         Case(module, frozen=True, rank=16, dora=True, norm=norm, bias=False, dropout=0.0, **more)
         for module, norm in (("column", "layernorm"), ("row", "layernorm"), ("norm_column", "rmsnorm"))
+        for more in ({}, {"t": 4}, PARALLEL)
+    ),
+    *(
+        Case(module, frozen=True, rank=16, norm="rmsnorm", bias=False, dropout=dropout, **given, **more)
+        for module in ("column", "norm_column")
+        for given in ({"split": True, "kv_heads": 2}, {"split": True, "kv_heads": 1}, {"split": False})
+        for dropout in (0.0, 0.1)
         for more in ({}, {"t": 4}, PARALLEL)
     ),
     Case("norm_column", frozen=True, rank=16, bias=True, dropout=0.0),
@@ -408,16 +431,19 @@ def tuning(case: Case) -> Tuning | None:
     if not case.frozen:
         return None
     names = frozenset({"linear", "mlp.experts.linear_fc1"})
-    adapters = Adapters(case.rank, names, case.dropout, "bf16", dora=case.dora) if case.rank else None
-    return Tuning(adapters=adapters)
+    parts = {"linear": case.parts} if case.parts else {}
+    given = Adapters(case.rank, names, case.dropout, "bf16", dora=case.dora, parts=tuple(parts.items()))
+    return Tuning(adapters=given if case.rank else None)
 
 
 def _adapted_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
-    return block.column_linear(r, x, "linear", "", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+    return block.column_linear(r, x, "linear", "", case.outputs // case.t, shape, bias=case.bias, skip_bias=False)[0]
 
 
 def _adapted_norm_column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
-    return block.column_linear(r, x, "linear", "norm", 3 * case.h // case.t, shape, bias=case.bias, skip_bias=False)[0]
+    return block.column_linear(r, x, "linear", "norm", case.outputs // case.t, shape, bias=case.bias, skip_bias=False)[
+        0
+    ]
 
 
 def _adapted_row(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
