@@ -308,10 +308,14 @@ class Run:
             elif isinstance(event, Drop):
                 tensor, size, category = event
                 if tensor == END_OF_GRADIENT:
-                    next(chunk for chunk in self.chunks if chunk.end_gradient(rank, size))
+                    self.end_gradient(size)
                 else:
                     block, stream = static.pop(tensor)
                     rank.drop(block, size, category, stream)
+
+    def end_gradient(self, size: int) -> None:
+        """The first gradient of ``size`` bytes ends."""
+        next(chunk for chunk in self.chunks if chunk.end_gradient(self.rank, size))
 
     def result(self, actions: Sequence[Action], done: int) -> Replayed:
         """``actions`` of an iteration; so many of the first one's have been ``done``."""

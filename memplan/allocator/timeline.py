@@ -11,15 +11,15 @@ from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
-from ..tape.events import NOTHING, Bytes, Category, Event, Hold
-from ..tape.program import WHOLE, Action, Program, forward_passes
+from ..tape.events import END_OF_GRADIENT, NOTHING, Bytes, Category, Drop, Event, Hold
+from ..tape.program import SLOT, WHOLE, Action, Program, forward_passes
 from ..values import dataclass
 from .caching import AllocatorSettings
 from .named import NamedRun, NamingRank, Tensor, static_tensor
 from .operations import Operation
 from .passes import Pass
 from .rank import NO_BLOCK
-from .replay import Run, workspaces_of
+from .replay import workspaces_of
 
 MOST_POINTS = 600
 """Of a timeline. Of more events each point is the one among its neighbours at which most is held."""
@@ -173,7 +173,7 @@ class _Recorder(NamingRank):
     """A rank that has no allocator, and keeps what is live under numbers."""
 
     __slots__ = (
-        "count", "event", "found", "highest", "kept", "largest", "live", "most", "points", "summaries", "total",
+        "count", "event", "found", "highest", "largest", "live", "most", "points", "summaries", "total",
         "wanted", "width",
     )  # fmt: skip
 
@@ -181,8 +181,6 @@ class _Recorder(NamingRank):
         super().__init__(settings)
         self.live: dict[int, _Together | _Kept] = {}
         """By number, in order."""
-        self.kept: _Kept | None = None
-        """Of which those are that begin now, where nobody asks for each."""
         self.count = self.event = self.total = 0
         self.wanted = list(wanted or ())
         """Bytes by category when the peak is reached,"""
@@ -292,7 +290,7 @@ class _Recorder(NamingRank):
     def _begin(self, size: int, category: int) -> int:
         """The number of a tensor that begins."""
         self.count += 1
-        one = self.kept or _Together(self.count, ((size, category, 0),), (self.label,), self.microbatch)
+        one = _Together(self.count, ((size, category, 0),), (self.label,), self.microbatch)
         self.live[self.count] = one
         self.by[category] += size
         self.total += size
@@ -331,14 +329,33 @@ class _Recording(NamedRun):
     rank: _Recorder
 
     def keep(self, tape: Iterable[Event]) -> None:
-        rank = self.rank
+        rank, static = self.rank, self.static
         if rank.steps or rank.wanted:
             super().keep(tape)
             return
-        events = tuple(tape)
-        rank.kept = _Kept(rank.count + 1, [one for one in events if isinstance(one, Hold) and one.bytes])
-        Run.keep(self, events)
-        rank.kept = None
+        live, by, holds = rank.live, rank.by, list[Hold]()
+        kept = _Kept(rank.count + 1, holds)
+        for event in tape:
+            if isinstance(event, Hold):
+                tensor, size, category, name, _, _, stream = event
+                number = NO_BLOCK
+                if size:
+                    number = rank.count = rank.count + 1
+                    live[number] = kept
+                    holds.append(event)
+                    by[category] += size
+                    rank.total += size
+                static[tensor] = number, stream or self.pool
+                if name == SLOT:
+                    self.chunks[0].slots.append(number)
+            elif isinstance(event, Drop):
+                tensor, size, category = event
+                if tensor == END_OF_GRADIENT:
+                    self.end_gradient(size)
+                elif size:
+                    del live[static.pop(tensor)[0]]
+                    by[category] -= size
+                    rank.total -= size
 
     def events_of(self, actions: Iterable[Action]) -> int:
         """About how many there are in an iteration."""
