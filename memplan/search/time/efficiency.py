@@ -162,9 +162,9 @@ _ORDINARY = 50.06 / 66.9
 """The same GPU, fp32: a product of 4,096 x 4,096 x 4,096."""
 _ODD = 121 / 989.5
 """The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
-gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122. It is a kernel of Turing, which every GPU
-since then can run: cuBLAS 11 and later take tensor cores for rows of any length (NVIDIA's guide, section 2.2)."""
-TURING = 7, 5
+gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122. Later GPUs
+run it, too. A100s took heads of 108 and 150 features as slowly as ordinary cores (BigScience's trials of 2022, within
+3 % in the median), and so are GPUs before Hopper timed."""
 
 POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
 """The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
@@ -326,7 +326,7 @@ def default(
         _EXCHANGE.get(major),
         _LOW.get(SAME_CHIP.get(gpu, gpu)),
         _ORDINARY if major == 9 else None,
-        _ODD if capability is not None and capability >= TURING else None,
+        _ODD if major >= 9 else None,
         POWER if limited else None,
         sources,
     )
