@@ -461,6 +461,16 @@ def torchtitan() -> Iterator[str]:
         "--gpu h200 --gpus 128 --ep 2",
     ):
         yield f"--model deepseek-v2-lite --layers 4 --seq 2048 --framework fsdp --fsdp-code torchtitan {flags}"
+    job = "--seq 4096 --framework fsdp --fsdp-code torchtitan --fsdp-newest --ends-apart --loss chunked --gpu b200 --gpus 8"
+    for few in (
+        "--fp8 mxfp8",
+        "--fp8 mxfp8 --fqns layers --recompute full",
+        "--fp4 nvfp4 --fqns attention,lm_head",
+        "--fp8 rowwise",
+    ):
+        yield f"--model llama-3-8b --layers 4 {job} {few}"
+    for few in ("--fp8 mxfp8 --fqns attention,shared_experts", "--fp8 rowwise --filter-fqns output,router.gate"):
+        yield f"--model deepseek-v2-lite --layers 4 {job} --ep 8 --pad-multiple 128 {few}"
 
 
 def megatron() -> Iterator[str]:
@@ -679,6 +689,7 @@ def experts() -> Iterator[str]:
         yield job
         yield f"{job} --mtp-layers 1"
         yield f"{job} --mtp-layers 1 --cp 2 --tp 2"
+        yield f"{job} --mtp-layers 1 --recompute selective --recompute-modules mla_up_proj,moe"
         yield f"{job} --recompute selective --recompute-modules mla_up_proj,layernorm,shared_experts --no-rope-fusion"
     yield f"{job} --mtp-layers 1 --pp 4 --gpus 32 --pipeline-layout 'Et|tt|tm|L'"
     for model in ("qwen3-30b-a3b", "deepseek-v3"):
@@ -740,7 +751,9 @@ def adapters() -> Iterator[str]:
         "", "--tp 4 --dp 2 --sequence-parallel", "--tp 2 --dp 2 --lora-dropout 0.1", "--lora-targets linear_qkv --recompute full",
         "--tp 2 --pp 2 --vpp 2 --gbs 16 --sequence-parallel --tp-comm-overlap", "--fp8 tensorwise --fp8-parameters --tp 2",
         "--recompute selective --recompute-modules core_attn,mlp --cp 2", "--fp8 delayed --lora-targets linear_proj,linear_fc2",
-        "--megatron-fsdp optim",
+        "--megatron-fsdp optim", "--use-dora", "--use-dora --tp 2 --pp 2 --gbs 8 --recompute full",
+        "--lora-targets linear_q,linear_k,linear_v,linear_fc1_gate,linear_fc1_up --tp 2 --sequence-parallel",
+        "--lora-targets linear_qkv --cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
     ):  # fmt: skip
         yield f"{job} {flags}".strip()
     moe = (
