@@ -41,7 +41,7 @@ class Float8:
     gathered: bool = False
     """Weights arrive in 8 bits (``enable_fsdp_float8_all_gather``)."""
     rows: int = 0
-    """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
+    """Each expert's rows are padded to a multiple of this; 0: products of experts stay in 16 bits."""
 
     def takes(self, name: str, n: int, k: int) -> bool:
         """Whether a layer (n, k) is converted (torchtitan's ``module_filter_fn``; torchao's

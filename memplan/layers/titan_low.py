@@ -46,7 +46,7 @@ class LowLinear(Protocol):
 
     @property
     def rows(self) -> int:
-        """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
+        """Each expert's rows are padded to a multiple of this; 0: products of experts stay in 16 bits."""
         ...
 
     def takes(self, name: str, n: int, k: int) -> bool:
@@ -79,7 +79,7 @@ class Blocks(ABC):
     skips: frozenset[str] = frozenset()
     """Layers that stay, by their names here."""
     rows: int = 0
-    """Rows of which each expert gets a multiple; 0: products of experts stay in 16 bits."""
+    """Each expert's rows are padded to a multiple of this; 0: products of experts stay in 16 bits."""
     gathered: ClassVar[bool] = False
     multiple: ClassVar[int]
     """Tokens, and features in and out, that kernels have a multiple of; others raise an error."""

@@ -22,7 +22,7 @@ from .torchtitan import Operator, Policy
 from .work import Exchange, exchanged
 
 ALIGNED = 8
-"""Rows of which an expert gets a multiple in bf16 (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
+"""In bf16 an expert's rows are padded to a multiple of this (``TOKEN_GROUP_ALIGN_SIZE_M``)."""
 
 EXPERTS = "experts"
 """The module of grouped experts, whose parameters ``fully_shard`` may have in a unit of their own."""

@@ -18,7 +18,7 @@ from .titan import OF_CONVERTER, newest, titan_of_plan
 BLOCKS: Mapping[str, Blocks] = {"mxfp8": MXFP8(), "nvfp4": NVFP4()}
 """With a scale for each block."""
 ROWS = 128
-"""Rows of which every expert gets a multiple for products in 8 bits (``mxfp8_quantize_2d_1x32_cutedsl``)."""
+"""For products in 8 bits each expert's rows are padded to a multiple of this (``mxfp8_quantize_2d_1x32_cutedsl``)."""
 HEAD, ROUTER = float8.NEWEST_HEAD, "moe.router.gate"
 EXPERTS = "moe.inner_experts"
 """No linear layer; a configuration that converts experts alone names it (``formats/torchtitan/low_precision.py``)."""

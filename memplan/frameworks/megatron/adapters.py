@@ -116,7 +116,7 @@ _MODELLED = {
     "megatron.cuda_graphs": "; transformer_engine of mlp alone (--cuda-graph-modules mlp) is, where attention alone has"
     " adapters",
 }
-"""What is, of fields of which not everything is."""
+"""Of fields that are modelled in part: the part that is."""
 
 
 def check_adapters(plan: ResolvedPlan) -> None:
@@ -165,8 +165,8 @@ def _refuses_norms(plan: ResolvedPlan) -> dict[str, bool]:
         "must be false with adapters of experts, whose grouped layers have no weight that it reads": bool(
             adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}
         ),
-        "must be false with latent attention, of which it is not modelled yet": bool(model.latent_kv_rank),
-        "must be false with hybrids, of which it is not modelled yet": bool(model.layer_pattern),
+        "must be false with latent attention, with which it is not modelled yet": bool(model.latent_kv_rank),
+        "must be false with hybrids, with which it is not modelled yet": bool(model.layer_pattern),
     }
 
 

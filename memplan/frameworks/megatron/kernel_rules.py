@@ -66,7 +66,7 @@ def _check_package(plan: ResolvedPlan) -> None:
     refused = {
         "must be 2 with transformer_impl local: Transformer Engine has it": megatron.transformer_impl == "local",
         "must be 2 with packed sequences (megatron.packed), beside which it is not modelled yet": megatron.packed,
-        "must be 2 with latent attention, of which it is not modelled yet": bool(model.latent_kv_rank),
+        "must be 2 with latent attention, with which it is not modelled yet": bool(model.latent_kv_rank),
         "must be 2 or 4 with context parallelism, beside which 3 is not modelled yet (Transformer Engine takes 2 where "
         "4 is installed)": plan.layout.cp > 1 and megatron.flash_attention == "3",
     }
@@ -91,12 +91,12 @@ def check_modules(plan: ResolvedPlan) -> None:
         "must be left out with experts.overlap_exchange or delay_wgrad, beside which it is not modelled yet": (
             plan.experts.overlap_exchange or plan.experts.delay_wgrad
         ),
-        "must be left out with multi-token prediction, of which it is not modelled yet": bool(model.mtp_layers),
+        "must be left out with multi-token prediction, with which it is not modelled yet": bool(model.mtp_layers),
         "must be left out with megatron.tp_comm_overlap, beside which it is not modelled yet": (
             plan.megatron.tp_comm_overlap
         ),
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
-        "must be left out with layers that differ (model.layer_blocks), of which it is not modelled yet": bool(
+        "must be left out with layers that differ (model.layer_blocks), with which it is not modelled yet": bool(
             model.layer_blocks
         ),
         "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),

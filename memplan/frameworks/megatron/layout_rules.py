@@ -210,7 +210,7 @@ def check_blocks(plan: ResolvedPlan) -> None:
     if model.layer_blocks and megatron.clips_queries:
         raise plan.wrong(
             "megatron.clips_queries",
-            "must be false with layers that differ (model.layer_blocks), of which it is not modelled yet",
+            "must be false with layers that differ (model.layer_blocks), with which it is not modelled yet",
         )
     for text in kinds_of(model.layer_blocks):
         own = block_of(text)
@@ -380,7 +380,7 @@ def check_overlap(plan: ResolvedPlan) -> None:
         ),
         "must be false with Megatron-Core's own graphs, which parts of layers do not call": megatron.cuda_graphs
         == "local",
-        "must be false for hybrids, of which it is not modelled yet": bool(plan.model.layer_pattern),
+        "must be false for hybrids, with which it is not modelled yet": bool(plan.model.layer_pattern),
         "must be false with deferred weight gradients of the head, beside which it is not modelled yet": (
             megatron.defer_embedding_wgrad
         ),

@@ -277,7 +277,7 @@ def check_saved(plan: ResolvedPlan) -> None:
         "must be false with sequence parallelism, which divides inputs anyway": layout.sequence_parallel,
         "must be false with pipeline stages, beside which it is not modelled yet": layout.pp > 1,
         "must be false with fp8 and fp4, whose recompute is Transformer Engine's own": low is not None,
-        "must be false with family t5, of which it is not modelled yet": plan.model.family == "t5",
+        "must be false with family t5, with which it is not modelled yet": plan.model.family == "t5",
     }
     plan.refuse_for("megatron.distribute_saved", reasons)
 
