@@ -86,7 +86,6 @@ def test_tables_of_angles_are_many() -> None:
         ({"cp": 2}, "context parallelism"),
         ({"transformer_impl": "local"}, "local layers"),
         ({"attention_backend": "unfused"}, "unfused attention"),
-        ({"rope_fusion": "false"}, "fused kernel"),
         ({"mbs": 2, "dp": 2, "ep": 2, **MIXTURE}, "several sequences"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from memplan.estimate import programs_of
+from memplan.frameworks.plain import hooked
 from memplan.layers import module
 from memplan.layers.module import Options, Tapes, _tapes, recorded
 from memplan.plan.read import read_plan
@@ -32,9 +33,9 @@ DIFFERENT: dict[str, dict[str, str]] = {
 }
 
 
-def modules(flags: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Names of what is recorded for a plan, of a sequence that no other test has, and whether once for both roles; if
-    so, a later micro-batch is recorded, too, and is the same."""
+def modules(flags: dict[str, str], monkeypatch: pytest.MonkeyPatch, *places: Any) -> list[tuple[str, bool]]:
+    """Names of what ``places`` record for a plan, of a sequence that no other test has, and whether once for both roles;
+    if so, a later micro-batch is recorded, too, and is the same."""
     found = []
 
     def compared(*given: Any) -> Any:
@@ -47,7 +48,8 @@ def modules(flags: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[tupl
                 assert getattr(later, one.name) == getattr(made.first, one.name), (name, one.name)
         return made, recorder
 
-    monkeypatch.setattr(module, "recorded", compared)
+    for one in places:
+        monkeypatch.setattr(one, "recorded", compared)
     programs_of(
         resolve(read_plan(None, {**flags, "seq": "1808" if flags["model"] != "gpt2" else "904"}).plan), Options()
     )
@@ -56,13 +58,13 @@ def modules(flags: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> list[tupl
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_gradients_do_not_stay_of_is_recorded_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = modules(ALIKE[name], monkeypatch)
+    found = modules(ALIKE[name], monkeypatch, module, hooked)
     assert [once for kind, once in found if kind == "layer"]
     assert all(once for _, once in found)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_leaves_gradients_is_recorded_in_both_roles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = modules(DIFFERENT[name], monkeypatch)
+    found = modules(DIFFERENT[name], monkeypatch, module)
     assert found
     assert not any(once for _, once in found)

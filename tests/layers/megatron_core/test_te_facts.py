@@ -166,7 +166,6 @@ def test_flash_saves_one_context_more_than_cudnn() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("attention", causal=False),
         Case("attention", attention="unfused", s=36),
         Case("attention", attention="unfused", cp=2),
         Case("attention", cp=2, causal=False),
