@@ -34,8 +34,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
 
 
 def modules(flags: dict[str, str], monkeypatch: pytest.MonkeyPatch, *places: Any) -> list[tuple[str, bool]]:
-    """Names of what ``places`` record for a plan, of a sequence that no other test has, and whether once for both roles;
-    if so, a later micro-batch is recorded, too, and is the same."""
+    """Names of what ``places`` record for a plan, of a sequence that no other test has, and whether once for both
+    roles; if so, a later micro-batch is recorded, too, and is the same."""
     found = []
 
     def compared(*given: Any) -> Any:
