@@ -284,8 +284,9 @@ class Fsdp(FrameworkSection):
 
     newest: bool = Field(
         False,
-        description="torchtitan: layers of Llama and Qwen 3 as its code has them in August 2026, in bf16 without "
-        "tensor parallelism, compiled layers and tensorwise float8, with which they are those of older code",
+        description="torchtitan: layers of Llama, Qwen 3 and DeepSeek V3 as its code has them in August 2026, in bf16, "
+        "float8 by rows, MXFP8 or NVFP4; with tensor parallelism, compiled layers or tensorwise float8 they are those "
+        "of older code",
         json_schema_extra={"flag": "--fsdp-newest"},
     )
 

@@ -135,6 +135,17 @@ def out_of(item: Node) -> Value:
     return item.value.value if isinstance(item.value, Kept) else item
 
 
+def with_parts(given: Node, path: str, written: Callable[[str, Value], Node | None]) -> Node:
+    """``given`` at ``path`` with its items, or its fields, as they are ``written``; those that are not are left out."""
+    if isinstance(given.value, list):
+        items = [written(path, one) for one in given.value]
+        return Node([one for one in items if one is not None], given.origin)
+    if isinstance(given.value, dict):
+        fields = {name: written(f"{path}.{name}", one) for name, one in given.value.items()}
+        return Node({name: one for name, one in fields.items() if one is not None}, given.origin)
+    return given
+
+
 def key_of(value: Value) -> str | None:
     """``value`` as the key of a mapping: text as it is, numbers and tuples of them as Python writes them."""
     if not isinstance(value, Node):

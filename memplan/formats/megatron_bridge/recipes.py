@@ -18,7 +18,7 @@ from ...plan.hub import twin
 from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..followed.following import LONGEST, Following, Raised
-from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value
+from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value, with_parts
 from ..rows import Table, arguments_of
 from . import table
 
@@ -309,13 +309,7 @@ class _Written:
             return self.named(path, value)
         if isinstance(value.value, Kept):
             return self.node(path, value.value.value)
-        if isinstance(value.value, list):
-            items = [self.node(path, one) for one in value.value]
-            return Node([one for one in items if one is not None], value.origin)
-        if isinstance(value.value, dict):
-            named = {name: self.node(f"{path}.{name}", one) for name, one in value.value.items()}
-            return Node({name: one for name, one in named.items() if one is not None}, value.origin)
-        return value
+        return with_parts(value, path, self.node)
 
     def named(self, path: str, value: Value) -> Node | None:
         """A dtype, a function or a member of an enumeration as a run writes it; else what only running code knows."""

@@ -16,7 +16,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, t
 from ...plan.models import load_spec
 from ...plan.text import is_there, text_at
 from ..followed.following import Following
-from ..followed.python_values import Dialect, Kept, Made, Unknown, Value
+from ..followed.python_values import Dialect, Kept, Made, Unknown, Value, with_parts
 from ..rows import Table
 from .keys import NEWEST, key_of
 from .stages import DECODERS, FLAVOURS, flavour_of, without_recipe
@@ -185,13 +185,7 @@ class _Written:
         if isinstance(value.value, Kept):
             inner = value.value.value
             return self.named(inner) if isinstance(inner, Made) else self.node(path, inner)
-        if isinstance(value.value, list):
-            items = [self.node(path, one) for one in value.value]
-            return Node([one for one in items if one is not None], value.origin)
-        if isinstance(value.value, dict):
-            named = {name: self.node(f"{path}.{name}", one) for name, one in value.value.items()}
-            return Node({name: one for name, one in named.items() if one is not None}, value.origin)
-        return value
+        return with_parts(value, path, self.node)
 
     def named(self, made: Made) -> Node:
         """An item of a list: its fields, or its name where it is a converter."""

@@ -78,16 +78,16 @@ def matmul(
 ) -> float:
     """Seconds of ``batch`` products (m, k) x (k, n) of ``element`` bytes each; ``written`` bytes move for each
     element of the result, ``element`` unless said (a gradient that is added to in fp32: read and written, 8).
-    ``tokens``: as of ``Product``."""
+    ``tokens`` and ``tf32``: as of ``Product``; what ordinary cores take, they take in whole waves."""
     if not (m and n and k and batch):
         return 0.0
     multiple = ALIGNMENT / element
     aligned = not (n % multiple or (tokens != "m" and m % multiple) or (tokens != "k" and k % multiple))
-    wide = element > 2 and not (aligned and tf32)
+    ordinary = element > 2 and not (aligned and tf32)
     sustained = rates.ordinary if element > 2 else rates.odd
     if aligned and tf32:
         sustained = rates.tf32
-    elif aligned and not wide:
+    elif aligned and not ordinary:
         # LLM.int8's products are of one byte where the plan computes in 16 bits, whose rate is what they at least have
         sustained = dict(rates.low).get(element, rates.matrix)
     work = 2.0 * k / (sustained / rates.processors)
@@ -104,7 +104,7 @@ def matmul(
             if max(full + behind, operands + back) >= least:
                 break  # nor do full waves of more parts end before
             parts = tiles * split
-            busiest = -(-parts // rates.processors) * area if wide else _busiest(parts, rates.processors, area)
+            busiest = -(-parts // rates.processors) * area if ordinary else _busiest(parts, rates.processors, area)
             least = min(least, max(work * busiest / split + behind, operands + back))
     return max(least + GAP, LAUNCH)
 
