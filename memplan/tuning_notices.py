@@ -55,30 +55,31 @@ _OF_DORA = (
 
 def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
     quantisation = plan.quantisation
-    if quantisation.kind == "none":
-        return ()
-    if quantisation.kind == "int8":
-        return (
-            "8-bit weights by bitsandbytes 0.50 (LLM.int8); embedding, norms and head are not quantised",
-            "no column of a layer's inputs reaches the threshold (6.0): which do is for data to say, and each of them "
-            "adds itself in 16 bits and its weights for as long as a product runs",
-            "inputs of 8-bit layers are kept until backward, recomputed or not: bitsandbytes has them in its "
-            "function's context, which checkpoints leave alone",
-        )
-    if quantisation.kind == "gptq":
-        return (
-            f"4-bit weights by auto_gptq's QuantLinear (Triton, version 2) in groups of {quantisation.group}, without "
-            "biases; embedding, norms and head are not quantised",
-            "a 4-bit layer dequantises its whole weight in forward and in backward",
-        )
-    if quantisation.kind == "awq":
-        return (
-            f"4-bit weights by autoawq's WQLinear_GEMM in groups of {quantisation.group}; embedding, norms and head "
-            "are not quantised",
-            "a 4-bit layer keeps its input for backward, which copies the whole weight for each sequence of a "
-            "micro-batch; forward makes the whole weight from 1,024 tokens per micro-batch on, and eight partial sums "
-            "of its output below",
-        )
+    match quantisation.kind:
+        case "none":
+            return ()
+        case "int8":
+            return (
+                "8-bit weights by bitsandbytes 0.50 (LLM.int8); embedding, norms and head are not quantised",
+                "no column of a layer's inputs reaches the threshold (6.0): which do is for data to say, and each of "
+                "them adds itself in 16 bits and its weights for as long as a product runs",
+                "inputs of 8-bit layers are kept until backward, recomputed or not: bitsandbytes has them in its "
+                "function's context, which checkpoints leave alone",
+            )
+        case "gptq":
+            return (
+                f"4-bit weights by auto_gptq's QuantLinear (Triton, version 2) in groups of {quantisation.group}, "
+                "without biases; embedding, norms and head are not quantised",
+                "a 4-bit layer dequantises its whole weight in forward and in backward",
+            )
+        case "awq":
+            return (
+                f"4-bit weights by autoawq's WQLinear_GEMM in groups of {quantisation.group}; embedding, norms and "
+                "head are not quantised",
+                "a 4-bit layer keeps its input for backward, which copies the whole weight for each sequence of a "
+                "micro-batch; forward makes the whole weight from 1,024 tokens per micro-batch on, and eight partial "
+                "sums of its output below",
+            )
     prepared = "prepare_model_for_kbit_training" if quantisation.prepared else "without prepare_model_for_kbit_training"
     return (
         f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); "

@@ -69,13 +69,14 @@ def _pairs(signs: Sequence[_Sign]) -> tuple[dict[int, int], dict[int, list[int]]
     opened: list[int] = []
     for at, sign in enumerate(signs):
         plain = _plain(sign)
-        if plain == "{":
-            opened.append(at)
-            commas[at] = []
-        elif plain == "}" and opened:
-            closings[opened.pop()] = at
-        elif plain == "," and opened:
-            commas[opened[-1]].append(at)
+        match plain:
+            case "{":
+                opened.append(at)
+                commas[at] = []
+            case "}" if opened:
+                closings[opened.pop()] = at
+            case "," if opened:
+                commas[opened[-1]].append(at)
     return closings, commas
 
 

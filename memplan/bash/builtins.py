@@ -281,28 +281,29 @@ def printed(words: Sequence[Value], given: Value | None, files: Mapping[str, Val
     budget.spend(len(words))
     name, arguments = text(words[0]), words[1:]
     origin = words[0][0].origin
-    if name in ("cat", "tee"):
-        paths = [text(word) for word in arguments if not text(word).startswith("-")] if name == "cat" else []
-        contents = [files.get(path) for path in paths] if paths else [given]
-        if any(content is None for content in contents):
+    match name:
+        case "cat" | "tee":
+            paths = [text(word) for word in arguments if not text(word).startswith("-")] if name == "cat" else []
+            contents = [files.get(path) for path in paths] if paths else [given]
+            if any(content is None for content in contents):
+                return None
+            return tuple(piece for content in contents for piece in content or ())
+        case "echo":
+            shown = list(arguments)
+            while shown and re.fullmatch("-[neE]+", text(shown[0])):
+                shown.pop(0)
+            return (*joined(shown, " ", origin), Piece("\n", origin))
+        case "printf":
+            if len(arguments) == 1 and "%" not in text(arguments[0]):
+                return tuple(piece._replace(text=piece.text.replace("\\n", "\n")) for piece in arguments[0])
+            if len(arguments) == 2 and text(arguments[0]) in ("%s", "%s\\n", "%d", "%d\\n"):
+                return arguments[1]
             return None
-        return tuple(piece for content in contents for piece in content or ())
-    if name == "echo":
-        shown = list(arguments)
-        while shown and re.fullmatch("-[neE]+", text(shown[0])):
-            shown.pop(0)
-        return (*joined(shown, " ", origin), Piece("\n", origin))
-    if name == "printf":
-        if len(arguments) == 1 and "%" not in text(arguments[0]):
-            return tuple(piece._replace(text=piece.text.replace("\\n", "\n")) for piece in arguments[0])
-        if len(arguments) == 2 and text(arguments[0]) in ("%s", "%s\\n", "%d", "%d\\n"):
-            return arguments[1]
-        return None
-    if name in ("tr", "sed") and given is not None and all(map(is_known, arguments)):
-        return _in_one_line(name, [text(word) for word in arguments], given)
-    if name in ("expr", "bc"):
-        expression = joined(arguments, " ", origin) if name == "expr" else given or ()
-        return _calculated(expression, name, budget)
+        case "tr" | "sed" if given is not None and all(map(is_known, arguments)):
+            return _in_one_line(name, [text(word) for word in arguments], given)
+        case "expr" | "bc":
+            expression = joined(arguments, " ", origin) if name == "expr" else given or ()
+            return _calculated(expression, name, budget)
     return None
 
 

@@ -150,12 +150,13 @@ class _Reader:
         return True if known or is_known(value) else self._cannot(value)
 
     def _unary(self, letter: str, value: Value) -> Decision:
-        if letter == "n":
-            return self._filled(value)
-        if letter == "z":
-            return negated(self._filled(value))
-        if letter == "v" and is_known(value):
-            return self._expansion.variables.items(text(value)) is not None
+        match letter:
+            case "n":
+                return self._filled(value)
+            case "z":
+                return negated(self._filled(value))
+            case "v" if is_known(value):
+                return self._expansion.variables.items(text(value)) is not None
         return self._cannot(value) if letter not in _FILE_TESTS else self._cannot()
 
     def _binary(self, left: Value, operator: str, right: tuple[Value, Word | None]) -> Decision:

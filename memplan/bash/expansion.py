@@ -146,16 +146,17 @@ class Expansion:
 
     def _values(self, part: Part) -> list[Value]:
         """The values of ``part``: several for ``[@]``, else one."""
-        if isinstance(part, Literal):
-            return [(Piece(part.text, part.origin),)]
-        if isinstance(part, Parameter):
-            return self._parameter(part)
-        if isinstance(part, Placeholder):
-            return [self._unknown(part.text, "", Cause.PLACEHOLDER, part.origin)]
-        if isinstance(part, Substitution):
-            captured = self._capture(part.body)
-            shown = OWN_FOLDER if _OWN_FOLDER.fullmatch(part.text) else part.text
-            return [captured if captured is not None else self._unknown(shown, "", Cause.COMMAND, part.origin)]
+        match part:
+            case Literal():
+                return [(Piece(part.text, part.origin),)]
+            case Parameter():
+                return self._parameter(part)
+            case Placeholder():
+                return [self._unknown(part.text, "", Cause.PLACEHOLDER, part.origin)]
+            case Substitution():
+                captured = self._capture(part.body)
+                shown = OWN_FOLDER if _OWN_FOLDER.fullmatch(part.text) else part.text
+                return [captured if captured is not None else self._unknown(shown, "", Cause.COMMAND, part.origin)]
         number = self.number(part.expression)
         if isinstance(number, int):
             return [(Piece(str(number), part.origin),)]

@@ -113,16 +113,17 @@ def shell_pattern(pattern: str) -> Matcher:
     while at < len(pattern):
         character = pattern[at]
         at += 1
-        if character == "*":
-            if not elements or elements[-1] is not ANY:
-                elements.append(ANY)
-        elif character == "?":
-            elements.append(Element(anything))
-        elif character == "[" and (found := characters(pattern, at, "!^")) is not None:
-            elements.append(Element(found[0]))
-            at = found[1]
-        else:
-            elements.append(Element(same(character)))
+        match character:
+            case "*":
+                if not elements or elements[-1] is not ANY:
+                    elements.append(ANY)
+            case "?":
+                elements.append(Element(anything))
+            case "[" if (found := characters(pattern, at, "!^")) is not None:
+                elements.append(Element(found[0]))
+                at = found[1]
+            case _:
+                elements.append(Element(same(character)))
     return Matcher(elements)
 
 

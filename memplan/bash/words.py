@@ -103,27 +103,28 @@ class WordReader(ABC):
         """Consumes an escape, a quotation or an expansion outside of quotes."""
         character = self.text[self.at]
         following = self.text[self.at + 1 : self.at + 2]
-        if character == "\\":
-            if following == "\n" or self.text.startswith("\\\r\n", self.at):
-                self.at = self.text.index("\n", self.at) + 1
-                return False if not parts else self._continues()
-            self.at += 2 if following else 1
-            parts.append(Literal(following, True, origin))
-        elif character == "'":
-            end = self.text.find("'", self.at + 1)
-            if end < 0:
-                raise self._error("ends inside a quotation: a ' is missing")
-            parts.extend(self._lines_of(self.text[self.at + 1 : end], self.at + 1, True))
-            self.at = end + 1
-        elif character == '"':
-            self._double_quotes(parts, origin)
-        elif character == "$" and following == "'":
-            self._ansi_quotes(parts, origin)
-        elif character == "$" and following == '"':
-            self.at += 1
-            self._double_quotes(parts, origin)
-        else:
-            parts.append(self._expansion(False))
+        match character:
+            case "\\":
+                if following == "\n" or self.text.startswith("\\\r\n", self.at):
+                    self.at = self.text.index("\n", self.at) + 1
+                    return False if not parts else self._continues()
+                self.at += 2 if following else 1
+                parts.append(Literal(following, True, origin))
+            case "'":
+                end = self.text.find("'", self.at + 1)
+                if end < 0:
+                    raise self._error("ends inside a quotation: a ' is missing")
+                parts.extend(self._lines_of(self.text[self.at + 1 : end], self.at + 1, True))
+                self.at = end + 1
+            case '"':
+                self._double_quotes(parts, origin)
+            case "$" if following == "'":
+                self._ansi_quotes(parts, origin)
+            case "$" if following == '"':
+                self.at += 1
+                self._double_quotes(parts, origin)
+            case _:
+                parts.append(self._expansion(False))
         return True
 
     def _continues(self) -> bool:

@@ -24,42 +24,41 @@ def causes(reported: Reported, clues: Clues) -> tuple[Notice, ...]:
 Told = Iterator[tuple[str, str]]
 
 
+_OF_LIBRARIES = {
+    "nccl": (
+        "nccl",
+        "NCCL, not PyTorch's allocator, found no memory: what the allocator keeps as its cache and leaves unused is "
+        "missing there; leave more room (--headroom), or NCCL_BUFFSIZE and fewer communicators",
+    ),
+    "cublas": (
+        "libraries",
+        "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and the "
+        "allocator's cache is of no use to it; leave a GiB more room",
+    ),
+    "handle": (
+        "libraries",
+        "cuBLAS, cuDNN or another library got no handle: most often the GPU was full, and the allocator's cache is of "
+        "no use to it (leave a GiB more room); else the driver is too old, or an earlier kernel failed "
+        "(CUDA_LAUNCH_BLOCKING=1 shows which)",
+    ),
+    "shared": (
+        "shared-memory",
+        "the container's /dev/shm is full, through which workers of data loaders pass batches: make it larger "
+        "(docker --shm-size or --ipc=host, in Kubernetes an emptyDir of medium Memory), or use fewer workers "
+        "(num_workers) and prefetch less",
+    ),
+    "driver": (
+        "driver",
+        "the driver refused, without saying how much was asked: another process holds the GPU, or a library outside "
+        "PyTorch asked; nvidia-smi shows who has it",
+    ),
+}
+"""What is to be told, by who found no memory, where the message says nothing more."""
+
+
 def _who(message: OutOfMemory) -> Told:
-    if message.who == "nccl":
-        yield (
-            "nccl",
-            (
-                "NCCL, not PyTorch's allocator, found no memory: what the allocator keeps as its cache and leaves "
-                "unused is "
-                "missing there; leave more room (--headroom), or NCCL_BUFFSIZE and fewer communicators"
-            ),
-        )
-    elif message.who == "cublas":
-        yield (
-            "libraries",
-            (
-                "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and "
-                "the allocator's cache is of no use to it; leave a GiB more room"
-            ),
-        )
-    elif message.who == "handle":
-        yield (
-            "libraries",
-            (
-                "cuBLAS, cuDNN or another library got no handle: most often the GPU was full, and the allocator's "
-                "cache is of no use to it (leave a GiB more room); else the driver is too old, or an earlier kernel "
-                "failed (CUDA_LAUNCH_BLOCKING=1 shows which)"
-            ),
-        )
-    elif message.who == "shared":
-        yield (
-            "shared-memory",
-            (
-                "the container's /dev/shm is full, through which workers of data loaders pass batches: make it larger "
-                "(docker --shm-size or --ipc=host, in Kubernetes an emptyDir of medium Memory), or use fewer workers "
-                "(num_workers) and prefetch less"
-            ),
-        )
+    if message.who in _OF_LIBRARIES:
+        yield _OF_LIBRARIES[message.who]
     elif message.of_host:
         had = f"; the process had {printed(message.resident)} of it" if message.resident is not None else ""
         sure = f"the host's memory, not the GPU's, ran out{had}"
@@ -75,15 +74,6 @@ def _who(message: OutOfMemory) -> Told:
             "workers take it: load on the meta device or in one process (low_cpu_mem_usage, "
             "cpu_ram_efficient_loading), use fewer workers, or ask for more memory (--mem, the container's limit, "
             "/dev/shm)",
-        )
-    elif message.who == "driver":
-        yield (
-            "driver",
-            (
-                "the driver refused, without saying how much was asked: another process holds the GPU, or a library "
-                "outside "
-                "PyTorch asked; nvidia-smi shows who has it"
-            ),
         )
 
 

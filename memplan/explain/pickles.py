@@ -64,36 +64,37 @@ class PickleReader:
         push = stack.append
         while True:
             code = data[at]
-            if code == 0x68:  # BINGET
-                push(memo[data[at + 1]])
-                at += 2
-            elif code == 0x6A:  # LONG_BINGET
-                push(memo[data[at + 1] | data[at + 2] << 8 | data[at + 3] << 16 | data[at + 4] << 24])
-                at += 5
-            elif code == 0x8A and data[at + 1] <= LONGEST_NUMBER:  # LONG1
-                end = at + 2 + data[at + 1]
-                push(int.from_bytes(data[at + 2 : end], "little", signed=True))
-                at = end
-            elif code == 0x4B:  # BININT1
-                push(data[at + 1])
-                at += 2
-            elif code == 0x4D:  # BININT2
-                push(data[at + 1] | data[at + 2] << 8)
-                at += 3
-            elif code == 0x28:  # MARK
-                marks.append(len(stack))
-                at += 1
-            elif code == 0x7D:  # EMPTY_DICT
-                self.made += 1
-                push(_Dict())
-                at += 1
-            elif code == 0x94:  # MEMOIZE
-                at = self._put(at + 1, self.count)
-            elif code == 0x75:  # SETITEMS
-                self._set(self._items())
-                at += 1
-            else:
-                return at
+            match code:
+                case 0x68:  # BINGET
+                    push(memo[data[at + 1]])
+                    at += 2
+                case 0x6A:  # LONG_BINGET
+                    push(memo[data[at + 1] | data[at + 2] << 8 | data[at + 3] << 16 | data[at + 4] << 24])
+                    at += 5
+                case 0x8A if data[at + 1] <= LONGEST_NUMBER:  # LONG1
+                    end = at + 2 + data[at + 1]
+                    push(int.from_bytes(data[at + 2 : end], "little", signed=True))
+                    at = end
+                case 0x4B:  # BININT1
+                    push(data[at + 1])
+                    at += 2
+                case 0x4D:  # BININT2
+                    push(data[at + 1] | data[at + 2] << 8)
+                    at += 3
+                case 0x28:  # MARK
+                    marks.append(len(stack))
+                    at += 1
+                case 0x7D:  # EMPTY_DICT
+                    self.made += 1
+                    push(_Dict())
+                    at += 1
+                case 0x94:  # MEMOIZE
+                    at = self._put(at + 1, self.count)
+                case 0x75:  # SETITEMS
+                    self._set(self._items())
+                    at += 1
+                case _:
+                    return at
 
     # -- the steps: each gets where its argument begins, and gives where the next opcode stands ----------------------
 

@@ -220,21 +220,22 @@ def _run(device: int, segments: list[Any], trace: Trace) -> Run:
     requests: list[Asked] = []
     failed: list[Asked] = []
     for at, (action, address, size, frames) in enumerate(trace):
-        if action == 0:
-            begun[address] = rounded(size)
-            total += begun[address]
-            if size >= LARGE:
-                requests.append(Asked(rounded(size), trace.tables[frames]))
-            if total > most:
-                most, place = total, at
-        elif action == 2:
-            if address in begun:
-                total -= begun.pop(address)
-            else:
-                freed.setdefault(at, rounded(size))
-                total -= rounded(size)
-        elif action == 5:
-            failed.append(Asked(size, trace.tables[frames], address, total))
+        match action:
+            case 0:
+                begun[address] = rounded(size)
+                total += begun[address]
+                if size >= LARGE:
+                    requests.append(Asked(rounded(size), trace.tables[frames]))
+                if total > most:
+                    most, place = total, at
+            case 2:
+                if address in begun:
+                    total -= begun.pop(address)
+                else:
+                    freed.setdefault(at, rounded(size))
+                    total -= rounded(size)
+            case 5:
+                failed.append(Asked(size, trace.tables[frames], address, total))
     before = [block for address, block in left.items() if address not in begun]
     later = [Block(size, ()) for at, size in freed.items() if at > place]
     held = [*_held_at(trace, place), *before, *later]

@@ -226,14 +226,15 @@ def as_flag(plan: ResolvedPlan, path: str) -> tuple[str, FlagValue]:
 
 def as_text(value: Any) -> FlagValue:
     """``value`` of a field as its flag takes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if value is None:
-        return "null"
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) + ("," if len(value) == 1 and isinstance(value[0], int) else "")
-    if isinstance(value, Mapping):
-        return tuple(f"{name}={text}" for name, text in value.items())
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case None:
+            return "null"
+        case tuple():
+            return ",".join(map(str, value)) + ("," if len(value) == 1 and isinstance(value[0], int) else "")
+        case Mapping():
+            return tuple(f"{name}={text}" for name, text in value.items())
     return str(value)
 
 

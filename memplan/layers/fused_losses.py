@@ -155,14 +155,15 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         return all_logits.head(r, hidden, shape)
     if loss.kind == WHOLE_LOGITS:
         return whole_logits.head(r, hidden, shape, loss.logits_to_keep, loss.trl, metrics=bool(loss.outputs))
-    if loss.kind == "chunked":
-        return chunked_head(r, hidden, shape, loss), []
-    if loss.kind == "cut":
-        return cut_head(r, hidden, shape, loss), []
-    if loss.kind == "liger" and r.grad_enabled:
-        if loss.liger < LOGITS_IN_16_BITS:
-            return shifted_liger_head(r, hidden, shape), []
-        return liger_head(r, hidden, shape, loss), []
+    match loss.kind:
+        case "chunked":
+            return chunked_head(r, hidden, shape, loss), []
+        case "cut":
+            return cut_head(r, hidden, shape, loss), []
+        case "liger" if r.grad_enabled:
+            if loss.liger < LOGITS_IN_16_BITS:
+                return shifted_liger_head(r, hidden, shape), []
+            return liger_head(r, hidden, shape, loss), []
     if shape.slices_whole and shape.transformers >= family(shape.spec.family).logits_to_keep and shape.spec.causal:
         hidden = ops.sliced_whole(r, hidden, 3 if loss.logits_to_keep is None else 2, "hidden")
     if loss.logits_to_keep is not None:

@@ -214,18 +214,19 @@ class Guesses:
 
 def shown(value: object) -> str:
     """``value`` as an error repeats it: as YAML would write it, cut if long."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"a number of {(value.bit_length() - 1) * 30_103 // 100_000 + 1} digits"
-    if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in list(value.items())[:8]) + "}"
-    elif isinstance(value, (list, tuple)):
-        text = "[" + ", ".join(shown(item) for item in value[:16]) + "]"
-    else:
-        text = str(value) or "''"
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true" if value else "false"
+        case int() if value.bit_length() > 200:
+            return f"a number of {(value.bit_length() - 1) * 30_103 // 100_000 + 1} digits"
+        case Mapping():
+            text = "{" + ", ".join(f"{key}: {shown(item)}" for key, item in list(value.items())[:8]) + "}"
+        case list() | tuple():
+            text = "[" + ", ".join(shown(item) for item in value[:16]) + "]"
+        case _:
+            text = str(value) or "''"
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
 
 

@@ -48,27 +48,28 @@ def field_value(field: PlanField, node: Node) -> Node:
     for part in (node, *node.mapping.values()):
         if isinstance(part.value, str) and len(part.value) > LONGEST_TEXT:
             raise part.wrong(field.path, f"must be at most {LONGEST_TEXT:,} characters long")
-    if field.kind in (Kind.TEXT, Kind.CHOICE):
-        return respelled(field, _text(node))
-    if field.kind is Kind.SIZE:
-        return _size(field.path, node)
-    if field.kind in (Kind.INTEGERS, Kind.PARTITION):
-        return _integers(node, alone=field.kind is Kind.INTEGERS)
-    if field.kind is Kind.NAMES and isinstance(node.value, str):
-        return Node([scalar(part.strip(), node.origin) for part in node.value.split(",")], node.origin)
-    if field.kind is Kind.DEVICE_MAP and isinstance(node.value, dict):
-        from .module_names import by_device, is_by_module
+    match field.kind:
+        case Kind.TEXT | Kind.CHOICE:
+            return respelled(field, _text(node))
+        case Kind.SIZE:
+            return _size(field.path, node)
+        case Kind.INTEGERS | Kind.PARTITION:
+            return _integers(node, alone=field.kind is Kind.INTEGERS)
+        case Kind.NAMES if isinstance(node.value, str):
+            return Node([scalar(part.strip(), node.origin) for part in node.value.split(",")], node.origin)
+        case Kind.DEVICE_MAP if isinstance(node.value, dict):
+            from .module_names import by_device, is_by_module
 
-        node = by_device(node) if is_by_module(node) else node
-        placed: dict[str, Node] = {}
-        left = MOST_LAYERS
-        for device, layers in node.mapping.items():
-            placed[device], left = _layers(device, layers, left)
-        return Node(placed, node.origin)
-    if field.kind is Kind.VARIABLES and isinstance(node.value, dict):
-        return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)
-    if field.kind is Kind.VARIABLES and node.value is None:
-        return Node({}, node.origin)
+            node = by_device(node) if is_by_module(node) else node
+            placed: dict[str, Node] = {}
+            left = MOST_LAYERS
+            for device, layers in node.mapping.items():
+                placed[device], left = _layers(device, layers, left)
+            return Node(placed, node.origin)
+        case Kind.VARIABLES if isinstance(node.value, dict):
+            return Node({name: _text(value) for name, value in node.mapping.items()}, node.origin)
+        case Kind.VARIABLES if node.value is None:
+            return Node({}, node.origin)
     return respelled(field, node)
 
 
@@ -123,14 +124,15 @@ def _integers(node: Node, *, alone: bool) -> Node:
 
 def _layers(device: str, node: Node, left: int) -> tuple[Node, int]:
     """``0-11, 20`` or ``[0-11, 20]`` as the list of those layers, and how many of ``left`` other devices may have."""
-    if isinstance(node.value, list):
-        parts = list(node.value)
-    elif isinstance(node.value, str):
-        parts = [scalar(part.strip(), node.origin) for part in node.value.split(",")]
-    elif node.value is None:
-        parts = []
-    else:
-        parts = [node]
+    match node.value:
+        case list():
+            parts = list(node.value)
+        case str():
+            parts = [scalar(part.strip(), node.origin) for part in node.value.split(",")]
+        case None:
+            parts = []
+        case _:
+            parts = [node]
     layers: list[Node] = []
     for part in parts:
         layers.extend(_range(part))

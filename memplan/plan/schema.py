@@ -51,15 +51,16 @@ def _as_written(path: str, value: dict[str, Any]) -> dict[str, Any]:
         others = [{"type": "string"}]
     elif path == "headroom":
         others = [{"type": "integer", "minimum": 0}]
-    elif field.kind is Kind.CHOICE and any(choice.isdigit() for choice in field.choices):
-        others = [{"type": "integer", "enum": [int(choice) for choice in field.choices if choice.isdigit()]}]
-    elif field.kind is Kind.DEVICE_MAP:
-        layers = {"type": ["array", "string", "integer"], "items": {"type": ["integer", "string"]}}
-        devices = {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": layers}
-        modules = {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
-        value, others = {"description": field.description}, [devices, modules, {"type": "null"}]
-    elif field.kind is Kind.VARIABLES:
-        value["additionalProperties"] = {"type": ["string", "number", "boolean"]}
+    match field.kind:
+        case Kind.CHOICE if any(choice.isdigit() for choice in field.choices):
+            others = [{"type": "integer", "enum": [int(choice) for choice in field.choices if choice.isdigit()]}]
+        case Kind.DEVICE_MAP:
+            layers = {"type": ["array", "string", "integer"], "items": {"type": ["integer", "string"]}}
+            devices = {"type": "object", "propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": layers}
+            modules = {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
+            value, others = {"description": field.description}, [devices, modules, {"type": "null"}]
+        case Kind.VARIABLES:
+            value["additionalProperties"] = {"type": ["string", "number", "boolean"]}
     if not others:
         return value
     about: dict[str, Any] = {key: value.pop(key) for key in ("description", "default") if key in value}

@@ -74,31 +74,32 @@ def verdict(estimate: Estimate) -> Text:
     free = limit - told.headline - more
     if fails:
         return Text.assemble(("Does not fit", f"bold {BAD}"), f": {_too_much(estimate, told, told_of, need, free)}")
-    if judged.verdict is Verdict.UNKNOWN:
-        if judged.retries or free <= 0:
-            needs = f"would take {need.removeprefix('at least ')} of {_limit(estimate)}"
-            retries = f"; {retry_words(judged)}" if judged.retries else ""
+    match judged.verdict:
+        case Verdict.UNKNOWN:
+            if judged.retries or free <= 0:
+                needs = f"would take {need.removeprefix('at least ')} of {_limit(estimate)}"
+                retries = f"; {retry_words(judged)}" if judged.retries else ""
+                return Text.assemble(
+                    ("May fit, with retries", f"bold {CAUTION}"),
+                    f": {told_of} {needs}{retries}; {_unknown(estimate, told)}",
+                )
             return Text.assemble(
-                ("May fit, with retries", f"bold {CAUTION}"),
-                f": {told_of} {needs}{retries}; {_unknown(estimate, told)}",
+                (f"Fits if {_outside(estimate)} take at most {size(free)}", f"bold {CAUTION}"),
+                f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(estimate, told)}",
             )
-        return Text.assemble(
-            (f"Fits if {_outside(estimate)} take at most {size(free)}", f"bold {CAUTION}"),
-            f": {told_of} needs {need} of {_limit(estimate)}; {_unknown(estimate, told)}",
-        )
-    if judged.verdict is Verdict.RETRIES:
-        return Text.assemble(
-            ("Fits with retries", f"bold {CAUTION}"),
-            f": {told_of} would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}",
-        )
-    if judged.verdict is Verdict.TIGHT and told.device_range is not None:
-        least, utmost = (size(one + more) for one in told.device_range)
-        what = f"what {_outside(estimate)} take decides, and it fits only at the lower end"
-        if judged.retries:
-            needs = f"would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}: {what}"
-        else:
-            needs = f"needs {most}{least} to {utmost} of {_limit(estimate)}: {what}"
-        return Text.assemble(("Tight", f"bold {CAUTION}"), f": {told_of} {needs}")
+        case Verdict.RETRIES:
+            return Text.assemble(
+                ("Fits with retries", f"bold {CAUTION}"),
+                f": {told_of} would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}",
+            )
+        case Verdict.TIGHT if told.device_range is not None:
+            least, utmost = (size(one + more) for one in told.device_range)
+            what = f"what {_outside(estimate)} take decides, and it fits only at the lower end"
+            if judged.retries:
+                needs = f"would take {most}{need} of {_limit(estimate)}; {retry_words(judged)}: {what}"
+            else:
+                needs = f"needs {most}{least} to {utmost} of {_limit(estimate)}: {what}"
+            return Text.assemble(("Tight", f"bold {CAUTION}"), f": {told_of} {needs}")
     left_over = f"{size(free)} free" if free >= 0 else retry_words(judged)
     return Text.assemble(("Fits", f"bold {GOOD}"), f": {told_of} needs {most}{need} of {_limit(estimate)}; {left_over}")
 

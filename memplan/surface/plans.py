@@ -250,14 +250,15 @@ def in_python(text: str) -> str:
 
 
 def _text(value: object) -> str | tuple[str, ...]:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        if all(isinstance(item, str) for item in value.values()):
-            return tuple(f"{key}={item}" for key, item in value.items())  # variables
-        return json.dumps({str(key): item for key, item in value.items()})  # a device map
-    if isinstance(value, list | tuple):
-        return tuple(map(str, value))
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case Mapping():
+            if all(isinstance(item, str) for item in value.values()):
+                return tuple(f"{key}={item}" for key, item in value.items())  # variables
+            return json.dumps({str(key): item for key, item in value.items()})  # a device map
+        case list() | tuple():
+            return tuple(map(str, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 

@@ -154,45 +154,48 @@ class Following:
 
     def _statement(self, statement: ast.stmt, module: Module, names: Names) -> Value | None:
         self.budget.spend(_EVALUATED, Origin(module.source, statement.lineno))
-        if isinstance(statement, ast.Return):
-            none = Node(None, Origin(module.source, statement.lineno))
-            return self.value(statement.value, module, names) if statement.value is not None else none
-        if isinstance(statement, ast.Assign):
-            value = self.value(statement.value, module, names)
-            for target in statement.targets:
-                self._assign(target, value, module, names)
-        elif isinstance(statement, ast.AnnAssign):
-            if statement.value is not None:
-                self._assign(statement.target, self.value(statement.value, module, names), module, names)
-        elif isinstance(statement, ast.AugAssign):
-            changed = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
-            value = self.value(ast.copy_location(changed, statement), module, names)
-            self._assign(statement.target, value, module, names)
-        elif isinstance(statement, ast.FunctionDef):
-            names[statement.name] = Function(statement, module)
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            names.update(_imported(statement, module))
-        elif isinstance(statement, ast.Expr):
-            self._effect(statement.value, module, names)
-        elif isinstance(statement, ast.If):
-            chosen = self._decided(statement.test, module, names)
-            return self._body(statement.body if chosen else statement.orelse, module, names)
-        elif isinstance(statement, ast.For):
-            return self._loop(statement, module, names)
-        elif isinstance(statement, ast.With):
-            return self._body(statement.body, module, names)
-        elif isinstance(statement, ast.Try):
-            return self._tried(statement, module, names)
-        elif isinstance(statement, ast.Raise):
-            problem = f"raises {_shown(statement.exc)}" if statement.exc is not None else "raises an exception"
-            raised = Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
-            made = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
-            raised.kind = _last_name(made)
-            raise raised
-        elif not isinstance(statement, (ast.Pass, ast.Assert, ast.ClassDef, ast.Global)):
-            raise self._refused(
-                f"has a statement that is not followed ({type(statement).__name__.lower()})", statement, module
-            )
+        match statement:
+            case ast.Return():
+                none = Node(None, Origin(module.source, statement.lineno))
+                return self.value(statement.value, module, names) if statement.value is not None else none
+            case ast.Assign():
+                value = self.value(statement.value, module, names)
+                for target in statement.targets:
+                    self._assign(target, value, module, names)
+            case ast.AnnAssign():
+                if statement.value is not None:
+                    self._assign(statement.target, self.value(statement.value, module, names), module, names)
+            case ast.AugAssign():
+                changed = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+                value = self.value(ast.copy_location(changed, statement), module, names)
+                self._assign(statement.target, value, module, names)
+            case ast.FunctionDef():
+                names[statement.name] = Function(statement, module)
+            case ast.Import() | ast.ImportFrom():
+                names.update(_imported(statement, module))
+            case ast.Expr():
+                self._effect(statement.value, module, names)
+            case ast.If():
+                chosen = self._decided(statement.test, module, names)
+                return self._body(statement.body if chosen else statement.orelse, module, names)
+            case ast.For():
+                return self._loop(statement, module, names)
+            case ast.With():
+                return self._body(statement.body, module, names)
+            case ast.Try():
+                return self._tried(statement, module, names)
+            case ast.Raise():
+                problem = f"raises {_shown(statement.exc)}" if statement.exc is not None else "raises an exception"
+                raised = Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
+                made = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
+                raised.kind = _last_name(made)
+                raise raised
+            case ast.Pass() | ast.Assert() | ast.ClassDef() | ast.Global():
+                return None
+            case _:
+                raise self._refused(
+                    f"has a statement that is not followed ({type(statement).__name__.lower()})", statement, module
+                )
         return None
 
     def _tried(self, statement: ast.Try, module: Module, names: Names) -> Value | None:
@@ -232,24 +235,25 @@ class Following:
         return None
 
     def _assign(self, target: ast.expr, value: Value, module: Module, names: Names) -> None:
-        if isinstance(target, ast.Name):
-            names[target.id] = value
-        elif isinstance(target, ast.Attribute):
-            owner = self._owner(target.value, module, names)
-            if isinstance(owner, Made):
-                owner.fields[target.attr] = value
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            items = value.value if isinstance(value, Node) and isinstance(value.value, list) else []
-            for at, one in enumerate(target.elts):
-                other = Unknown(_shown(one), Origin(module.source, target.lineno))
-                self._assign(one, out_of(items[at]) if len(items) == len(target.elts) else other, module, names)
-        elif isinstance(target, ast.Subscript):
-            owner, key = self.value(target.value, module, names), self.value(target.slice, module, names)
-            plain = key.value if isinstance(key, Node) else None
-            if isinstance(owner, Node) and isinstance(owner.value, dict) and isinstance(plain, str):
-                owner.value[plain] = item_of(value, Origin(module.source, target.lineno))
-            elif isinstance(owner, (Node, Made)):
-                raise self._refused(f"changes {_shown(target)}, which is not followed", target, module)
+        match target:
+            case ast.Name():
+                names[target.id] = value
+            case ast.Attribute():
+                owner = self._owner(target.value, module, names)
+                if isinstance(owner, Made):
+                    owner.fields[target.attr] = value
+            case ast.Tuple() | ast.List():
+                items = value.value if isinstance(value, Node) and isinstance(value.value, list) else []
+                for at, one in enumerate(target.elts):
+                    other = Unknown(_shown(one), Origin(module.source, target.lineno))
+                    self._assign(one, out_of(items[at]) if len(items) == len(target.elts) else other, module, names)
+            case ast.Subscript():
+                owner, key = self.value(target.value, module, names), self.value(target.slice, module, names)
+                plain = key.value if isinstance(key, Node) else None
+                if isinstance(owner, Node) and isinstance(owner.value, dict) and isinstance(plain, str):
+                    owner.value[plain] = item_of(value, Origin(module.source, target.lineno))
+                elif isinstance(owner, (Node, Made)):
+                    raise self._refused(f"changes {_shown(target)}, which is not followed", target, module)
 
     def _owner(self, given: ast.expr, module: Module, names: Names) -> Value:
         """What an attribute is set of: a field that is still its default becomes one with changes."""
@@ -286,22 +290,23 @@ class Following:
         """What ``given`` is, without running anything."""
         where = Origin(module.source, getattr(given, "lineno", None))
         self.budget.make(1, 0, where, steps=_EVALUATED)
-        if isinstance(given, ast.Constant):
-            plain = given.value
-            known = plain is None or isinstance(plain, (bool, float, str))
-            known = known or (isinstance(plain, int) and abs(plain) < LARGEST)
-            return Node(plain, where) if known else Unknown(_shown(given), where)  # type: ignore[arg-type]
-        if isinstance(given, ast.Name):
-            found = self._found(names.get(given.id, module.names.get(given.id)), module)
-            return found if found is not None else Unknown(given.id, where)
-        if isinstance(given, ast.Attribute):
-            return self._attribute(given, module, names, where)
-        if isinstance(given, (ast.List, ast.Tuple, ast.Set)):
-            return Node([item_of(self.value(one, module, names), where) for one in given.elts], where)
-        if isinstance(given, ast.Dict):
-            return self._mapping(given, module, names, where)
-        if isinstance(given, ast.Call):
-            return self._call(given, module, names, where)
+        match given:
+            case ast.Constant():
+                plain = given.value
+                known = plain is None or isinstance(plain, (bool, float, str))
+                known = known or (isinstance(plain, int) and abs(plain) < LARGEST)
+                return Node(plain, where) if known else Unknown(_shown(given), where)  # type: ignore[arg-type]
+            case ast.Name():
+                found = self._found(names.get(given.id, module.names.get(given.id)), module)
+                return found if found is not None else Unknown(given.id, where)
+            case ast.Attribute():
+                return self._attribute(given, module, names, where)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return Node([item_of(self.value(one, module, names), where) for one in given.elts], where)
+            case ast.Dict():
+                return self._mapping(given, module, names, where)
+            case ast.Call():
+                return self._call(given, module, names, where)
         return self._computed(given, module, names, where)
 
     def _attribute(self, given: ast.Attribute, module: Module, names: Names, where: Origin) -> Value:
@@ -347,39 +352,42 @@ class Following:
 
     def _computed(self, given: ast.expr, module: Module, names: Names, where: Origin) -> Value:
         unknown = Unknown(_shown(given), where)
-        if isinstance(given, ast.BinOp):
-            left, right = self.value(given.left, module, names), self.value(given.right, module, names)
-            return calculated(given.op, left, right, where) or unknown
-        if isinstance(given, ast.UnaryOp):
-            value = self.value(given.operand, module, names)
-            truth = truth_of(value)
-            if isinstance(given.op, ast.Not):
-                return unknown if truth is None else Node(not truth, where)
-            number = value.value if isinstance(value, Node) and isinstance(value.value, (int, float)) else None
-            return Node(-number, where) if isinstance(given.op, ast.USub) and number is not None else unknown
-        if isinstance(given, ast.BoolOp):
-            for one in given.values:
-                value = self.value(one, module, names)
+        match given:
+            case ast.BinOp():
+                left, right = self.value(given.left, module, names), self.value(given.right, module, names)
+                return calculated(given.op, left, right, where) or unknown
+            case ast.UnaryOp():
+                value = self.value(given.operand, module, names)
                 truth = truth_of(value)
-                if truth is None:
-                    return unknown
-                if truth is isinstance(given.op, ast.Or):
-                    break
-            return value
-        if isinstance(given, ast.IfExp):
-            truth = truth_of(self.value(given.test, module, names))
-            return unknown if truth is None else self.value(given.body if truth else given.orelse, module, names)
-        if isinstance(given, ast.Compare) and len(given.ops) == 1:
-            left, right = self.value(given.left, module, names), self.value(given.comparators[0], module, names)
-            return compared(given.ops[0], left, right, where) or unknown
-        if isinstance(given, ast.JoinedStr):
-            return self._joined(given, module, names, where) or unknown
-        if isinstance(given, (ast.ListComp, ast.SetComp)):
-            return self._listed(given, module, names, where) or unknown
-        if isinstance(given, ast.Subscript):
-            owner, key = self.value(given.value, module, names), key_of(self.value(given.slice, module, names))
-            inside = owner.value.get(key) if isinstance(owner, Node) and isinstance(owner.value, dict) and key else None
-            return out_of(inside) if inside is not None else unknown
+                if isinstance(given.op, ast.Not):
+                    return unknown if truth is None else Node(not truth, where)
+                number = value.value if isinstance(value, Node) and isinstance(value.value, (int, float)) else None
+                return Node(-number, where) if isinstance(given.op, ast.USub) and number is not None else unknown
+            case ast.BoolOp():
+                for one in given.values:
+                    value = self.value(one, module, names)
+                    truth = truth_of(value)
+                    if truth is None:
+                        return unknown
+                    if truth is isinstance(given.op, ast.Or):
+                        break
+                return value
+            case ast.IfExp():
+                truth = truth_of(self.value(given.test, module, names))
+                return unknown if truth is None else self.value(given.body if truth else given.orelse, module, names)
+            case ast.Compare() if len(given.ops) == 1:
+                left, right = self.value(given.left, module, names), self.value(given.comparators[0], module, names)
+                return compared(given.ops[0], left, right, where) or unknown
+            case ast.JoinedStr():
+                return self._joined(given, module, names, where) or unknown
+            case ast.ListComp() | ast.SetComp():
+                return self._listed(given, module, names, where) or unknown
+            case ast.Subscript():
+                owner, key = self.value(given.value, module, names), key_of(self.value(given.slice, module, names))
+                inside = (
+                    owner.value.get(key) if isinstance(owner, Node) and isinstance(owner.value, dict) and key else None
+                )
+                return out_of(inside) if inside is not None else unknown
         return unknown
 
     def _joined(self, given: ast.JoinedStr, module: Module, names: Names, where: Origin) -> Node | None:

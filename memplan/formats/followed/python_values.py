@@ -159,12 +159,13 @@ def key_of(value: Value) -> str | None:
 
 
 def copied(value: Value) -> Value:
-    if isinstance(value, Made):
-        return Made(value.name, {name: copied(one) for name, one in value.fields.items()}, value.origin)
-    if isinstance(value, Node) and isinstance(value.value, list):
-        return Node([*value.value], value.origin)
-    if isinstance(value, Node) and isinstance(value.value, dict):
-        return Node({**value.value}, value.origin)
+    match value:
+        case Made():
+            return Made(value.name, {name: copied(one) for name, one in value.fields.items()}, value.origin)
+        case Node() if isinstance(value.value, list):
+            return Node([*value.value], value.origin)
+        case Node() if isinstance(value.value, dict):
+            return Node({**value.value}, value.origin)
     return value
 
 
@@ -179,14 +180,15 @@ def calculated(kind: ast.operator, left: Value, right: Value, where: Origin) -> 
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
     one, other = left.value, right.value
-    if isinstance(kind, ast.Add) and isinstance(one, list) and isinstance(other, list):
-        return Node([*one, *other], where)
-    if isinstance(kind, ast.Mult) and isinstance(one, list) and isinstance(other, int):
-        return Node(one * other, where) if 0 <= other * len(one) <= _LONGEST_LIST else None
-    if isinstance(kind, ast.Add) and isinstance(one, str) and isinstance(other, str):
-        return Node(one + other, where)
-    if isinstance(kind, ast.Pow) and isinstance(one, int) and isinstance(other, int):
-        return Node(one**other, where) if abs(one) <= 1024 and 0 <= other <= 6 else None
+    match kind:
+        case ast.Add() if isinstance(one, list) and isinstance(other, list):
+            return Node([*one, *other], where)
+        case ast.Mult() if isinstance(one, list) and isinstance(other, int):
+            return Node(one * other, where) if 0 <= other * len(one) <= _LONGEST_LIST else None
+        case ast.Add() if isinstance(one, str) and isinstance(other, str):
+            return Node(one + other, where)
+        case ast.Pow() if isinstance(one, int) and isinstance(other, int):
+            return Node(one**other, where) if abs(one) <= 1024 and 0 <= other <= 6 else None
     if not isinstance(one, (int, float)) or not isinstance(other, (int, float)) or type(kind) not in _OPERATORS:
         return None
     try:

@@ -123,16 +123,17 @@ def _pieces_in(content: bytes, budget: Budget) -> int:
         budget.spend(_FIELD)
         key, at = _varint(content, at)
         wire = key & 7
-        if wire == 2:
-            size, at = _varint(content, at)
-            count += key >> 3 == 1
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        elif wire == 0:
-            _, at = _varint(content, at)
-        else:
-            at = len(content) + 1
+        match wire:
+            case 2:
+                size, at = _varint(content, at)
+                count += key >> 3 == 1
+                at += size
+            case 1 | 5:
+                at += 8 if wire == 1 else 4
+            case 0:
+                _, at = _varint(content, at)
+            case _:
+                at = len(content) + 1
     return count if at == len(content) else 0
 
 

@@ -200,13 +200,14 @@ def _hooked(module: Module, gradients: Gradients, around: Around, tied: Hold | N
     own = module.largest_id + 1 + len(waiting)
     if tied is not None and TIED in waiting:
         waiting[TIED] = KEPT_TIED
-    if gradients is Gradients.VIEWS:
-        first = steady
-    elif gradients is Gradients.KEPT:
-        known = {arrived[name].tensor: id for name, id in waiting.items()}
-        first = replace(first, backward=renamed(first.backward, known))
-    elif gradients is Gradients.ENDING:
-        first = steady = replace(steady, backward=_with_ends(module, waiting, tied))
+    match gradients:
+        case Gradients.VIEWS:
+            first = steady
+        case Gradients.KEPT:
+            known = {arrived[name].tensor: id for name, id in waiting.items()}
+            first = replace(first, backward=renamed(first.backward, known))
+        case Gradients.ENDING:
+            first = steady = replace(steady, backward=_with_ends(module, waiting, tied))
 
     def at(seam: Seam) -> Tape:
         return drop_all(around.broadcast, own) if seam.hook is Hook.BEFORE_FORWARD else ()

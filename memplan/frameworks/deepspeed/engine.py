@@ -290,22 +290,23 @@ def _sub_groups(setting: Setting, model: Model, parts: Sequence[Group]) -> list[
 def _reducers(setting: Setting, model: Model, parts: Sequence[Group], rank: int) -> tuple[Reducer, Reducer]:
     """What gradients set off in the first and in further micro-batches."""
     zero, dtype, accumulates = setting.zero, setting.dtype, setting.accumulates
-    if zero.stage == 3:
-        last = setting.microbatches == 1
-        return (
-            ScatteringBucket(zero, setting.dp, dtype, accumulates, last),
-            ScatteringBucket(zero, setting.dp, dtype, accumulates, True),
-        )
-    if zero.stage == 2:
-        return (
-            ReducingBucket(
-                zero, parts, rank, dtype, True, last_microbatch=setting.microbatches == 1, accumulates=accumulates
-            ),
-            ReducingBucket(zero, parts, rank, dtype, False, accumulates=accumulates),
-        )
-    if zero.stage == 1 and not setting.bf16_wrapper:
-        bucket = Hold(zero_step.BUCKET, bucket_bytes(setting), Category.GRADIENTS, "ipg_bucket")
-        return Keeping(True, (bucket,)), Keeping(False)
+    match zero.stage:
+        case 3:
+            last = setting.microbatches == 1
+            return (
+                ScatteringBucket(zero, setting.dp, dtype, accumulates, last),
+                ScatteringBucket(zero, setting.dp, dtype, accumulates, True),
+            )
+        case 2:
+            return (
+                ReducingBucket(
+                    zero, parts, rank, dtype, True, last_microbatch=setting.microbatches == 1, accumulates=accumulates
+                ),
+                ReducingBucket(zero, parts, rank, dtype, False, accumulates=accumulates),
+            )
+        case 1 if not setting.bf16_wrapper:
+            bucket = Hold(zero_step.BUCKET, bucket_bytes(setting), Category.GRADIENTS, "ipg_bucket")
+            return Keeping(True, (bucket,)), Keeping(False)
     return Keeping(True), Keeping(False)
 
 

@@ -264,19 +264,20 @@ def _numbered(tape: Tape, first: int, given: Hold | None, gathered: dict[int, in
     left: dict[int, Hold] = {}
     beyond = first + max((event.tensor for event in tape if isinstance(event, Hold)), default=0)
     for event in tape:
-        if isinstance(event, Hold) and event.tensor <= Scope.CALLER.id():
-            beyond += 1
-            gathered[event.tensor] = beyond
-            events.append(event._replace(tensor=beyond, name=f"reference/{event.name}"))
-        elif isinstance(event, Drop) and event.tensor in gathered:
-            events.append(event._replace(tensor=gathered.pop(event.tensor)))
-        elif isinstance(event, Hold):
-            hold = event._replace(tensor=first + event.tensor, name=f"reference/{event.name}")
-            left[hold.tensor] = hold
-            events.append(hold)
-        elif isinstance(event, Drop) and event.tensor == INPUT and given is not None:
-            events.append(given.end)
-        elif isinstance(event, Drop) and event.tensor > 0:
-            events.append(event._replace(tensor=first + event.tensor))
-            del left[first + event.tensor]
+        match event:
+            case Hold() if event.tensor <= Scope.CALLER.id():
+                beyond += 1
+                gathered[event.tensor] = beyond
+                events.append(event._replace(tensor=beyond, name=f"reference/{event.name}"))
+            case Drop() if event.tensor in gathered:
+                events.append(event._replace(tensor=gathered.pop(event.tensor)))
+            case Hold():
+                hold = event._replace(tensor=first + event.tensor, name=f"reference/{event.name}")
+                left[hold.tensor] = hold
+                events.append(hold)
+            case Drop() if event.tensor == INPUT and given is not None:
+                events.append(given.end)
+            case Drop() if event.tensor > 0:
+                events.append(event._replace(tensor=first + event.tensor))
+                del left[first + event.tensor]
     return events, list(left.values())

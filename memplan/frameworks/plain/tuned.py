@@ -46,16 +46,17 @@ def tuning_of(plan: ResolvedPlan) -> Tuning | None:
         experts = of_experts(plan)
         adapters = Adapters(lora.rank, adapted(plan), dropout, lora.dtype, lora.dora, experts, scaling != 1)
     four_bit: Packed | None = None
-    if quantisation.kind == "gptq":
-        newer = plan.torch is None or parsed(plan.torch) >= FLUSHES_MIB
-        flushed = 256 << 20 if newer else 256_000_000
-        four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS, flushed)
-    elif quantisation.kind == "awq":
-        four_bit = Awq("fp16", quantisation.group)
-    elif quantisation.kind == "int8":
-        four_bit = Int8(plan.precision.dtype)
-    else:
-        four_bit = four_bit_of(plan)
+    match quantisation.kind:
+        case "gptq":
+            newer = plan.torch is None or parsed(plan.torch) >= FLUSHES_MIB
+            flushed = 256 << 20 if newer else 256_000_000
+            four_bit = Gptq("fp16", quantisation.group, release(plan, "peft") >= GPTQ_CASTS, flushed)
+        case "awq":
+            four_bit = Awq("fp16", quantisation.group)
+        case "int8":
+            four_bit = Int8(plan.precision.dtype)
+        case _:
+            four_bit = four_bit_of(plan)
     prepared = quantisation.prepared
     linear = {f"{name}.{one}" for name in family(plan.model.family).linear_layers for one in ("weight", "bias")}
     return Tuning(

@@ -25,18 +25,19 @@ def wide_console() -> Console:
 def converted(parts: Iterable[RenderableType]) -> Iterator[Markup]:
     """``parts`` of a report: texts as paragraphs, those that begin in bold as headings, tables as tables."""
     for part in parts:
-        if isinstance(part, Padding):
-            yield from converted([part.renderable])
-        elif isinstance(part, Table):
-            yield _table(part)
-        elif isinstance(part, Text) and part.plain and _is_bold(part):
-            title, _, rest = part.plain.partition(": ")
-            yield tag("h2", title)
-            yield tag("p", rest, class_="faint") if rest else Markup()
-        else:
-            shown = cell(part)
-            if shown:
-                yield tag("p", shown, class_=_class(part))
+        match part:
+            case Padding():
+                yield from converted([part.renderable])
+            case Table():
+                yield _table(part)
+            case Text() if part.plain and _is_bold(part):
+                title, _, rest = part.plain.partition(": ")
+                yield tag("h2", title)
+                yield tag("p", rest, class_="faint") if rest else Markup()
+            case _:
+                shown = cell(part)
+                if shown:
+                    yield tag("p", shown, class_=_class(part))
 
 
 def _is_bold(text: Text) -> bool:
@@ -51,12 +52,13 @@ def _class(part: RenderableType) -> str | None:
 
 def cell(part: RenderableType) -> Markup:
     """What a cell holds."""
-    if isinstance(part, Breakable):
-        return cell(part.text)
-    if isinstance(part, Pieces):
-        return Markup(Markup(part.separator).join(cell(piece) for piece in part.pieces))
-    if isinstance(part, Text):
-        return _styled(part)
+    match part:
+        case Breakable():
+            return cell(part.text)
+        case Pieces():
+            return Markup(Markup(part.separator).join(cell(piece) for piece in part.pieces))
+        case Text():
+            return _styled(part)
     return Markup() if not isinstance(part, str) else tag("span", part) if part else Markup()
 
 

@@ -186,12 +186,13 @@ _FLAT = ("environment", "device_map")
 
 
 def _value(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return ", ".join(f"{key}={item}" for key, item in value.items()) or "–"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "–"
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "true" if value else "false"
+        case dict():
+            return ", ".join(f"{key}={item}" for key, item in value.items()) or "–"
+        case list():
+            return ", ".join(map(str, value)) or "–"
     return str(value)
