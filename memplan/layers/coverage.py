@@ -236,10 +236,18 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     """``PlanError`` that names the first field which no recipe of ``framework`` covers."""
     known = family(spec.family)
     allowed = recipes(known)
-    if allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core:
-        raise spec.wrong("family", f"cannot be trained in {framework}: {known.no_megatron_core}")
-    if allowed is None and recipes is TRANSFORMERS and known.no_transformers:
-        raise spec.wrong("family", f"cannot be trained in {framework}: {known.no_transformers}")
+    spec.refuse(
+        (
+            "family",
+            allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core,
+            f"cannot be trained in {framework}: {known.no_megatron_core}",
+        ),
+        (
+            "family",
+            allowed is None and recipes is TRANSFORMERS and known.no_transformers,
+            f"cannot be trained in {framework}: {known.no_transformers}",
+        ),
+    )
     if allowed is None:
         elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
         also = f"it has one in {', '.join(elsewhere)} (--framework)" if elsewhere else ""
@@ -253,19 +261,28 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     for field in known.needs if recipes is TRANSFORMERS else ():
         if not getattr(spec, field):
             raise spec.wrong(field, f"must be set for family {spec.family}")
-    if spec.family == "bert" and spec.token_types == 0:
-        raise spec.wrong("token_types", "must be at least 1 for family bert")
-    if spec.positions == "rotary" and (spec.rotary_features % 2 or not spec.rotary_features):
-        raise spec.wrong(
+    spec.refuse(
+        ("token_types", spec.family == "bert" and spec.token_types == 0, "must be at least 1 for family bert"),
+        (
             "rotary_fraction",
+            spec.positions == "rotary" and (spec.rotary_features % 2 or not spec.rotary_features),
             f"must make an even number of a head's {spec.head_dim} features turn, not {spec.rotary_features}",
-        )
+        ),
+    )
     if recipes is MEGATRON_CORE:
         return
-    if known.multi_head and spec.kv_heads != spec.heads:
-        raise spec.wrong("kv_heads", f"must equal the {spec.heads} attention heads for family {spec.family}")
-    if known.heads_fill_hidden and spec.heads * spec.head_dim != spec.hidden:
-        raise spec.wrong("head_dim", f"must be hidden / heads = {spec.hidden} / {spec.heads} for family {spec.family}")
+    spec.refuse(
+        (
+            "kv_heads",
+            known.multi_head and spec.kv_heads != spec.heads,
+            f"must equal the {spec.heads} attention heads for family {spec.family}",
+        ),
+        (
+            "head_dim",
+            known.heads_fill_hidden and spec.heads * spec.head_dim != spec.hidden,
+            f"must be hidden / heads = {spec.hidden} / {spec.heads} for family {spec.family}",
+        ),
+    )
 
 
 def _shown(value: object) -> str:

@@ -155,22 +155,33 @@ def check_batch(plan: ResolvedPlan) -> None:
     if batch.gbs % at_once:
         visible = f" x {plan.hardware.gpus} visible GPUs" if plan.samples > batch.mbs else ""
         raise plan.wrong("batch.gbs", f"must be a multiple of mbs {batch.mbs}{visible} x dp {layout.dp} = {at_once}")
-    if batch.accumulation not in (None, plan.microbatches):
-        raise plan.wrong(
-            "batch.accumulation", f"must be gbs / (mbs x dp) = {plan.microbatches}; leave out accumulation or gbs"
-        )
-    if model.positions == "learned" and batch.seq > model.positions_max:
-        raise plan.wrong(
-            "batch.seq", f"must be at most {model.positions_max}, the number of learned positions of {model.name}"
-        )
-    if layout.cp > 1 and batch.seq % (2 * layout.cp):
-        raise plan.wrong(
-            "batch.seq", f"must be a multiple of 2 x cp = {2 * layout.cp}: each rank takes two chunks of a sequence"
-        )
-    if layout.sequence_parallel and batch.seq // layout.cp % layout.tp:
-        raise plan.wrong("batch.seq", f"must be a multiple of cp x tp = {layout.cp * layout.tp} (sequence parallel)")
-    if plan.tokens > MOST_TOKENS:
-        raise plan.wrong("batch.mbs", f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens per micro-batch")
+    plan.refuse(
+        (
+            "batch.accumulation",
+            batch.accumulation not in (None, plan.microbatches),
+            f"must be gbs / (mbs x dp) = {plan.microbatches}; leave out accumulation or gbs",
+        ),
+        (
+            "batch.seq",
+            model.positions == "learned" and batch.seq > model.positions_max,
+            f"must be at most {model.positions_max}, the number of learned positions of {model.name}",
+        ),
+        (
+            "batch.seq",
+            layout.cp > 1 and batch.seq % (2 * layout.cp),
+            f"must be a multiple of 2 x cp = {2 * layout.cp}: each rank takes two chunks of a sequence",
+        ),
+        (
+            "batch.seq",
+            layout.sequence_parallel and batch.seq // layout.cp % layout.tp,
+            f"must be a multiple of cp x tp = {layout.cp * layout.tp} (sequence parallel)",
+        ),
+        (
+            "batch.mbs",
+            plan.tokens > MOST_TOKENS,
+            f"times seq {batch.seq} is more than {MOST_TOKENS:,} tokens per micro-batch",
+        ),
+    )
 
 
 def check_precision(plan: ResolvedPlan) -> None:
@@ -260,12 +271,19 @@ def check_versions(plan: Plan) -> None:
                 known=LIBRARIES,
             )
         parts = version.split(".")
-        if not 2 <= len(parts) <= 3 or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
-            raise plan.wrong(f"versions.{name}", "must be a release such as 4.48.1")
-        if not own.runs_transformers(plan):
-            raise plan.wrong(
-                f"versions.{name}", f"must be left out with framework {plan.framework}, whose model's code is its own"
-            )
+        plan.refuse(
+            (
+                f"versions.{name}",
+                not 2 <= len(parts) <= 3
+                or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts),
+                "must be a release such as 4.48.1",
+            ),
+            (
+                f"versions.{name}",
+                not own.runs_transformers(plan),
+                f"must be left out with framework {plan.framework}, whose model's code is its own",
+            ),
+        )
         library, by = LIBRARIES[name], ""
         spans: tuple[Releases, ...] = ((library.oldest, library.newest),)
         if name == "trl" and plan.trainer.kind.run_by_trl:
@@ -273,10 +291,18 @@ def check_versions(plan: Plan) -> None:
         if not any(oldest <= parsed(version)[:2] <= newest for oldest, newest in spans):
             known = " or ".join(f"{shown(oldest)} to {shown(newest)}" for oldest, newest in spans)
             raise plan.wrong(f"versions.{name}", f"must be {known}: the releases that are followed{by}")
-    if plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH:
-        raise plan.wrong("torch", f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled")
-    if plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch):
-        raise plan.wrong("versions.torch", f"must be {plan.torch}, which torch says")
+    plan.refuse(
+        (
+            "torch",
+            plan.torch is not None and parsed(plan.torch) < OLDEST_TORCH,
+            f"must be {shown(OLDEST_TORCH)} or later: nothing older is modelled",
+        ),
+        (
+            "versions.torch",
+            plan.torch is not None and plan.versions.get("torch") not in (None, plan.torch),
+            f"must be {plan.torch}, which torch says",
+        ),
+    )
     for name, version in plan.versions.items():
         for other, lowest in needed(name, parsed(version)).items():
             if other in plan.versions and parsed(plan.versions[other]) < lowest:
@@ -310,12 +336,15 @@ def check_code(plan: ResolvedPlan) -> None:
     if plan.code == "current":
         return
     require(plan, "code", plan.code, "current", "code_2020", what="transformers' GPT-2 of 2020")
-    if family(plan.model.family).older is None:
-        raise plan.wrong("code", "must be current: code 2020 is modelled for transformers' GPT-2 only")
-    if plan.attention != "eager":
-        raise plan.wrong("attention", "must be eager with code 2020, which had no flash attention")
-    if plan.precision.dtype != "fp32":
-        raise plan.wrong("precision.dtype", "must be fp32 with code 2020")
+    plan.refuse(
+        (
+            "code",
+            family(plan.model.family).older is None,
+            "must be current: code 2020 is modelled for transformers' GPT-2 only",
+        ),
+        ("attention", plan.attention != "eager", "must be eager with code 2020, which had no flash attention"),
+        ("precision.dtype", plan.precision.dtype != "fp32", "must be fp32 with code 2020"),
+    )
 
 
 def check_pipeline(plan: ResolvedPlan) -> None:
@@ -387,12 +416,14 @@ def check_trainer(plan: ResolvedPlan) -> None:
         for name, value in trainer.changed_here():
             raise PlanError(f"trainer.{name}", value, "needs trainer.loop transformers (--trainer transformers)")
         return
-    if plan.code != "current":
-        raise plan.wrong("trainer.loop", "must be none with code 2020: only today's Trainer is modelled")
-    if trainer.evaluation_batches is not None and plan.loss.kind not in ("plain", "liger"):
-        raise plan.wrong(
-            "trainer.evaluation_batches", f"must be left out with loss {plan.loss.kind}, which has no logits to keep"
-        )
+    plan.refuse(
+        ("trainer.loop", plan.code != "current", "must be none with code 2020: only today's Trainer is modelled"),
+        (
+            "trainer.evaluation_batches",
+            trainer.evaluation_batches is not None and plan.loss.kind not in ("plain", "liger"),
+            f"must be left out with loss {plan.loss.kind}, which has no logits to keep",
+        ),
+    )
 
 
 def _check_loop(plan: ResolvedPlan) -> None:
@@ -407,13 +438,14 @@ def _check_loop(plan: ResolvedPlan) -> None:
         for name, what in trainer.kind.needed.items()
         if getattr(trainer, name) is None
     ]
-    if missing:
-        raise plan.wrong("trainer.loop", f"needs {' and '.join(missing)}")
-    if trainer.completion_length is not None and trainer.completion_length >= plan.batch.seq:
-        raise plan.wrong(
+    plan.refuse(
+        ("trainer.loop", missing, f"needs {' and '.join(missing)}"),
+        (
             "trainer.completion_length",
+            trainer.completion_length is not None and trainer.completion_length >= plan.batch.seq,
             f"must be less than the sequence length {plan.batch.seq} (--seq), which counts the prompt, too",
-        )
+        ),
+    )
 
 
 def check_environment(plan: ResolvedPlan) -> None:

@@ -139,14 +139,18 @@ def _check_tables(plan: Plan, found: set[str]) -> None:
         of = "a classifier" if plan.model.labels else f"trainer.loop {plan.trainer.loop}"
         problem = f"must not name embedding or head with {of}: both are not modelled"
         raise PlanError("lora.targets", given, problem)
-    if plan.quantisation.prepared:
-        raise plan.wrong(
-            "quantisation.prepared", "must be false with adapters on embedding or head: both together are not modelled"
-        )
-    if plan.precision.autocast:
-        raise plan.wrong(
-            "precision.autocast", "must be false with adapters on embedding or head: both together are not modelled"
-        )
+    plan.refuse(
+        (
+            "quantisation.prepared",
+            plan.quantisation.prepared,
+            "must be false with adapters on embedding or head: both together are not modelled",
+        ),
+        (
+            "precision.autocast",
+            plan.precision.autocast,
+            "must be false with adapters on embedding or head: both together are not modelled",
+        ),
+    )
 
 
 STACKED = {"experts.gate_up": "experts.gate_up_proj", "experts.down": "experts.down_proj"}
@@ -178,16 +182,18 @@ def of_experts(plan: Plan) -> frozenset[str]:
             raise plan.wrong(
                 f"lora.{name}", "must be left out with lora.target_parameters: peft's ParamWrapper refuses it"
             )
-    if release(plan, "transformers") < STACKED_EXPERTS:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "lora.target_parameters",
+            release(plan, "transformers") < STACKED_EXPERTS,
             f"must be left out with transformers before {STACKED_EXPERTS[0]}, whose experts are modules",
-        )
-    if plan.precision.autocast or plan.trainer.kind.own_loss:
-        raise plan.wrong(
+        ),
+        (
             "lora.target_parameters",
+            plan.precision.autocast or plan.trainer.kind.own_loss,
             "must be left out with autocast and with trl's losses of its own: these together are not modelled",
-        )
+        ),
+    )
     return frozenset(found)
 
 

@@ -50,15 +50,19 @@ def check_loss(plan: ResolvedPlan) -> None:
 def _check_over_logits(plan: ResolvedPlan) -> None:
     """Liger's is in the place of the loss of every causal model; fms-acceleration patches some families alone."""
     kind, spec, known = plan.loss.kind, plan.model, family(plan.model.family)
-    if not spec.causal or spec.mlm_head:
-        raise plan.wrong("loss.kind", f"must be plain: {spec.name} has no head for causal language modelling")
-    if kind == "unsloth" and kind not in known.kernels and "fms" not in known.loss_alone:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "loss.kind",
+            not spec.causal or spec.mlm_head,
+            f"must be plain: {spec.name} has no head for causal language modelling",
+        ),
+        (
+            "loss.kind",
+            kind == "unsloth" and kind not in known.kernels and "fms" not in known.loss_alone,
             f"must be plain, or one of Liger's, for family {spec.family}: its loss is not among fms-acceleration's",
-        )
-    if plan.code != "current":
-        raise plan.wrong("loss.kind", "must be plain with code 2020")
+        ),
+        ("loss.kind", plan.code != "current", "must be plain with code 2020"),
+    )
 
 
 def _check_clusters(plan: ResolvedPlan) -> None:
@@ -90,10 +94,14 @@ def _check_fields(plan: ResolvedPlan) -> None:
     if kept is None:
         return
     require(plan, "loss.logits_to_keep", kept, "left out", "last_logits")
-    if loss.kind != "plain" or not plan.model.causal:
-        raise plan.wrong("loss.logits_to_keep", "needs a causal model and loss.kind plain")
-    if kept > seq:
-        raise plan.wrong("loss.logits_to_keep", f"must be at most the {seq} tokens of a sequence")
+    plan.refuse(
+        (
+            "loss.logits_to_keep",
+            loss.kind != "plain" or not plan.model.causal,
+            "needs a causal model and loss.kind plain",
+        ),
+        ("loss.logits_to_keep", kept > seq, f"must be at most the {seq} tokens of a sequence"),
+    )
 
 
 def _check_fused_kind(plan: ResolvedPlan) -> None:
@@ -123,10 +131,11 @@ def _check_fused_kind(plan: ResolvedPlan) -> None:
 
 def _check_chunks(plan: ResolvedPlan) -> None:
     loss = plan.loss
-    if plan.model.logit_softcap is not None and not family(plan.model.family).caps_in_head:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "loss.kind",
+            plan.model.logit_softcap is not None and not family(plan.model.family).caps_in_head,
             f"cannot be {loss.kind}: {plan.model.name} caps its logits behind its head, which runs in chunks",
-        )
-    if plan.tokens % loss.chunks:
-        raise plan.wrong("loss.chunks", f"must divide the {plan.tokens} tokens of a micro-batch")
+        ),
+        ("loss.chunks", plan.tokens % loss.chunks, f"must divide the {plan.tokens} tokens of a micro-batch"),
+    )

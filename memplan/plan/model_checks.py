@@ -30,18 +30,26 @@ def check_model(model: ModelSpec) -> None:
             "head_dim", f"must be nope_head_dim + rope_head_dim = {model.nope_head_dim} + {model.rope_head_dim}"
         )
     missing = [f"--{field.replace('_', '-')}" for field in ("expert_top_k", "expert_ffn") if not getattr(model, field)]
-    if model.experts and missing:
-        raise model.wrong("experts", f"needs {' and '.join(missing)}, which the model does not say")
-    if model.expert_latent and not model.experts:
-        raise model.wrong("expert_latent", "must be left out: the model has no experts")
-    if model.expert_top_k > model.experts:
-        raise model.wrong("expert_top_k", f"must be at most the {model.experts} experts")
-    if model.router_groups and model.experts % model.router_groups:
-        raise model.wrong("router_groups", f"must divide the {model.experts} experts")
-    if model.router_groups and not model.router_group_top_k:
-        raise model.wrong("router_groups", "needs model.router_group_top_k, the groups that a token's experts are of")
-    if 0 < model.router_groups < model.router_group_top_k:
-        raise model.wrong("router_group_top_k", f"must be at most the {model.router_groups} groups (router_groups)")
+    model.refuse(
+        ("experts", model.experts and missing, f"needs {' and '.join(missing)}, which the model does not say"),
+        ("expert_latent", model.expert_latent and not model.experts, "must be left out: the model has no experts"),
+        ("expert_top_k", model.expert_top_k > model.experts, f"must be at most the {model.experts} experts"),
+        (
+            "router_groups",
+            model.router_groups and model.experts % model.router_groups,
+            f"must divide the {model.experts} experts",
+        ),
+        (
+            "router_groups",
+            model.router_groups and not model.router_group_top_k,
+            "needs model.router_group_top_k, the groups that a token's experts are of",
+        ),
+        (
+            "router_group_top_k",
+            0 < model.router_groups < model.router_group_top_k,
+            f"must be at most the {model.router_groups} groups (router_groups)",
+        ),
+    )
     _check_pattern(model)
     _check_blocks(model)
     _check_delta(model)
@@ -97,10 +105,10 @@ def _check_delta(model: ModelSpec) -> None:
         if not getattr(model, field):
             raise model.wrong(field, "must be given with gated delta nets")
     keys, values = model.linear_key_heads, model.linear_value_heads
-    if values % keys:
-        raise model.wrong("linear_value_heads", f"must be a multiple of the {keys} heads of keys")
-    if model.layer_blocks:
-        raise model.wrong("linear_interval", "must be left out with model.layer_blocks")
+    model.refuse(
+        ("linear_value_heads", values % keys, f"must be a multiple of the {keys} heads of keys"),
+        ("linear_interval", model.layer_blocks, "must be left out with model.layer_blocks"),
+    )
     if model.mtp_layers and model.is_linear(model.layers - 1):
         problem = f"must divide the {model.layers} layers: predicting further tokens takes a layer like the last one, "
         raise model.wrong("linear_interval", f"{problem}and one with a gated delta net is not modelled")

@@ -425,13 +425,6 @@ class Plan(Section):
         value = self.at(path)
         return PlanError(path, list(value) if isinstance(value, tuple) else value, problem, known=known)
 
-    def refuse(self, *rules: tuple[str, object, str]) -> None:
-        """Raises ``PlanError`` for the first of ``rules`` that is broken. A rule is the dotted path of a field, whether
-        it is broken, and what the field must be; all of them are evaluated first."""
-        for path, broken, problem in rules:
-            if broken:
-                raise self.wrong(path, problem)
-
     def refuse_for(self, path: str, reasons: Mapping[str, object]) -> None:
         """As ``refuse``, for one field: ``reasons`` are what it must be, and whether that is broken."""
         self.refuse(*((path, applies, problem) for problem, applies in reasons.items()))

@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..values import dataclass
+from .errors import PlanError
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 
@@ -64,6 +65,17 @@ class Terse(BaseModel):
         for name, value in self:
             if name not in self.unsaid or value != fields[name].get_default(call_default_factory=True):
                 yield name, value
+
+    def wrong(self, path: str, problem: str) -> PlanError:
+        """What is wrong with the value of the field with the dotted ``path``."""
+        raise NotImplementedError
+
+    def refuse(self, *rules: tuple[str, object, str]) -> None:
+        """Raises ``PlanError`` for the first of ``rules`` that is broken. A rule is the dotted path of a field, whether
+        it is broken, and what the field must be; all of them are evaluated first."""
+        for path, broken, problem in rules:
+            if broken:
+                raise self.wrong(path, problem)
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -174,13 +174,14 @@ def _check_awq(plan: ResolvedPlan) -> None:
     for name, default in (("double", False), ("prepared", False), ("compute", "fp16")):
         if getattr(given, name) != default:
             raise plan.wrong(f"quantisation.{name}", f"must be left out {kind}, which has none")
-    if plan.lora.dora:
-        raise plan.wrong("lora.dora", f"must be false {kind}: peft refuses DoRA there")
-    if ALL_LINEAR in (plan.lora.targets or ()):
-        raise plan.wrong(
+    plan.refuse(
+        ("lora.dora", plan.lora.dora, f"must be false {kind}: peft refuses DoRA there"),
+        (
             "lora.targets",
+            ALL_LINEAR in (plan.lora.targets or ()),
             f"must be names of layers {kind}: peft's {ALL_LINEAR} finds torch.nn.Linear alone, and none of autoawq's",
-        )
+        ),
+    )
     if plan.kernels.lora == "unsloth":
         raise PlanError("kernels.lora", "unsloth", f"must be eager {kind}: Unsloth's functions are for nf4 and gptq")
     for library, last in AWQ_RELEASES.items():

@@ -407,14 +407,16 @@ def _check_code(plan: ResolvedPlan) -> None:
         raise plan.wrong("attention", problem)
     for name, value in plan.kernels.changed():
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
-    if plan.quantisation.kind not in ("none", "nf4", "fp4"):
-        raise plan.wrong("quantisation.kind", "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU")
-    if plan.trainer.kind.own_loss:
-        raise plan.wrong("trainer.loop", "must be none or transformers in a trace, which runs no trl")
-    if plan.model.labels:
-        raise plan.wrong("model.labels", "must be left out in a trace, which runs language models")
-    if plan.recompute.reentrant:
-        raise plan.wrong("recompute.reentrant", "must be false: a trace recomputes without reentrance")
+    plan.refuse(
+        (
+            "quantisation.kind",
+            plan.quantisation.kind not in ("none", "nf4", "fp4"),
+            "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU",
+        ),
+        ("trainer.loop", plan.trainer.kind.own_loss, "must be none or transformers in a trace, which runs no trl"),
+        ("model.labels", plan.model.labels, "must be left out in a trace, which runs language models"),
+        ("recompute.reentrant", plan.recompute.reentrant, "must be false: a trace recomputes without reentrance"),
+    )
 
 
 def _check(plan: ResolvedPlan) -> None:

@@ -33,6 +33,10 @@ class Zero(Deepspeed):
         return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
 
 
+SECTION = "zero_optimization"
+"""Of ``ds_config.json``."""
+
+
 def zero_of(plan: ResolvedPlan) -> Zero:
     """The section ``deepspeed`` of a resolved plan, with its stage and the dtype of accumulated gradients."""
     given = plan.deepspeed.model_dump(exclude={"gradient_accumulation_dtype"})
@@ -138,18 +142,38 @@ def check_settings(plan: ResolvedPlan, zero: Zero) -> None:
         raise plan.wrong("recompute.mode", "must be none or full: transformers recomputes whole layers")
     check_client_optimizer(plan.optimizer, zero)
     dtype, accumulates = plan.precision.dtype, zero.gradient_accumulation_dtype
-    if accumulates not in (None, dtype, "fp32"):
-        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} or fp32")
-    if zero.stage == 0 and accumulates not in (None, dtype):
-        raise PlanError("data_types.grad_accum_dtype", accumulates, f"must be {dtype} at stage 0")
-    if zero.stage == 1 and accumulates == "fp32" and dtype == "fp16":
-        raise PlanError("data_types.grad_accum_dtype", "fp32", "is not modelled for fp16 at stage 1")
-    if zero.stage in (1, 2) and not zero.contiguous_gradients:
-        raise PlanError("zero_optimization.contiguous_gradients", False, "is not modelled at stages 1 and 2")
-    if zero.stage == 1 and zero.overlaps:
-        raise PlanError("zero_optimization.overlap_comm", True, "is not modelled at stage 1")
-    if zero.stage in (1, 2) and zero.offload_optimizer != "none" and accumulates not in (None, dtype):
-        raise PlanError("data_types.grad_accum_dtype", accumulates, "is not modelled beside offload_optimizer")
+    own, kept = accumulates in (None, dtype), "data_types.grad_accum_dtype"
+    _refuse(
+        (kept, accumulates, not own and accumulates != "fp32", f"must be {dtype} or fp32"),
+        (kept, accumulates, zero.stage == 0 and not own, f"must be {dtype} at stage 0"),
+        (
+            kept,
+            accumulates,
+            zero.stage == 1 and accumulates == "fp32" and dtype == "fp16",
+            "is not modelled for fp16 at stage 1",
+        ),
+        (
+            f"{SECTION}.contiguous_gradients",
+            False,
+            zero.stage in (1, 2) and not zero.contiguous_gradients,
+            "is not modelled at stages 1 and 2",
+        ),
+        (f"{SECTION}.overlap_comm", True, zero.stage == 1 and zero.overlaps, "is not modelled at stage 1"),
+        (
+            kept,
+            accumulates,
+            zero.stage in (1, 2) and zero.offload_optimizer != "none" and not own,
+            "is not modelled beside offload_optimizer",
+        ),
+    )
+
+
+def _refuse(*rules: tuple[str, object, bool, str]) -> None:
+    """Raises ``PlanError`` for the first rule that is broken: a path in ``ds_config.json``, the value there, whether
+    the rule is broken, and what is wrong with the value."""
+    for path, value, broken, problem in rules:
+        if broken:
+            raise PlanError(path, value, problem)
 
 
 def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
@@ -171,31 +195,56 @@ def check_client_optimizer(optimizer: Optimizer, zero: Zero) -> None:
 
 def check_zero(zero: Zero) -> None:
     """Refuses what contradicts itself, or is not modelled. Field paths are those of ``ds_config.json``."""
-    section = "zero_optimization"
-    if zero.offload_param != "none" and zero.stage < 3:
-        raise PlanError(f"{section}.offload_param", zero.offload_param, f"needs stage 3, not {zero.stage}")
-    if zero.offload_optimizer != "none" and zero.stage < 1:
-        raise PlanError(f"{section}.offload_optimizer", zero.offload_optimizer, "needs stage 1, 2 or 3, not 0")
-    if zero.offload_optimizer == "nvme" and zero.stage < 3:
-        raise PlanError(f"{section}.offload_optimizer", "nvme", f"needs stage 3, not {zero.stage}; cpu is possible")
-    if zero.offload_optimizer_ratio != 1.0:
-        raise PlanError(
-            f"{section}.offload_optimizer.ratio",
+    _refuse(
+        (
+            f"{SECTION}.offload_param",
+            zero.offload_param,
+            zero.offload_param != "none" and zero.stage < 3,
+            f"needs stage 3, not {zero.stage}",
+        ),
+        (
+            f"{SECTION}.offload_optimizer",
+            zero.offload_optimizer,
+            zero.offload_optimizer != "none" and zero.stage < 1,
+            "needs stage 1, 2 or 3, not 0",
+        ),
+        (
+            f"{SECTION}.offload_optimizer",
+            "nvme",
+            zero.offload_optimizer == "nvme" and zero.stage < 3,
+            f"needs stage 3, not {zero.stage}; cpu is possible",
+        ),
+        (
+            f"{SECTION}.offload_optimizer.ratio",
             zero.offload_optimizer_ratio,
+            zero.offload_optimizer_ratio != 1.0,
             "must be 1: partial offload of states is not modelled",
-        )
-    if not zero.reduce_scatter and zero.stage == 3:
-        raise PlanError(f"{section}.reduce_scatter", False, "is not modelled in stage 3; leave it true")
-    if not zero.memory_efficient_linear and zero.stage == 3:
-        raise PlanError(
-            f"{section}.memory_efficient_linear",
+        ),
+        (
+            f"{SECTION}.reduce_scatter",
             False,
+            zero.stage == 3 and not zero.reduce_scatter,
+            "is not modelled in stage 3; leave it true",
+        ),
+        (
+            f"{SECTION}.memory_efficient_linear",
+            False,
+            zero.stage == 3 and not zero.memory_efficient_linear,
             "is not modelled: PyTorch's linear keeps every gathered weight until its backward; leave it true",
-        )
-    if zero.reduce_bucket_size < 1:
-        raise PlanError(f"{section}.reduce_bucket_size", zero.reduce_bucket_size, "must be at least 1")
-    if zero.allgather_bucket_size % 2:
-        raise PlanError(f"{section}.allgather_bucket_size", zero.allgather_bucket_size, "must be even")
+        ),
+        (
+            f"{SECTION}.reduce_bucket_size",
+            zero.reduce_bucket_size,
+            zero.reduce_bucket_size < 1,
+            "must be at least 1",
+        ),
+        (
+            f"{SECTION}.allgather_bucket_size",
+            zero.allgather_bucket_size,
+            zero.allgather_bucket_size % 2 == 1,
+            "must be even",
+        ),
+    )
 
 
 def check_model(plan: ResolvedPlan) -> None:

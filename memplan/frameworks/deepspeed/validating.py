@@ -96,10 +96,18 @@ class WithDeepspeed(Native):
         check_compiles(plan.optimizer, device)
         if device != "cpu":
             return
-        if plan.precision.dtype == "fp16":
-            raise plan.wrong("precision.dtype", f"must be bf16 or fp32 with --device cpu: {FP16_ON_CPU}")
-        if plan.optimizer.name == "lion":
-            raise plan.wrong("optimizer.name", "must be another with --device cpu: DeepSpeed's is CUDA's")
+        plan.refuse(
+            (
+                "precision.dtype",
+                plan.precision.dtype == "fp16",
+                f"must be bf16 or fp32 with --device cpu: {FP16_ON_CPU}",
+            ),
+            (
+                "optimizer.name",
+                plan.optimizer.name == "lion",
+                "must be another with --device cpu: DeepSpeed's is CUDA's",
+            ),
+        )
         for name in ("offload_optimizer", "offload_param"):
             if getattr(plan.deepspeed, name) != "none":
                 raise plan.wrong(f"deepspeed.{name}", f"must be none with --device cpu: {HOST_IS_DEVICE}")

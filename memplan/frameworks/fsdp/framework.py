@@ -281,10 +281,10 @@ def _check_version_2(plan: ResolvedPlan) -> None:
     if plan.optimizer.of_bitsandbytes:
         raise PlanError("optimizer.name", plan.optimizer.called, NO_KERNEL)
     problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
-    if plan.precision.autocast:
-        raise plan.wrong("precision.autocast", problem)
-    if plan.recompute.reentrant:
-        raise plan.wrong("recompute.reentrant", f"{problem}; --no-use-reentrant leaves it out")
+    plan.refuse(
+        ("precision.autocast", plan.precision.autocast, problem),
+        ("recompute.reentrant", plan.recompute.reentrant, f"{problem}; --no-use-reentrant leaves it out"),
+    )
     if plan.fsdp.backward_prefetch != "pre":
         from .timing import is_flat
 

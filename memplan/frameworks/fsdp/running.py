@@ -31,13 +31,14 @@ class FsdpRunning(FrameworkRunning):
     casts = True
 
     def check(self, plan: ResolvedPlan) -> None:
-        if plan.fsdp.version == "1":
-            raise plan.wrong("fsdp.version", "must be 2: FSDP1 is modelled in estimates alone")
-        if plan.fsdp.ends_apart and plan.fsdp.code == "transformers":
-            raise plan.wrong(
+        plan.refuse(
+            ("fsdp.version", plan.fsdp.version == "1", "must be 2: FSDP1 is modelled in estimates alone"),
+            (
                 "fsdp.ends_apart",
+                plan.fsdp.ends_apart and plan.fsdp.code == "transformers",
                 "must be false here, where the model's own unit has embedding and head (--no-ends-apart)",
-            )
+            ),
+        )
         for name in ("tp", "pp", "cp"):
             size = getattr(plan.layout, name)
             if size != 1:
@@ -49,10 +50,14 @@ class FsdpRunning(FrameworkRunning):
             flat.check(plan, given)
             if plan.precision.autocast:
                 raise plan.wrong("precision.autocast", f"must be false with fsdp.version 1: mixed is {problem}")
-        if given.code != "transformers":
-            raise plan.wrong("fsdp.code", "must be transformers: this architecture has no recipe")
-        if not given.gradient_sync and plan.microbatches > 1:
-            raise plan.wrong("fsdp.gradient_sync", f"must be true: gradients reduced once are {problem}")
+        plan.refuse(
+            ("fsdp.code", given.code != "transformers", "must be transformers: this architecture has no recipe"),
+            (
+                "fsdp.gradient_sync",
+                not given.gradient_sync and plan.microbatches > 1,
+                f"must be true: gradients reduced once are {problem}",
+            ),
+        )
         trainer.check_learnt(plan)
         if is_tuned(plan) and plan.lora.rank is None:
             raise plan.wrong(first_frozen(plan), f"must be left out: frozen parts are {problem} under fsdp")

@@ -44,12 +44,18 @@ def check_kernels(plan: ResolvedPlan) -> None:
             "must be none with megatron.deterministic: fused cross entropy is not deterministic",
         )
     local, back_end = megatron.transformer_impl == "local", megatron.attention_backend
-    if back_end == "local" and not local:
-        raise plan.wrong(field, "must be auto, flash, fused or unfused with transformer_impl transformer_engine")
-    if local and back_end in ("flash", "fused"):
-        raise plan.wrong(
-            field, "must be auto, unfused or local with transformer_impl local: local layers have their own attention"
-        )
+    plan.refuse(
+        (
+            field,
+            back_end == "local" and not local,
+            "must be auto, flash, fused or unfused with transformer_impl transformer_engine",
+        ),
+        (
+            field,
+            local and back_end in ("flash", "fused"),
+            "must be auto, unfused or local with transformer_impl local: local layers have their own attention",
+        ),
+    )
     _check_package(plan)
     wanted = "eager" if keeps_scores(megatron) else "flash"
     if plan.attention != wanted:
@@ -232,13 +238,18 @@ def _agree(plan: ResolvedPlan, values: tuple[str, ...]) -> bool:
 
 def check_user_buffers(plan: ResolvedPlan) -> None:
     """What ``validate_args`` asks of tensor-parallel exchanges beside products."""
-    if plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel):
-        raise plan.wrong(
+    plan.refuse(
+        (
             "megatron.tp_comm_overlap",
+            plan.megatron.tp_comm_overlap and not (plan.layout.tp > 1 and plan.layout.sequence_parallel),
             "must be false without tensor and sequence parallelism (tp > 1, sequence_parallel)",
-        )
-    if plan.megatron.tp_comm_overlap and plan.megatron.transformer_impl == "local":
-        raise plan.wrong("megatron.tp_comm_overlap", "must be false with local layers: Transformer Engine has it")
+        ),
+        (
+            "megatron.tp_comm_overlap",
+            plan.megatron.tp_comm_overlap and plan.megatron.transformer_impl == "local",
+            "must be false with local layers: Transformer Engine has it",
+        ),
+    )
 
 
 def check_buckets(plan: ResolvedPlan) -> None:
@@ -252,10 +263,10 @@ def check_buckets(plan: ResolvedPlan) -> None:
     _check_registration(plan)
     if megatron.buckets is None:
         return
-    if megatron.bucket_size is not None:
-        raise plan.wrong("megatron.buckets", "must be left out with megatron.bucket_size")
-    if megatron.fsdp != "none":
-        raise plan.wrong("megatron.buckets", "must be left out with Megatron-FSDP (megatron.fsdp)")
+    plan.refuse(
+        ("megatron.buckets", megatron.bucket_size is not None, "must be left out with megatron.bucket_size"),
+        ("megatron.buckets", megatron.fsdp != "none", "must be left out with Megatron-FSDP (megatron.fsdp)"),
+    )
 
 
 def _check_fp32_sums(plan: ResolvedPlan) -> None:
@@ -268,15 +279,18 @@ def _check_fp32_sums(plan: ResolvedPlan) -> None:
         raise PlanError(field, True, "must be left out with Megatron-FSDP, which sums gradients itself")
     if not megatron.sums_in_fp32:
         return
-    if megatron.distributed_optimizer_instances > 1:
-        raise plan.wrong(
-            "megatron.sums_in_fp32", "must be false with several distributed_optimizer_instances, as in Megatron-Core"
-        )
-    if megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "megatron.sums_in_fp32",
+            megatron.distributed_optimizer_instances > 1,
+            "must be false with several distributed_optimizer_instances, as in Megatron-Core",
+        ),
+        (
+            "megatron.sums_in_fp32",
+            megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32",
             "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet",
-        )
+        ),
+    )
 
 
 def _check_registration(plan: ResolvedPlan) -> None:
@@ -342,21 +356,32 @@ def check_low_precision(plan: ResolvedPlan) -> None:
         raise plan.wrong(field, problem)
     if megatron.fsdp != "none" and given.fp8_parameters:
         _check_sharded_bytes(plan, recipe)
-    if given.fp8_parameters and plan.layout.zero != 1:
-        raise plan.wrong("precision.fp8_parameters", "must be false without the distributed optimizer (zero: 1)")
-    if given.fp8_parameters and plan.optimizer.name == "muon":
-        raise plan.wrong("precision.fp8_parameters", "must be false with muon: its step in 8 bits is not modelled")
+    plan.refuse(
+        (
+            "precision.fp8_parameters",
+            given.fp8_parameters and plan.layout.zero != 1,
+            "must be false without the distributed optimizer (zero: 1)",
+        ),
+        (
+            "precision.fp8_parameters",
+            given.fp8_parameters and plan.optimizer.name == "muon",
+            "must be false with muon: its step in 8 bits is not modelled",
+        ),
+    )
     for end in ("first", "last"):
         count = getattr(given, f"{end}_16bit_layers")
-        if count and recipe == "delayed":
-            raise plan.wrong(
-                f"precision.{end}_16bit_layers", "must be left out with delayed scaling: Megatron-Core refuses it"
-            )
-        if count > plan.model.layers // plan.layout.pp:
-            raise plan.wrong(
+        plan.refuse(
+            (
                 f"precision.{end}_16bit_layers",
+                count and recipe == "delayed",
+                "must be left out with delayed scaling: Megatron-Core refuses it",
+            ),
+            (
+                f"precision.{end}_16bit_layers",
+                count > plan.model.layers // plan.layout.pp,
                 f"must be at most {plan.model.layers // plan.layout.pp}, the layers of a stage",
-            )
+            ),
+        )
     _check_multiples(plan, field, recipe)
     if plan.recompute.mode == "selective" and recipe == "delayed":
         for module in ("moe_act", "layernorm"):

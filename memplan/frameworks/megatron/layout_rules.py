@@ -53,15 +53,18 @@ def check_sharding(plan: ResolvedPlan) -> None:
             raise plan.wrong(
                 f"optimizer.{name}", f"must be {wanted} with Megatron-FSDP, which has main parameters of its own"
             )
-    if plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "recompute.layers",
+            plan.recompute.mode == "full" and plan.recompute.method == "uniform" and (plan.recompute.layers or 1) > 1,
             "must be 1 with Megatron-FSDP: layers that are recomputed together are not modelled with it yet",
-        )
-    if megatron.fsdp == "no_shard" and megatron.fsdp_meta_device:
-        raise plan.wrong(
-            "megatron.fsdp_meta_device", "must be false with megatron.fsdp no_shard, which shards no parameters"
-        )
+        ),
+        (
+            "megatron.fsdp_meta_device",
+            megatron.fsdp == "no_shard" and megatron.fsdp_meta_device,
+            "must be false with megatron.fsdp no_shard, which shards no parameters",
+        ),
+    )
     instances = megatron.distributed_optimizer_instances
     if megatron.fsdp_outer == "optim" and (megatron.fsdp != "optim_grads_params" or instances == 1):
         raise plan.wrong(
@@ -159,10 +162,14 @@ def check_decoder(plan: ResolvedPlan) -> None:
             raise plan.wrong(
                 f"layout.{name}", "must be 1 with family t5" + (", which has no pipeline" if name != "cp" else "")
             )
-    if plan.recompute.mode == "full":
-        raise plan.wrong("recompute.mode", "must be none or selective with family t5: no more is modelled yet")
-    if plan.megatron.fsdp != "none":
-        raise plan.wrong("megatron.fsdp", "must be none with family t5: it is not modelled yet")
+    plan.refuse(
+        (
+            "recompute.mode",
+            plan.recompute.mode == "full",
+            "must be none or selective with family t5: no more is modelled yet",
+        ),
+        ("megatron.fsdp", plan.megatron.fsdp != "none", "must be none with family t5: it is not modelled yet"),
+    )
 
 
 def check_hybrid(plan: ResolvedPlan) -> None:
@@ -202,16 +209,18 @@ def _check_mamba(plan: ResolvedPlan) -> None:
 def check_blocks(plan: ResolvedPlan) -> None:
     """How tensor-parallel ranks share layers that differ (``attention.py``, ``mlp.py``, ``linear_replacements.py``)."""
     model, layout, megatron = plan.model, plan.layout, plan.megatron
-    if model.layer_blocks and megatron.fsdp != "none":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "megatron.fsdp",
+            model.layer_blocks and megatron.fsdp != "none",
             "must be none with layers that differ (model.layer_blocks), whose units are not modelled yet",
-        )
-    if model.layer_blocks and megatron.clips_queries:
-        raise plan.wrong(
+        ),
+        (
             "megatron.clips_queries",
+            model.layer_blocks and megatron.clips_queries,
             "must be false with layers that differ (model.layer_blocks), with which it is not modelled yet",
-        )
+        ),
+    )
     for text in kinds_of(model.layer_blocks):
         own = block_of(text)
         plan.refuse(
@@ -322,22 +331,29 @@ def check_experts(plan: ResolvedPlan) -> None:
         for name, _ in given.changed():
             raise plan.wrong(f"experts.{name}", f"must be left out: {model.name} has no experts")
         return
-    if model.experts % layout.ep:
-        raise plan.wrong("layout.ep", f"must divide the {model.experts} experts of {model.name}")
-    if ranks % (layout.ep * etp):
-        raise plan.wrong(
+    plan.refuse(
+        ("layout.ep", model.experts % layout.ep, f"must divide the {model.experts} experts of {model.name}"),
+        (
             "layout.ep",
+            ranks % (layout.ep * etp),
             f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
             f"{_possible(plan, ranks, etp)}",
-        )
+        ),
+    )
     if model.expert_ffn % etp:
         raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
-    if model.shared_expert_ffn % layout.tp:
-        raise plan.wrong(
-            "layout.tp", f"must divide the {model.shared_expert_ffn} features of shared experts (shared_expert_ffn)"
-        )
-    if given.pad_to_capacity and given.capacity_factor is None:
-        raise plan.wrong("experts.pad_to_capacity", "needs experts.capacity_factor")
+    plan.refuse(
+        (
+            "layout.tp",
+            model.shared_expert_ffn % layout.tp,
+            f"must divide the {model.shared_expert_ffn} features of shared experts (shared_expert_ffn)",
+        ),
+        (
+            "experts.pad_to_capacity",
+            given.pad_to_capacity and given.capacity_factor is None,
+            "needs experts.capacity_factor",
+        ),
+    )
     instances = plan.megatron.distributed_optimizer_instances
     if ranks // (layout.ep * etp) % instances:
         raise plan.wrong(
@@ -438,13 +454,15 @@ def check_imbalance(plan: ResolvedPlan) -> None:
         return
     factors = given.imbalance.split(",")
     layers = sum(map(model.has_experts, range(model.layers)))
-    if len(factors) > 1 and len(factors) != layers:
-        raise plan.wrong(
+    plan.refuse(
+        (
             "experts.imbalance",
+            len(factors) > 1 and len(factors) != layers,
             f"has {len(factors)} factors; one for each of the {layers} layers with experts is wanted",
-        )
-    if len(factors) == 1 and float(given.imbalance) < 1.0:
-        raise plan.wrong(
+        ),
+        (
             "experts.imbalance",
+            len(factors) == 1 and float(given.imbalance) < 1.0,
             "must be balanced, worst, or a factor of at least 1: the most loaded rank has at least the mean",
-        )
+        ),
+    )

@@ -16,27 +16,32 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     """Transformer Engine's (or apex') FusedAdam, with the distributed optimizer in dtypes of choice."""
     optimizer = plan.optimizer
     if not optimizer.algorithm.precision_aware:
-        if plan.layout.zero == 1 and optimizer.name != "muon":
-            raise plan.wrong(
+        plan.refuse(
+            (
                 "optimizer.name",
+                plan.layout.zero == 1 and optimizer.name != "muon",
                 "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other",
-            )
-        if optimizer.precision_aware:
-            raise plan.wrong(
-                "optimizer.precision_aware", f"must be false with {optimizer.name}: only FusedAdam is precision-aware"
-            )
-    _check_offload(plan)
-    if optimizer.implementation == "foreach" and (optimizer.precision_aware or plan.megatron.fsdp != "none"):
-        raise plan.wrong(
-            "optimizer.implementation",
-            "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither",
+            ),
+            (
+                "optimizer.precision_aware",
+                optimizer.precision_aware,
+                f"must be false with {optimizer.name}: only FusedAdam is precision-aware",
+            ),
         )
-    if optimizer.implementation == "foreach" and plan.megatron.transformer_impl != "local":
-        raise plan.wrong(
+    _check_offload(plan)
+    plan.refuse(
+        (
             "optimizer.implementation",
+            optimizer.implementation == "foreach" and (optimizer.precision_aware or plan.megatron.fsdp != "none"),
+            "must be apex with optimizer.precision_aware and megatron.fsdp: torch.optim steps neither",
+        ),
+        (
+            "optimizer.implementation",
+            optimizer.implementation == "foreach" and plan.megatron.transformer_impl != "local",
             "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its "
             "FusedAdam steps, not torch.optim's",
-        )
+        ),
+    )
     if optimizer.precision_aware:
         check_state_dtypes(plan)
         if plan.layout.zero != 1:
@@ -307,13 +312,14 @@ def check_deferral(plan: ResolvedPlan) -> None:
 def check_state_dtypes(plan: ResolvedPlan) -> None:
     """What FusedAdam keeps states in (``fused_adam.py``, ``__init__``)."""
     optimizer, te = plan.optimizer, tuple(int(part) for part in plan.megatron.transformer_engine.split(".")[:2])
-    if plan.precision.dtype == "fp32":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "optimizer.precision_aware",
+            plan.precision.dtype == "fp32",
             "must be false with fp32 parameters: precision-aware states of fp32 parameters are not modelled",
-        )
-    if optimizer.main_parameters not in ("fp32", "fp16"):
-        raise plan.wrong("optimizer.main_parameters", "must be fp32 or fp16")
+        ),
+        ("optimizer.main_parameters", optimizer.main_parameters not in ("fp32", "fp16"), "must be fp32 or fp16"),
+    )
     for name in ("exp_avg", "exp_avg_sq"):
         if getattr(optimizer, name) == "bf16" and te < (2, 3):
             raise plan.wrong(f"optimizer.{name}", "must be fp32, fp16 or fp8 before Transformer Engine 2.3")

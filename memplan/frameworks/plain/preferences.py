@@ -65,14 +65,18 @@ def check(plan: ResolvedPlan) -> None:
         if LOSSES.get(plan.kernels.set) == plan.loss.kind:
             problem += f"; kernels {plan.kernels.set} brings {plan.loss.kind}: add --loss plain"
         raise plan.wrong("loss.kind", problem)
-    if plan.loss.logits_to_keep is not None:
-        raise plan.wrong(
-            "loss.logits_to_keep", f"must be left out with trainer.loop {loop}, whose loss takes all tokens"
-        )
-    if plan.trainer.evaluation_batches is not None and plan.loop.loss_of != "labels":
-        raise plan.wrong(
-            "trainer.evaluation_batches", f"must be left out with trainer.loop {loop}, whose logits are not kept"
-        )
+    plan.refuse(
+        (
+            "loss.logits_to_keep",
+            plan.loss.logits_to_keep is not None,
+            f"must be left out with trainer.loop {loop}, whose loss takes all tokens",
+        ),
+        (
+            "trainer.evaluation_batches",
+            plan.trainer.evaluation_batches is not None and plan.loop.loss_of != "labels",
+            f"must be left out with trainer.loop {loop}, whose logits are not kept",
+        ),
+    )
     if not plan.trainer.kind.evaluates and (plan.trainer.evaluation_mbs or 0) > plan.batch.mbs:
         problem = f"must be at most batch.mbs, {plan.batch.mbs}, with trainer.loop {loop}: larger ones are not modelled"
         raise plan.wrong("trainer.evaluation_mbs", problem)

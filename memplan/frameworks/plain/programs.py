@@ -221,10 +221,18 @@ def check_flash(plan: ResolvedPlan) -> None:
     spec, seq, named = plan.model, plan.batch.seq, plan.attention
     if named == "flash":
         check_kernel(spec)
-    if plan.precision.dtype == "fp32" and named != "flash":
-        raise plan.wrong("attention", "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only")
-    if spec.head_dim > 256:
-        raise plan.wrong("attention", f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}")
+    plan.refuse(
+        (
+            "attention",
+            plan.precision.dtype == "fp32" and named != "flash",
+            "must be sdpa or eager with dtype fp32: the package takes fp16 and bf16 only",
+        ),
+        (
+            "attention",
+            spec.head_dim > 256,
+            f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}",
+        ),
+    )
     if named != "flash":
         if why := family(spec.family).no_package:
             instead = "eager" if family(spec.family).no_flash else "flash (sdpa) or eager"

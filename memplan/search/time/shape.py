@@ -139,10 +139,14 @@ class Shapes:
 
 
 def _check(plan: ResolvedPlan) -> None:
-    if plan.frozen.embedding or plan.frozen.layers:
-        raise plan.wrong("frozen.layers", "must be 0 where time is asked for: frozen layers are not timed")
-    if plan.fsdp.recompute_every > 1:
-        raise plan.wrong("fsdp.recompute_every", "must be 1 where time is asked for")
+    plan.refuse(
+        (
+            "frozen.layers",
+            plan.frozen.embedding or plan.frozen.layers,
+            "must be 0 where time is asked for: frozen layers are not timed",
+        ),
+        ("fsdp.recompute_every", plan.fsdp.recompute_every > 1, "must be 1 where time is asked for"),
+    )
 
 
 class StageWork(NamedTuple):
