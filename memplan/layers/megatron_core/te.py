@@ -188,7 +188,7 @@ def norm_column_linear(
     statistics = _statistics(r, x, norm_name, shape)
     normed = fed.normed(r, norm_name)
     cleared = [] if normed is None else [normed]
-    frees = not (gathers and layer.trained) or te_facts.frees_gathered_norm_shard(shape.te)
+    frees = not (gathers and layer.trained) or shape.te >= te_facts.FREES_GATHERED_NORM_SHARD
     kept = () if frees else tuple(cleared)
     r.keeps_apart(cleared)
     del normed
@@ -293,9 +293,9 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     rows, whole, dtype = s * b, logits.shape, logits.dtype
     loss = r.empty((rows,), "fp32", "loss")
     parts = [r.empty((3 * rows,), "fp32", "softmax_parts")]
-    counted = te_facts.counts_tokens(shape.te)
+    counted = shape.te >= te_facts.COUNTS_TOKENS
     counts = [r.empty((1,), "int64", "tokens_not_ignored")] if counted else []
-    apart = te_facts.loss_gradient_apart(shape.te)
+    apart = shape.te >= te_facts.LOSS_GRADIENT_APART
     written = r.empty(whole, "fp32", "grad_logits_fp32", LOGITS) if apart else logits
     if counted:
         counts.append(r.empty((1,), "int64", "tokens_not_ignored_clamped"))
@@ -303,7 +303,7 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     if shape.t > 1:
         parts.append(r.empty((3 * rows * shape.t,), "fp32", "softmax_parts_gathered", COMMUNICATION))
     storage = written.storage
-    copies = b > 1 and s > 1 and te_facts.loss_gradient_contiguous(shape.te)
+    copies = b > 1 and s > 1 and shape.te >= te_facts.LOSS_GRADIENT_CONTIGUOUS
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         one = r.empty((), "fp32", "one")

@@ -300,7 +300,7 @@ def unfused(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> T
     if wide:
         probabilities = ops.softmax(r, local.filled(r, scores, mask[0], view=True), "probabilities")
     else:
-        probabilities = _softmax(r, scores, in_place=te_facts.softmax_backward_in_place(shape.te))
+        probabilities = _softmax(r, scores, in_place=shape.te < te_facts.SOFTMAX_BACKWARD_APART)
     if not shape.spec.causal:
         probabilities = _masked(r, probabilities, mask[0])
     probabilities = ops.dropout(r, probabilities, shape.spec.attention_dropout, "attention_dropout")
@@ -395,8 +395,8 @@ def _window(r: Recorder, b: int, full: Shape, side: str) -> Tensor:
 
 
 def _outside(r: Recorder, full: Shape, te: tuple[int, int]) -> Tensor:
-    """Where a key is outside the window: booleans, up to 2.5 by way of int64 (``te_facts.mask_in_int64``)."""
-    if te_facts.mask_in_int64(te):
+    """Where a key is outside the window: booleans, up to 2.5 by way of int64 (``te_facts.MASK_IN_BOOL``)."""
+    if te < te_facts.MASK_IN_BOOL:
         return _outside_int64(r, full)
     at_most = r.empty(full, "bool", "left_at_most_0")
     below = r.empty(full, "bool", "right_below_0")

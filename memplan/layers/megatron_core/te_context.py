@@ -166,7 +166,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
     own = [r.empty(one.shape, one.dtype, "keys_or_values_by_sequence") if copies else one for one in (k, v)]
     whole = gathered_keys(r, every, dtype)
     out = r.empty(like_out, dtype, "context")
-    unused = [r.empty(like_out, dtype, "context_of_thd")] if te_facts.all_gather_makes_two(shape.te) else []
+    unused = [r.empty(like_out, dtype, "context_of_thd")] if shape.te >= te_facts.ALL_GATHER_MAKES_TWO else []
     outs, kept, inside = list[Tensor](), list[Tensor](), list[Tensor]()
     for keys in seen:
         if copies:
@@ -175,7 +175,7 @@ def all_gather(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -
         outs.append(step)
         kept += [logsumexp, state]
         del step, logsumexp, state
-    if not te_facts.all_gather_keeps_steps(shape.te):
+    if shape.te >= te_facts.ALL_GATHER_KEEPS_WHOLE:
         outs = [out]
     inside.clear()
     whole.clear()
@@ -227,7 +227,7 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     if shape.cp_inner > 1 and shape.te < te_facts.OLDEST_TWO_LEVELS:
         raise PlanError("megatron.cp_inner", shape.cp_inner, "must be 1 before Transformer Engine 2.15, as in p2p")
     apart = q.shape[-1] != v.shape[-1]
-    if apart and shape.cp_communication != "p2p" and not te_facts.context_parallel_takes_values(shape.te):
+    if apart and shape.cp_communication != "p2p" and shape.te < te_facts.CONTEXT_PARALLEL_TAKES_VALUES:
         raise PlanError(
             "megatron.cp_communication",
             shape.cp_communication,
@@ -237,6 +237,6 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
     context = ways[shape.cp_communication](r, q, k, v, shape)
     if shape.attention == "fused" or b == 1:
         return context.view(s, b, n)
-    if te_facts.context_parallel_output_is_flat(shape.te):
+    if shape.te < te_facts.CONTEXT_PARALLEL_OUTPUT_IN_4D:
         context = ops.copied_gradient(r, context, "context")
     return ops.contiguous(r, context, (s, b, n), "context_contiguous")

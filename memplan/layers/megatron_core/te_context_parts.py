@@ -221,7 +221,7 @@ def gather_gradients(
         for at in range(3):
             if at < 2:
                 if copies:
-                    given = [half(like_out)] * (1 if te_facts.all_gather_keeps_steps(shape.te) else 2)
+                    given = [half(like_out)] * (1 if shape.te < te_facts.ALL_GATHER_KEEPS_WHOLE else 2)
                     copied(r, inside, [half(likes[0])], seen[at], given, dtype)
                 made.append(gradients_of(r, (half(likes[0]), seen[at][0], seen[at][1]), dtype, part, shape))
             if at == 2 and copies:

@@ -49,32 +49,23 @@ def dummy_weight_gradient(te: Version) -> DummyGradient:
     return "each backward" if te < (2, 3) else "kept"
 
 
-def counts_tokens(te: Version) -> bool:
-    """``triton/cross_entropy.py`` counts the tokens that are not ignored, in two int64 scalars."""
-    return te >= (2, 12)
+# From these versions on:
+COUNTS_TOKENS = (2, 12)
+"""``triton/cross_entropy.py`` counts the tokens that are not ignored, in two int64 scalars."""
 
+LOSS_GRADIENT_CONTIGUOUS = (2, 11)
+"""``triton/cross_entropy.py`` copies a strided gradient of the loss."""
 
-def loss_gradient_contiguous(te: Version) -> bool:
-    """``triton/cross_entropy.py`` copies a strided gradient of the loss."""
-    return te >= (2, 11)
+LOSS_GRADIENT_APART = (2, 18)
+"""``triton/cross_entropy.py`` writes the gradient into an fp32 tensor of its own, made in forward; before it over the
+logits."""
 
+SOFTMAX_BACKWARD_APART = (2, 19)
+"""``csrc/extensions/softmax.cpp`` writes into a fresh tensor; before it over the incoming gradient."""
 
-def loss_gradient_apart(te: Version) -> bool:
-    """``triton/cross_entropy.py`` writes the gradient into an fp32 tensor of its own, made in forward; before
-    2.18 over the logits."""
-    return te >= (2, 18)
-
-
-def softmax_backward_in_place(te: Version) -> bool:
-    """``csrc/extensions/softmax.cpp`` writes over the incoming gradient; since 2.19 into a fresh one."""
-    return te < (2, 19)
-
-
-def frees_gathered_norm_shard(te: Version) -> bool:
-    """``layernorm_linear.py`` frees the norm's own output with the gathered one, after the weight's gradient;
-    before 2.8 (with sequence parallelism) with the node."""
-    return te >= (2, 8)
-
+FREES_GATHERED_NORM_SHARD = (2, 8)
+"""``layernorm_linear.py`` frees the norm's own output with the gathered one, after the weight's gradient; before it
+(with sequence parallelism) with the node."""
 
 OLDEST_NORM_WITH_RESIDUAL = (2, 8)
 """Before it the norm and the sum of gradients are two operators in backward (``ops/fused/backward_add_rmsnorm.py``)."""
@@ -98,29 +89,20 @@ OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 
 
-def context_parallel_output_is_flat(te: Version) -> bool:
-    """``context_parallel.py`` gives (b s, a, d) up to 2.14, so that a transposed gradient is copied."""
-    return te < (2, 15)
+CONTEXT_PARALLEL_OUTPUT_IN_4D = (2, 15)
+"""Before it ``context_parallel.py`` gives (b s, a, d), so that a transposed gradient is copied."""
 
+CONTEXT_PARALLEL_TAKES_VALUES = (2, 15)
+"""Values may have another head size than keys, whatever the way (``attn_forward_func_with_cp``)."""
 
-def context_parallel_takes_values(te: Version) -> bool:
-    """Values may have another head size than keys, whatever the way, since 2.15 (``attn_forward_func_with_cp``)."""
-    return te >= (2, 15)
+ALL_GATHER_KEEPS_WHOLE = (2, 15)
+"""``AttnFuncWithCPAndKVAllGather`` saves its whole output; before it the outputs of its two steps."""
 
+ALL_GATHER_MAKES_TWO = (2, 18)
+"""It makes a second output, for packed sequences alone."""
 
-def all_gather_keeps_steps(te: Version) -> bool:
-    """``AttnFuncWithCPAndKVAllGather`` saves the outputs of its two steps up to 2.14, the whole one since."""
-    return te < (2, 15)
-
-
-def all_gather_makes_two(te: Version) -> bool:
-    """It makes a second output, for packed sequences alone, since 2.18."""
-    return te >= (2, 18)
-
-
-def mask_in_int64(te: Version) -> bool:
-    """``get_full_mask`` takes the difference of two ``torch.where`` in int64, up to 2.5."""
-    return te < (2, 6)
+MASK_IN_BOOL = (2, 6)
+"""Before it ``get_full_mask`` takes the difference of two ``torch.where`` in int64."""
 
 
 def backward_workspaces(
