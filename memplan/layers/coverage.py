@@ -6,7 +6,7 @@ would be computed wrongly, so it is refused. Fields that are not listed are read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -77,6 +77,11 @@ LLAMA: Allowed = MappingProxyType(
         "hidden_dropout": (0.0,),
     }
 )
+
+
+def applying(*reasons: tuple[object, str]) -> Iterator[str]:
+    """Those of ``reasons`` whose condition, which stands before each, holds."""
+    return (reason for applies, reason in reasons if applies)
 
 
 def reads(base: Allowed, *fields: str) -> Allowed:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..estimate import programs_of
 from ..frameworks import framework, frameworks
+from ..layers.coverage import applying
 from ..layers.module import Options
 from ..plan.errors import PlanError
 from ..plan.framework_sections import Fsdp
@@ -176,22 +177,16 @@ def _translated(plan: ResolvedPlan) -> tuple[ResolvedPlan, str]:
 
 def _other_choices(plan: ResolvedPlan, runs: ResolvedPlan) -> Iterator[str]:
     """What of ``plan`` torch's code has not, beside what a framework is."""
-    if runs.optimizer.name != plan.optimizer.name:
-        yield f"with {runs.optimizer.name} in place of {plan.optimizer.name}"
-    if runs.recompute.mode != plan.recompute.mode:
-        yield "without selective recompute"
-    if runs.loss.kind != plan.loss.kind:
-        yield f"with the {runs.loss.kind} loss in place of {plan.loss.kind}"
-    if plan.pipeline != Pipeline(schedule=plan.pipeline.schedule):
-        yield "in stages as torchtitan cuts them"
-    if (plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param) != ("none", "none"):
-        yield "without offload"
-    if plan.optimizer.precision_aware:
-        yield "with states of the parameters' dtype or fp32"
-    if runs.attention != plan.attention:
-        yield f"with {runs.attention} attention in place of {plan.attention}"
-    if runs.precision.gradients != plan.precision.gradients:
-        yield "with gradients accumulated as torch does"
+    yield from applying(
+        (runs.optimizer.name != plan.optimizer.name, f"with {runs.optimizer.name} in place of {plan.optimizer.name}"),
+        (runs.recompute.mode != plan.recompute.mode, "without selective recompute"),
+        (runs.loss.kind != plan.loss.kind, f"with the {runs.loss.kind} loss in place of {plan.loss.kind}"),
+        (plan.pipeline != Pipeline(schedule=plan.pipeline.schedule), "in stages as torchtitan cuts them"),
+        ((plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param) != ("none", "none"), "without offload"),
+        (plan.optimizer.precision_aware, "with states of the parameters' dtype or fp32"),
+        (runs.attention != plan.attention, f"with {runs.attention} attention in place of {plan.attention}"),
+        (runs.precision.gradients != plan.precision.gradients, "with gradients accumulated as torch does"),
+    )
 
 
 def _default(section: str) -> object:

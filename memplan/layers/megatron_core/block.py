@@ -16,6 +16,7 @@ from ...tape.events import Category
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..coverage import applying
 from ..gradients import by_way_of, fresh, viewed
 from ..recompute import recomputed_reentrant
 from ..work import STRIDED, exchanged
@@ -49,34 +50,58 @@ FC1, FC2 = "mlp.linear_fc1", "mlp.linear_fc2"
 def uncovered(shape: CoreShape) -> Iterator[str]:
     """What these recipes do not cover of ``shape``: reasons, as sentences without a full stop."""
     spec = shape.spec
-    if spec.attention_gate and (spec.kv_heads < shape.t or spec.latent_kv_rank or shape.keys):
-        yield "a gate of attention's output with latent or cross attention, or fewer key/value heads than ranks"
-    if shape.mlp_chunks > 1 and (shape.implementation == "local" or shape.experts is not None):
-        yield "MLPs in chunks with experts, or in local layers"
-    if shape.mlp_chunks > 1 and ("mlp" in shape.recompute_modules or shape.spec.layer_pattern):
-        yield "MLPs in chunks with recompute of MLPs, or in hybrids"
-    if shape.largest_logit and shape.te < te_facts.OLDEST_LARGEST_SCORE:
-        yield "the largest score of each head before Transformer Engine 2.9"
-    if shape.largest_logit and (shape.attention != "fused" or shape.cp > 1 or shape.low is not None):
-        yield "the largest score of each head without cuDNN's attention, with context parallelism or low precision"
-    if spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm):
-        yield "fewer key/value heads than tensor-parallel ranks in local layers, or with norms of queries and keys"
-    if spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank):
-        yield "a rotary fraction without rotary positions of whole heads"
-    if spec.norm_place == "post":
-        yield "norms after each block"
-    if "mlp" in shape.recompute_modules and spec.mlp_bias and shape.experts is None:
-        yield "recompute of an MLP with biases: Megatron-Core's own backward does not end"
-    if shape.fp32_residual:
-        yield "fp32 residual connections: linear layers refuse fp32 inputs beside 16-bit weights without autocast"
-    if shape.implementation == "local" and spec.norm == "rmsnorm" and shape.sequence_parallel:
-        yield "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it"
-    if shape.attention == "local" and shape.cp > 1:
-        yield "context parallelism with Megatron-Core's own attention"
-    if spec.activation == "quick_geglu" and (shape.experts is None or spec.dense_layers or spec.shared_expert_ffn):
-        yield "quick_geglu of an MLP; that of experts is covered"
-    if spec.activation_clamp is not None and spec.activation != "quick_geglu":
-        yield "a clamp of another activation than quick_geglu"
+    yield from applying(
+        (
+            spec.attention_gate and (spec.kv_heads < shape.t or spec.latent_kv_rank or shape.keys),
+            "a gate of attention's output with latent or cross attention, or fewer key/value heads than ranks",
+        ),
+        (
+            shape.mlp_chunks > 1 and (shape.implementation == "local" or shape.experts is not None),
+            "MLPs in chunks with experts, or in local layers",
+        ),
+        (
+            shape.mlp_chunks > 1 and ("mlp" in shape.recompute_modules or shape.spec.layer_pattern),
+            "MLPs in chunks with recompute of MLPs, or in hybrids",
+        ),
+        (
+            shape.largest_logit and shape.te < te_facts.OLDEST_LARGEST_SCORE,
+            "the largest score of each head before Transformer Engine 2.9",
+        ),
+        (
+            shape.largest_logit and (shape.attention != "fused" or shape.cp > 1 or shape.low is not None),
+            "the largest score of each head without cuDNN's attention, with context parallelism or low precision",
+        ),
+        (
+            spec.kv_heads < shape.t and not spec.latent_kv_rank and (shape.implementation == "local" or spec.qk_norm),
+            "fewer key/value heads than tensor-parallel ranks in local layers, or with norms of queries and keys",
+        ),
+        (
+            spec.rotary_fraction < 1.0 and (spec.positions != "rotary" or spec.latent_kv_rank),
+            "a rotary fraction without rotary positions of whole heads",
+        ),
+        (spec.norm_place == "post", "norms after each block"),
+        (
+            "mlp" in shape.recompute_modules and spec.mlp_bias and shape.experts is None,
+            "recompute of an MLP with biases: Megatron-Core's own backward does not end",
+        ),
+        (
+            shape.fp32_residual,
+            "fp32 residual connections: linear layers refuse fp32 inputs beside 16-bit weights without autocast",
+        ),
+        (
+            shape.implementation == "local" and spec.norm == "rmsnorm" and shape.sequence_parallel,
+            "RMSNorm with sequence parallelism: PyTorch's norm, which the local implementation takes, refuses it",
+        ),
+        (shape.attention == "local" and shape.cp > 1, "context parallelism with Megatron-Core's own attention"),
+        (
+            spec.activation == "quick_geglu" and (shape.experts is None or spec.dense_layers or spec.shared_expert_ffn),
+            "quick_geglu of an MLP; that of experts is covered",
+        ),
+        (
+            spec.activation_clamp is not None and spec.activation != "quick_geglu",
+            "a clamp of another activation than quick_geglu",
+        ),
+    )
     if spec.layer_pattern:
         yield from _uncovered_hybrid(shape)
     if spec.linear_interval or "G" in spec.layer_pattern + spec.mtp_pattern:
@@ -123,12 +148,20 @@ def _uncovered_packing(shape: CoreShape) -> Iterator[str]:
 
 def _uncovered_fusions(shape: CoreShape) -> Iterator[str]:
     spec = shape.spec
-    if shape.te_activation and (shape.implementation == "local" or spec.layer_pattern):
-        yield "Transformer Engine's activation functions in local layers or hybrids, which are given none"
-    if shape.te_activation and shape.bias_activation_fusion:
-        yield "Transformer Engine's activation functions beside a fused bias, which Megatron-Core refuses"
-    if shape.te_activation and (spec.activation not in ("swiglu", "gelu") or spec.activation_clamp is not None):
-        yield f"Transformer Engine's activation functions in place of {spec.activation}, which Megatron-Core refuses"
+    yield from applying(
+        (
+            shape.te_activation and (shape.implementation == "local" or spec.layer_pattern),
+            "Transformer Engine's activation functions in local layers or hybrids, which are given none",
+        ),
+        (
+            shape.te_activation and shape.bias_activation_fusion,
+            "Transformer Engine's activation functions beside a fused bias, which Megatron-Core refuses",
+        ),
+        (
+            shape.te_activation and (spec.activation not in ("swiglu", "gelu") or spec.activation_clamp is not None),
+            f"Transformer Engine's activation functions in place of {spec.activation}, which Megatron-Core refuses",
+        ),
+    )
     if not shape.norm_takes_residual:
         return
     if spec.norm != "rmsnorm":
@@ -142,14 +175,21 @@ def _uncovered_fusions(shape: CoreShape) -> Iterator[str]:
 
 def _uncovered_attention(shape: CoreShape) -> Iterator[str]:
     spec, own = shape.spec, shape.attention == "local"
-    if spec.qk_norm and spec.qk_norm_over == "heads" and shape.t > 1:
-        yield "one norm over all heads with tensor parallelism: Megatron-Bridge has OLMoE's whole on every rank"
-    if spec.attention_chunk is not None and shape.s * shape.cp > spec.attention_chunk:
-        yield f"sequences above {spec.attention_chunk} tokens: Megatron-Core has no attention in chunks of so many"
-    if spec.sliding_window is not None and own:
-        yield "sliding windows in local layers"
-    if spec.attention_sinks and (shape.attention in ("local", "unfused") or spec.latent_kv_rank):
-        yield "attention sinks in another back end than cuDNN's fused one, or with latent attention"
+    yield from applying(
+        (
+            spec.qk_norm and spec.qk_norm_over == "heads" and shape.t > 1,
+            "one norm over all heads with tensor parallelism: Megatron-Bridge has OLMoE's whole on every rank",
+        ),
+        (
+            spec.attention_chunk is not None and shape.s * shape.cp > spec.attention_chunk,
+            f"sequences above {spec.attention_chunk} tokens: Megatron-Core has no attention in chunks of so many",
+        ),
+        (spec.sliding_window is not None and own, "sliding windows in local layers"),
+        (
+            spec.attention_sinks and (shape.attention in ("local", "unfused") or spec.latent_kv_rank),
+            "attention sinks in another back end than cuDNN's fused one, or with latent attention",
+        ),
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -13,6 +13,7 @@ from ...tape.events import Category, Hold
 from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..coverage import applying
 from ..gradients import fresh
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
@@ -51,14 +52,18 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         if shape.joint_latent_down:
             yield "one projection to the ranks of latent attention without it"
         return
-    if shape.implementation == "local":
-        yield "latent attention in local layers; that of Transformer Engine is covered"
-    if shape.spec.positions not in TURNED or shape.rotary_interleaved:
-        yield "latent attention with other positions than rotary ones"
-    if shape.spec.attention_bias:
-        yield "biases of latent attention's queries, keys and values"
-    if shape.joint_latent_down and not shape.spec.latent_q_rank:
-        yield "one projection of queries, keys and values that have no rank of their own, which Megatron-Core refuses"
+    yield from applying(
+        (shape.implementation == "local", "latent attention in local layers; that of Transformer Engine is covered"),
+        (
+            shape.spec.positions not in TURNED or shape.rotary_interleaved,
+            "latent attention with other positions than rotary ones",
+        ),
+        (shape.spec.attention_bias, "biases of latent attention's queries, keys and values"),
+        (
+            shape.joint_latent_down and not shape.spec.latent_q_rank,
+            "one projection of queries, keys and values that have no rank of their own, which Megatron-Core refuses",
+        ),
+    )
     ranks = shape.spec.latent_q_rank, shape.spec.latent_kv_rank + shape.spec.rope_head_dim
     if shape.joint_latent_down and any(rank % shape.t for rank in ranks):
         yield "one projection of queries, keys and values whose ranks tensor-parallel ranks do not divide"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ...values import replace
 from .. import ops
 from ..autograd import Recorder, Shape, Tensor
+from ..coverage import applying
 from ..recompute import recomputed_reentrant
 from . import adapters, dispatch, flex, graphs, grouped, grouped_chain, local, router, te
 from .mappings import moved
@@ -23,37 +24,50 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     experts, spec = shape.experts, shape.spec
     if experts is None:
         return
-    if shape.implementation == "local" and spec.expert_latent:
-        yield "experts of projected rows in local layers; those of Transformer Engine are covered"
-    if shape.t > 1 and not shape.sequence_parallel:
-        yield (
+    yield from applying(
+        (
+            shape.implementation == "local" and spec.expert_latent,
+            "experts of projected rows in local layers; those of Transformer Engine are covered",
+        ),
+        (
+            shape.t > 1 and not shape.sequence_parallel,
             "experts with tensor parallelism but no sequence parallelism, which Megatron-Core refuses in training "
-            "(--sequence-parallel)"
-        )
-    if spec.router_weighs_inputs and spec.expert_top_k > 1:
-        yield "scores that weigh what several experts of a token get, which Megatron-Core refuses (expert_top_k: 1)"
-    if spec.mlp_bias and spec.shared_expert_ffn:
-        yield "biases in shared experts, which Megatron-Core refuses"
-    if spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion:
-        yield "grouped experts with biases beside bias_dropout_fusion; Megatron-Core wants --no-bias-dropout-fusion"
-    if spec.mlp_bias and not experts.grouped:
-        yield "biases of experts that run one after the other"
-    if spec.mlp_bias and shape.expert_ranks > 1:
-        yield "biases of experts that are divided over tensor-parallel ranks (--etp 1)"
-    if shape.bias_activation_fusion and not spec.gated:
-        yield "bias_gelu_fusion in experts, which Megatron-Core refuses"
-    if shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu":
-        yield "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses"
-    if experts.router_fusion and spec.router_dtype == "fp64":
-        yield "a fused router in fp64, which Transformer Engine refuses"
-    if experts.router_fusion and shape.te < (2, 7):
-        yield "a fused router before Transformer Engine 2.7"
-    if spec.expert_latent and experts.shared_overlap:
-        yield "shared experts beside the exchange of projected tokens, which Megatron-Core refuses in training"
-    if spec.expert_latent and spec.mlp_bias:
-        yield "biases of projections on the way to experts"
-    if experts.shared_overlap and experts.dispatcher != "alltoall":
-        yield "shared experts beside the exchange of a dispatcher other than alltoall (--moe-dispatcher alltoall)"
+            "(--sequence-parallel)",
+        ),
+        (
+            spec.router_weighs_inputs and spec.expert_top_k > 1,
+            "scores that weigh what several experts of a token get, which Megatron-Core refuses (expert_top_k: 1)",
+        ),
+        (spec.mlp_bias and spec.shared_expert_ffn, "biases in shared experts, which Megatron-Core refuses"),
+        (
+            spec.mlp_bias and experts.grouped and shape.bias_dropout_fusion,
+            "grouped experts with biases beside bias_dropout_fusion; Megatron-Core wants --no-bias-dropout-fusion",
+        ),
+        (spec.mlp_bias and not experts.grouped, "biases of experts that run one after the other"),
+        (
+            spec.mlp_bias and shape.expert_ranks > 1,
+            "biases of experts that are divided over tensor-parallel ranks (--etp 1)",
+        ),
+        (shape.bias_activation_fusion and not spec.gated, "bias_gelu_fusion in experts, which Megatron-Core refuses"),
+        (
+            shape.bias_activation_fusion and spec.mlp_bias and spec.activation != "quick_geglu",
+            "bias_swiglu_fusion of experts with biases, which Megatron-Core refuses",
+        ),
+        (
+            experts.router_fusion and spec.router_dtype == "fp64",
+            "a fused router in fp64, which Transformer Engine refuses",
+        ),
+        (experts.router_fusion and shape.te < (2, 7), "a fused router before Transformer Engine 2.7"),
+        (
+            spec.expert_latent and experts.shared_overlap,
+            "shared experts beside the exchange of projected tokens, which Megatron-Core refuses in training",
+        ),
+        (spec.expert_latent and spec.mlp_bias, "biases of projections on the way to experts"),
+        (
+            experts.shared_overlap and experts.dispatcher != "alltoall",
+            "shared experts beside the exchange of a dispatcher other than alltoall (--moe-dispatcher alltoall)",
+        ),
+    )
     if experts.dispatcher != "alltoall" and experts.capacity_factor is not None:
         other = "allgather" if experts.dispatcher == "allgather" else "flex"
         yield f"the {other} dispatcher with a capacity (--moe-dispatcher alltoall)"
@@ -65,16 +79,25 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
 def _uncovered_flex(shape: CoreShape, experts: ExpertShape) -> Iterator[str]:
     if not experts.flex:
         return
-    if experts.ep * experts.etp == 1:
-        yield "the flex dispatcher with one expert-parallel rank, which Megatron refuses (--moe-dispatcher alltoall)"
-    if experts.etp > 1:
-        yield "the flex dispatcher with experts that are divided over tensor-parallel ranks (--etp 1 leaves them whole)"
-    if experts.dispatcher == "deepep" and not experts.permute_fusion:
-        yield "DeepEP without permute fusion (--moe-permute-fusion)"
-    if experts.dispatcher == "deepep" and experts.ep not in flex.CONFIGS:
-        yield f"DeepEP with {experts.ep} ranks; it has settings for {', '.join(map(str, flex.CONFIGS))}"
-    if shape.spec.router_dtype == "fp64":
-        yield "the flex dispatcher with probabilities in fp64"
+    yield from applying(
+        (
+            experts.ep * experts.etp == 1,
+            "the flex dispatcher with one expert-parallel rank, which Megatron refuses (--moe-dispatcher alltoall)",
+        ),
+        (
+            experts.etp > 1,
+            "the flex dispatcher with experts that are divided over tensor-parallel ranks (--etp 1 leaves them whole)",
+        ),
+        (
+            experts.dispatcher == "deepep" and not experts.permute_fusion,
+            "DeepEP without permute fusion (--moe-permute-fusion)",
+        ),
+        (
+            experts.dispatcher == "deepep" and experts.ep not in flex.CONFIGS,
+            f"DeepEP with {experts.ep} ranks; it has settings for {', '.join(map(str, flex.CONFIGS))}",
+        ),
+        (shape.spec.router_dtype == "fp64", "the flex dispatcher with probabilities in fp64"),
+    )
 
 
 def parameters(r: Recorder, shape: CoreShape) -> None:

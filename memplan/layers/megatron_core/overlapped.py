@@ -23,6 +23,7 @@ from ...tape.events import Hook
 from ...values import dataclass
 from .. import ops
 from ..autograd import Gradients, Leaf, Node, Recorder, Tensor
+from ..coverage import applying
 from ..graph import Delayed
 from ..work import NOTHING
 from . import block, dispatch, flex, graphs, grouped, local, moe, offload, router
@@ -42,12 +43,14 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     if shape.overlap is None:
         return
     beside = "the exchange of tokens beside another micro-batch's computation with"
-    if shape.experts is not None and shape.experts.dispatcher == "allgather":
-        yield f"{beside} the allgather dispatcher"
-    if shape.spec.layer_pattern:
-        yield f"{beside} hybrids"
-    if shape.overlap.delays and "mlp" in shape.recompute_modules:
-        yield "delayed weight gradients of an MLP that is recomputed, whose products run within its backward"
+    yield from applying(
+        (shape.experts is not None and shape.experts.dispatcher == "allgather", f"{beside} the allgather dispatcher"),
+        (shape.spec.layer_pattern, f"{beside} hybrids"),
+        (
+            shape.overlap.delays and "mlp" in shape.recompute_modules,
+            "delayed weight gradients of an MLP that is recomputed, whose products run within its backward",
+        ),
+    )
 
 
 def layer(r: Recorder, hidden: Tensor, shape: CoreShape) -> Tensor:
