@@ -321,14 +321,11 @@ def _cells(line: Line, count: int) -> list[Level]:
 
 
 def _drawn(cells: Sequence[Level], highest: int) -> Iterator[Text]:
-    bars, phases, before = Text(no_wrap=True), Text(no_wrap=True, style=FAINT), ""
-    for cell in cells:
-        height = cell.bytes * len(LEVELS) // max(highest, 1)
-        bars.append(LEVELS[min(height, len(LEVELS) - 1)], COLOURS.get(cell.phase, ""))
-        if len(phases) <= len(bars) - 1:
-            phases.append(f"{cell.phase} " if cell.phase != before and cell.phase else " ")
-        before = cell.phase
+    bars, phases = Text(no_wrap=True), ""
+    for phase, alike in groupby(cells, lambda cell: cell.phase):
+        if len(phases) <= len(bars):
+            phases = f"{phases.ljust(len(bars))}{phase} "
+        heights = (cell.bytes * len(LEVELS) // max(highest, 1) for cell in alike)
+        bars.append("".join([LEVELS[min(height, len(LEVELS) - 1)] for height in heights]), COLOURS.get(phase, ""))
     yield bars
-    phases.truncate(len(cells))
-    phases.rstrip()
-    yield phases
+    yield Text(phases[: len(cells)].rstrip(), FAINT, no_wrap=True)
