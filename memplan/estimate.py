@@ -57,6 +57,7 @@ from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, f
 from .values import replace
 
 if TYPE_CHECKING:
+    from .allocator.levels import Line
     from .allocator.timeline import Timeline
 
 
@@ -322,6 +323,16 @@ def timelines(
         yield timeline(programs[at], settings, workspaces, peak)
 
 
+def lines(estimated: Estimate, stages: Iterable[int], known: Measured = NOTHING) -> Iterator[Line]:
+    """How much ``stages`` of an estimate hold through an iteration, of which nobody asks what it is."""
+    from .allocator.levels import line
+
+    plan = estimated.plan
+    settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
+    programs = kernel_programs(plan)
+    return (line(programs[at], settings, workspaces) for at in stages)
+
+
 class Reading(NamedTuple):
     """What stages of a plan take of their devices, in bytes, and whether it is there."""
 
@@ -545,6 +556,7 @@ __all__ = [
     "fold",
     "judged_ends",
     "judged_stage",
+    "lines",
     "programs_of",
     "timelines",
 ]

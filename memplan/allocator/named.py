@@ -115,7 +115,7 @@ class NamedRun(Run):
     def run(self, what: What, number: int, microbatch: int) -> None:
         rank = self.rank
         chunk, role = self.chunks[number], self.program.order.role(microbatch)
-        rank.phase, rank.microbatch = "backward" if what in BACKWARD else "forward", microbatch
+        rank.phase, rank.microbatch = phase_of(what), microbatch
         if what in WHOLE:
             start, end = chunk.next_piece(WHOLE[what], microbatch, role)
             rank.names = _names(chunk.chunk, chunk.passes, WHOLE[what], role, rank.phase, start, end)
@@ -129,11 +129,20 @@ class NamedRun(Run):
 
     def _between(self, tensor: str, microbatch: int | None) -> None:
         rank = self.rank
-        rank.phase, rank.microbatch = "backward" if "grad" in tensor else "forward", microbatch
+        rank.phase, rank.microbatch = phase_between(tensor), microbatch
         rank.label = _between_stages(tensor, rank.phase)
 
 
 BACKWARD = ("backward", "reduce", "backward_piece")
+
+
+def phase_of(what: What) -> str:
+    return "backward" if what in BACKWARD else "forward"
+
+
+def phase_between(tensor: str) -> str:
+    """Of a tensor that is handed from stage to stage."""
+    return "backward" if "grad" in tensor else "forward"
 
 
 def static_tensor(hold: Hold, phase: str) -> Tensor:

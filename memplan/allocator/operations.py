@@ -206,6 +206,25 @@ class Operations(Sequence[Operation]):
             yield start, held, one
             held += one.listed.held[-1] if one.listed.held else 0
 
+    @cached_property
+    def held(self) -> list[int]:
+        """Bytes that are held behind each operation more than before the pass."""
+        found: list[int] = []
+        for _, before, (own, _, _) in self.modules():
+            found += [before + one for one in own.held]
+        return found
+
+    def lasting(self) -> Iterator[tuple[int, int, Operation]]:
+        """What is not an own tensor that both begins and ends in one of its modules, with its place and its slot."""
+        for start, _, (own, offset, outer) in self.modules():
+            for place, one in own.lasting:
+                yield start + place, offset + one.slot if one.slot > 0 else outer[one.slot], one
+
+    @cached_property
+    def begun(self) -> list[int]:
+        """Slots of tensors that outlive the module in which they begin."""
+        return [slot for _, slot, one in self.lasting() if one.units > 0]
+
     def reach(self, total: int) -> bool:
         """Behind a request ``total`` bytes are held more than before the pass."""
         return any(total - before in one.listed.totals for _, before, one in self.modules())

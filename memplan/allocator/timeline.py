@@ -6,23 +6,20 @@ own, so that whatever is live has a name. Sizes are requested bytes, each tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import NamedTuple
 
 from ..tape.events import END_OF_GRADIENT, NOTHING, Bytes, Category, Drop, Event, Hold
-from ..tape.program import SLOT, WHOLE, Action, Program, forward_passes
+from ..tape.program import SLOT, Program
 from ..values import dataclass
 from .caching import AllocatorSettings
+from .levels import shown_of, width_of
 from .named import NamedRun, NamingRank, Tensor, static_tensor
-from .operations import Operation
 from .passes import Pass
 from .rank import NO_BLOCK
 from .replay import workspaces_of
-
-MOST_POINTS = 600
-"""Of a timeline. Of more events each point is the one among its neighbours at which most is held."""
 
 
 class Live(NamedTuple):
@@ -78,12 +75,12 @@ def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence
         run.first_step()
         run.begin()
         rank.found = ()
-    rank.record(run.events_of(actions))
+    rank.record(width_of(run, actions))
     run.iterate(actions)
     rank.flush()
     run.step()
     rank.flush()
-    shown = sum(not chunk for chunk, _ in forward_passes(actions))
+    shown = shown_of(actions)
     return Timeline(program.stage, tuple(rank.points), rank.event, rank.found, shown, program.microbatches)
 
 
@@ -96,19 +93,11 @@ class _Summary:
         """What ``Pass.until`` has said of the places that it was asked for."""
 
     @cached_property
-    def held(self) -> list[int]:
-        """Bytes that are held behind each of its operations more than before it."""
-        found: list[int] = []
-        for _, before, (own, _, _) in self.events.operations.modules():
-            found += [before + one for one in own.held]
-        return found
-
-    @cached_property
     def begun(self) -> dict[int, int]:
         """By the place of each operation that ends what another module began in the pass, where that was."""
         under_way: dict[int, int] = {}
         found: dict[int, int] = {}
-        for at, slot, one in self._lasting():
+        for at, slot, one in self.events.operations.lasting():
             if one.units > 0:
                 under_way[slot] = at
             elif slot in under_way:
@@ -122,19 +111,13 @@ class _Summary:
         begun: dict[int, Begun] = {}
         ended: list[int] = []
         left = {one.slot: one for one in self.events.left}
-        for at, slot, one in self._lasting():
+        for at, slot, one in self.events.operations.lasting():
             if one.units > 0:
                 _, _, size, category, _ = left.get(slot, one)
                 begun[slot] = size, category, at
             elif begun.pop(slot, None) is None:
                 ended.append(slot)
         return tuple(begun), tuple(begun.values()), tuple(ended)
-
-    def _lasting(self) -> Iterator[tuple[int, int, Operation]]:
-        """What is not an own tensor that both begins and ends in one of its modules, with its place and its slot."""
-        for start, _, (own, offset, outer) in self.events.operations.modules():
-            for place, one in own.lasting:
-                yield start + place, offset + one.slot if one.slot > 0 else outer[one.slot], one
 
 
 Begun = tuple[int, int, int]
@@ -198,9 +181,9 @@ class _Recorder(NamingRank):
         self.summaries: dict[tuple[Pass, int], _Summary] = {}
         """Of passes with these names, by the ids of the latter."""
 
-    def record(self, events: int) -> None:
-        """Records an iteration of about so many ``events`` from here on."""
-        self.width, self.event = max(1, -(-events // MOST_POINTS)), 0
+    def record(self, width: int) -> None:
+        """Records an iteration from here on, of which so many events are one point."""
+        self.width, self.event = width, 0
 
     @property
     def steps(self) -> bool:
@@ -241,7 +224,7 @@ class _Recorder(NamingRank):
     def _find(self, known: _Summary, events: Pass, frame: list[int]) -> None:
         """What is live at the peak, if it is reached in a pass that is about to run."""
         wanted, last = self.most - self.total, (-1, NOTHING)
-        for place, (held, one) in enumerate(zip(known.held, events.operations, strict=True)):
+        for place, (held, one) in enumerate(zip(events.operations.held, events.operations, strict=True)):
             if held != wanted or one.units < 0:
                 continue
             last = place, events.until(place, last)
@@ -260,7 +243,7 @@ class _Recorder(NamingRank):
     def _follow_pass(self, known: _Summary, events: Pass, frame: list[int]) -> None:
         """The events of a pass that is about to run: of each point that ends in it, and behind the last, the fullest
         moment."""
-        held, before = known.held, self.event
+        held, before = events.operations.held, self.event
         start, end = 0, self.width - before % self.width
         last = -1, NOTHING
         while start < len(held):
@@ -356,17 +339,6 @@ class _Recording(NamedRun):
                     del live[static.pop(tensor)[0]]
                     by[category] -= size
                     rank.total -= size
-
-    def events_of(self, actions: Iterable[Action]) -> int:
-        """About how many there are in an iteration."""
-        role, step = self.program.order.role, (*self.program.step, *self.program.late_step)
-        passes = (
-            len(self.chunks[one.chunk].passes.of(one.what, role(one.microbatch)).operations)
-            if one.tensor is None and one.what not in WHOLE
-            else 1
-            for one in actions
-        )
-        return sum(passes) + len(step)
 
     def begin_all(self, chunk: int, tensor: str, count: int) -> None:
         size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)

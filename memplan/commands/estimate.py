@@ -61,7 +61,7 @@ from .plan_flags import assignments
 from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
-    from ..allocator.timeline import Timeline
+    from ..allocator.levels import Line
     from ..device.measured import Measured
     from ..formats.launch import Launch
     from ..result import Estimate
@@ -365,15 +365,15 @@ def _one(read: ReadPlan, files: Files, no_records: bool, form: Form, quiet: bool
     return _code([found])
 
 
-def _drawn(found: Estimate, known: Measured, verbose: bool) -> tuple[Timeline, ...]:
+def _drawn(found: Estimate, known: Measured, verbose: bool) -> tuple[Line, ...]:
     """The fullest stage over an iteration; with ``verbose`` one of each kind."""
-    from ..estimate import timelines
+    from ..estimate import lines
     from ..report.stages import rows_of
 
     stages = [found.peak_stage]
     if verbose:
         stages = [found.stages.index(row.worst) for row in rows_of(found)]
-    return tuple(timelines(found, stages, known, contents=False))
+    return tuple(lines(found, stages, known))
 
 
 def _rows(names: Sequence[str], estimates: Sequence[Estimate]) -> str:

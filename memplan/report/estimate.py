@@ -35,20 +35,20 @@ from .printing import (
     written_lines,
 )
 from .stages import (
+    drawn_lines,
     free_words,
     in_colour,
     limit_of,
     measured,
     reading_of,
     stage_tables,
-    timeline_lines,
     unit_of,
     who,
     worst_moment,
 )
 
 if TYPE_CHECKING:
-    from ..allocator.timeline import Timeline
+    from ..allocator.levels import Line
 
 
 def verdict(estimate: Estimate) -> Text:
@@ -283,11 +283,11 @@ def print_estimate(
     console: Console,
     verbose: bool = False,
     quiet: bool = False,
-    lines: Sequence[Timeline] = (),
+    lines: Sequence[Line] = (),
     written: Sequence[str] = (),
 ) -> None:
     """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``lines`` are
-    timelines of stages to draw, ``written`` files that were written."""
+    those of stages to draw, ``written`` files that were written."""
     if quiet:
         put_line(console, verdict(estimate))
     else:
@@ -302,7 +302,7 @@ def first_notes(notices: Iterable[Notice]) -> Iterator[Text]:
 
 
 def estimate_report(
-    estimate: Estimate, console: Console, verbose: bool = False, lines: Sequence[Timeline] = ()
+    estimate: Estimate, console: Console, verbose: bool = False, lines: Sequence[Line] = ()
 ) -> Iterator[RenderableType]:
     """The verdict, and what follows it, for ``console``'s width."""
     yield verdict(estimate)
@@ -318,7 +318,7 @@ def estimate_report(
     yield Text(_caption(estimate), FAINT)
     yield from spaced(stage_breakdown(estimate, worst, console))
     if lines:
-        yield from spaced(*timeline_lines(estimate, lines, console))
+        yield from spaced(*drawn_lines(estimate, lines, console))
     if verbose:
         yield from spaced(_every_reading(estimate))
     warnings = [(one.code, one.message) for one in estimate.warnings if one.code not in FIRST]

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from ..frameworks import framework
 from ..plan.plan import Plan
 from ..result import Judged
-from ..values import dataclass, pattern
+from ..values import dataclass
 
 # -- units -----------------------------------------------------------------------------------------------
 
@@ -94,13 +94,18 @@ def exact(count: int) -> str:
 # -- names -----------------------------------------------------------------------------------------------
 
 DASH = "–"
-_NUMBERED = pattern(r"(.+)\.(\d+)")
 
 
 def kind_of(module: str) -> str:
     """The module without its number: ``layer`` of ``layer.12``; other names as they are."""
-    match = _NUMBERED.fullmatch(module)
-    return match[1] if match else module
+    kind, _, number = module.rpartition(".")
+    return kind if kind and number.isdecimal() else module
+
+
+def _numbered(module: str) -> tuple[str, bool]:
+    """Its kind, and whether it has a number."""
+    kind = kind_of(module)
+    return kind, kind != module
 
 
 def span(first: int | str, last: int | str) -> str:
@@ -118,7 +123,7 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 def modules_text(modules: Sequence[str]) -> str:
     """``embedding, layer.0, layer.1, layer.2`` as ``embedding, layers 0–2``, in the stage's order."""
     parts = []
-    for (kind, numbered), members in groupby(modules, key=lambda name: (kind_of(name), kind_of(name) != name)):
+    for (kind, numbered), members in groupby(modules, key=_numbered):
         if not numbered:
             count = len(list(members))
             parts.append(kind if count == 1 else f"{count} × {kind}")
@@ -133,8 +138,9 @@ def modules_text(modules: Sequence[str]) -> str:
 def in_order(modules: Sequence[str]) -> list[str]:
     """``modules`` with neighbours of one kind in the order of their numbers: those of several virtual stages."""
     result: list[str] = []
-    for _, members in groupby(modules, key=lambda name: (kind_of(name), kind_of(name) != name)):
-        result += sorted(members, key=lambda name: int(name.rpartition(".")[2]) if kind_of(name) != name else 0)
+    for (_, numbered), members in groupby(modules, key=_numbered):
+        named = [*members]
+        result += sorted(named, key=lambda name: int(name.rpartition(".")[2])) if numbered else named
     return result
 
 

@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..allocator.timeline import Point, Timeline
+from ..allocator.levels import Level, Line
 from ..result import Estimate, StageEstimate, Verdict
 from ..values import dataclass, replace
 from .names import DASH, Unit, elements, in_order, kind_of, modules_text, ranks_text, size, span, stage_word, unit_for
@@ -286,12 +286,12 @@ WIDEST = 100
 COLOURS = {"forward": "#7aa6d8", "backward": "#d39a5b", "step": "#8f7cc8"}
 
 
-def timeline_lines(estimate: Estimate, lines: Sequence[Timeline], console: Console) -> Iterator[RenderableType]:
+def drawn_lines(estimate: Estimate, lines: Sequence[Line], console: Console) -> Iterator[RenderableType]:
     """For each of ``lines`` its bytes from left to right, and below where passes begin."""
     for line in lines:
-        if not line.points:
+        if not line.levels:
             continue
-        totals = [sum(point.by) for point in line.points]
+        totals = [level.bytes for level in line.levels]
         highest = max(totals)
         of = next(stage for stage in estimate.stages if stage.stage == line.stage)
         name = (
@@ -305,30 +305,27 @@ def timeline_lines(estimate: Estimate, lines: Sequence[Timeline], console: Conso
         yield from _drawn(_cells(line, min(console.width, WIDEST)), highest)
 
 
-def _cells(line: Timeline, count: int) -> list[Point]:
+def _cells(line: Line, count: int) -> list[Level]:
     """The fullest moment of each of ``count`` equal stretches of the iteration's events, or the one before it."""
-    cells: list[Point | None] = [None] * count
-    for point in line.points:
-        at = min((point.event - 1) * count // max(line.events, 1), count - 1)
+    cells: list[Level | None] = [None] * count
+    for level in line.levels:
+        at = min((level.event - 1) * count // max(line.events, 1), count - 1)
         before = cells[at]
-        if before is None or sum(point.by) > sum(before.by):
-            cells[at] = point
-    last, found = line.points[0], []
+        if before is None or level.bytes > before.bytes:
+            cells[at] = level
+    last, found = line.levels[0], []
     for cell in cells:
         last = cell or last
         found.append(last)
     return found
 
 
-def _drawn(cells: Sequence[Point], highest: int) -> Iterator[Text]:
-    bars, phases, before = Text(no_wrap=True), Text(no_wrap=True, style=FAINT), ""
-    for cell in cells:
-        level = sum(cell.by) * len(LEVELS) // max(highest, 1)
-        bars.append(LEVELS[min(level, len(LEVELS) - 1)], COLOURS.get(cell.phase, ""))
-        if len(phases) <= len(bars) - 1:
-            phases.append(f"{cell.phase} " if cell.phase != before and cell.phase else " ")
-        before = cell.phase
+def _drawn(cells: Sequence[Level], highest: int) -> Iterator[Text]:
+    bars, phases = Text(no_wrap=True), ""
+    for phase, alike in groupby(cells, lambda cell: cell.phase):
+        if len(phases) <= len(bars):
+            phases = f"{phases.ljust(len(bars))}{phase} "
+        heights = (cell.bytes * len(LEVELS) // max(highest, 1) for cell in alike)
+        bars.append("".join([LEVELS[min(height, len(LEVELS) - 1)] for height in heights]), COLOURS.get(phase, ""))
     yield bars
-    phases.truncate(len(cells))
-    phases.rstrip()
-    yield phases
+    yield Text(phases[: len(cells)].rstrip(), FAINT, no_wrap=True)

@@ -103,12 +103,10 @@ class Estimate(Shown, result.Estimate):
         return estimate_page(self, tuple(timelines(self, known=self._known))).decode()
 
     def _report(self, console: Console) -> Iterator[RenderableType]:
-        from ..estimate import timelines
+        from ..estimate import lines
         from ..report.estimate import estimate_report
 
-        return estimate_report(
-            self, console, lines=tuple(timelines(self, (self.peak_stage,), self._known, contents=False))
-        )
+        return estimate_report(self, console, lines=tuple(lines(self, (self.peak_stage,), self._known)))
 
     def __repr__(self) -> str:
         from ..report.estimate import verdict

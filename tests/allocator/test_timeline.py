@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator.timeline import MOST_POINTS
+from memplan.allocator.levels import MOST_POINTS
 from memplan.estimate import estimate, fold, timelines
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan

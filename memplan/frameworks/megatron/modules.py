@@ -221,6 +221,16 @@ def module_shapes(shape: CoreShape) -> tuple[CoreShape, CoreShape]:
     return layers, replace(ends_shape, te_activation=False, norm_takes_residual=False, joint_latent_down=False)
 
 
+@lru_cache(maxsize=1 << 12)
+def layer_shapes(shape: CoreShape, entries: tuple[str, ...]) -> tuple[CoreShape, ...]:
+    """``shape`` as each layer among ``entries`` has it."""
+    return tuple([layer_shape_of(shape, int(name[6:])) for name in entries if is_layer(name)])
+
+
+def is_layer(entry: str) -> bool:
+    return entry.startswith("layer.")
+
+
 def layer_shape_of(shape: CoreShape, layer: int) -> CoreShape:
     """``shape`` as ``layer``, numbered from 0, has it: with experts or without, in 8 bits or in 16. One object for
     layers that are alike."""

@@ -8,8 +8,9 @@ Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...device.gpus import GPUS
 from ...device.measured import cublas_workspaces
@@ -17,27 +18,22 @@ from ...layers.autograd import Shape
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core import (
     block,
-    dispatch,
     ends,
     graphs,
-    latent,
-    local,
     mtp,
     overlapped,
     replaced,
     t5,
-    te_facts,
-    te_low_attention,
 )
 from ...layers.megatron_core.shape import CoreShape
-from ...layers.module import Options, Parameter, hold_bytes
+from ...layers.module import Module, Options, Parameter, hold_bytes
 from ...plan.errors import PlanError
 from ...plan.plan import Pipeline, Recompute
 from ...plan.resolved import ResolvedPlan
 from ...schedules.megatron_beside_fold import BesideOrder
 from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
-from ...tape.events import Category, Hold, Stretch
+from ...tape.events import Stretch
 from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass, replace
 from . import captures, clipping
@@ -53,21 +49,23 @@ from .states import Rules, keep, saved
 from .torch_fsdp import HEAD, LOSS, TorchFsdp, options_of, torch_fsdp_of
 from .torch_fsdp import keep as keep_torch_sharded
 from .torch_fsdp import with_hooks as with_torch_hooks
+from .workspaces import Contents, Libraries, contents_of, copies_of, with_static, workspaces_of
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedLayout
 
 from .entries import stage_entries
-from .from_plan import HOPPER, core_shape, rules, sharding_of
+from .from_plan import core_shape, rules, sharding_of
 from .modules import (
     DECODER,
     Keeping,
     end_module,
     ends_of,
     hidden_dtype,
+    is_layer,
     kept_first,
     layer_shape_in,
-    layer_shape_of,
+    layer_shapes,
     layers_module,
     makes_masks,
     module_shapes,
@@ -113,18 +111,29 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     if job.head_apart:
         groups.append([LOSS])
     layer_shape, end_shape = module_shapes(shape)
-    _check_work(layer_shape, entries)
+    kinds = dict(zip(filter(is_layer, entries), layer_shapes(layer_shape, entries), strict=True))
+    empty = {name for name, kind in kinds.items() if replaced.is_empty(kind)}
+    _check_work(layer_shape, entries, empty)
+    if layer_shape.offload:
+        kinds = {name: layer_shape_in(layer_shape, name, keeping, at_once) for name in kinds}
     again = recomputed(job.recompute, entries)
     leaf = "embedding" in entries and leaves_input(job.options)
-    passing = [_passes_on(layer_shape, group) for group in groups]
+    passing = [empty.issuperset(group) for group in groups]
     """Groups whose output is their input; recomputed, they copy its gradient."""
     first = passing.index(False)
     last = max(at for at, group in enumerate(groups) if not passing[at] or group[0] in again)
-    spans: list[Span] = []
+    runs: list[tuple[Module, list[str]]] = []
+    before: tuple[object, ...] = ()
     for at, group in enumerate(groups):
-        own = _placed(job.options, receives and at <= first, not (sends and at >= last))
-        if group[0].startswith("layer."):
-            shapes = tuple(layer_shape_in(layer_shape, name, keeping, at_once) for name in group)
+        keeps_input, drops_gradient = receives and at <= first, not (sends and at >= last)
+        shapes = tuple([kinds[name] for name in group if name in kinds])
+        like = shapes, keeps_input, drops_gradient, group[0] in again, leaf
+        label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
+        if shapes and like == before:
+            runs[-1][1].append(label)
+            continue
+        before, own = like, _placed(job.options, keeps_input, drops_gradient)
+        if shapes:
             module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
             leaf = leaf and not module.first.backward
         elif group[0].startswith(DECODER):
@@ -136,11 +145,11 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
         else:
             apart = job.head_apart and group[0] == HEAD
             module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own)
-        label = group[0] if len(group) == 1 else f"{group[0]}–{group[-1].removeprefix('layer.')}"
-        if spans and spans[-1].module is module:
-            spans[-1] = Span(module, (*spans[-1].names, label))
+        if runs and runs[-1][0] is module:
+            runs[-1][1].append(label)
         else:
-            spans.append(Span(module, (label,)))
+            runs.append((module, [label]))
+    spans = [Span(module, tuple(names)) for module, names in runs]
     saved = frozenset(id for span in spans for id in span.module.saved_shared)
     batch = ends_of(shape).batch(shape, role)
     released, ended = ends.batch_released(batch, saved), ends.batch_ends(batch, saved)
@@ -148,20 +157,14 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     return Chunk(tuple(edges), first_differs=bool(keeping) and not at_once)
 
 
-def _passes_on(shape: CoreShape, group: Sequence[str]) -> bool:
-    """All of it are empty layers."""
-    layers = [layer_shape_of(shape, int(name[6:])) for name in group if name.startswith("layer.")]
-    return len(layers) == len(group) and all(map(replaced.is_empty, layers))
-
-
 def leaves_input(options: Options) -> bool:
     """The embedding's output requires no gradient."""
     return options.tuning is not None and not options.tuning.input_requires_grad
 
 
-def _check_work(shape: CoreShape, entries: Sequence[str]) -> None:
-    """A chunk has more than empty layers, or none: its output would be its input itself."""
-    if entries and _passes_on(shape, entries):
+def _check_work(shape: CoreShape, entries: Sequence[str], empty: AbstractSet[str]) -> None:
+    """A chunk has more than ``empty`` layers, or none: its output would be its input itself."""
+    if entries and empty >= {*entries}:
         raise PlanError(
             "model.layer_blocks",
             ",".join(shape.spec.layer_blocks),
@@ -178,7 +181,7 @@ class Stages:
     pipeline: Pipeline
     microbatches: int
     rules: Rules
-    libraries: _Libraries
+    libraries: Libraries
     sharding: Sharding | None = None
     torch_fsdp: TorchFsdp | None = None
     offloaded: int = 0
@@ -279,7 +282,7 @@ class Stages:
         kinds = frozenset(one for chunk in graphed for one in chunk)
         assert program.kept is not None
         holds = [*program.kept.workspaces, *graphs.kept(kinds, with_mask, without, self.libraries.cublas)]
-        return replace(program, kept=replace(program.kept, workspaces=_numbered(holds)))
+        return replace(program, kept=replace(program.kept, workspaces=Stretch(holds)))
 
 
 def _with_order(program: Program, **changes: Any) -> Program:
@@ -311,7 +314,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         plan.pipeline,
         plan.microbatches,
         rules(plan),
-        _Libraries(capability, cublas_workspaces(plan)),
+        Libraries(capability, cublas_workspaces(plan)),
         sharding_of(plan),
         torch_fsdp,
         plan.megatron.offload_layers,
@@ -338,14 +341,6 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     return tuple(replace(one, empties=made.empties) if made.empties else one for one in found)
 
 
-class _Libraries(NamedTuple):
-    """What decides the workspaces of libraries."""
-
-    capability: tuple[int, int] | None
-    cublas: tuple[Hold, ...]
-    """PyTorch's, where a rank multiplies matrices through it."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Stage:
     """The chunks of one stage; one object for equal ones."""
@@ -353,6 +348,7 @@ class _Stage:
     job: _Job
     chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
+    contents: Contents
     received: int
     sent: int
     """Bytes of hidden states from other stages and to others: behind multi-token prediction those of all depths."""
@@ -367,6 +363,7 @@ def _stage(job: _Job, entries: tuple[tuple[str, ...], ...], last: bool) -> _Stag
         job,
         chunks,
         tuple(name for chunk in entries for name in chunk),
+        contents_of(job.shape, entries),
         *(hold_bytes(one, hidden_dtype(job.shape)) for one in _between(job.shape, entries)),
     )
 
@@ -394,67 +391,54 @@ def _parameters(chunk: Chunk) -> KeptChunk:
 
 
 @lru_cache(maxsize=1 << 14)
-def _kept(stage: _Stage, states: Rules, tied: bool, libraries: _Libraries) -> Kept:
+def _kept(stage: _Stage, states: Rules, tied: bool, libraries: Libraries) -> Kept:
     chunks = tuple(_parameters(chunk) for chunk in stage.chunks)
-    workspaces = _workspaces(
-        stage.job.shape, stage.names, len(stage.chunks), libraries, copies_of(chunks), _of_adapters(stage.job, chunks)
-    )
-    layers = sum(name.startswith("layer.") for name in stage.names)
-    workspaces += clipping.factors(stage.job.shape, layers, states)
+    return _kept_of(stage.contents, chunks, _of_adapters(stage.job, chunks), states, tied, libraries)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kept_of(
+    contents: Contents,
+    chunks: tuple[KeptChunk, ...],
+    trained: frozenset[Shape] | None,
+    states: Rules,
+    tied: bool,
+    libraries: Libraries,
+) -> Kept:
+    workspaces = workspaces_of(contents, libraries, copies_of(chunks), trained)
+    workspaces += clipping.factors(contents.shape, contents.depth, states)
     kept = with_fp32(keep(chunks, states, tied), chunks, states, tied)
-    return _with_static(kept, workspaces, stage)
-
-
-def _with_static(kept: Kept, holds: Sequence[Hold], stage: _Stage) -> Kept:
-    """With what the first iteration leaves, and dispatchers of experts from one iteration to the next: while these run
-    again, backward holds the order of tokens anyway."""
-    shape, every, orders = stage.job.shape, [*holds], list[Hold]()
-    layers = [layer_shape_of(shape, int(name[6:])) for name in stage.names if name.startswith("layer.")]
-    if "mtp" in stage.names:
-        layers += [next((one for one in layers if one.experts), shape)] * shape.spec.mtp_layers
-    remembered = {layer: dispatch.remembered(layer) for layer in set(layers)}
-    for layer in layers:
-        stays, order = remembered[layer]
-        every += stays
-        orders += order
-    numbered = _numbered([*every, *orders])
-    workspaces, carried = numbered[: len(every)], numbered[len(every) :]
-    return replace(
-        kept,
-        workspaces=Stretch(workspaces),
-        step=Stretch([*carried, *kept.step]),
-        carried=Stretch([*kept.carried, *carried]),
-    )
+    return with_static(kept, workspaces, contents)
 
 
 def _program(
-    stage: _Stage, order: Schedule, per_stage: int, states: Rules, tied: bool, libraries: _Libraries
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, tied: bool, libraries: Libraries
 ) -> Program:
     return _made(stage, stage.chunks, order, per_stage, states, _kept(stage, states, tied, libraries))
 
 
 def _sharded(
-    stage: _Stage, order: Schedule, per_stage: int, states: Rules, sharding: Sharding, libraries: _Libraries
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, sharding: Sharding, libraries: Libraries
 ) -> Program:
     """With Megatron-FSDP's hooks around the modules of the one chunk."""
     (chunk,), dtype = stage.chunks, states.dtype
     buckets = buckets_of(chunk.spans, sharding)
     kept = keep_sharded(buckets, states, sharding, ahead(buckets, sharding, dtype))
     copies = copies_of((_parameters(chunk),))
-    holds = [*_workspaces(stage.job.shape, stage.names, 1, libraries, copies), *persistent(buckets, sharding, dtype)]
-    kept = _with_static(kept, holds, stage)
+    holds = [*workspaces_of(stage.contents, libraries, copies), *persistent(buckets, sharding, dtype)]
+    kept = with_static(kept, holds, stage.contents)
     spans = with_hooks(chunk.spans, buckets, sharding, dtype)
     return _made(stage, (replace(chunk, spans=spans),), order, per_stage, states, kept)
 
 
 def _torch_sharded(
-    stage: _Stage, order: Schedule, per_stage: int, states: Rules, given: TorchFsdp, libraries: _Libraries
+    stage: _Stage, order: Schedule, per_stage: int, states: Rules, given: TorchFsdp, libraries: Libraries
 ) -> Program:
     """With FSDP2's hooks around the modules of the one chunk."""
     (chunk,) = stage.chunks
     hooked, units = with_torch_hooks(chunk, given)
-    workspaces = _workspaces(stage.job.shape, stage.names, 1, libraries, ())
-    kept = _with_static(keep_torch_sharded(units, states, given), workspaces, stage)
+    workspaces = workspaces_of(stage.contents, libraries, ())
+    kept = with_static(keep_torch_sharded(units, states, given), workspaces, stage.contents)
     elements = sum(sum(unit.shard_elements(given.sharding.shards)) for unit in units)
     return replace(_made(stage, (hooked,), order, per_stage, states, kept), elements=elements)
 
@@ -463,9 +447,9 @@ def _held_in_evaluation(stage: _Stage) -> int:
     """Bytes that callers hold beside a forward pass without a graph, as in a first stage's allocations on an H200: what
     the micro-batch before sent (``output_tensor`` in ``schedules.py``), and the embedding's output while layers behind
     the first run (``decoder_input`` in ``GPTModel.forward``)."""
-    layers = sum(name.startswith("layer.") for name in stage.names)
-    embedded = stage.received if "embedding" in stage.names and layers > 1 else 0
-    return embedded + (stage.sent if "head" not in stage.names else 0)
+    held = stage.contents
+    embedded = stage.received if "embedding" in held.others and held.depth > 1 else 0
+    return embedded + (stage.sent if "head" not in held.others else 0)
 
 
 def _made(
@@ -491,92 +475,8 @@ def _order(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule) -> Megatro
     return BesideOrder(order, chunks, stage.received, stage.sent, early=beside.early)
 
 
-def copies_of(chunks: Sequence[KeptChunk]) -> list[Hold]:
-    """Quantised copies of weights, which modules keep from micro-batch to micro-batch, and from step to step
-    (``_fp8_workspaces``); with delayed scaling scales and amaxes of five tensors of every layer."""
-    found: list[Hold] = []
-    for chunk in chunks:
-        for own, times in chunk:
-            weights = [one for one in own if one.low is not None]
-            once: list[Hold] = []
-            for weight in weights:
-                assert weight.low is not None
-                parts = weight.low.state
-                if not weight.low.parameters:
-                    parts = (*weight.low.kept_of_weight(weight.shape), *parts)
-                once += [
-                    Hold(0, hold_bytes(one.shape, one.dtype), Category.BUFFERS, f"{weight.name}_{one.name}", *one[1:])
-                    for one in parts
-                ]
-            found += once * times
-    return found
-
-
 def _of_adapters(job: _Job, chunks: Sequence[KeptChunk]) -> frozenset[Shape] | None:
     """Shapes of the weights that are trained, where that are not all."""
     if job.options.tuning is None:
         return None
     return frozenset(one.shape for chunk in chunks for own, _ in chunk for one in own if one.trained)
-
-
-def _workspaces(
-    shape: CoreShape,
-    names: tuple[str, ...],
-    chunks: int,
-    libraries: _Libraries,
-    copies: Sequence[Hold],
-    trained: frozenset[Shape] | None = None,
-) -> list[Hold]:
-    """Static tensors that the first iteration makes. Every chunk has rotary tables of its own. ``trained``: shapes of
-    weights with a gradient, if not all have one; a frozen head gathers its input into a tensor of its own."""
-    holds: list[Hold] = [*copies]
-    layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
-    own = [layer_shape_of(shape, layer) for layer in layers]
-    kinds = set(own)
-    holds += [
-        Hold(0, hold_bytes(one.shape, one.dtype), Category.BUFFERS, f"attention_{one.name}", *one[1:])
-        for kind in own
-        if kind.low_attention and "attn" in graphs.blocks(kind)
-        for one in te_low_attention.state(kind)
-    ]
-    kinds |= {t5.decoder_shape(kind) for kind in kinds if kind.decoder}
-    dtype, has_layers, has_head = shape.dtype, bool(kinds), "head" in names
-    shape = next((kind for kind in kinds if kind.experts is not None), replace(shape, experts=None))
-    if shape.spec.latent_kv_rank:
-        holds += latent.tables(shape, len(layers) + shape.spec.mtp_layers * ("mtp" in names))
-    elif shape.spec.positions == "rotary":
-        holds += ends.rotary_table(shape) * chunks
-    gathered = [local.memory_buffer(shape)] * has_layers + [ends.gather_buffer(shape)] * (has_head and trained is None)
-    gathered += [dispatch.gather_buffer(shape)]
-    drained = ends.gather_buffer(shape) if has_head and shape.defers else (0,)
-    if drained != (0,):  # two, in turn (``drain_embedding_wgrad_compute``)
-        holds += [
-            Hold(0, hold_bytes(drained, dtype), Category.COMMUNICATION_BUFFERS, "drain_buffer", drained, dtype)
-        ] * 2
-    sizes = [hold_bytes(size, dtype) for size in gathered if size != (0,)]
-    if sizes:
-        holds.append(Hold(0, max(sizes), Category.COMMUNICATION_BUFFERS, "global_memory_buffer", (), dtype))
-    weights = {size for kind in kinds for size in block.dummy_gradients(kind)}
-    if "mtp" in names and shape.gradient_fusion:
-        further = replace(shape, kind=shape.spec.mtp_pattern)
-        weights |= {mtp.projection(shape), *(block.dummy_gradients(further) if further.kind else ())}
-    head = ends.dummy_gradient(shape) if has_head else None
-    weights |= {head} if head is not None else set()
-    if trained is not None:
-        weights = {*trained} if shape.gradient_fusion else set()
-    if shape.implementation == "transformer_engine":
-        major = (libraries.capability or HOPPER)[0]
-        for name, size in te_facts.kept(shape, major, sorted(weights)).items():
-            category = Category.WORKSPACES if name.endswith("workspace") else Category.BUFFERS
-            if libraries.capability is not None or category is not Category.WORKSPACES:
-                holds.append(Hold(0, size, category, name))
-    else:
-        buffers = Category.BUFFERS
-        holds += [Hold(0, hold_bytes(one, dtype), buffers, "dummy_gradient", one, dtype) for one in sorted(weights)]
-    if has_head or (has_layers and shape.attention in ("local", "unfused")) or shape.implementation == "local":
-        holds += libraries.cublas
-    return holds
-
-
-def _numbered(holds: Sequence[Hold]) -> Stretch:
-    return Stretch(Hold(-1 - at, *hold[1:]) for at, hold in enumerate(holds))

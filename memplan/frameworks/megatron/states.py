@@ -19,7 +19,7 @@ from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
 from ...optimizers.steps import step_temporaries
-from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, rounded
+from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
 from ...values import dataclass, replace
 from . import clipping
@@ -40,6 +40,9 @@ EMBEDDINGS = ("word.weight", "head.weight")
 BUCKET_ALIGNMENT = 128
 WIDE_ALIGNMENT = 1 << 16
 """Elements that, times the shards, a bucket's end is aligned to (their least common multiple)."""
+
+STAYS = 0
+"""Id of what is held for good: nobody ends it, so that all such tensors can have the same."""
 
 Chunk = tuple[tuple[tuple[Parameter, ...], int], ...]
 """A model chunk: the parameters of its modules in order, and how often each is repeated."""
@@ -186,15 +189,22 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
     Of the distributed optimizer's shards the one that is largest, each tensor rounded, is taken.
     ``tied``: the word table is a copy that the first and the last stage hold.
     """
-    every = [[p for own, n in chunk for _ in range(n) for p in own] for chunk in chunks]
-    tensors = [[p for p in chunk if p.trained] for chunk in every]
+    tensors = _trained(chunks)
     ids = iter(range(1, 1 << 40))
     construction: list[Event] = []
     originals: list[list[Hold]] = []
-    for chunk in every:  # frozen parameters stay where they are (``DistributedDataParallel.__init__``)
-        made = [(Hold(next(ids), *one), kept or not p.trained) for p in chunk for one, kept in _made(p, rules)]
-        originals.append([hold for hold, kept in made if not kept])
-        construction += [hold for hold, _ in made]
+    for whole in chunks:
+        moved: list[Hold] = []
+        for parameters, n in whole:  # frozen parameters stay where they are (``DistributedDataParallel.__init__``)
+            made = [(one, kept or not p.trained) for p in parameters for one, kept in _made(p, rules)]
+            holds = [Hold(STAYS, *one) for one, _ in made]
+            moving = [(at, one) for at, (one, kept) in enumerate(made) if rules.in_buffers and not kept]
+            for _ in range(n):
+                for at, one in moving:
+                    holds[at] = Hold(next(ids), *one)
+                construction += holds
+                moved += [holds[at] for at, _ in moving]
+        originals.append(moved)
     optimizers = _optimizers(tensors, rules)
     bucket = _largest_bucket(tensors, rules)
     pools = count(REGISTERED)
@@ -207,15 +217,14 @@ def keep(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Kept:
             pool = next(pools) if rules.registers else 0
             if rules.in_buffers and size:
                 category = Category.PARAMETERS
-                construction.append(Hold(next(ids), rounded(size), category, "param_data", (elements,), dtype, pool))
+                construction.append(Hold(STAYS, rounded(size), category, "param_data", (elements,), dtype, pool))
             size = rounded(elements * ITEMSIZE[rules.gradients])
-            held = Hold(next(ids), size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients, pool)
+            held = Hold(STAYS, size, Category.GRADIENTS, "grad_data", (elements,), rules.gradients, pool)
             construction.append(held)
             own = [] if rules.dealt else _pieces(buckets, members, shared)
             pieces[which] += own
             shards[which] += [piece.elements for piece in own if is_low(members[0])]
-        if rules.in_buffers:
-            construction += [hold.end for hold in originals[at]]
+        construction += drops(originals[at])
     if rules.dealt:
         pieces = [
             _dealt([p for chunk in tensors for p in chunk if p.expert is experts], one) for experts, one in optimizers
@@ -299,24 +308,11 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
     construction: list[Event] = []
     small = Category.BUFFERS
     if rules.mixed and not rules.main_inside and not rules.sharded:
-        for n in sizes:  # ``param.detach().clone().float()`` (``optimizer.py``; ``distrib_optimizer.py`` of a shard)
-            clone, end = _passing(ids, n * ITEMSIZE[rules.dtype], "param_cloned")
-            main = Hold(next(ids), rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32")
-            construction += [clone, main, end]
-    construction += [Hold(next(ids), rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
-    states: list[Event] = []
-    for n, _, orthogonal in pieces:
-        states += [
-            Hold(next(ids), rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
-            for name, dtype in (MOMENTUM if orthogonal else rules.moments)
-        ]
-        if rules.main_inside and rules.mixed:
-            size = rounded(n * rules.main_size)
-            states.append(Hold(next(ids), size, Category.MAIN_PARAMETERS, "master_param", (n,)))
-        if rules.precision_aware and rules.mixed:
-            kinds = [dtype for _, dtype in rules.moments] + [rules.main_parameters]
-            scales = sum(4 if dtype == "fp8" else dtype != "fp32" for dtype in kinds)  # fp8: with a quantizer's three
-            states += [Hold(next(ids), rounded(4), small, "state_scale", (1,), "fp32") for _ in range(scales)]
+        cloned = {n: _main(n, rules, ids) for n in dict.fromkeys(sizes)}
+        construction += [event for n in sizes for event in cloned[n]]
+    construction += [Hold(STAYS, rounded(4), small, name, (1,), "fp32") for name in _numbers(rules)]
+    stepped = {piece: _states(piece, rules) for piece in dict.fromkeys(pieces)}
+    states = [event for piece in pieces for event in stepped[piece]]
     copies: list[Hold] = []
     if rules.copies_gradients:
         copies = [Hold(next(ids), rounded(n * 4), Category.GRADIENTS, "main_grad_fp32", (n,), "fp32") for n in sizes]
@@ -343,6 +339,30 @@ def optimized(pieces: list[Piece], rules: Rules, ids: Iterator[int]) -> Kept:
         rounds = [Hold(next(ids), rounded(4 * a * b), temporary, name, (a, b), "fp32") for name, (a, b) in made]
         step += [*rounds, *(hold.end for hold in rounds)]
     return Kept(Stretch(construction), Stretch(states), Stretch(step), Stretch(copies), Stretch())
+
+
+def _main(n: int, rules: Rules, ids: Iterator[int]) -> list[Event]:
+    """``param.detach().clone().float()`` of n elements (``optimizer.py``; ``distrib_optimizer.py`` of a shard)."""
+    clone, end = _passing(ids, n * ITEMSIZE[rules.dtype], "param_cloned")
+    main = Hold(STAYS, rounded(n * 4), Category.MAIN_PARAMETERS, "main_param", (n,), "fp32")
+    return [clone, main, end]
+
+
+def _states(piece: Piece, rules: Rules) -> list[Event]:
+    """What the first step makes for a piece."""
+    n, _, orthogonal = piece
+    states: list[Event] = [
+        Hold(STAYS, rounded(n * ITEMSIZE[dtype]), Category.OPTIMIZER_STATES, name, (n,), dtype)
+        for name, dtype in (MOMENTUM if orthogonal else rules.moments)
+    ]
+    if rules.main_inside and rules.mixed:
+        size = rounded(n * rules.main_size)
+        states.append(Hold(STAYS, size, Category.MAIN_PARAMETERS, "master_param", (n,)))
+    if rules.precision_aware and rules.mixed:
+        kinds = [dtype for _, dtype in rules.moments] + [rules.main_parameters]
+        scales = sum(4 if dtype == "fp8" else dtype != "fp32" for dtype in kinds)  # fp8: with a quantizer's three
+        states += [Hold(STAYS, rounded(4), Category.BUFFERS, "state_scale", (1,), "fp32")] * scales
+    return states
 
 
 ON_HOST = 4 + 4 + 4 + 4
@@ -436,10 +456,15 @@ Buffer = tuple[int, Rules, Sequence[Parameter], "Sequence[Bucket]"]
 
 def buffers_of(chunks: tuple[Chunk, ...], rules: Rules, tied: bool) -> Iterator[Buffer]:
     """Every buffer of gradients of ``chunks``."""
-    tensors = [[p for own, n in chunk for _ in range(n) for p in own if p.trained] for chunk in chunks]
+    tensors = _trained(chunks)
     optimizers, size = _optimizers(tensors, rules), _largest_bucket(tensors, rules)
     for at, chunk in enumerate(tensors):
         yield from _buffers(chunk, size if at == 0 else None, rules, optimizers, tied)
+
+
+def _trained(chunks: Sequence[Chunk]) -> list[list[Parameter]]:
+    """Parameters of each chunk that have gradients, one by one."""
+    return [[p for own, n in chunk for p in [one for one in own if one.trained] * n] for chunk in chunks]
 
 
 def _buffers(
