@@ -9,11 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
+from memplan.frameworks.megatron.communicators import communicators
 from memplan.frameworks.megatron.from_plan import core_shape, expert_replicas
 from memplan.frameworks.megatron.programs import programs
 from memplan.frameworks.megatron.timing import MegatronTime
+from memplan.layers.megatron_core.ends import WORD
 from memplan.layers.module import Options, joined
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
@@ -371,7 +375,7 @@ def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     one = 512 * 2048 * 2
     orders = [program.order for program in made]
     assert all(isinstance(order, MegatronOrder) for order in orders)
-    assert [(order.hidden, order.sent) for order in orders] == [(one, one), (one, 2 * one), (2 * one, one)]
+    assert [order.edges for order in orders] == [(), ((one, 2 * one),), ((2 * one, one),)]
     batch = [event for event in orders[1].chunks[0].spans[1].module.first.forward if isinstance(event, Hold)]
     assert [one.name for one in batch] == ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
     for order, program in zip(orders, made, strict=True):
@@ -379,8 +383,31 @@ def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     spent, alone = (MegatronTime().entries(each) for each in (apart, beside))
     assert joined(spent.further, spent.head) == alone.head
     assert [stage[0].further for stage in MegatronTime().stages(apart)] == [False, True, False]
-    with pytest.raises(PlanError, match="not modelled yet with virtual stages"):
-        programs(plan("deepseek-v2-lite", **flags, pp=2, pipeline_layout="Et|t|tm|L"), Options())
+
+
+def test_multi_token_prediction_in_a_virtual_stage_before_the_last() -> None:
+    """What the second chunk of stage 1 sends, and that of stage 2 receives, is of both depths. The fold is what the
+    allocator's replay of every event comes to. Both stages with an embedding sum its gradients."""
+    flags = {"dp": 8, "ep": 8, "mtp_layers": 1, "layers": 4, "dense_layers": 0, "gpu": "b200", "gbs": 72, "vpp": 2}
+    apart = plan("deepseek-v2-lite", **flags, pp=3, pipeline_layout="Et|t|t|t|m|L")
+    made = programs(apart, Options())
+    assert [program.entries for program in made] == [
+        ("embedding", "layer.0", "layer.3", "final_norm"), ("layer.1", "mtp"), ("layer.2", "head")
+    ]  # fmt: skip
+    one = 512 * 2048 * 2
+    orders = [program.order for program in made]
+    assert all(isinstance(order, MegatronOrder) for order in orders)
+    assert [order.edges for order in orders] == [(), ((one, one), (one, 2 * one)), ((one, one), (2 * one, one))]
+    assert [order.carried.net for order in orders] == [2 * one, 4 * one, 6 * one]
+    embedded = [[one.name for one in program.parameter_tensors()].count(WORD) for program in made]
+    assert embedded == [1, 1, 0]
+    for program, ran in zip(made, replay(made, AllocatorSettings(expandable_segments=True), ()), strict=True):
+        folded = fold_program(program)
+        assert (folded.peak, folded.static) == (ran.allocated, ran.static)
+    groups = [{one.name for one in communicators(apart, stage)} for stage in range(3)]
+    assert ["embeddings" in names for names in groups] == [True, True, False]
+    with pytest.raises(PlanError, match="before that of the loss"):
+        plan("deepseek-v2-lite", **flags, pp=3, pipeline_layout="Et|t|t|t|m|L", moe_overlap_exchange=True)
 
 
 def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:

@@ -353,9 +353,10 @@ class _Stage:
     job: _Job
     chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
-    received: int
-    sent: int
-    """Bytes of hidden states from other stages and to others: behind multi-token prediction those of all depths."""
+    hidden: int
+    """Bytes of a hidden state;"""
+    edges: tuple[tuple[int, int], ...]
+    """of what each chunk receives and sends, where they differ: behind multi-token prediction, of all depths."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -367,17 +368,19 @@ def _stage(job: _Job, entries: tuple[tuple[str, ...], ...], last: bool) -> _Stag
         job,
         chunks,
         tuple(name for chunk in entries for name in chunk),
-        *(hold_bytes(one, hidden_dtype(job.shape)) for one in _between(job.shape, entries)),
+        hold_bytes(job.shape.hidden, hidden_dtype(job.shape)),
+        _edges(job.shape, entries),
     )
 
 
-def _between(shape: CoreShape, entries: tuple[tuple[str, ...], ...]) -> tuple[Shape, Shape]:
-    """What a stage receives and what it sends (``mtp_standalone``: shapes are exchanged, too)."""
-    names = {name for chunk in entries for name in chunk}
-    if not shape.spec.mtp_layers or ("mtp" in names) is ("head" in names):
-        return shape.hidden, shape.hidden
-    every = mtp.hidden_of_all(shape)
-    return (shape.hidden, every) if "mtp" in names else (every, shape.hidden)
+def _edges(shape: CoreShape, entries: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, int], ...]:
+    """Bytes of what each chunk receives and what it sends, where not all are hidden states of one depth
+    (``mtp_standalone``: shapes are exchanged before, ``_communicate_shapes``)."""
+    apart = [("mtp" in chunk, "head" in chunk) for chunk in entries]
+    if not shape.spec.mtp_layers or all(further is head for further, head in apart):
+        return ()
+    one, every = (hold_bytes(size, hidden_dtype(shape)) for size in (shape.hidden, mtp.hidden_of_all(shape)))
+    return tuple((every if head and not further else one, every if further else one) for further, head in apart)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -464,8 +467,9 @@ def _held_in_evaluation(stage: _Stage) -> int:
     the micro-batch before sent (``output_tensor`` in ``schedules.py``), and the embedding's output while layers behind
     the first run (``decoder_input`` in ``GPTModel.forward``)."""
     layers = sum(name.startswith("layer.") for name in stage.names)
-    embedded = stage.received if "embedding" in stage.names and layers > 1 else 0
-    return embedded + (stage.sent if "head" not in stage.names else 0)
+    embedded = stage.hidden if "embedding" in stage.names and layers > 1 else 0
+    sent = max((sent for _, sent in stage.edges), default=stage.hidden)
+    return embedded + (sent if "head" not in stage.names else 0)
 
 
 def _made(
@@ -487,8 +491,8 @@ def _made(
 def _order(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule) -> MegatronOrder:
     beside = stage.job.shape.overlap
     if beside is None:
-        return MegatronOrder(order, chunks, stage.received, stage.sent)
-    return BesideOrder(order, chunks, stage.received, stage.sent, early=beside.early)
+        return MegatronOrder(order, chunks, stage.hidden, stage.edges)
+    return BesideOrder(order, chunks, stage.hidden, stage.edges, early=beside.early)
 
 
 def copies_of(chunks: Sequence[KeptChunk]) -> list[Hold]:
