@@ -311,7 +311,6 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"),
         ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
-        ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
         ({"recompute": "selective", "recompute_modules": "mla_up_proj"}, "mla_up_proj without latent attention"),
         (
             {"recompute": "selective", "recompute_modules": "moe_act", "moe_grouped_gemm": False},

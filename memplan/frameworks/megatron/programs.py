@@ -132,7 +132,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             module = layers_module((decoder,), own)
         elif group[0] == "mtp":
             own_shape = layer_shape_in(layer_shape, "mtp", keeping, at_once)
-            module = mtp_module(end_shape, own_shape, "embedding" in entries, own)
+            embedded = "embedding" in entries
+            module = mtp_module(end_shape, own_shape, embedded, own, recomputed="mtp" in again)
         else:
             apart = job.head_apart and group[0] == HEAD
             module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own)
@@ -293,10 +294,9 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     check_covered(plan.model, MEGATRON_CORE, plan.framework)
     layout = plan.layout
     shape = core_shape(plan)
-    full = plan.recompute.mode == "full"
     for reason in (
         *block.uncovered(shape),
-        *mtp.uncovered(shape, recomputes_layers=full),
+        *mtp.uncovered(shape, recomputes_layers=plan.recompute.mode == "full"),
         *overlapped.uncovered(shape),
     ):
         raise plan.wrong("framework", f"has no recipe for {reason}")
