@@ -15,6 +15,7 @@ from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.communicators import communicators
 from memplan.frameworks.megatron.from_plan import core_shape, expert_replicas
+from memplan.frameworks.megatron.notices import notices
 from memplan.frameworks.megatron.programs import programs
 from memplan.frameworks.megatron.timing import MegatronTime
 from memplan.layers.megatron_core.ends import WORD
@@ -359,6 +360,29 @@ def test_ways_out_of_a_pipeline_name_expert_parallelism_and_cost_time(model: str
     ways = ways_out(given, estimate(given), NOTHING)
     assert ways
     assert all(way.slower is not None for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"dp": 8, "ep": 8, "experts_imbalance": 10}, "this estimate: 10, taken as the worst, since routing allows no"),
+        (
+            {"dp": 8, "ep": 8, "experts_imbalance": 4},
+            "the worst, 4 times the mean), as requested bytes; this estimate: 4 (",
+        ),
+        ({"experts_imbalance": 2}, "experts.imbalance changes nothing: every rank has all experts"),
+        (
+            {"dp": 8, "ep": 8, "experts_imbalance": 2, "moe_capacity_factor": 1, "moe_pad_to_capacity": True},
+            "experts.imbalance changes nothing: every expert's rows are padded to its capacity",
+        ),
+        ({"moe_flex_backend": "hybridep"}, "experts.flex_backend changes nothing: the dispatcher is alltoall"),
+    ],
+)
+def test_choices_of_experts_that_change_nothing_are_told(flags: dict[str, Any], told: str) -> None:
+    """Two of eight experts are chosen, one of which is on each of eight ranks: no rank gets more than four times the
+    mean."""
+    of = plan(**flags)
+    assert any(told in one.message for one in notices(of, programs(of, Options())))
 
 
 def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
