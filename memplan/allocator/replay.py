@@ -351,8 +351,9 @@ class Run:
         for chunk in self.chunks:
             chunk.begin()
         for tensor in self.exchanged.renumbered:
-            left = [self.between.pop(key) for key in sorted(key for key in self.between if key[0] == tensor)]
-            self.between |= {(tensor, 0, number): block for number, block in enumerate(left)}
+            left = sorted(key for key in self.between if key[0] == tensor)
+            blocks = [(chunk, self.between.pop((tensor, chunk, number))) for _, chunk, number in left]
+            self.between |= {(tensor, chunk, number): block for number, (chunk, block) in enumerate(blocks)}
 
     def iterate(self, actions: Iterable[Action]) -> None:
         self.do(actions)

@@ -43,7 +43,7 @@ class Argument:
     """argparse's ``nargs``: empty for one value, else ``*``, ``+`` or a number."""
     choices: tuple[str, ...]
     default: str | None
-    """Of an argument that is not modelled: the value with which it does nothing."""
+    """Of an argument that is refused or not modelled: the value with which it does nothing."""
     table: Table
     why: str
 

@@ -257,9 +257,11 @@ def _refused_argument(words: Words, forks: Mapping[str, str]) -> PlanError | Non
         argument = given.argument
         if argument is None and given.name in forks and [*map(text, given.values)] != [AS_HERE.get(given.name)]:
             return PlanError(given.name, ABSENT, forks[given.name], origin=given.origin)
-        if argument is not None and argument.table is Table.REFUSED:
+        if argument is None or _is_default(given, argument):
+            continue
+        if argument.table is Table.REFUSED:
             return PlanError(given.name, ABSENT, argument.why, origin=given.origin)
-        if argument is None or argument.table is not Table.NOT_MODELLED or _is_default(given, argument):
+        if argument.table is not Table.NOT_MODELLED:
             continue
         direction, _, problem = argument.why.partition(": ")
         if direction == "refused":

@@ -94,6 +94,12 @@ def _with_further(held: Stages, layout: str) -> Stages:
     )
 
 
+def further_stage(layout: str | None, pp: int) -> int:
+    """The stage that has the layers of multi-token prediction: the last, unless a layout string says other."""
+    parts = written_out(layout).split("|") if layout is not None else []
+    return next((at % pp for at, part in enumerate(parts) if "m" in part), pp - 1)
+
+
 def virtual_stages(
     layers: int, pp: int, layers_per_chunk: int, count_embedding: bool = False, count_loss: bool = False
 ) -> int:
@@ -193,7 +199,7 @@ def _of_layout(
     count_loss: bool,
 ) -> Counts:
     """A string such as ``Et|(tt|)*6mL``: stages of chunk 0, then of chunk 1, …, separated by ``|``; layers of
-    multi-token prediction (m) are where the loss is."""
+    multi-token prediction (m) are where the loss is, or in the stage before (``validate_layer_layout``)."""
     others = {FIRST: first, LAST: last, COUNT_EMBEDDING: count_embedding or None, COUNT_LOSS: count_loss or None}
     for field, value in others.items():
         if value is not None:
@@ -220,9 +226,6 @@ def _of_layout(
             raise PlanError(LAYOUT, text, "must have its layers of multi-token prediction m behind all layers t")
         if further not in (parts[-1].count("m"), parts[-2].count("m") if len(parts) > 1 else 0):
             problem = "must have every m (multi-token prediction) in the last stage, or every one in that before it"
-            raise PlanError(LAYOUT, text, problem)
-        if "m" not in parts[-1] and chunks > 1:
-            problem = "must have every m in the last stage: one before it is not modelled yet with virtual stages"
             raise PlanError(LAYOUT, text, problem)
     if flat.count("t") != layers:
         raise PlanError(LAYOUT, text, f"has {flat.count('t')} layers t; the model has {layers}")

@@ -32,18 +32,18 @@ class Beside(Interleaved):
         rank.inputs[chunk] = given
         pair = action("forward_piece", chunk, microbatch), action("backward_piece", back, number)
         rank.events += pair
-        output: Output | None = Output(given, Tensor(rank, "output") if self.sends[chunk] else None)
+        output: Output | None = Output(given, Tensor(rank, "output", chunk) if self.sends[chunk] else None)
         assert output is not None
         outputs.append(output)
         grad: Tensor | None = None
         if received is not None:
-            grad = received.grad = Tensor(rank, "input_grad")
+            grad = received.grad = Tensor(rank, "input_grad", back)
         if overlap:
             self._between(forward_k, backward_k)
             self._behind(backward_k, grad)
         rank.events += pair
         if not self.sends[chunk]:
-            rank.reports.append(Tensor(rank, "report"))
+            rank.reports.append(Tensor(rank, "report", chunk))
             output = None if overlap else output
         return output, grad
 
@@ -54,6 +54,6 @@ def one_stage_beside(rank: Rank) -> None:
     for microbatch in range(1, rank.plan.microbatches):
         pair = action("forward_piece", 0, microbatch), action("backward_piece", 0, microbatch - 1)
         rank.events += (*pair, *pair)
-        rank.reports.append(Tensor(rank, "report"))
+        rank.reports.append(Tensor(rank, "report", 0))
     rank.backward(0, rank.plan.microbatches - 1, None)
     rank.events.append(FINALIZE)

@@ -63,12 +63,12 @@ class Range(NamedTuple):
 
 def between(plan: Schedule, chunks: Sequence[Passes], sizes: Sizes) -> Range | None:
     """Bytes above those with which an iteration begins, where the peak of ``fold_iteration`` lies; ``None`` where
-    backward leaves other than forward has made, or what is sent has another size than what is received.
+    backward leaves other than forward has made, or what goes between stages has several sizes.
 
     From below: every pass in flight has its input and a stub, but that the output of the last one may not have become
     one; of what is there when an iteration begins, two hidden states for each chunk that receives one have ended.
     """
-    if sizes.sent:
+    if sizes.edges:
         return None
     weights: list[int] = []
     receiving = 0

@@ -47,6 +47,9 @@ NAMES: dict[str, str] = {
 MADE: tuple[Kind, ...] = ("output", "input_grad")
 """Tensors that passes make."""
 
+SENT: tuple[Kind, ...] = ("output", "output_grad")
+"""Tensors on the way between a chunk and the next."""
+
 PASSES = ("forward", "backward")
 
 
@@ -58,13 +61,13 @@ class Sizes:
     """A hidden state of shape (s/cp[/t], b, h) in ``pipeline_dtype``, and its gradient."""
     stub: int = ROUND
     report: int = ROUND
-    sent: int = 0
-    """One that goes to the next stage, where that has another size; else 0."""
+    edges: tuple[tuple[int, int], ...] = ()
+    """What each chunk receives and what it sends, where not all are ``hidden``."""
 
-    def of(self, kind: str) -> int:
-        if self.sent and kind in ("output", "output_grad"):
-            return self.sent
-        return self.stub if kind == "stub" else self.report if kind == "report" else self.hidden
+    def of(self, kind: str, chunk: int) -> int:
+        if kind in SIZED:
+            return self.stub if kind == "stub" else self.report
+        return self.edges[chunk][kind in SENT] if self.edges else self.hidden
 
 
 def composed(
@@ -77,7 +80,7 @@ def composed(
     inside = False
     for what, chunk, number, tensor in trace(plan):
         if tensor is not None:
-            size = sizes.of(tensor) if what == "begin" else -sizes.of(tensor)
+            size = sizes.of(tensor, chunk) if what == "begin" else -sizes.of(tensor, chunk)
             if not (inside and tensor in MADE):
                 total = total.then(change(size, CATEGORIES[tensor], f"{at}/pipeline/{NAMES.get(tensor, '')}"))
             inside = False
@@ -330,7 +333,7 @@ def _described(row: _Row, chunks: tuple[Passes, ...], saved_by: list[Bytes], siz
                 if size:
                     by[category] += count * size
     for kind, count in zip(KINDS, row.kinds, strict=True):
-        by[CATEGORIES[kind]] += count * sizes.of(kind)
+        by[CATEGORIES[kind]] += count * sizes.of(kind, 0)
     if at is None:
         return tuple(by), f"{row.microbatch}/{row.phase}/pipeline/{NAMES[row.tensor or '']}"
     return tuple(by), f"{row.microbatch}/{at.place}"
@@ -349,8 +352,9 @@ class MegatronOrder:
     chunks: tuple[Chunk, ...]
     hidden: int
     """Bytes of a hidden state between stages, rounded."""
-    sent: int
-    """Of one that it sends: of another size behind multi-token prediction in a stage before the last."""
+    edges: tuple[tuple[int, int], ...] = ()
+    """Of what each chunk receives and what it sends, where not all are that: behind multi-token prediction in a stage
+    before the last."""
     deferred: tuple[int, int] = (0, 0)
     """Micro-batches whose gradients of logits wait for their products with the head's input, beside the one at hand,
     and bytes of both."""
@@ -371,7 +375,7 @@ class MegatronOrder:
     @property
     def sizes(self) -> Sizes:
         """Bytes of the tensors that the schedule exchanges, by kind."""
-        return Sizes(self.hidden, sent=0 if self.sent == self.hidden else self.sent)
+        return Sizes(self.hidden, edges=self.edges)
 
     @cached_property
     def whole(self) -> Excursion:
@@ -391,7 +395,7 @@ class MegatronOrder:
     @property
     def _passes(self) -> Excursion:
         passes = tuple([chunk.passes for chunk in self.chunks])
-        if not self.first_differs and not self.sizes.sent:
+        if not self.first_differs and not self.edges:
             return fold_iteration(self.schedule, passes, self.sizes)
         short = reduced(self.schedule)
         left_out = (self.schedule.microbatches - short.microbatches) * self.sizes.report * self.schedule.last
@@ -410,7 +414,8 @@ class MegatronOrder:
     @property
     def carried(self) -> Excursion:
         """What outlives the schedule: the last input of every chunk that receives one, with its gradient."""
-        return _carried(self.schedule.chunks - self.schedule.first, self.hidden)
+        received = [self.sizes.of("input", chunk) for chunk in range(self.schedule.first, self.schedule.chunks)]
+        return _carried(sum(received))
 
     @property
     def shortened(self) -> list[Action]:
@@ -429,11 +434,11 @@ class MegatronOrder:
 
     def begun(self, chunk: int, tensor: str) -> Hold:
         known = {DEFERRED: self.deferred[1], RECEIVED: self.received, DETACHED: self.detached}
-        size = known[tensor] if tensor in known else self.sizes.of(tensor)
+        size = known[tensor] if tensor in known else self.sizes.of(tensor, chunk)
         return Hold(0, size, CATEGORIES[tensor])
 
 
 @lru_cache(maxsize=4096)
-def _carried(receiving: int, size: int) -> Excursion:
-    inputs = change(receiving * size, Category.ACTIVATIONS, "input_tensor")
-    return inputs.then(change(receiving * size, Category.TEMPORARIES, "input_tensor_grad"))
+def _carried(received: int) -> Excursion:
+    inputs = change(received, Category.ACTIVATIONS, "input_tensor")
+    return inputs.then(change(received, Category.TEMPORARIES, "input_tensor_grad"))

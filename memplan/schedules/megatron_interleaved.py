@@ -19,7 +19,7 @@ KINDS: tuple[Kind, ...] = ("input", "output", "stub", "output_grad", "input_grad
 @lru_cache(maxsize=1 << 16)
 def action(what: What, chunk: int, number: int, tensor: Kind | None = None) -> Action:
     """The schedules of all stages name the same passes and tensors: one object for equal ones. Tensors between stages
-    are numbered by kind, in order of appearance."""
+    are numbered by kind, in order of appearance; their chunk is the one that receives or makes them."""
     return Action(what, chunk, number, tensor)
 
 
@@ -86,21 +86,21 @@ class Rank:
         """``TransformerBlock.input_tensor`` of each chunk."""
         self.reports: list[Tensor] = []
 
-    def receive(self, wanted: bool) -> Input | None:
+    def receive(self, wanted: bool, chunk: int) -> Input | None:
         """A buffer for a hidden state (``_communicate``, ``tensor_recv_prev``)."""
-        return Input(self) if wanted else None
+        return Input(self, "input", chunk) if wanted else None
 
-    def receive_gradient(self, wanted: bool) -> Tensor | None:
+    def receive_gradient(self, wanted: bool, chunk: int) -> Tensor | None:
         """A buffer for the gradient of an output (``tensor_recv_next``)."""
-        return Tensor(self, "output_grad") if wanted else None
+        return Tensor(self, "output_grad", chunk) if wanted else None
 
     def forward(self, chunk: int, microbatch: int, input: Input | None) -> Output:
         """A pass, and its output or loss."""
         self.inputs[chunk] = input
         self.events.append(action("forward", chunk, microbatch))
         if self.sends[chunk]:
-            return Output(input, Tensor(self, "output"))
-        self.reports.append(Tensor(self, "report"))
+            return Output(input, Tensor(self, "output", chunk))
+        self.reports.append(Tensor(self, "report", chunk))
         return Output(input, None)
 
     def backward(self, chunk: int, microbatch: int, input: Input | None) -> Tensor | None:
@@ -108,25 +108,26 @@ class Rank:
         self.events.append(action("backward", chunk, microbatch))
         if input is None:
             return None
-        input.grad = Tensor(self, "input_grad")
+        input.grad = Tensor(self, "input_grad", chunk)
         return input.grad
 
 
 class Tensor:
     """Held by Python's variables; its death is an event."""
 
-    __slots__ = ("kind", "number", "rank")
+    __slots__ = ("chunk", "kind", "number", "rank")
 
-    def __init__(self, rank: Rank, kind: Kind) -> None:
+    def __init__(self, rank: Rank, kind: Kind, chunk: int) -> None:
         self.rank = rank
         self.kind = kind
+        self.chunk = chunk
         self.number = number = rank.numbers[kind]
         rank.numbers[kind] = number + 1
-        rank.events.append(action("begin", 0, number, kind))
+        rank.events.append(action("begin", chunk, number, kind))
 
     def __del__(self) -> None:
         if not self.rank.closed:
-            self.rank.events.append(action("end", 0, self.number, self.kind))
+            self.rank.events.append(action("end", self.chunk, self.number, self.kind))
 
 
 class Input(Tensor):
@@ -134,8 +135,8 @@ class Input(Tensor):
 
     __slots__ = ("grad",)
 
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(rank, "input")
+    def __init__(self, rank: Rank, kind: Kind, chunk: int) -> None:
+        super().__init__(rank, kind, chunk)
         self.grad: Tensor | None = None
 
 
@@ -154,7 +155,7 @@ class Output:
 
 def deallocate(output: Output | None) -> None:
     if output is not None and output.data is not None:
-        output.data = Tensor(output.data.rank, "stub")
+        output.data = Tensor(output.data.rank, "stub", output.data.chunk)
 
 
 # -- megatron interleaved --------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class Interleaved:
         plan = self.plan
         self.waited: list[_Request | None] = [None, None]
         self.received: list[Tensor | None] = [None, None]
-        self.input_tensors[0].append(rank.receive(plan.receives(0)))
+        self.input_tensors[0].append(rank.receive(plan.receives(0), 0))
         remaining = self.total - plan.warmup
         for k in range(plan.warmup):
             self._warm_up(k)
@@ -209,7 +210,7 @@ class Interleaved:
             (self._steady_overlapped if plan.overlap else self._steady)(k)
         deallocate(self.output_tensor)
         if not remaining:
-            self.output_tensor_grads[-1].append(rank.receive_gradient(plan.sends(plan.chunks - 1)))
+            self.output_tensor_grads[-1].append(rank.receive_gradient(plan.sends(self.last), self.last))
         for k in range(remaining, self.total):
             self._cool_down(k)
         rank.events.append(FINALIZE)
@@ -268,15 +269,15 @@ class Interleaved:
         arrives, chunk = self._expects(k)
         slot = k % len(self.fwd_recv_buffer)
         if ahead and not plan.first:
-            self._receive_overlapped(slot, arrives)
+            self._receive_overlapped(slot, arrives, chunk)
         self.output_tensor = self._forward(k)
         if not self.sends[self.chunks[k]]:
             self.output_tensor = None
         last = k == plan.warmup - 1 and plan.warmup < self.total
         if not ahead:
-            received = rank.receive(arrives)
+            received = rank.receive(arrives, chunk)
             if last and not plan.overlap:
-                gradient = rank.receive_gradient(not plan.last)
+                gradient = rank.receive_gradient(not plan.last, self.last)
                 self.received[1] = gradient
                 self.output_tensor_grads[-1].append(gradient)
                 del gradient
@@ -287,11 +288,11 @@ class Interleaved:
             deallocate(self.output_tensor)
         else:
             if plan.first:
-                self._receive_overlapped(slot, arrives)
+                self._receive_overlapped(slot, arrives, chunk)
             deallocate(self.output_tensor)
             self._put(chunk, slot, arrives)
         if last and plan.overlap:
-            self._receive_gradient_overlapped(-1, not plan.last, None)
+            self._receive_gradient_overlapped(-1, (not plan.last, self.last))
             if not plan.last:
                 self.output_tensor_grads[-1].append(self.bwd_recv_buffer[-1])
 
@@ -304,7 +305,7 @@ class Interleaved:
             self.output_tensor = None
         arrives, chunk = self._expects(forward_k)
         returns, chunk_back = self._expects_back(k)
-        received, gradient = rank.receive(arrives), rank.receive_gradient(returns)
+        received, gradient = rank.receive(arrives, chunk), rank.receive_gradient(returns, chunk_back)
         self.received[0] = received
         self.received[1] = gradient
         deallocate(self.output_tensor)
@@ -342,7 +343,7 @@ class Interleaved:
         """its forward pass has ended;"""
         arrives, chunk = self._expects(forward_k)
         slot = forward_k % len(self.fwd_recv_buffer)
-        self._receive_overlapped(slot, arrives)
+        self._receive_overlapped(slot, arrives, chunk)
         self._put(chunk, slot, arrives)
         if self.sends[self.chunks_back[backward_k]] and self.recv_next_wait_handles:
             self.recv_next_wait_handles.popleft()
@@ -362,10 +363,10 @@ class Interleaved:
         returns = returns and k < self.total - 1
         slot = k % len(self.bwd_recv_buffer)
         if ahead and not plan.last:
-            self._receive_gradient_overlapped(slot, returns, None)
+            self._receive_gradient_overlapped(slot, (returns, chunk))
         self.input_tensor_grad = self._backward(k)
         if not ahead:
-            gradient = rank.receive_gradient(returns)
+            gradient = rank.receive_gradient(returns, chunk)
             self.received[1] = gradient
             if returns:
                 self.output_tensor_grads[chunk].append(gradient)
@@ -377,8 +378,8 @@ class Interleaved:
 
     # -- exchanges ----------------------------------------------------------------------------------
 
-    def _receive_overlapped(self, slot: int, arrives: bool) -> None:
-        self.fwd_recv_buffer[slot] = self.rank.receive(arrives)
+    def _receive_overlapped(self, slot: int, arrives: bool, chunk: int) -> None:
+        self.fwd_recv_buffer[slot] = self.rank.receive(arrives, chunk)
         if arrives:
             self.recv_prev_wait_handles.append(_Request(self.fwd_recv_buffer[slot]))
 
@@ -387,15 +388,13 @@ class Interleaved:
             self.input_tensors[chunk].append(self.fwd_recv_buffer[slot])
             self.fwd_recv_buffer[(slot + 1) % len(self.fwd_recv_buffer)] = None
 
-    def _receive_gradient_overlapped(self, slot: int, returns: bool, sent: Tensor | None) -> None:
-        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(returns)
-        if returns:
+    def _receive_gradient_overlapped(self, slot: int, expected: tuple[bool, int]) -> None:
+        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(*expected)
+        if expected[0]:
             self.recv_next_wait_handles.append(_Request(self.bwd_recv_buffer[slot]))
-        if sent is not None:
-            self.send_prev_wait_handle = _request(sent)
 
     def _return_overlapped(self, k: int, slot: int, grad: Tensor | None, expected: tuple[bool, int]) -> None:
-        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(expected[0])
+        self.bwd_recv_buffer[slot] = self.rank.receive_gradient(*expected)
         self.send_prev_wait_handle = _request(grad)
         if expected[0]:
             self.recv_next_wait_handles.append(_Request(self.bwd_recv_buffer[slot]))

@@ -94,8 +94,8 @@ def trace(plan: Schedule) -> tuple[Action, ...]:
     rank = Rank(plan)
     for chunk in range(plan.chunks):
         if plan.receives(chunk):
-            left = rank.inputs[chunk] = Input(rank)
-            left.grad = Tensor(rank, "input_grad")
+            left = rank.inputs[chunk] = Input(rank, "input", chunk)
+            left.grad = Tensor(rank, "input_grad", chunk)
             del left
     rank.events.clear()
     if plan.chunks == 1:
@@ -116,28 +116,28 @@ def _one_chunk(rank: Rank) -> None:
     input_tensor: Input | None = None
     output_tensor: Output | None
     for i in range(plan.warmup):
-        input_tensor = rank.receive(receives)
+        input_tensor = rank.receive(receives, 0)
         output_tensor = rank.forward(0, i, input_tensor)
         inputs.append(input_tensor)
         outputs.append(output_tensor)
         deallocate(output_tensor)
     remaining = plan.microbatches - plan.warmup
     if remaining:
-        input_tensor = rank.receive(receives)
+        input_tensor = rank.receive(receives, 0)
     for i in range(remaining):
         output_tensor = rank.forward(0, plan.warmup + i, input_tensor)
-        output_tensor_grad = rank.receive_gradient(sends)
+        output_tensor_grad = rank.receive_gradient(sends, 0)
         inputs.append(input_tensor)
         outputs.append(output_tensor)
         deallocate(output_tensor)
         input_tensor = inputs.popleft()
         output_tensor = outputs.popleft()
         input_tensor_grad = rank.backward(0, i, input_tensor)
-        input_tensor = rank.receive(receives and i < remaining - 1)
+        input_tensor = rank.receive(receives and i < remaining - 1, 0)
     for i in range(remaining, plan.microbatches):
         input_tensor = inputs.popleft()
         output_tensor = outputs.popleft()
-        output_tensor_grad = rank.receive_gradient(sends)
+        output_tensor_grad = rank.receive_gradient(sends, 0)
         input_tensor_grad = rank.backward(0, i, input_tensor)
     rank.events.append(FINALIZE)
     del output_tensor_grad, input_tensor_grad

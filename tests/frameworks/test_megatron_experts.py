@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.replay import replay
 from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
+from memplan.frameworks.megatron.communicators import communicators
 from memplan.frameworks.megatron.from_plan import core_shape, expert_replicas
+from memplan.frameworks.megatron.notices import notices
 from memplan.frameworks.megatron.programs import programs
 from memplan.frameworks.megatron.timing import MegatronTime
+from memplan.layers.megatron_core.ends import WORD
 from memplan.layers.module import Options, joined
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
@@ -307,7 +312,6 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
         ({"tp": 2, "dp": 4, "sequence_parallel": False}, "experts with tensor parallelism but no sequence parallelism"),
         ({"moe_dispatcher": "allgather"}, "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"),
         ({"transformer_impl": "local", "expert_latent": 64}, "experts of projected rows in local layers"),
-        ({"mtp_layers": 1, "recompute": "full"}, "multi-token prediction with full recompute"),
         ({"recompute": "selective", "recompute_modules": "mla_up_proj"}, "mla_up_proj without latent attention"),
         (
             {"recompute": "selective", "recompute_modules": "moe_act", "moe_grouped_gemm": False},
@@ -358,6 +362,29 @@ def test_ways_out_of_a_pipeline_name_expert_parallelism_and_cost_time(model: str
     assert all(way.slower is not None for way in ways)
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"dp": 8, "ep": 8, "experts_imbalance": 10}, "this estimate: 10, taken as the worst, since routing allows no"),
+        (
+            {"dp": 8, "ep": 8, "experts_imbalance": 4},
+            "the worst, 4 times the mean), as requested bytes; this estimate: 4 (",
+        ),
+        ({"experts_imbalance": 2}, "experts.imbalance changes nothing: every rank has all experts"),
+        (
+            {"dp": 8, "ep": 8, "experts_imbalance": 2, "moe_capacity_factor": 1, "moe_pad_to_capacity": True},
+            "experts.imbalance changes nothing: every expert's rows are padded to its capacity",
+        ),
+        ({"moe_flex_backend": "hybridep"}, "experts.flex_backend changes nothing: the dispatcher is alltoall"),
+    ],
+)
+def test_choices_of_experts_that_change_nothing_are_told(flags: dict[str, Any], told: str) -> None:
+    """Two of eight experts are chosen, one of which is on each of eight ranks: no rank gets more than four times the
+    mean."""
+    of = plan(**flags)
+    assert any(told in one.message for one in notices(of, programs(of, Options())))
+
+
 def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     """Its stage has an embedding and the whole batch, and sends hidden states of both depths, (2 s, b, h) in bf16,
     which the last stage receives; parameters are as many as with the head, and its time is that of its stage."""
@@ -371,7 +398,7 @@ def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     one = 512 * 2048 * 2
     orders = [program.order for program in made]
     assert all(isinstance(order, MegatronOrder) for order in orders)
-    assert [(order.hidden, order.sent) for order in orders] == [(one, one), (one, 2 * one), (2 * one, one)]
+    assert [order.edges for order in orders] == [(), ((one, 2 * one),), ((2 * one, one),)]
     batch = [event for event in orders[1].chunks[0].spans[1].module.first.forward if isinstance(event, Hold)]
     assert [one.name for one in batch] == ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
     for order, program in zip(orders, made, strict=True):
@@ -379,8 +406,31 @@ def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     spent, alone = (MegatronTime().entries(each) for each in (apart, beside))
     assert joined(spent.further, spent.head) == alone.head
     assert [stage[0].further for stage in MegatronTime().stages(apart)] == [False, True, False]
-    with pytest.raises(PlanError, match="not modelled yet with virtual stages"):
-        programs(plan("deepseek-v2-lite", **flags, pp=2, pipeline_layout="Et|t|tm|L"), Options())
+
+
+def test_multi_token_prediction_in_a_virtual_stage_before_the_last() -> None:
+    """What the second chunk of stage 1 sends, and that of stage 2 receives, is of both depths. The fold is what the
+    allocator's replay of every event comes to. Both stages with an embedding sum its gradients."""
+    flags = {"dp": 8, "ep": 8, "mtp_layers": 1, "layers": 4, "dense_layers": 0, "gpu": "b200", "gbs": 72, "vpp": 2}
+    apart = plan("deepseek-v2-lite", **flags, pp=3, pipeline_layout="Et|t|t|t|m|L")
+    made = programs(apart, Options())
+    assert [program.entries for program in made] == [
+        ("embedding", "layer.0", "layer.3", "final_norm"), ("layer.1", "mtp"), ("layer.2", "head")
+    ]  # fmt: skip
+    one = 512 * 2048 * 2
+    orders = [program.order for program in made]
+    assert all(isinstance(order, MegatronOrder) for order in orders)
+    assert [order.edges for order in orders] == [(), ((one, one), (one, 2 * one)), ((one, one), (2 * one, one))]
+    assert [order.carried.net for order in orders] == [2 * one, 4 * one, 6 * one]
+    embedded = [[one.name for one in program.parameter_tensors()].count(WORD) for program in made]
+    assert embedded == [1, 1, 0]
+    for program, ran in zip(made, replay(made, AllocatorSettings(expandable_segments=True), ()), strict=True):
+        folded = fold_program(program)
+        assert (folded.peak, folded.static) == (ran.allocated, ran.static)
+    groups = [{one.name for one in communicators(apart, stage)} for stage in range(3)]
+    assert ["embeddings" in names for names in groups] == [True, True, False]
+    with pytest.raises(PlanError, match="before that of the loss"):
+        plan("deepseek-v2-lite", **flags, pp=3, pipeline_layout="Et|t|t|t|m|L", moe_overlap_exchange=True)
 
 
 def test_layers_of_multi_token_prediction_in_a_layout_string() -> None:

@@ -46,6 +46,24 @@ def configurations() -> list[Schedule]:
     return result
 
 
+STANDALONE = "with multi-token prediction before the last chunk"
+
+
+def standalone() -> list[Schedule]:
+    """Every stage of pipelines whose chunk before the last predicts further tokens."""
+    found = [schedule(stage, 3, 5) for stage in range(3)]
+    for stages, chunks, many, group in ((2, 2, 6, None), (3, 2, 9, None), (3, 3, 8, 5)):
+        for overlap, warmup in ((True, False), (True, True), (False, False)):
+            if runs(stages, many, chunks, group, overlap):
+                found += [schedule(at, stages, many, chunks, group, overlap, warmup) for at in range(stages)]
+    return found
+
+
+def is_further(plan: Schedule, chunk: int) -> bool:
+    """The chunk before the model's last."""
+    return (plan.stage, chunk) == (plan.stages - 2, plan.chunks - 1)
+
+
 def runs(stages: int, many: int, chunks: int, group: int | None, overlap: bool) -> bool:
     """Megatron-Core accepts it."""
     try:
@@ -55,9 +73,9 @@ def runs(stages: int, many: int, chunks: int, group: int | None, overlap: bool) 
     return True
 
 
-def comparable(events: Sequence[Action]) -> list[str]:
+def comparable(events: Sequence[Action], sized: bool = False) -> list[str]:
     """Events as text. Tensors are numbered from 0 by kind, those of the iteration before are ``old``,
-    and deaths in a row, which have no order, are sorted."""
+    and deaths in a row, which have no order, are sorted. ``sized``: what begins has its size in place of a chunk."""
     low: dict[str, int] = {}
     for event in events:
         if event.what == "begin" and event.tensor is not None:
@@ -66,6 +84,8 @@ def comparable(events: Sequence[Action]) -> list[str]:
     dying: list[str] = []
     for event in events:
         text = PASSES[event.what](event) if event.tensor is None else _tensor(event, low.get(event.tensor))
+        if sized and event.what == "begin" and event.tensor not in ("stub", "report"):
+            text += f" of {event.chunk}"
         if event.what == "end":
             dying.append(text)
         else:
@@ -101,8 +121,8 @@ def in_flight(plan: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def fingerprint(events: Sequence[Action]) -> str:
-    return sha256("\n".join(comparable(events)).encode()).hexdigest()[:16]
+def fingerprint(events: Sequence[Action], sized: bool = False) -> str:
+    return sha256("\n".join(comparable(events, sized)).encode()).hexdigest()[:16]
 
 
 @cache

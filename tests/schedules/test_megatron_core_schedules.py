@@ -2,15 +2,18 @@
 
 Skipped where ``megatron.core`` cannot be imported. The real functions run on tiny modules; only what
 needs other ranks or a GPU is replaced: requests of sends and receives hold their tensor, as NCCL's do.
+Where shapes are exchanged, all ranks run, as processes.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +24,7 @@ from memplan.schedules.megatron_interleaved import FINALIZE
 from memplan.schedules.megatron_schedule import Schedule, trace
 from memplan.tape.program import Action
 
-from .megatron_events import comparable, configurations, fingerprint, recorded
+from .megatron_events import STANDALONE, comparable, configurations, fingerprint, is_further, recorded, standalone
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
@@ -50,7 +53,8 @@ class Recorder:
     def follow(self, kind: Any, tensor: Any) -> None:
         number = self.numbers.get(kind, 0)
         self.numbers[kind] = number + 1
-        self.events.append(Action("begin", 0, number, kind))
+        depths = tensor.shape[0] if tensor.dim() == 3 else 0
+        self.events.append(Action("begin", depths, number, kind))
         weakref.finalize(tensor.untyped_storage(), self.events.append, Action("end", 0, number, kind)).atexit = False
 
 
@@ -70,18 +74,21 @@ class Group:
 class Request:
     """``WorkNCCL``: holds the tensor that it sends or receives."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Any, work: Any = None) -> None:
+        self.tensor, self.work = tensor, work
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
 
 
 class Chunk(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
-    """A chunk of layers: one weight, and the input as ``TransformerBlock`` keeps it."""
+    """A chunk of layers: one weight, and the input as ``TransformerBlock`` keeps it. With multi-token prediction its
+    output is that of two depths."""
 
     def __init__(self, recorder: Recorder, plan: Schedule, config: Any, chunk: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(HIDDEN))
+        self.weight = torch.nn.Parameter(torch.ones(1, 1, HIDDEN))
         self.recorder, self.plan, self.config, self.vp_stage = recorder, plan, config, chunk
         self.model_type = None
         self.input_tensor = None
@@ -96,24 +103,28 @@ class Chunk(torch.nn.Module):  # type: ignore[misc,name-defined,unused-ignore]
         x = self.weight * 1 if self.input_tensor is None else self.input_tensor
         if self.plan.sends(self.vp_stage):
             output = x * self.weight
+            if self.config.mtp_standalone and is_further(self.plan, self.vp_stage):
+                output = torch.cat([x, output])
             self.recorder.follow("output", output)
             return output
         return (x * self.weight).sum()
 
 
-def run(plan: Schedule) -> list[Action]:
-    """The events of the second iteration of Megatron-Core's own schedule."""
+def run(plan: Schedule, group: Any = None) -> list[Action]:
+    """The events of the second iteration of Megatron-Core's own schedule; ``group`` of the ranks that run, if all do,
+    with multi-token prediction in the chunk before the last."""
     recorder = Recorder()
     config = schedules_config(plan)
+    config.mtp_standalone = group is not None
     chunks = [Chunk(recorder, plan, config, i) for i in range(plan.chunks)]
     with ExitStack() as patches:
-        for patch in replaced(recorder, plan, chunks):
+        for patch in replaced(recorder, plan, chunks, with_others=group is not None):
             patches.enter_context(patch)
         for _ in range(2):
             recorder.events.clear()
             for chunk in chunks:
                 chunk.forwards = chunk.backwards = 0
-            reports = iteration(plan, chunks, config)
+            reports = iteration(plan, chunks, config, group)
             events = list(recorder.events)
             del reports
     return events
@@ -135,10 +146,10 @@ def schedules_config(plan: Schedule) -> Any:
     return config
 
 
-def iteration(plan: Schedule, chunks: list[Chunk], config: Any) -> Any:
+def iteration(plan: Schedule, chunks: list[Chunk], config: Any, group: Any) -> Any:
     function = schedules.get_forward_backward_func(plan.stages, plan.chunks if plan.chunks > 1 else None)
     groups = schedules.ProcessGroupCollection()
-    groups.tp, groups.cp, groups.pp = Group(1, 0), Group(1, 0), Group(plan.stages, plan.stage)
+    groups.tp, groups.cp, groups.pp = Group(1, 0), Group(1, 0), group or Group(plan.stages, plan.stage)
     config.finalize_model_grads_func = lambda *_, **__: chunks[0].recorder.events.append(FINALIZE)
     communicator = p2p.P2PCommunicator(groups.pp, config) if plan.stages > 1 else None
     return function(
@@ -163,15 +174,17 @@ def loss(recorder: Recorder, output: Any) -> Any:
     return output, torch.tensor(1, dtype=torch.int), {"lm loss": report}
 
 
-def replaced(recorder: Recorder, plan: Schedule, chunks: list[Chunk]) -> Iterator[Any]:
+def replaced(recorder: Recorder, plan: Schedule, chunks: list[Chunk], with_others: bool) -> Iterator[Any]:
     """What stands for other ranks and the GPU, and what listens."""
+    real = p2p._p2p_ops
 
     def ops(batched: bool, **tensors: Any) -> Any:
         requests = {}
+        works = real(**tensors) if with_others else {}
         for name in ("recv_prev", "recv_next", "send_prev", "send_next"):
             tensor = tensors[f"tensor_{name}"]
             if tensor is not None:
-                requests[name] = Request(tensor)
+                requests[name] = Request(tensor, works.get(name))
                 if name.startswith("recv"):
                     recorder.follow("input" if name == "recv_prev" else "output_grad", tensor)
         return list(requests.values()) if batched else requests
@@ -225,7 +238,8 @@ def replaced(recorder: Recorder, plan: Schedule, chunks: list[Chunk]) -> Iterato
     on_host.zeros = lambda *shape, device=None, **kinds: torch.zeros(*shape, **kinds)
     on_host.empty = empty
     yield mock.patch.object(schedules, "torch", on_host)
-    yield mock.patch.object(torch.distributed, "is_initialized", return_value=True)
+    if not with_others:
+        yield mock.patch.object(torch.distributed, "is_initialized", return_value=True)
     yield mock.patch.object(torch.cuda, "current_device", return_value="cpu")
     yield mock.patch.object(torch.cuda, "synchronize", return_value=None)
     yield mock.patch.object(p2p.dist, "get_global_rank", lambda group, rank: rank)
@@ -241,3 +255,33 @@ def test_events_are_those_of_megatron_core(plan: Schedule) -> None:
     events = run(plan)
     assert comparable(trace(plan)) == comparable(events)
     assert fingerprint(events) == recorded()[str(plan)], "write megatron_events.json anew: see megatron_events.py"
+
+
+def rank_of(stage: int, store: str, plans: list[Schedule], pipe: Any) -> None:
+    """A process that is ``stage`` of each of ``plans``."""
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=stage, world_size=plans[0].stages)
+    pipe.send([run(plan, torch.distributed.group.WORLD) for plan in plans])
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stages", sorted({plan.stages for plan in standalone()}))
+def test_hidden_states_of_all_depths_are_those_of_megatron_core(stages: int, tmp_path: Path) -> None:
+    """Shapes are exchanged before tensors, so every stage runs (``mtp_standalone``)."""
+    plans = [[plan for plan in standalone() if (plan.stages, plan.stage) == (stages, stage)] for stage in range(stages)]
+    fork = multiprocessing.get_context("fork")
+    pipes = [fork.Pipe(False) for _ in plans]
+    ranks = [
+        fork.Process(target=rank_of, args=(stage, str(tmp_path / "store"), own, pipes[stage][1]))
+        for stage, own in enumerate(plans)
+    ]
+    for rank in ranks:
+        rank.start()
+    for own, (pipe, _) in zip(plans, pipes, strict=True):
+        assert pipe.poll(120)
+        for plan, events in zip(own, pipe.recv(), strict=True):
+            assert fingerprint(events, sized=True) == recorded()[f"{plan} {STANDALONE}"], (
+                "write megatron_events.json anew: see megatron_events.py"
+            )
+    for rank in ranks:
+        rank.join(60)

@@ -117,7 +117,7 @@ def test_in_flight_of_a_reduced_schedule_is_that_of_the_whole(plan: Schedule) ->
 def test_a_shortened_schedule_peaks_as_the_whole(plan: Schedule, layers: Layers, hidden: int) -> None:
     """What the allocator's replay runs reaches what the fold says of the whole iteration; reports apart."""
     sizes, passes = Sizes(hidden, 1, 0), chunks(plan, hidden, layers)
-    order = MegatronOrder(plan, (), hidden, hidden)
+    order = MegatronOrder(plan, (), hidden)
     run = [action for action in order.shortened if action.microbatch >= 0 and action.what != "begin_all"]
     count = sum(action.what == "forward" for action in run) // plan.chunks
     short = replace(plan, microbatches=count)
@@ -134,7 +134,7 @@ def test_in_flight() -> None:
 def test_chunks_keep_their_last_input_and_its_gradient() -> None:
     """Each 1 KiB; the first stage's first chunk receives nothing."""
     kept = [
-        MegatronOrder(plan, (), 1024, 1024).carried
+        MegatronOrder(plan, (), 1024).carried
         for plan in (schedule(0, 4, 16), schedule(3, 4, 16), schedule(0, 4, 16, 4))
     ]
     assert [one.net for one in kept] == [0, 2 * 1024, 2 * 3 * 1024]

@@ -10,10 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
+from memplan.schedules.megatron_fold import Sizes
 from memplan.schedules.megatron_interleaved import FINALIZE
 from memplan.schedules.megatron_schedule import Schedule, schedule, trace
 
-from .megatron_events import calls, configurations, fingerprint, in_flight, recorded
+from .megatron_events import (
+    STANDALONE,
+    calls,
+    configurations,
+    fingerprint,
+    in_flight,
+    is_further,
+    recorded,
+    standalone,
+)
 
 
 def short(plan: Schedule) -> str:
@@ -34,6 +44,19 @@ def test_interleaved() -> None:
 @pytest.mark.parametrize("plan", configurations(), ids=str)
 def test_events_are_those_recorded_from_megatron_core(plan: Schedule) -> None:
     assert fingerprint(trace(plan)) == recorded()[str(plan)]
+
+
+@pytest.mark.parametrize("plan", standalone(), ids=str)
+def test_hidden_states_of_all_depths_go_where_megatron_core_sends_them(plan: Schedule) -> None:
+    """The chunk before the last sends twice what others do; all ranks of Megatron-Core ran, exchanging shapes."""
+    last, chunks = plan.chunks - 1, range(plan.chunks)
+    edges = tuple((1 + (plan.last and at == last), 1 + is_further(plan, at)) for at in chunks)
+    sizes = Sizes(1, edges=edges)
+    sized = [
+        event._replace(chunk=sizes.of(event.tensor, event.chunk)) if event.tensor is not None else event
+        for event in trace(plan)
+    ]
+    assert fingerprint(sized, sized=True) == recorded()[f"{plan} {STANDALONE}"]
 
 
 @given(st.sampled_from(configurations()))

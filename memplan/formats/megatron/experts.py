@@ -259,8 +259,8 @@ def _rank_capacity(reader: Reader) -> None:
     if given is not None and reader.settings.has(stash):
         raise reader.settings.wrong(
             stash,
-            "must be left out: pages for what experts save (paged_stash.py) are not modelled yet; without them"
-            " all of it stays where it was made",
+            "must be left out: pages that hold what experts save until their backward (paged_stash.py) are not modelled"
+            f" yet; without it all rows that {name} allows stay where they were made",
         )
     reader.building.put_said("experts.rank_capacity", given, name)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...plan import megatron_layout
 from ...plan.resolved import ResolvedPlan
 from ..base import Communicator, world
 
@@ -118,5 +119,15 @@ def _pipeline(plan: ResolvedPlan, stage: int, stride: int) -> Iterator[Communica
         yield Communicator("neighbouring stages", 2, 1, stride, peers=1, times=2)
     else:
         yield Communicator("pipeline", p, 1, stride, peers=peers)
-    if plan.model.tied_embeddings and stage in (0, p - 1):
-        yield Communicator("embeddings", 2, 1, stride * (p - 1), reduces=True)
+    holding = _embedded(plan)
+    if len(holding) > 1 and stage in holding:
+        yield Communicator("embeddings", len(holding), 1, stride * (holding[1] - holding[0]), reduces=True)
+
+
+def _embedded(plan: ResolvedPlan) -> list[int]:
+    """Stages that have the embedding's weight: a tied head's, too, and that of layers which predict further tokens
+    (``pretrain_gpt.py``, ``get_embedding_ranks``; ``_get_shared_word_embedding_weight``)."""
+    pp, model = plan.layout.pp, plan.model
+    tied = {pp - 1} if model.tied_embeddings else set()
+    further = {megatron_layout.further_stage(plan.pipeline.layout, pp)} if model.mtp_layers else set()
+    return sorted({0} | tied | further)

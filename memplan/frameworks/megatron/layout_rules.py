@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...plan.errors import ABSENT, PlanError
 from ...plan.layer_blocks import LINEAR, block_of, kinds_of
-from ...plan.megatron_layout import written_out
+from ...plan.megatron_layout import further_stage, written_out
 
 if TYPE_CHECKING:
     from ...plan.resolved import ResolvedPlan
@@ -389,6 +389,8 @@ def check_overlap(plan: ResolvedPlan) -> None:
         "must be false with experts.shared_expert_overlap": given.shared_expert_overlap,
         "must be false with fp32: bf16 and fp16 have it": plan.precision.dtype == "fp32",
         "must be false with more than one layer of multi-token prediction": plan.model.mtp_layers > 1,
+        "must be false with multi-token prediction in a stage before that of the loss (pipeline.layout), where it is "
+        "not modelled yet": further_stage(plan.pipeline.layout, plan.layout.pp) < plan.layout.pp - 1,
         "must be false before PyTorch 2.6, with which it hangs": _version(plan.torch) < (2, 6),
         "must be false with graphs of MLPs or experts (megatron.cuda_graph_modules without mlp and moe)": (
             megatron.cuda_graphs == "transformer_engine"

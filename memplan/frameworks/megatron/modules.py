@@ -165,11 +165,13 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
 
 
 @lru_cache(maxsize=1024)
-def mtp_module(shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options) -> Module:
+def mtp_module(
+    shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options, *, recomputed: bool = False
+) -> Module:
     """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
 
     def recipe(r: Recorder, x: Tensor) -> Run:
-        return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer))
+        return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer, recomputed))
 
     present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()
     return build("mtp", recipe, Interface(shape.hidden, hidden_dtype(shape)), options, present)
@@ -307,10 +309,16 @@ def recompute_groups(recompute: Recompute, entries: Sequence[str]) -> list[list[
 
 
 def recomputed(recompute: Recompute, entries: Sequence[str]) -> frozenset[str]:
-    """The layers among ``entries`` that are run again in backward."""
+    """The layers among ``entries`` that are run again in backward; those of multi-token prediction, too, but for some
+    of a stage's layers (``MultiTokenPredictionLayer._checkpointed_forward`` skips block recompute)."""
     layers = [entry for entry in entries if entry.startswith("layer.")]
     count = 0 if recompute.mode != "full" else None if recompute.method == "uniform" else recompute.layers or None
-    return frozenset(layers[:count])
+    return frozenset(layers[:count]) | ({"mtp"} & set(entries) if recomputes_further(recompute) else set())
+
+
+def recomputes_further(recompute: Recompute) -> bool:
+    """Layers of multi-token prediction run again in backward."""
+    return recompute.mode == "full" and recompute.method == "uniform"
 
 
 def role_of(entries: Sequence[str]) -> Role:

@@ -167,6 +167,12 @@ def _without_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
             "overlap-without-gain",
             f"experts.shared_expert_overlap changes nothing: {model.name} has no shared experts (--shared-expert-ffn)",
         )
+    given = plan.experts
+    if model.experts and given.dispatcher != "flex" and "flex_backend" in given.model_fields_set:
+        yield Notice(
+            "flex-backend-unused",
+            f"experts.flex_backend changes nothing: the dispatcher is {given.dispatcher} (--moe-dispatcher flex)",
+        )
 
 
 LARGE_MASK = 1 << 30
@@ -242,7 +248,12 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     """What the peak is where tokens go to some experts more than to others. Buffers that are padded do not grow."""
     shape = core_shape(plan)
     experts = shape.experts
-    if experts is None or experts.ep == 1 or experts.padded or not _has_experts(plan):
+    if experts is None or not _has_experts(plan):
+        return
+    if experts.ep == 1 or experts.padded:
+        if plan.experts.imbalance != "balanced":
+            why = "every expert's rows are padded to its capacity" if experts.padded else "every rank has all experts"
+            yield Notice("imbalance-for-nothing", f"experts.imbalance changes nothing: {why}")
         return
     sent = shape.routed.sent
     worst = replace(shape, experts=replace(experts, imbalance=float(experts.ep))).routed.received / sent
@@ -251,15 +262,16 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     yield Notice(
         "experts-imbalance",
         f"the peak depends on how many tokens the most loaded rank's experts get: {', '.join(parts)}, as requested "
-        f"bytes; this estimate: {_said(plan.experts.imbalance)} (--experts-imbalance)",
+        f"bytes; this estimate: {_said(plan.experts.imbalance, worst)} (--experts-imbalance)",
     )
 
 
-def _said(imbalance: str) -> str:
+def _said(imbalance: str, worst: float) -> str:
     """Of a record the factors of its rank, the one that has most tokens in all layers together."""
     factors = imbalance.split(",")
     if len(factors) == 1:
-        return imbalance
+        above = imbalance not in ("balanced", "worst") and float(imbalance) > worst
+        return f"{imbalance}, taken as the worst, since routing allows no more" if above else imbalance
     each = sorted(map(float, factors))
     mean = sum(each) / len(each)
     return f"{mean:.2f} times the mean in {len(each)} layers, from {each[0]:g} to {each[-1]:g}"

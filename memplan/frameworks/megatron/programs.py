@@ -141,7 +141,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             module = layers_module((decoder,), own)
         elif group[0] == "mtp":
             own_shape = layer_shape_in(layer_shape, "mtp", keeping, at_once)
-            module = mtp_module(end_shape, own_shape, "embedding" in entries, own)
+            embedded = "embedding" in entries
+            module = mtp_module(end_shape, own_shape, embedded, own, recomputed="mtp" in again)
         else:
             apart = job.head_apart and group[0] == HEAD
             module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own)
@@ -296,10 +297,9 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     check_covered(plan.model, MEGATRON_CORE, plan.framework)
     layout = plan.layout
     shape = core_shape(plan)
-    full = plan.recompute.mode == "full"
     for reason in (
         *block.uncovered(shape),
-        *mtp.uncovered(shape, recomputes_layers=full),
+        *mtp.uncovered(shape, recomputes_layers=plan.recompute.mode == "full"),
         *overlapped.uncovered(shape),
     ):
         raise plan.wrong("framework", f"has no recipe for {reason}")
@@ -349,9 +349,10 @@ class _Stage:
     chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
     contents: Contents
-    received: int
-    sent: int
-    """Bytes of hidden states from other stages and to others: behind multi-token prediction those of all depths."""
+    hidden: int
+    """Bytes of a hidden state;"""
+    edges: tuple[tuple[int, int], ...]
+    """of what each chunk receives and sends, where they differ: behind multi-token prediction, of all depths."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -364,17 +365,19 @@ def _stage(job: _Job, entries: tuple[tuple[str, ...], ...], last: bool) -> _Stag
         chunks,
         tuple(name for chunk in entries for name in chunk),
         contents_of(job.shape, entries),
-        *(hold_bytes(one, hidden_dtype(job.shape)) for one in _between(job.shape, entries)),
+        hold_bytes(job.shape.hidden, hidden_dtype(job.shape)),
+        _edges(job.shape, entries),
     )
 
 
-def _between(shape: CoreShape, entries: tuple[tuple[str, ...], ...]) -> tuple[Shape, Shape]:
-    """What a stage receives and what it sends (``mtp_standalone``: shapes are exchanged, too)."""
-    names = {name for chunk in entries for name in chunk}
-    if not shape.spec.mtp_layers or ("mtp" in names) is ("head" in names):
-        return shape.hidden, shape.hidden
-    every = mtp.hidden_of_all(shape)
-    return (shape.hidden, every) if "mtp" in names else (every, shape.hidden)
+def _edges(shape: CoreShape, entries: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, int], ...]:
+    """Bytes of what each chunk receives and what it sends, where not all are hidden states of one depth
+    (``mtp_standalone``: shapes are exchanged before, ``_communicate_shapes``)."""
+    apart = [("mtp" in chunk, "head" in chunk) for chunk in entries]
+    if not shape.spec.mtp_layers or all(further is head for further, head in apart):
+        return ()
+    one, every = (hold_bytes(size, hidden_dtype(shape)) for size in (shape.hidden, mtp.hidden_of_all(shape)))
+    return tuple((every if head and not further else one, every if further else one) for further, head in apart)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -448,8 +451,9 @@ def _held_in_evaluation(stage: _Stage) -> int:
     the micro-batch before sent (``output_tensor`` in ``schedules.py``), and the embedding's output while layers behind
     the first run (``decoder_input`` in ``GPTModel.forward``)."""
     held = stage.contents
-    embedded = stage.received if "embedding" in held.others and held.depth > 1 else 0
-    return embedded + (stage.sent if "head" not in held.others else 0)
+    embedded = stage.hidden if "embedding" in held.others and held.depth > 1 else 0
+    sent = max((sent for _, sent in stage.edges), default=stage.hidden)
+    return embedded + (sent if "head" not in held.others else 0)
 
 
 def _made(
@@ -471,8 +475,8 @@ def _made(
 def _order(stage: _Stage, chunks: tuple[Chunk, ...], order: Schedule) -> MegatronOrder:
     beside = stage.job.shape.overlap
     if beside is None:
-        return MegatronOrder(order, chunks, stage.received, stage.sent)
-    return BesideOrder(order, chunks, stage.received, stage.sent, early=beside.early)
+        return MegatronOrder(order, chunks, stage.hidden, stage.edges)
+    return BesideOrder(order, chunks, stage.hidden, stage.edges, early=beside.early)
 
 
 def _of_adapters(job: _Job, chunks: Sequence[KeptChunk]) -> frozenset[Shape] | None:

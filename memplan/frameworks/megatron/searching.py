@@ -128,7 +128,7 @@ class MegatronSearch(FrameworkSearch):
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:
         """Of models with experts or latent attention, modules whose recompute costs least for what it saves come first.
-        Layers that predict further tokens are not recomputed whole."""
+        Full recompute is not tried beside layers that predict further tokens, which run again or not by its method."""
         modules = tuple(module_sets(plan)) or ((),)
         beside = plan.experts.overlap_exchange
         full = () if plan.model.mtp_layers or beside else (Recomputing("full"),)

@@ -26,7 +26,7 @@ from ...values import replace
 from .adapters import tuning_of
 from .entries import stage_entries
 from .from_plan import core_shape
-from .modules import end_module, layers_module, module_shapes, mtp_module
+from .modules import end_module, layers_module, module_shapes, mtp_module, recomputes_further
 from .part_rules import counts_on_device
 from .states import bucket_size
 
@@ -73,12 +73,13 @@ def _entries(
     gradients: str | None,
     recent: bool,
     full: bool,
+    again: bool,
     apart: bool,
     user_buffers: bool,
     tuning: Tuning | None,
 ) -> Entries:
-    """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``apart``: what predicts
-    further tokens is not where the head is."""
+    """Of all plans whose layers are of one shape and are recomputed in ``full`` or not; ``again``: what predicts
+    further tokens is recomputed, too; ``apart``: it is not where the head is."""
     beside = whole.overlap is not None
     whole = replace(
         whole,
@@ -111,7 +112,7 @@ def _entries(
     )
     head = end_module("head", ends, False, options).work
     within = replace(shape, kind=spec.mtp_pattern)
-    further = mtp_module(ends, within, False, options).work if spec.mtp_layers else NO_PASSES
+    further = mtp_module(ends, within, False, options, recomputed=again).work if spec.mtp_layers else NO_PASSES
     if not apart:
         head, further = joined(further, head), NO_PASSES
     if spec.layer_pattern:
@@ -163,7 +164,8 @@ class MegatronTime(FrameworkTime):
         recent, full = not before(plan, NOT_OVERLAPPED), plan.recompute.mode == "full"
         shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
         buffers = plan.megatron.tp_comm_overlap
-        return _entries(shape, plan.precision.gradients, recent, full, apart, buffers, tuning_of(plan))
+        again = recomputes_further(plan.recompute)
+        return _entries(shape, plan.precision.gradients, recent, full, again, apart, buffers, tuning_of(plan))
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()

@@ -7,11 +7,13 @@ Shapes: D of them, s sequence, b micro-batch, h hidden; s / t under sequence par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
 from ..gradients import by_way_of, viewed, watched
+from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Product, exchanged
 from . import ends, router, te
 from .losses import language_model_loss
@@ -40,8 +42,10 @@ def uncovered(shape: CoreShape, *, recomputes_layers: bool) -> Iterator[str]:
         yield "multi-token prediction in local layers; that of Transformer Engine is covered"
     if shape.spec.tied_embeddings:
         yield "multi-token prediction with a head that is tied to the embedding"
-    if recomputes_layers:
-        yield "multi-token prediction with full recompute"
+    if recomputes_layers and shape.distributes:
+        yield "multi-token prediction with recomputed layers whose inputs are distributed, which does not run"
+    if recomputes_layers and shape.spec.mtp_pattern:
+        yield "multi-token prediction of hybrids with full recompute, which recomputes its layers within itself"
     if shape.mixes_states and shape.cp > 1:
         yield "hidden states that are mixed across depths with context parallelism"
     if shape.mixes_states and shape.spec.mtp_layers < 2:
@@ -59,8 +63,11 @@ def hidden_of_all(shape: CoreShape) -> Shape:
     return ((1 + shape.spec.mtp_layers) * s, b, h)
 
 
-def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape, layer: Layer) -> Tensor:
-    """``MultiTokenPredictionBlock.forward``: ``shape`` is that of ends, ``layer_shape`` of the layer within."""
+def block(
+    r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape, layer: Layer, again: bool = False
+) -> Tensor:
+    """``MultiTokenPredictionBlock.forward``: ``shape`` is that of ends, ``layer_shape`` of the layer within. ``again``:
+    backward runs each depth again, from the hidden state and the embedding (``_checkpointed_forward``)."""
     states = [hidden]
     history = History([detached(r, hidden) if shape.detaches_heads else hidden])
     for depth in range(shape.spec.mtp_layers):
@@ -72,16 +79,34 @@ def block(r: Recorder, hidden: Tensor, shape: CoreShape, layer_shape: CoreShape,
         if shape.detaches_heads:
             embedded = Tensor(embedded.storage, embedded.shape, embedded.dtype)
         rolled.clear()
-        r.prefix = f"mtp.{0 if shape.spec.mtp_shared else depth}."
-        x = _projected(r, embedded, below, shape)
-        x = _hooked(r, x, layer_shape, layer)
-        x = te.norm(r, x, "final_layernorm", shape)
-        r.prefix = ""
+        prefix = f"mtp.{0 if shape.spec.mtp_shared else depth}."
+        region = partial(_depth, prefix=prefix, shape=shape, layer_shape=layer_shape, layer=layer)
+        if not again:
+            x = region(r, below, embedded)
+        elif embedded.node is None:
+            x = recomputed_reentrant(r, partial(region, embedded=embedded), (below,))
+        else:
+            x = recomputed_reentrant(r, region, (below, embedded))
+        if again:
+            ends.keep_mask(r, layer_shape)
+        del region, below
         states.append(x)
         history.states.append(x)
         del x, embedded
     rows, *rest = hidden.shape
     return r.empty((rows * len(states), *rest), hidden.dtype, "hidden_of_all").by(r.node(states, (), viewed(*states)))
+
+
+def _depth(
+    r: Recorder, below: Tensor, embedded: Tensor, *, prefix: str, shape: CoreShape, layer_shape: CoreShape, layer: Layer
+) -> Tensor:
+    """``_proj_and_transformer_layer``."""
+    r.prefix = prefix
+    x = _projected(r, embedded, below, shape)
+    x = _hooked(r, x, layer_shape, layer)
+    x = te.norm(r, x, "final_layernorm", shape)
+    r.prefix = ""
+    return x
 
 
 def _hooked(r: Recorder, x: Tensor, shape: CoreShape, layer: Layer) -> Tensor:

@@ -134,7 +134,7 @@ def updates(
     plan, shape, own = replicas.plan, replicas.shape, replicas.own
     held, trained, experts = map(float, elements(shape.entries, work))
     exposed = own.exposed(replicas, Exchange(work, times, held, trained, microbatches, experts))
-    if staged and shape.spec.tied_embeddings and plan.layout.pp > 1:
+    if staged and plan.layout.pp > 1 and (shape.spec.tied_embeddings or shape.spec.mtp_layers):
         exposed += _tied(replicas, work)
     owners = own.owners(replicas)
     passes = streamed(replicas.rates, held * own.buffer_bytes(plan, replicas.ranks))
@@ -220,10 +220,12 @@ def sharded(
 
 
 def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:
-    """The gradients of a tied weight are summed between the first and the last stage."""
-    if not any(chunk.embedding or chunk.head for chunk in work):
-        return 0.0
+    """The gradients of a tied weight are summed between the first and the last stage; those of the embedding, if layers
+    that predict further tokens have another one (``finalize_model_grads.py``, ``_allreduce_word_embedding_grads``)."""
     shape, rates = replicas.shape, replicas.rates
+    with_head = shape.spec.tied_embeddings or not shape.entries.further.forward
+    if not any(chunk.embedding or chunk.further or (chunk.head and with_head) for chunk in work):
+        return 0.0
     size = shape.vocab // shape.ranks.t * shape.spec.hidden * replicas.gradient
     return collective(rates, "all-reduce", float(size), group(2, rates.node, rates.node))
 

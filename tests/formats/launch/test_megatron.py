@@ -306,6 +306,13 @@ def test_arguments_alone_that_only_modelopt_has_are_its() -> None:
     assert "whose layers are its own" in error_of(lambda: plan(words))
 
 
+@pytest.mark.parametrize("name", ["--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"])
+def test_rows_of_experts_in_8_bits_are_refused(name: str) -> None:
+    """``TransformerConfig.__post_init__`` wants NCCL's dispatcher for them."""
+    assert not launch(small(f"{name} bf16")).notes
+    assert f"{name}: must be left out, or bf16: rows in 8 bits need" in error_of(lambda: launch(small(f"{name} mxfp8")))
+
+
 def test_as_many_weight_shards_as_ranks_change_nothing() -> None:
     read = launch(small("--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2"))
     assert not read.notes

@@ -124,6 +124,9 @@ def test_megatrons_arguments() -> None:
     changed = {**arguments, "--moe-flex-dispatcher-backend": "ncclep"}
     with pytest.raises(PlanError, match="ncclep: is not modelled yet; deepep and hybridep are"):
         plan_of_arguments(changed, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
+    paged = {**arguments, "--moe-expert-rank-capacity-factor": 1.5, "--moe-paged-stash": True}
+    with pytest.raises(PlanError, match="moe-paged-stash: must be left out: pages that hold"):
+        plan_of_arguments(paged, {}, gpus=8, family="gpt", vocabulary=1000, flags={})
 
 
 def hybrid(**more: str) -> Entries:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+from warnings import catch_warnings, simplefilter
+
 import pytest
 import torch
 
 from memplan.frameworks.megatron.from_plan import core_shape
-from memplan.frameworks.megatron.modules import module_shapes, mtp_module
+from memplan.frameworks.megatron.modules import module_shapes, mtp_module, recomputed
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor, incoming
@@ -18,6 +23,7 @@ from memplan.plan.resolve import resolve
 from memplan.tape.events import Hold, Tape
 
 from ...oracle.tracer import Change, Follow, Trace, run
+from .test_overlapped_real import Storages
 
 S, B, H = 256, 2, 64
 UNIT = S * B * H * 2
@@ -134,8 +140,9 @@ FLAGS = {
 
 def module(**flags: str) -> Module:
     given = {name.replace("_", "-"): value for name, value in (FLAGS | flags).items()}
-    layer, end = module_shapes(core_shape(resolve(read_plan(None, given).plan)))
-    return mtp_module(end, layer, True, Options())
+    plan = resolve(read_plan(None, given).plan)
+    layer, end = module_shapes(core_shape(plan))
+    return mtp_module(end, layer, True, Options(), recomputed="mtp" in recomputed(plan.recompute, ["mtp"]))
 
 
 def names(tape: Tape) -> list[str]:
@@ -171,11 +178,111 @@ def test_a_detached_head_saves_no_input() -> None:
     assert made[0].count("grad_head_input") == made[1].count("grad_head_input") == 3
 
 
+# -- recomputed -----------------------------------------------------------------------------------------
+
+
+def kept_by_megatron(depths: int) -> int:
+    """Bytes that the forward pass of Megatron-Core's own block leaves when each depth is recomputed, of layers that
+    would keep activations."""
+    with catch_warnings():
+        simplefilter("ignore")
+        real = pytest.importorskip("megatron.core.transformer.multi_token_prediction", exc_type=ImportError)
+        random = pytest.importorskip("megatron.core.tensor_parallel.random", exc_type=ImportError)
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    config = SimpleNamespace(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, mtp_num_layers=depths,
+        distribute_saved_activations=False, sequence_parallel=False, fp8=None, fp4=None, mtp_detach_heads=False,
+        pipeline_model_parallel_size=1, mtp_hsm=False,
+    )  # fmt: skip
+    layers = [torch.nn.Module.__new__(real.MultiTokenPredictionLayer) for _ in range(depths)]
+    weight = torch.randn(H, 2 * H, dtype=torch.bfloat16)
+    for layer in layers:
+        torch.nn.Module.__init__(layer)
+        parts: dict[str, object] = {
+            "config": config, "cp_group": one, "tp_group": one, "sequence_parallel": False, "mtp_layer_pattern": None,
+            "enorm": Twice(), "hnorm": Twice(), "final_layernorm": Twice(),
+            "eh_proj": lambda x: (torch.nn.functional.linear(x, weight), None),
+        }  # fmt: skip
+        parts |= dict.fromkeys(("mtp_model_layer", "transformer_layer"), _layer)  # as releases call it
+        vars(layer).update(parts)
+    block = torch.nn.Module.__new__(real.MultiTokenPredictionBlock)
+    torch.nn.Module.__init__(block)
+    vars(block).update(config=config, layers=layers, vp_stage=None, mtp_use_repeated_layer=False, tp_group=one)
+    vars(block).update(sequence_parallel=False, cp_group=one)
+    table = torch.randn(8, H, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros((B, S), dtype=torch.int64)
+    hidden = torch.randn((S, B, H), dtype=torch.bfloat16, requires_grad=True)
+    with ExitStack() as patches:
+        for name in ("_get_all_rng_states", "_set_all_rng_states"):
+            patches.enter_context(mock.patch.object(random, name, return_value=()))
+        patches.enter_context(mock.patch.object(random, "_fork_rng", side_effect=nullcontext))
+        patches.enter_context(mock.patch.object(real, "gather_from_tensor_model_parallel_region", lambda x, **_: x))
+        storages = patches.enter_context(Storages())
+        out = block.forward(
+            input_ids=tokens, position_ids=tokens, hidden_states=hidden, attention_mask=None,
+            embedding=lambda input_ids, position_ids: torch.nn.functional.embedding(input_ids.T, table),
+        )  # fmt: skip
+        kept = storages.live()
+        out.sum().backward()
+        assert hidden.grad is not None
+        assert table.grad is not None
+    return kept
+
+
+def _layer(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    return torch.nn.functional.gelu(hidden_states), None
+
+
+class Twice(torch.nn.Module):
+    """A norm that saves nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("depths", [1, 2, 3])
+def test_a_recomputed_depth_keeps_embedding_and_hidden_state(depths: int) -> None:
+    """Of each depth the tokens, and what has been looked up; of all but the last what they hand on; and hidden states
+    of all, one behind the other. The first hidden state is the caller's."""
+    expected = depths * B * S * 8 + (depths + (depths - 1) + (1 + depths)) * UNIT
+    assert kept_by_megatron(depths) == expected
+    again = module(mtp_layers=str(depths), mbs=str(B), seq=str(S), recompute="full")
+    rows, h = S * B, 2048
+    assert again.first.forward_fold.net == depths * rows * 8 + (3 * depths) * rows * h * 2
+    plain = module(mtp_layers=str(depths), mbs=str(B), seq=str(S))
+    assert [one.name for one in again.parameters] == [one.name for one in plain.parameters]
+    left = [one.first.forward_fold.net + one.first.backward_fold.net for one in (again, plain)]
+    assert left[0] == left[1]
+
+
+def test_blocks_of_recomputed_layers_leave_further_ones_out() -> None:
+    """Megatron-Core skips block recompute with a warning. A depth whose embedding is detached gives it no gradient."""
+    plain, block = module(), module(recompute="full", recompute_method="block")
+    assert block.first == plain.first
+    detached = module(recompute="full", mtp_detach_heads="true")
+    assert "grad_word_embeddings_weight" not in names(detached.first.backward)
+    assert "grad_word_embeddings_weight" in names(module(recompute="full").first.backward)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [({"mtp_layers": "1"}, "fewer than two"), ({"cp": "2", "dp": "1", "ep": "1"}, "context parallelism")],
+    [
+        ({"mtp_layers": "1", "mtp-hsm": "true"}, "fewer than two"),
+        ({"cp": "2", "dp": "1", "ep": "1", "mtp-hsm": "true"}, "context parallelism"),
+        ({"recompute": "full", "recompute-layers": "2"}, "recompute.layers = 2: must be 1 with multi-token prediction"),
+        ({"recompute": "full", "megatron-fsdp": "optim_grads_params"}, "must not be full with multi-token prediction"),
+    ],
 )
 def test_refused(flags: dict[str, str], said: str) -> None:
-    given = {name.replace("_", "-"): value for name, value in (FLAGS | flags | {"mtp-hsm": "true"}).items()}
+    given = {name.replace("_", "-"): value for name, value in (FLAGS | flags).items()}
     with pytest.raises(PlanError, match=said):
         programs(resolve(read_plan(None, given).plan), Options())
+
+
+def test_distributed_inputs_of_recomputed_layers_are_refused() -> None:
+    """What each depth has been given would be 1/t of it, in one dimension, when the states of all are joined."""
+    flags = {"model": "llama-3-8b", "framework": "megatron", "layers": "2", "gpus": "2", "tp": "2", "mtp-layers": "1"}
+    flags |= {"recompute": "full", "distribute-saved-activations": "true", "sequence-parallel": "false"}
+    with pytest.raises(PlanError, match="whose inputs are distributed"):
+        programs(resolve(read_plan(None, flags).plan), Options())
