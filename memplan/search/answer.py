@@ -223,8 +223,9 @@ TRIED = 3
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float, gain: int) -> list[Suggestion]:
     """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest and
-    keep as much on the GPU: of those that leave as much but for less than ``gain`` bytes the fastest. Of that one every stage is replayed; the fullest stage and those at the ends rule others
-    out, and are enough of the fastest where that one needs less than they do."""
+    keep as much on the GPU: of those that leave as much but for less than ``gain`` bytes the fastest. Of that one
+    every stage is replayed; the fullest stage and those at the ends rule others out, and are enough of the fastest
+    where that one needs less than they do."""
     if not best:
         return best
     best = [*best]
@@ -254,7 +255,8 @@ def _with_more_room(
     search: Search, whole: Suggestion, best: Sequence[Suggestion], longest: float, gain: int
 ) -> Suggestion:
     """``whole``, or one of ``best`` that is as fast, keeps as much on the GPU as the fastest and takes less of the
-    device, by ``gain`` bytes at least: what the allocator and NCCL add can be the other way round than what tensors request."""
+    device, by ``gain`` bytes at least: what the allocator and NCCL add can be the other way round than what tensors
+    request."""
     others = [
         one
         for one in best

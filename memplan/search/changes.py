@@ -234,8 +234,8 @@ def without_retries(retrying: Suggestion, known: Measured = NOTHING) -> Suggesti
 def changes_of(
     given: Suggestion, limit: int, fixed: Mapping[str, object], report: Report, known: Measured = NOTHING
 ) -> list[Change]:
-    """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. Of degrees the
-    least that fits without a retry, or the most. What is ``fixed`` stays."""
+    """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. Of degrees
+    the least that fits without a retry, or the most. What is ``fixed`` stays."""
     found: list[Change] = []
     of_degree: dict[str, Change] = {}
     proposed = [one for one in proposals(given, limit) if not one.fields.keys() & fixed.keys()]
@@ -290,7 +290,7 @@ def methods_of(suggestion: Suggestion) -> tuple[Method, ...]:
     if len(suggestion.cut) < 2:
         return ()
     proposed = Method("proposed", suggestion.requested, suggestion.fullest, suggestion.seconds)
-    others = (_measured(name, plan, fields) for name, fields, _ in _ways(suggestion))
+    others = (_measured(one.what, plan, one.fields) for one in _ways(suggestion))
     return (proposed, *(one for one in others if one.name != LEAST or one.requested != proposed.requested))
 
 

@@ -171,8 +171,8 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     for together in range(1, TOGETHER + 1):
         fitting, left = changes.fitting(tried, left, WAYS - len(found))
         for one in fitting:
-            enough, left = changes.no_more_than_enough(one, every, left)
-            found.append(enough)
+            least, left = changes.no_more_than_enough(one, every, left)
+            found.append(least)
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
         enough = {one.what for one in found}

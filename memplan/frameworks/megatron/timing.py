@@ -18,7 +18,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
-from ...search.time.rates import before
+from ...search.time.rates import DIVIDED, before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
@@ -149,6 +149,7 @@ def _needed(spec: ModelSpec, kind: str) -> bool:
 
 class MegatronTime(FrameworkTime):
     fused_attention = True
+    compared = DIVIDED
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         """Modules in 16 bits are those of every layer."""

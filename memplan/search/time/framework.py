@@ -15,6 +15,8 @@ class FrameworkTime:
     """Transformer Engine chooses attention's kernels."""
     pipelined = True
     """Stages run beside one another, on different micro-batches."""
+    compared = ""
+    """Which steps of its code were compared with measured ones (``rates.PUBLISHED_ERRORS``); empty: none."""
 
     # -- layers and stages ---------------------------------------------------------------------------------
 
