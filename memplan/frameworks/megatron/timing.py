@@ -170,14 +170,17 @@ class MegatronTime(FrameworkTime):
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
         return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
 
-    def grows(self, plan: ResolvedPlan) -> bool:
-        """Experts take whole rows each, and drop whole ones."""
-        if not plan.model.experts:
-            return True
-        layout, given = plan.layout, plan.experts
-        rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
-        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not counts_on_device(plan)
-        return balanced and rows % plan.model.experts == 0
+    def rounding(self, plan: ResolvedPlan) -> float:
+        """Experts take whole rows each, one less at most than their share (``Product.regrouped``), and drop whole ones."""
+        spec, layout, given = plan.model, plan.layout, plan.experts
+        if not spec.experts:
+            return 0.0
+        if given.imbalance != "balanced" or given.capacity_factor is not None or counts_on_device(plan):
+            return 1.0
+        divided = layout.cp * layout.tp
+        if 2 * plan.batch.seq // divided * spec.expert_top_k % spec.experts == 0:
+            return 0.0
+        return min(1.0, spec.experts / (plan.batch.seq // divided * spec.expert_top_k * layout.ep))
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         return super().scattered_sends(plan) or before(plan, SCATTERED)

@@ -48,10 +48,10 @@ class PlainTime(FrameworkTime):
     def stages(self, plan: ResolvedPlan) -> Work:
         return super().stages(plan) if plan.model.has_sizes else stages_of(plan)
 
-    def grows(self, plan: ResolvedPlan) -> bool:
+    def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each."""
         spec = plan.model
-        return not spec.experts or 2 * plan.batch.seq * spec.expert_top_k % spec.experts == 0
+        return float(spec.experts > 0 and 2 * plan.batch.seq * spec.expert_top_k % spec.experts > 0)
 
 
 class DeviceMapTime(PlainTime):

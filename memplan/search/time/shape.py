@@ -114,13 +114,14 @@ class Shapes:
 
     def __init__(self, plan: ResolvedPlan, accumulates: bool) -> None:
         self.plan, self.times = plan, 2 if accumulates else 1
-        self.linear = plan.loss.kind not in ROUNDED and framework(plan.framework).time.grows(plan)
+        self.rounding = 1.0 if plan.loss.kind in ROUNDED else framework(plan.framework).time.rounding(plan)
+        """As of ``FrameworkTime.rounding``."""
         self.known: dict[int, Shape] = {}
 
     def of(self, b: int) -> Shape:
         """Of ``b`` sequences. Recorded of 1, 2, 4 and odd numbers; others follow from 2 and 4."""
         if b not in self.known:
-            self.known[b] = (self._grown(b) if self.linear and b > 4 and b % 2 == 0 else None) or self.recorded(b)
+            self.known[b] = (self._grown(b) if not self.rounding and b > 4 and b % 2 == 0 else None) or self.recorded(b)
         return self.known[b]
 
     def recorded(self, b: int) -> Shape:
