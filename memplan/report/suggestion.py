@@ -112,8 +112,8 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
         yield Notice(
             "mfu-above-published",
             f"an MFU of {100 * stated.step.mfu_halved:.0f} %, with half of causal scores, is above the best published "
-            f"one that was found for {plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect a "
-            "slower step",
+            f"one that was found for {plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect "
+            "a slower step",
         )
 
 

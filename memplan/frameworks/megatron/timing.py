@@ -171,7 +171,7 @@ class MegatronTime(FrameworkTime):
         return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
 
     def rounding(self, plan: ResolvedPlan) -> float:
-        """Experts take whole rows each, one less at most than their share (``Product.regrouped``), and drop whole ones."""
+        """Experts take whole rows each, less than their share by one at most (``Product.regrouped``), and drop such."""
         spec, layout, given = plan.model, plan.layout, plan.experts
         if not spec.experts:
             return 0.0

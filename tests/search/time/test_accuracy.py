@@ -46,9 +46,9 @@ def test_one_gpu_was_compared_where_several_were_not() -> None:
 
 
 def test_layers_that_megatron_divides_have_errors_of_their_own() -> None:
-    """On H100 those of FSDP's steps, which are a sixth of it, stood there; in 8 bits others were compared."""
+    """On H100 those of FSDP's steps, which are a quarter of it, stood there; in 8 bits others were compared."""
     divided, low = PUBLISHED_ERRORS[DIVIDED], PUBLISHED_ERRORS[DIVIDED_LOW]
-    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"] > 5 * of("h100-80gb")
+    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"] > 4 * of("h100-80gb")
     assert of("h100-80gb", framework="megatron", fp8="tensorwise") == low["h100-80gb"] < divided["h100-80gb"]
     assert of("h200", framework="megatron") == of("gb200", framework="megatron") == max(divided.values())
 
