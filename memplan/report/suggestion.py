@@ -107,12 +107,13 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
         return
     plan = resolve(stated.plan)
     dtype, experts = plan.precision.low or plan.precision.dtype, plan.model.experts > 0
-    best = best_published(plan.hardware.gpu or "", dtype, stated.step.mfu, experts=experts)
+    best = best_published(plan.hardware.gpu or "", dtype, stated.step.mfu_halved, experts=experts)
     if best is not None:
         yield Notice(
             "mfu-above-published",
-            f"an MFU of {100 * stated.step.mfu:.0f} % is above the best published one that was found for "
-            f"{plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect a slower step",
+            f"an MFU of {100 * stated.step.mfu_halved:.0f} %, with half of causal scores, is above the best published "
+            f"one that was found for {plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect "
+            "a slower step",
         )
 
 
@@ -318,7 +319,9 @@ def _on_each_node(estimate: Estimate) -> list[str]:
 def _speed(suggestion: Suggestion, step: StepTime, error: float) -> Pieces:
     rates = f"{rough(step.tokens_per_second)} tokens/s", f"{rough(step.tokens_per_second_per_gpu)} of each GPU"
     time = Text(time_unit(suggestion.seconds).text(suggestion.seconds), "bold")
-    return Pieces([time, f"± {part(error)}", *rates, f"MFU {part(step.mfu)}"])
+    whole, halved = part(step.mfu), part(step.mfu_halved)
+    mfu = f"MFU {whole}" if whole == halved else f"MFU {whole} ({halved} with half of causal scores)"
+    return Pieces([time, f"± {part(error)}", *rates, mfu])
 
 
 def _parts(suggestion: Suggestion, step: StepTime) -> Pieces:

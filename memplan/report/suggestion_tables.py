@@ -123,7 +123,7 @@ def worth(found: Found) -> Iterator[RenderableType]:
     yield Text(
         f"The fastest takes {time_unit(lost).text(lost)} less of a step ({', '.join(saved)}) and needs "
         f"{size(fastest.needs - best.needs)} more. Layouts within {part(found.within)} of it count as equally fast, "
-        "and of these the one with most room is recommended.",
+        f"and of these the one with most room is recommended, where that is {size(found.gain)} or more.",
         FAINT,
     )
 

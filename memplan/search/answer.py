@@ -71,6 +71,7 @@ class Sought:
         self._space = _space(self.base, resolved, fixed)
         self.error = published_error(resolved)
         self.within = min(EQUALLY_FAST, self.error)
+        self.gain = headroom_bytes(default_reserve(self.capacity), self.capacity)
         self._search: Search | None = None
         self.seconds = perf_counter() - started
 
@@ -118,6 +119,7 @@ class Sought:
             keeps_free="" if self.base is stated else self.base.headroom,
             error=self.error,
             within=self.within,
+            gain=self.gain,
         )
 
     def _best(self, top: int, within: float = inf) -> tuple[Search, list[Suggestion]]:
@@ -137,7 +139,7 @@ class Sought:
         stage of it is replayed."""
         while True:
             fastest = search.fastest(top, within)
-            best = _roomiest_first(search, fastest, self.within)[:top]
+            best = _roomiest_first(search, fastest, self.within, self.gain)[:top]
             if not (fastest and search.is_refuted(fastest[0])):
                 return best
             search.begin()
@@ -219,10 +221,11 @@ TRIED = 3
 """Layouts with most room that are replayed, until one needs no retry."""
 
 
-def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> list[Suggestion]:
+def _roomiest_first(search: Search, best: list[Suggestion], within: float, gain: int) -> list[Suggestion]:
     """``best``, fastest first, with the one in front that leaves most room of all that are as fast as the fastest and
-    keep as much on the GPU. Of that one every stage is replayed; the fullest stage and those at the ends rule others
-    out, and are enough of the fastest where that one needs less than they do."""
+    keep as much on the GPU: of those that leave as much but for less than ``gain`` bytes the fastest. Of that one
+    every stage is replayed; the fullest stage and those at the ends rule others out, and are enough of the fastest
+    where that one needs less than they do."""
     if not best:
         return best
     best = [*best]
@@ -231,37 +234,40 @@ def _roomiest_first(search: Search, best: list[Suggestion], within: float) -> li
     def is_worth(one: Suggestion) -> bool:
         if not one.is_safe or one.judged.retries > best[0].judged.retries:
             return False
-        if one.needs >= best[0].needs:  # a stage between its ends may need more
+        if one.needs > best[0].needs - gain:  # a stage between its ends may need more
             best[0] = search.estimated(best[0])
-        return one.needs < best[0].needs
+        return one.needs <= best[0].needs - gain
 
-    for roomy in search.roomier(best[0], within)[:TRIED]:
+    for roomy in search.roomier(best[0], within, gain)[:TRIED]:
         ends = search.replayed_fullest(roomy)
         if is_worth(ends):
-            whole = _with_more_room(search, ends, best, longest)
+            whole = _with_more_room(search, ends, best, longest, gain)
             whole = search.estimated(roomy) if whole is ends else whole
             if is_worth(whole):
                 break
     else:
         whole = best[0] = search.estimated(best[0])
-    whole = _with_more_room(search, whole, best, longest)
+    whole = _with_more_room(search, whole, best, longest, gain)
     return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
 
 
-def _with_more_room(search: Search, whole: Suggestion, best: Sequence[Suggestion], longest: float) -> Suggestion:
+def _with_more_room(
+    search: Search, whole: Suggestion, best: Sequence[Suggestion], longest: float, gain: int
+) -> Suggestion:
     """``whole``, or one of ``best`` that is as fast, keeps as much on the GPU as the fastest and takes less of the
-    device: what the allocator and NCCL add can be the other way round than what tensors request."""
+    device, by ``gain`` bytes at least: what the allocator and NCCL add can be the other way round than what tensors
+    request."""
     others = [
         one
         for one in best
         if one.seconds <= longest
-        and one.needs < whole.needs
+        and one.needs <= whole.needs - gain
         and one.device is not None
         and (one.is_safe, one.judged.retries) == (True, whole.judged.retries)
         and alike(one.point, best[0].point)
     ]
     roomy = search.estimated(min(others, key=lambda one: one.needs)) if others else whole
-    return roomy if roomy.is_safe and roomy.needs < whole.needs else whole
+    return roomy if roomy.is_safe and roomy.needs <= whole.needs - gain else whole
 
 
 def _front(search: Search, best: list[Suggestion]) -> list[Suggestion]:

@@ -73,6 +73,8 @@ class _Limit(NamedTuple):
     head: float = 0.0
     host: float = 0.0
     dense_host: float = 0.0
+    rounding: float = 1.0
+    """The part by which whole numbers of rows may make any of them less for one sequence."""
 
 
 class Clock:
@@ -173,11 +175,11 @@ class Clock:
         whole = layers * layer + self.first * dense + b * ends
         slowest = max(whole / point.pp, -(-layers // point.pp) * layer)
         passes = count * slowest if point.vpp > 1 else whole + (count - 1) * slowest
-        return passes * (1 - ROUNDED)
+        return passes * max(0.0, 1 - ROUNDED - known.rounding / b)
 
     def _limit(self, point: Point) -> _Limit:
         shapes, rates = self._shapes_of(point)
-        if not shapes.linear:
+        if shapes.rounding == 1:
             return _Limit()
         shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
         times, entries = times_of(shape, self._at_full_clock(rates), False, False), shape.entries
@@ -185,7 +187,7 @@ class Clock:
         embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
         host = [host_seconds(work, rates, shape.host) for work in works]
-        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host)
+        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host, shapes.rounding)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""

@@ -26,7 +26,7 @@ from ..result import Verdict
 from ..values import dataclass
 from .candidates import Clock, chunks_of
 from .cuts import fields_of, fitting, smallest
-from .framework import Proposal
+from .framework import Proposal, divisors
 from .point import UNCUT_FIELDS, Point, Recomputing, changed
 from .result import UNTIMED, Change, Suggestion
 from .search import Report
@@ -76,17 +76,13 @@ def _expandable_segments(plan: ResolvedPlan) -> Iterator[Proposal]:
 
 
 def _smaller_batches(plan: ResolvedPlan) -> Iterator[Proposal]:
-    mbs = plan.batch.mbs
-    smaller = {mbs // 2, 1} if mbs > 1 else set()
-    for size in sorted(smaller - {0}, reverse=True):
-        yield Proposal(
-            f"micro-batch {mbs} → {size}",
-            {"batch.mbs": size, "batch.gbs": plan.batch.gbs, "batch.accumulation": None},
-        )
-    evaluated = plan.trainer.evaluation_mbs or 0
-    for size in sorted({evaluated // 2, evaluated // 4, 1} if evaluated > 1 else set(), reverse=True):
-        if size:
-            yield Proposal(f"evaluation batch {evaluated} → {size}", {"trainer.evaluation_mbs": size})
+    mbs, evaluated = plan.batch.mbs, plan.trainer.evaluation_mbs or 1
+    for size in reversed(divisors(mbs)[:-1]):
+        fields = {"batch.mbs": size, "batch.gbs": plan.batch.gbs, "batch.accumulation": None}
+        yield Proposal(f"micro-batch {mbs} → {size}", fields, degree_of="micro-batch")
+    for size in reversed(divisors(evaluated)[:-1]):
+        what = f"evaluation batch {evaluated} → {size}"
+        yield Proposal(what, {"trainer.evaluation_mbs": size}, degree_of="evaluation batch")
 
 
 def _more_recompute(plan: ResolvedPlan) -> Iterator[Proposal]:
@@ -238,22 +234,29 @@ def without_retries(retrying: Suggestion, known: Measured = NOTHING) -> Suggesti
 def changes_of(
     given: Suggestion, limit: int, fixed: Mapping[str, object], report: Report, known: Measured = NOTHING
 ) -> list[Change]:
-    """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. What is
-    ``fixed`` stays."""
+    """Single changes of ``given`` that need less, or fit; those that fit first, and of these the fastest. Of degrees
+    the least that fits without a retry, or the most. What is ``fixed`` stays."""
     found: list[Change] = []
+    of_degree: dict[str, Change] = {}
     proposed = [one for one in proposals(given, limit) if not one.fields.keys() & fixed.keys()]
-    for at, (what, fields, _) in enumerate(proposed):
+    for at, one in enumerate(proposed):
         report("changes that could help", at, len(proposed))
-        base = changed(given.plan, fields)
+        less = of_degree.get(one.degree_of)
+        if less is not None and less.suggestion.is_safe and not less.suggestion.judged.retries:
+            continue  # less is enough
+        base = changed(given.plan, one.fields)
         try:
             after = measured(base, known)
         except PlanError:
             continue
         gained, lost = given.needs - after.needs, after.seconds - given.seconds
         if gained > 0 or after.fits:
-            found.append(Change(what, tuple(fields.items()), after, gained, lost, after.fits))
-    found.sort(key=_smallest_first)
-    return found
+            change = Change(one.what, tuple(one.fields.items()), after, gained, lost, after.fits)
+            if one.degree_of:
+                of_degree[one.degree_of] = change
+            else:
+                found.append(change)
+    return sorted((*found, *of_degree.values()), key=_smallest_first)
 
 
 def _smallest_first(change: Change) -> tuple[object, ...]:
@@ -287,7 +290,7 @@ def methods_of(suggestion: Suggestion) -> tuple[Method, ...]:
     if len(suggestion.cut) < 2:
         return ()
     proposed = Method("proposed", suggestion.requested, suggestion.fullest, suggestion.seconds)
-    others = (_measured(name, plan, fields) for name, fields, _ in _ways(suggestion))
+    others = (_measured(one.what, plan, one.fields) for one in _ways(suggestion))
     return (proposed, *(one for one in others if one.name != LEAST or one.requested != proposed.requested))
 
 

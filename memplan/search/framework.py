@@ -33,6 +33,8 @@ class Proposal(NamedTuple):
     fields: Mapping[str, Any]
     costs: str = ""
     """What it costs beside time."""
+    degree_of: str = ""
+    """What it does more or less of than others, if any: no more of that is proposed than is enough."""
 
 
 class FrameworkSearch:
@@ -106,6 +108,10 @@ class FrameworkSearch:
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         """Choices beside layout, batch and recompute, alternatives of one another in a group."""
         return [*fused_losses(plan), *eight_bit_adam(plan)]
+
+    def free(self, plan: ResolvedPlan) -> tuple[Extra, ...]:
+        """What every layout takes that does not say otherwise: it costs neither time nor numbers."""
+        return ()
 
     # -- points --------------------------------------------------------------------------------------------
 

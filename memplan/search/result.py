@@ -161,6 +161,8 @@ class Found:
     """Median error of predicted times, as a part."""
     within: float = 0.0
     """Layouts are equally fast that take longer than the fastest by no more than this part."""
+    gain: int = 0
+    """Bytes of room for which a slower one of these is worth the change: a reserve, as it is by default."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,21 +224,22 @@ class Search:
         """Bytes that may lie outside PyTorch on the fullest stage: what fits, fits beside them."""
         return outside_range(causes(resolve(suggestion.plan), suggestion.fullest, self.known))[1]
 
-    def roomier(self, fastest: Suggestion, within: float) -> list[Suggestion]:
+    def roomier(self, fastest: Suggestion, within: float, gain: int) -> list[Suggestion]:
         """Layouts that take longer than ``fastest`` by no more than the part ``within``, train with the same numbers
-        and keep as much on the GPU; each requests less than the ones before it, and the last one that was found stands
-        first."""
+        and keep as much on the GPU; each requests less than the ones before it, by ``gain`` bytes at least, and the
+        last one that was found stands first."""
         found = [fastest]
         latest = fastest.seconds * (1 + within)
 
         def is_worth(candidate: Candidate) -> bool:
-            return candidate.floor < found[-1].requested and alike(candidate.point, fastest.point)
+            return candidate.floor <= found[-1].requested - gain and alike(candidate.point, fastest.point)
 
         for candidate in self._by_time(is_worth):
             if candidate.seconds > latest:
                 break
-            suggestion = self.folded(candidate, found[-1].requested - 1)
-            if suggestion is not None and suggestion.requested < found[-1].requested:
+            most = found[-1].requested - gain
+            suggestion = self.folded(candidate, most)
+            if suggestion is not None and suggestion.requested <= most:
                 found.append(suggestion)
         return found[:0:-1]
 

@@ -61,7 +61,7 @@ class Space:
     """``None``: every divisor of a replica's share of the batch."""
     recompute: tuple[Recomputing, ...]
     extras: tuple[tuple[Extra, ...], ...]
-    """Combinations of them; the first is none at all."""
+    """Combinations of them; the first is no more than what all have (``FrameworkSearch.free``)."""
     dp: tuple[int, ...] | None = None
     """``None``: what the other sizes leave."""
     per_operator: bool = True
@@ -264,7 +264,7 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
         zero=sizes["zero"],
         mbs=mbs,
         recompute=recompute,
-        extras=_combined(search.extras(resolved), fixed),
+        extras=_combined(search.free(resolved), search.extras(resolved), fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
         per_operator=not any(path.startswith(("recompute.", "fsdp.")) for path in fixed),
         sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
@@ -272,11 +272,18 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
     )
 
 
-def _combined(groups: Sequence[tuple[Extra, ...]], fixed: Mapping[str, Any]) -> tuple[tuple[Extra, ...], ...]:
-    """Every combination of one choice of each group, none of them first."""
-    free = [group for group in groups if group and not any(path in fixed for one in group for path, _ in one.fields)]
+def _combined(
+    always: Sequence[Extra], groups: Sequence[tuple[Extra, ...]], fixed: Mapping[str, Any]
+) -> tuple[tuple[Extra, ...], ...]:
+    """``always``, with every combination of one choice of each group, none of them first."""
+
+    def may_change(one: Extra) -> bool:
+        return not any(path in fixed for path, _ in one.fields)
+
+    taken = tuple(filter(may_change, always))
+    free = [group for group in groups if group and all(map(may_change, group))]
     combined = product(*[(None, *group) for group in free])
-    return tuple(tuple(extra for extra in choice if extra is not None) for choice in combined)
+    return tuple((*taken, *(extra for extra in choice if extra is not None)) for choice in combined)
 
 
 def makes_groups(shards: int, count: int) -> bool:

@@ -39,8 +39,9 @@ LAYERS = 1500
 """Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
 
 COSTS_BESIDE_TIME = 0.25
-"""What a change of the training's numbers, of the GPUs or of their number, or a retry in every iteration counts as in
-the order of the ways, in parts of a step's time: a rule of this list, which changes no figure."""
+"""What a change of the training's numbers, of the GPUs or of their number, or each retry of an iteration counts as in
+the order of the ways, in parts of a step's time: a rule of this list, which changes no figure. Those before the
+allocator settles count as one."""
 ANOTHER_JOB = 1.0
 """And other or more GPUs, or adapters that are trained in place of the weights."""
 
@@ -123,7 +124,8 @@ class _Tried:
         another = ANOTHER_JOB * any(
             path.startswith(_OF_ANOTHER_JOB) and path != "hardware.capacity" for path in self._bought
         )
-        beside = COSTS_BESIDE_TIME * (sum(bool(one.costs) for one in self.proposed) + bool(self.retries))
+        retries = max(self.after.judged.retries_in_iteration, min(1, self.retries))
+        beside = COSTS_BESIDE_TIME * (sum(bool(one.costs) for one in self.proposed) + retries)
         slower = self.slower or 0.0
         return (max(slower, 0.0) if beside else slower) + beside + another, len(self.proposed), -self.after.requested
 
@@ -164,16 +166,22 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     folds = LAYERS // plan.model.layers - len(single)
     by_gain = [one.proposed[0] for one in sorted(single, key=_least)]
     by_gain += [one for one in every if one not in by_gain and _GPU not in one.fields]  # what needs another one to run
+    most = {one.degree_of: one for one in reversed(by_gain)}
+    by_gain = [one for one in by_gain if not one.degree_of or most[one.degree_of] is one]
     for together in range(1, TOGETHER + 1):
         fitting, left = changes.fitting(tried, left, WAYS - len(found))
-        found += fitting
+        for one in fitting:
+            least, left = changes.no_more_than_enough(one, every, left)
+            found.append(least)
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
         enough = {one.what for one in found}
         others = [one for one in by_gain if one.what not in enough]
-        tried = list(islice(changes.on_top_of(tried, others), max(0, folds)))
+        starts = [one for one in tried if all(part in by_gain for part in one.proposed)]
+        tried = list(islice(changes.on_top_of(starts, others), max(0, folds)))
         folds -= len(tried)
-    best = [one for one in sorted(folded, key=_least)[:WAYS] if one.after.requested < given.requested]
+    whole = [one for one in folded if one.on_another or one.proposed[0] in by_gain]
+    best = [one for one in sorted(whole, key=_least)[:WAYS] if one.after.requested < given.requested]
     found = found or [one for one in best if changes.replay(one)]
     if found or changes.retrying:
         return tuple(one.way(given) for one in _cheapest(found, changes.retrying))
@@ -238,6 +246,25 @@ class _Changes:
                 found.append(one)
                 kinds.add(one.kind)
         return found, left
+
+    def no_more_than_enough(self, one: _Tried, every: Sequence[Proposal], left: int) -> tuple[_Tried, int]:
+        """``one``, which fits, or a cheaper one with less of what it does, and how many more may be replayed."""
+        parts = one.proposed
+        others = [
+            tried
+            for at, part in enumerate(parts if len(parts) > 1 else ())
+            for other in every
+            if part.degree_of and other.degree_of == part.degree_of and other != part
+            for tried in self.folded((*parts[:at], other, *parts[at + 1 :]))
+            if tried.price < one.price and tried.may_fit
+        ]
+        for tried in sorted(others, key=lambda other: other.price):
+            if left <= 0:
+                break
+            left -= 1
+            if self.replay(tried):
+                return tried, left
+        return one, left
 
     def replay(self, one: _Tried, *, tells_tight: bool = False) -> bool:
         """Whether its fullest stage and those at the ends fit without a retry, as far as is known; what they need is

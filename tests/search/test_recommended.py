@@ -67,7 +67,7 @@ def recommended(seed: int) -> bool:
 
 def check_most_room(found: Found) -> None:
     """Of all layouts that are shown, none that counts as equally fast and keeps as much on the GPU as the fastest needs
-    less than the recommended one."""
+    less than the recommended one, by what a recommendation keeps free: for less nobody changes."""
     best = found.best[0]
     alike = [one for one in found.best if one.point.keeps_numerics == best.point.keeps_numerics]
     fastest = min((one for one in alike if not one.judged.retries), key=lambda one: one.seconds)
@@ -75,7 +75,8 @@ def check_most_room(found: Found) -> None:
         if one.seconds <= fastest.seconds * (1 + found.within) and one.is_safe and not one.judged.retries:
             moved = {path for extra in one.point.extras if extra.moves_states for path, _ in extra.fields}
             kept = {path for extra in fastest.point.extras if extra.moves_states for path, _ in extra.fields}
-            assert moved - kept or one.needs >= best.needs, one.point
+            assert moved - kept or one.needs > best.needs - found.gain, one.point
+    assert best.point == fastest.point or best.needs <= fastest.needs - found.gain
 
 
 def test_of_layouts_as_fast_that_offload_the_roomiest_is_recommended() -> None:
@@ -92,6 +93,24 @@ def test_of_layouts_as_fast_that_offload_the_roomiest_is_recommended() -> None:
     assert fastest.seconds < best.seconds <= fastest.seconds * (1 + found.within)
     assert estimate(best.plan).peak < estimate(fastest.plan).peak
     check_most_room(found)
+
+
+def test_a_mask_that_no_kernel_reads_is_left_out() -> None:
+    """Llama 3 8B with 32,768 tokens under Megatron-Core: 1 GiB on the first stage, for no time; ``--fix`` keeps it. One
+    of 2,048 tokens takes 4 MiB, for which no flag is named; Megatron's own attention reads it."""
+    job = {"model": "llama-3-8b", "framework": "megatron", "gpu": "h100", "gpus": "8", "gbs": "16"}
+    fixed = {"layout.tp": 8, "layout.pp": 1, "layout.cp": 1, "layout.vpp": 1}
+    plan = read_plan(None, {**job, "tp": "8", "seq": "32768"}).plan
+    without, kept = (
+        suggest(plan, {**fixed, **more}, top=1).best[0]
+        for more in ({}, {"megatron.attention_mask_in_dataloader": True})
+    )
+    assert [one.plan.megatron.attention_mask_in_dataloader for one in (without, kept)] == [False, True]
+    assert without.seconds == kept.seconds
+    assert 1 << 30 <= kept.needs - without.needs < 3 << 30
+    for other in ({"seq": "2048"}, {"seq": "8192", "attention": "eager", "transformer-impl": "local"}):
+        found = suggest(read_plan(None, {**job, "tp": "8", **other}).plan, fixed, top=1)
+        assert all(one.plan.megatron.attention_mask_in_dataloader for one in (*found.best, found.closest) if one)
 
 
 def test_peaks_are_of_the_moment_that_needs_most() -> None:

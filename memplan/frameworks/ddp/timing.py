@@ -10,6 +10,8 @@ from .reducer import limits
 
 
 class DdpTime(PlainTime):
+    compared = ""
+
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         """Buckets are summed while backward goes on, but the last; ``ZeroRedundancyOptimizer`` broadcasts what its
         owners updated."""

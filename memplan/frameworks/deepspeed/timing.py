@@ -9,6 +9,8 @@ from ..plain.timing import PlainTime
 
 
 class DeepspeedTime(PlainTime):
+    compared = ""
+
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
         plan = replicas.plan
         if plan.layout.zero == 3:

@@ -81,6 +81,10 @@ def _by_kinds(spec: ModelSpec) -> bool:
     return bool(spec.layer_pattern or spec.layer_blocks or spec.linear_interval)
 
 
+NO_MASK = Extra("no attention mask", (("megatron.attention_mask_in_dataloader", False),))
+WORTH_LEAVING_OUT = 1 << 26
+"""Bytes of one sequence's mask, of 8,192 tokens, below which a search does not name one more flag."""
+
 LONG_SEQUENCE = 8192
 """Tokens of a sequence up to which tensor parallelism divides latent attention enough."""
 
@@ -149,9 +153,14 @@ class MegatronSearch(FrameworkSearch):
             groups.append((Extra("Adam states in bf16", states, keeps_numerics=False, least_zero=1),))
         return groups
 
+    def free(self, plan: ResolvedPlan) -> tuple[Extra, ...]:
+        """Without the data loader's mask where no kernel reads it, as Megatron-Bridge's recipes have it
+        (``GPTDatasetConfig.skip_getting_attention_mask_from_dataset``)."""
+        return (NO_MASK,) if unread_mask(plan) >= plan.batch.mbs * WORTH_LEAVING_OUT else ()
+
     def elsewhere(self, plan: ResolvedPlan) -> Iterator[Proposal]:
         if unread_mask(plan) >= LARGE_MASK:
-            yield Proposal("no attention mask", {"megatron.attention_mask_in_dataloader": False})
+            yield Proposal(NO_MASK.label, dict(NO_MASK.fields))
 
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones, and so are those of parameters in 8 bits."""
@@ -214,9 +223,9 @@ class MegatronSearch(FrameworkSearch):
                 {"recompute.mode": "selective", "recompute.modules": modules},
             )
         most = max(chunk.layers for stage in work_of(plan) for chunk in stage)
-        for layers in sorted({max(1, most // 4), max(1, most // 2)}):
+        for layers in sorted({max(1, most * eighths // 8) for eighths in range(1, 8)} - {most}):
             fields = {"recompute.mode": "full", "recompute.method": "block", "recompute.layers": layers}
-            yield Proposal(f"full recompute of {layers} of {most} layers", fields)
+            yield Proposal(f"full recompute of {layers} of {most} layers", fields, degree_of="recomputed layers")
 
     # -- memory --------------------------------------------------------------------------------------------
 

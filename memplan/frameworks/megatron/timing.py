@@ -18,7 +18,7 @@ from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
-from ...search.time.rates import before
+from ...search.time.rates import DIVIDED, before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
@@ -150,6 +150,7 @@ def _needed(spec: ModelSpec, kind: str) -> bool:
 
 class MegatronTime(FrameworkTime):
     fused_attention = True
+    compared = DIVIDED
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         """Modules in 16 bits are those of every layer."""
@@ -171,14 +172,17 @@ class MegatronTime(FrameworkTime):
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
         return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
 
-    def grows(self, plan: ResolvedPlan) -> bool:
-        """Experts take whole rows each, and drop whole ones."""
-        if not plan.model.experts:
-            return True
-        layout, given = plan.layout, plan.experts
-        rows = 2 * plan.batch.seq // (layout.cp * layout.tp) * plan.model.expert_top_k
-        balanced = given.imbalance == "balanced" and given.capacity_factor is None and not counts_on_device(plan)
-        return balanced and rows % plan.model.experts == 0
+    def rounding(self, plan: ResolvedPlan) -> float:
+        """Experts take whole rows each, less than their share by one at most (``Product.regrouped``), and drop such."""
+        spec, layout, given = plan.model, plan.layout, plan.experts
+        if not spec.experts:
+            return 0.0
+        if given.imbalance != "balanced" or given.capacity_factor is not None or counts_on_device(plan):
+            return 1.0
+        divided = layout.cp * layout.tp
+        if 2 * plan.batch.seq // divided * spec.expert_top_k % spec.experts == 0:
+            return 0.0
+        return min(1.0, spec.experts / (plan.batch.seq // divided * spec.expert_top_k * layout.ep))
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         return super().scattered_sends(plan) or before(plan, SCATTERED)

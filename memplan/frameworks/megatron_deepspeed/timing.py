@@ -8,6 +8,7 @@ from ...layers.module import Options, joined, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import PYTHON_MODULES, Host
+from ...search.time.rates import DIVIDED
 from ...search.time.shape import Entries, StageWork, Work, named
 from ...search.time.updates import Exchange, Replicas
 from ...values import replace
@@ -15,6 +16,8 @@ from .programs import end_module, layer_module, parallel_shape, stage_bounds
 
 
 class MegatronDeepspeedTime(FrameworkTime):
+    compared = DIVIDED
+
     def entries(self, plan: ResolvedPlan) -> Entries:
         shape = parallel_shape(plan)
         options = Options(counts="later" if plan.microbatches > 1 else "first", summed=plan.precision.gradients)

@@ -7,7 +7,7 @@ from ...layers.module import NO_PASSES, Options, Passes, run_again
 from ...plan.resolved import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import PYTHON_MODULES, Host
-from ...search.time.rates import before
+from ...search.time.rates import REPLICAS, before
 from ...search.time.shape import Entries, StageWork, Work, recomputed
 from . import programs, recipes
 from .learned_time import entries_of, stages_of
@@ -18,6 +18,8 @@ EARLY_STOP = (2, 1)
 
 class PlainTime(FrameworkTime):
     """transformers' modules."""
+
+    compared = REPLICAS
 
     def entries(self, plan: ResolvedPlan) -> Entries:
         if not plan.model.has_sizes:
@@ -46,14 +48,15 @@ class PlainTime(FrameworkTime):
     def stages(self, plan: ResolvedPlan) -> Work:
         return super().stages(plan) if plan.model.has_sizes else stages_of(plan)
 
-    def grows(self, plan: ResolvedPlan) -> bool:
+    def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each."""
         spec = plan.model
-        return not spec.experts or 2 * plan.batch.seq * spec.expert_top_k % spec.experts == 0
+        return float(spec.experts > 0 and 2 * plan.batch.seq * spec.expert_top_k % spec.experts > 0)
 
 
 class DeviceMapTime(PlainTime):
     pipelined = False
+    compared = ""
 
     def stages(self, plan: ResolvedPlan) -> Work:
         """The embedding, and a head that is tied to it, are on the first device, an untied head on the last."""

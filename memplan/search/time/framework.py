@@ -15,6 +15,8 @@ class FrameworkTime:
     """Transformer Engine chooses attention's kernels."""
     pipelined = True
     """Stages run beside one another, on different micro-batches."""
+    compared = ""
+    """Which steps of its code were compared with measured ones (``rates.PUBLISHED_ERRORS``); empty: none."""
 
     # -- layers and stages ---------------------------------------------------------------------------------
 
@@ -26,9 +28,10 @@ class FrameworkTime:
         """What its code takes of the host."""
         return Host()
 
-    def grows(self, plan: ResolvedPlan) -> bool:
-        """Whether every kernel's work grows in step with an even number of sequences."""
-        return True
+    def rounding(self, plan: ResolvedPlan) -> float:
+        """The part by which whole numbers make a kernel's work for one sequence less than a share of that for many: 0
+        where every kernel's work grows in step with an even number of sequences, 1 where nothing is known."""
+        return 0.0
 
     def scattered_sends(self, plan: ResolvedPlan) -> bool:
         """Whether between stages every tensor-parallel rank sends its part of a hidden state."""

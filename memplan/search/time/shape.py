@@ -114,13 +114,14 @@ class Shapes:
 
     def __init__(self, plan: ResolvedPlan, accumulates: bool) -> None:
         self.plan, self.times = plan, 2 if accumulates else 1
-        self.linear = plan.loss.kind not in ROUNDED and framework(plan.framework).time.grows(plan)
+        self.rounding = 1.0 if plan.loss.kind in ROUNDED else framework(plan.framework).time.rounding(plan)
+        """As of ``FrameworkTime.rounding``."""
         self.known: dict[int, Shape] = {}
 
     def of(self, b: int) -> Shape:
         """Of ``b`` sequences. Recorded of 1, 2, 4 and odd numbers; others follow from 2 and 4."""
         if b not in self.known:
-            self.known[b] = (self._grown(b) if self.linear and b > 4 and b % 2 == 0 else None) or self.recorded(b)
+            self.known[b] = (self._grown(b) if not self.rounding and b > 4 and b % 2 == 0 else None) or self.recorded(b)
         return self.known[b]
 
     def recorded(self, b: int) -> Shape:
@@ -241,11 +242,13 @@ def _counted(parameters: Collection[Parameter]) -> Elements:
     return Elements(sum(one.elements for one in parameters), sum(one.elements for one in trained), experts)
 
 
-def needed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
-    """``model_flops``; where no size of a layer is known, of the products that its operators made, and three times what
-    fused attention computes forward, whose backward computes scores again."""
+def needed_flops(
+    plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]], *, halves: bool = False
+) -> float:
+    """``model_flops``, which ``halves`` causal scores or not; where no size of a layer is known, of the products that
+    its operators made, and three times what fused attention computes forward, whose backward computes scores again."""
     if plan.model.has_sizes:
-        return model_flops(plan)
+        return model_flops(plan, halves=halves)
     chunks = [chunk for stage in work for chunk in stage]
     parts = [(entries.layer, chunk.layers - chunk.dense) for chunk in chunks]
     parts += [(entries.dense, chunk.dense) for chunk in chunks]
@@ -261,12 +264,13 @@ def _again(passes: Passes) -> float:
     return sum(times * one.flops / 5 for one, times in passes.backward if isinstance(one, Attention))
 
 
-def model_flops(plan: ResolvedPlan) -> float:
+def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
     """FLOPs of a step's products, forward and backward: 6 for each weight of a matrix and token that goes through it,
     and 6 for each layer and score, and feature of a key or value (arXiv 2205.05198, appendix A, where both have as
-    many). A layer that predicts further tokens has a projection of two hidden states and a head of its own. A weight
-    that adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
-    spec, seq = plan.model, plan.batch.seq
+    many); it ``halves`` causal scores as Megatron-LM does (``num_floating_point_operations``), or counts them whole. A
+    layer that predicts further tokens has a projection of two hidden states and a head of its own. A weight that
+    adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
+    spec, seq = plan.model, plan.batch.seq / (2 if halves and plan.model.causal else 1)
     head, further = (spec.labels or spec.vocab) * spec.hidden, spec.mtp_layers
     if spec.layer_pattern:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
@@ -287,7 +291,7 @@ def model_flops(plan: ResolvedPlan) -> float:
     return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules)
 
 
-def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
+def _block_flops(spec: ModelSpec, kind: str, seq: float) -> float:
     """The same of a token in a hybrid's layer; of a scan 7 forward for each inner feature and state, as Megatron-LM
     counts them (``training.py``, ``mamba_layer_flops``), and so of a gated delta net a convolution and four products of
     a value head's features with each other."""
@@ -305,7 +309,7 @@ def _block_flops(spec: ModelSpec, kind: str, seq: int) -> float:
     return 6.0 * (up * h * spec.ffn if kind == "-" else _mixture_weights(spec))
 
 
-def _differing_flops(spec: ModelSpec, text: str, seq: int) -> float:
+def _differing_flops(spec: ModelSpec, text: str, seq: float) -> float:
     """The same of a layer whose sizes are its own."""
     own = block_of(text)
     sized = spec.model_copy(update={"kv_heads": own.kv_heads, "ffn": own.ffn})

@@ -49,7 +49,9 @@ class StepTime:
     tokens_per_second: float = 0.0
     tokens_per_second_per_gpu: float = 0.0
     mfu: float = 0.0
-    """Model FLOP/s over the published peak; scores are counted whole, causal or not, as Megatron and torchtitan do."""
+    """Model FLOP/s over the published peak; scores are counted whole, causal or not, as MosaicML and torchtitan do."""
+    mfu_halved: float = 0.0
+    """The same with half of causal scores, as NVIDIA counts its published throughput."""
     hfu: float = 0.0
     """The same with what is computed again."""
     assumptions: tuple[str, ...] = ()
@@ -177,6 +179,7 @@ def _with_rates(
         tokens_per_second=tokens / found.total,
         tokens_per_second_per_gpu=tokens / found.total / gpus,
         mfu=model / reachable,
+        mfu_halved=needed_flops(plan, entries, work, halves=True) / reachable,
         hfu=(model + again) / reachable,
         assumptions=notes,
     )
