@@ -17,6 +17,7 @@ from ...bash.values import Value, is_known, text
 from ...device.instances import gpu_of_folder
 from ...plan.errors import Node, Origin, PlanError, refused
 from ...plan.hub import twin
+from ...plan.read import Flags
 from ...plan.spellings import gpus_called
 from ..files import not_in
 from ..launch import Asked
@@ -25,7 +26,7 @@ from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, checkout_of, file_of, followed, in_step, no_recipe_of
+from .recipes import Recipe, checkout_of, file_of, followed, no_recipe_of
 from .table import LENGTHS
 
 OPTIONS = {
@@ -147,11 +148,11 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         scheme = mode
     if package is not None and benchmark and not library and not (package / "perf_recipes").is_dir():
         package = None  # of a release whose benchmarks are no recipes
-    found = _found(package, names, scheme, _said(given_over, asked), training.origin)
+    ran = _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
+    found = _found(package, names, scheme, _said(given_over, asked), gpu_of({**flags, **ran}), training.origin)
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
-    root = in_step(found, found.root, root) if found is not None else root
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""
@@ -164,7 +165,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         if not library:
             root = benchmarks.common(root, recipe, training.origin)
     if found is not None or benchmark:
-        flags |= _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
+        flags |= ran
     if found is None:
         _check(recipe, root, asked, training.origin)
     model = found.model if found is not None else model_of_recipe(recipe, training.origin)
@@ -198,15 +199,15 @@ def _check_mode(mode: str, names: Sequence[str], origin: Origin) -> None:
 
 
 def _found(
-    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], origin: Origin
+    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], gpu: str | None, origin: Origin
 ) -> Recipe | None:
-    """The first recipe of ``names`` that the checkout's ``package`` has; refused where it has none, unless ``--model``
-    is ``said``."""
+    """The first recipe of ``names`` that the checkout's ``package`` has, as it is on ``gpu``; refused where it has
+    none, unless ``--model`` is ``said``."""
     if package is None or not names:
         return None
     for name in names:
         if (place := file_of(name, package)) is not None:
-            return followed(place, name, scheme, said)
+            return followed(place, name, scheme, said, gpu)
     if "model" in said:
         return None
     raise no_recipe_of(package, names[-1], origin)
@@ -222,9 +223,10 @@ def of_python(path: Path, asked: Asked) -> tuple[Recipe, Asked]:
     """The recipe of a Python file that ``--set RECIPE=NAME`` names, and ``asked`` with its model and GPUs."""
     variables = asked.variables()
     name = next((variables[key] for key in RECIPE_IN_FILE if key in variables), "")
-    found, flags = followed(path, name, "", _said((), asked)), dict(asked.flags)
-    if (layout := _LAYOUT.search(found.name)) is not None:
+    flags = dict(asked.flags)
+    if (layout := _LAYOUT.search(name or path.stem)) is not None:
         flags |= _ran_on(layout[1], layout[2], asked)
+    found = followed(path, name, "", _said((), asked), gpu_of(flags))
     if found.model is not None and "model" not in asked.names:
         flags["model"] = found.model
     left = [one for one in asked.assignments if one.partition("=")[0] not in RECIPE_IN_FILE]
@@ -238,6 +240,13 @@ def _ran_on(gpus: str, gpu: str, asked: Asked) -> dict[str, str]:
     if len(called) == 1 and not asked.names & {"gpu", "capacity"}:
         flags[GPU_OF_BENCHMARK] = called[0]
     return flags
+
+
+def gpu_of(flags: Flags) -> str | None:
+    """The GPU that ``--gpu`` names, or else a recipe or its folder."""
+    named = flags.get("gpu", flags.get(GPU_OF_BENCHMARK))
+    called = gpus_called(named) if isinstance(named, str) else []
+    return called[0] if len(called) == 1 else None
 
 
 def _machines_gpu(folder: Path) -> str | None:

@@ -210,6 +210,14 @@ BRIDGES: Mapping[str, Mapping[str, object]] = {
     "gpt-oss": {**_COMMON, **_UNFUSED, "bias_activation_fusion": True},
     "nemotron": {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False},
     "qwen3-next": {**_COMMON, **_UNFUSED, "moe_router_dtype": "fp32"},
+    "qwen3.5": {**_COMMON, **_UNFUSED, "moe_router_load_balancing_type": "global_aux_loss", "mtp_num_layers": 1},
+    "olmoe": {
+        **_COMMON,
+        **_UNFUSED,
+        "moe_router_dtype": "fp32",
+        "moe_permute_fusion": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
     "": {**_COMMON, **_UNFUSED},
 }
 """By what a model's name begins with, fields of which the class that translates its ``config.json`` gives other values
@@ -243,6 +251,9 @@ CLASSES: Mapping[str, Mapping[str, object]] = {
 }
 """Defaults of providers' classes that are other than those of Megatron-LM's parser (``models/gpt_provider.py``,
 ``models/hybrid/hybrid_provider.py``)."""
+
+MODELS_OF_CLASSES: Mapping[str, str] = {"OlMoEModelProvider": "allenai/OLMoE-1B-7B-0924"}
+"""Providers' classes that have one model's sizes, and that model (``models/olmoe/olmoe_provider.py``)."""
 
 OTHER_MODELS = (
     "vl",
