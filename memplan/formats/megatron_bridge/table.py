@@ -22,6 +22,7 @@ WITHOUT_ARGUMENT = {
     name: parsed_line(name, of, why)
     for name, of, why in (
         ("--fp8-dot-product-attention", Table.MODELLED, ""),
+        ("--mamba-chunk-size", Table.MODELLED, ""),
         (
             "--fp8-multi-head-attention",
             Table.IRRELEVANT,
@@ -84,7 +85,7 @@ SAYS_NOTHING: Mapping[str, str] = {"moe_router_dtype": "bf16"}
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
     make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16 hybrid_stack_spec
-    mamba_stack_spec mamba_chunk_size cpu_offloading cpu_offloading_num_layers
+    mamba_stack_spec cpu_offloading cpu_offloading_num_layers
 """
 BY_ITSELF = frozenset(_BY_ITSELF.split())
 """Fields that ``reader`` reads."""
