@@ -46,6 +46,7 @@ RENAMED: Mapping[str, str] = {
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "bucket_size": "--ddp-bucket-size",
+    "nccl_ub": "--use-nccl-ub",
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "fp8": "--fp8-format",
     "fp8_param": "--fp8-param-gather",
@@ -112,7 +113,7 @@ _IGNORED = """
     store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
     adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps pin_cpu_grads pin_cpu_params
     grad_norm_skip_threshold num_epochs check_optimizer_step_success skip_sync_grad_norm_across_mp exit_signal
-    iterations_to_skip
+    iterations_to_skip keep_mtp_spec_in_bf16
 """
 IGNORED = frozenset(_IGNORED.split())
 """Fields on which memory does not depend, or whose effect another field's argument has."""

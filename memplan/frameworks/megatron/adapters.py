@@ -37,13 +37,13 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (spec.layers, spec.layers - routed)
     routed = pattern.count("E") if pattern else routed
 
-    def fed(name: str, width: int, times: int) -> list[Adaptable]:
-        sizes = {FC1: (twice * width, spec.hidden), FC2: (spec.hidden, width)}
+    def fed(name: str, width: int, times: int, features: int = spec.hidden) -> list[Adaptable]:
+        sizes = {FC1: (twice * width, features), FC2: (features, width)}
         return [Adaptable(f"{name}.{one.rpartition('.')[2]}", *size, times) for one, size in sizes.items() if times]
 
     layers = [
         *fed("mlp", spec.ffn, dense),
-        *fed(EXPERTS, spec.expert_ffn, routed),
+        *fed(EXPERTS, spec.expert_ffn, routed, spec.expert_hidden),
         *fed(SHARED, spec.shared_expert_ffn, routed if spec.shared_expert_ffn else 0),
     ]
     named = {
@@ -230,10 +230,9 @@ def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         return
     given, model = plan.experts, plan.model
     yield "precision.fp8", plan.precision.fp8 and model.mlp_bias
-    yield "model.expert_latent", model.expert_latent
     for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
         yield f"experts.{name}", getattr(given, name)
     if adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}:
         yield "experts.grouped_gemm", not given.grouped_gemm
         yield "layout.etp", (plan.layout.etp or plan.layout.tp) > 1
-        yield "experts.shared_expert_overlap", given.shared_expert_overlap
+        yield "experts.shared_expert_overlap", given.shared_expert_overlap and plan.layout.sequence_parallel
