@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from ...bash.origin import ScriptError
@@ -26,7 +27,7 @@ from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, checkout_of, file_of, followed, no_recipe_of
+from .recipes import Recipe, checkout_of, file_of, followed, no_recipe_of, of_other_gpus
 from .table import LENGTHS
 
 OPTIONS = {
@@ -50,6 +51,12 @@ BENCHMARK = {
     "--task": "task",
 }
 """Those of ``scripts/performance`` that name one of ``perf_recipes``,"""
+_OF_JOB = {
+    "--nodes": "nodes",
+    **dict.fromkeys(("--gpus-per-node", "--gpus_per_node", "--devices"), "each"),
+}
+"""Those of ``scripts/training/setup_experiment.py``, which ``train.sh`` starts, and of ``launch_with_nemo_run.py``
+that say how many GPUs there are."""
 GPU_OF_BENCHMARK = "gpu of the benchmark"
 """What they are run on, where no flag says it: as a flag that no command line has."""
 _TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
@@ -87,14 +94,15 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
     recipe, scheme, mode, flags, of_benchmark = "", "", "", dict(asked.flags), dict[str, str]()
     over: list[tuple[Sequence[str], Origin]] = []
-    is_benchmark = training.script in benchmarks.SCRIPTS
+    names_one = any(text(word).partition("=")[0] in RECIPE[:2] for word in training.words)
+    is_benchmark, job = training.script in benchmarks.SCRIPTS and not names_one, dict[str, str]()
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
     library = any(text(word) == "--use_recipes" for word in training.words)
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
         value: Value = word
-        if name in OPTIONS or name in sets or name in (*RECIPE, *SCHEME, *benchmark, "--mode"):
+        if name in OPTIONS or name in sets or name in (*RECIPE, *SCHEME, *benchmark, *_OF_JOB, "--mode"):
             value = () if equals else next(words, ())
             said = text(word).partition("=")[2] if equals else text(value)
         elif is_override(text(word)):
@@ -118,6 +126,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             recipe = said
         elif name in benchmark:
             of_benchmark[benchmark[name]] = said
+        elif name in _OF_JOB:
+            job[_OF_JOB[name]] = said
         elif name == "--mode":
             mode = said
         elif name in SCHEME:
@@ -148,6 +158,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         scheme = mode
     if package is not None and benchmark and not library and not (package / "perf_recipes").is_dir():
         package = None  # of a release whose benchmarks are no recipes
+    if package is not None and benchmark and not library and file_of(names[0], package) is None:
+        names = [of_other_gpus(names[0], package) or names[0]]
     ran = _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
     found = _found(package, names, scheme, _said(given_over, asked), gpu_of({**flags, **ran}), training.origin)
     root = found.root if found is not None else Node({}, training.origin)
@@ -171,8 +183,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     model = found.model if found is not None else model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
         flags["model"] = model
-    if training.gpus is not None and not asked.names & {"gpus", "dp"}:
-        flags["gpus"] = str(training.gpus.value)
+    counts = [int(one) for one in job.values() if one.isdecimal()]
+    total = training.gpus.whole if training.gpus is not None else prod(counts) if len(counts) == 2 else 0
+    if total and not asked.names & {"gpus", "dp"}:
+        flags["gpus"] = str(total)
     unused = not_in(content, asked.variables())
     left = [one for one in asked.assignments if one.partition("=")[0] in unused]
     return root, replace(asked, flags=flags, assignments=left), recipe, found

@@ -33,6 +33,8 @@ _MOST = 2000
 """Files that are searched for a recipe."""
 _MOST_VALUES = 50_000
 """Of a configuration: lists may be repeated."""
+_FEWEST = ("llama3_8b_", "nemotronh_56b_", "qwen3_30b_a3b_")
+"""Models whose benchmark is by default that for the fewest GPUs (``_DEFAULT_GPU_COUNT_OVERRIDES``, August 2026)."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
 _NAMES_OTHERS = re.compile(r"^from megatron\.bridge\.(?:perf_)?recipes\.[\w.]+ import\b", re.MULTILINE)
 _DOES_MORE = re.compile(r"^(?:def|class|if|for|while|with|try|async|@)", re.MULTILINE)
@@ -96,11 +98,32 @@ def checkout_of(folders: Sequence[Path]) -> Path | None:
 
 
 def file_of(name: str, package: Path) -> Path | None:
-    """The file of the checkout's ``package`` in which the recipe ``name`` is."""
+    """The file of the checkout's ``package`` in which the recipe ``name`` is: where it is made, or given another name;
+    of both packages the library gives names, and benchmarks take some for their own use."""
     if not name.isidentifier():
         return None
-    made = re.compile(rf"^def {name}\(|\bas {name}\b|^{name} = ", re.MULTILINE)
-    return next((path for path in _files_of(package) if made.search(read_text(path)[:LONGEST])), None)
+    made, named = re.compile(rf"^def {name}\(", re.MULTILINE), re.compile(rf"\bas {name}\b|^{name} = ", re.MULTILINE)
+    found: Path | None = None
+    for path in _files_of(package):
+        text = read_text(path)[:LONGEST]
+        if made.search(text):
+            return path
+        if named.search(text) and (found is None or package / _PACKAGES[0] in found.parents):
+            found = path
+    return found
+
+
+def of_other_gpus(name: str, package: Path) -> str | None:
+    """The benchmark that the launcher takes where none is for so many GPUs: the one of the same name for most, of some
+    models for fewest (``scripts/performance/utils/utils.py``: ``_select_default_recipe_name``)."""
+    stem = re.fullmatch(r"(\w+_)[0-9]+(gpu_\w+)", name)
+    if stem is None:
+        return None
+    same = re.compile(rf"^def ({stem[1]}([0-9]{{1,6}}){stem[2]})\(", re.MULTILINE)
+    benchmarks = sorted((package / _PACKAGES[0]).rglob("*.py"))[:_MOST]
+    found = [one for path in benchmarks for one in same.findall(read_text(path)[:LONGEST])]
+    chosen = min if name.startswith(_FEWEST) else max
+    return chosen(found, key=lambda one: int(one[1]))[0] if found else None
 
 
 def _files_of(package: Path) -> Iterator[Path]:

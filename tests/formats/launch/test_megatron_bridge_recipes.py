@@ -357,7 +357,7 @@ def test_a_file_that_gives_recipes_other_names(checkout: Path) -> None:
     [
         ("run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_confg", "llama3_8b_pretrain_8gpu_h100_bf16_config"),
         ("run_recipe.py --model llama3_9b --mode pretrain", "llama3_8b_pretrain_config"),
-        ("setup_experiment.py -mr llama3_8b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
+        ("setup_experiment.py -mr llama3_9b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
     ],
 )
 def test_a_name_that_the_checkout_lacks(checkout: Path, words: str, guess: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memplan.commands.launched import flags_of_launch, placed, read_given
+from memplan.formats.megatron_bridge.recipes import file_of
 from memplan.plan.errors import PlanError
 from memplan.plan.read import ReadPlan
 from memplan.plan.resolve import resolve
@@ -136,3 +137,28 @@ def test_models_by_a_class_and_by_the_text_of_a_repository(benchmarks: Path) -> 
     assert (plan.model.experts, plan.model.qk_norm_over, plan.model.vocab, plan.layout.ep) == (64, "heads", 50304, 8)
     plan = resolve(started(benchmarks, "qwen35_text_9b_pretrain_8gpu_b200_bf16_config").plan)
     assert (plan.model.linear_interval, plan.model.layers, plan.model.mtp_layers) == (4, 32, 1)
+
+
+def test_the_launchers_of_slurm_say_how_many_gpus_there_are(checkout: Path) -> None:
+    """``scripts/training/train.sh`` starts ``setup_experiment.py``, which has options of its own beside ``--recipe``;
+    the one of ``scripts/performance`` takes a benchmark for other GPUs where none is for these, and scales its batch."""
+    scripts = checkout / "scripts" / "training"
+    scripts.mkdir(parents=True)
+    (scripts / "train.sh").write_text('exec uv run python "${SCRIPT_DIR}/setup_experiment.py" "$@"\n')
+    own, where = "llama3_8b_pretrain_8gpu_h100_bf16_config", "--nodes 2 --gpus-per-node 8 --account A --partition P"
+    for launcher, more in (("./scripts/training/train.sh", "--mode pretrain"), ("python setup_experiment.py", "")):
+        (checkout / "job.sh").write_text(f"{launcher} {where} --recipe {own} {more} model.context_parallel_size=2\n")
+        plan = resolve(named(str(checkout / "job.sh")).plan)
+        assert (plan.hardware.gpus, plan.layout.tp, plan.layout.cp, plan.layout.dp) == (16, 2, 2, 4)
+    words = "-m llama -mr llama3_8b -ng 48 -g h100 -c fp8_cs -gn 8"
+    (checkout / "job.sh").write_text(f"python scripts/performance/setup_experiment.py {words}\n")
+    read = named(str(checkout / "job.sh"))
+    assert (read.plan.hardware.gpus, read.plan.batch.gbs) == (48, 128 // 32 * 24)
+
+
+def test_a_benchmark_that_borrows_a_recipe_does_not_hold_it(checkout: Path) -> None:
+    path = checkout / "src/megatron/bridge/perf_recipes/llama/common.py"
+    path.write_text("from megatron.bridge.recipes.llama.llama3 import (\n    one as llama3_8b_pretrain_config,\n)\n")
+    found = file_of("llama3_8b_pretrain_config", checkout / "src/megatron/bridge")
+    assert found is not None
+    assert found.parts[-3:] == ("recipes", "llama", "llama3.py")
