@@ -140,8 +140,8 @@ def test_models_by_a_class_and_by_the_text_of_a_repository(benchmarks: Path) -> 
 
 
 def test_the_launchers_of_slurm_say_how_many_gpus_there_are(checkout: Path) -> None:
-    """``scripts/training/train.sh`` starts ``setup_experiment.py``, which has options of its own beside ``--recipe``;
-    the one of ``scripts/performance`` takes a benchmark for other GPUs where none is for these, and scales its batch."""
+    """``scripts/training/train.sh`` starts ``setup_experiment.py``, which has options of its own; the one of
+    ``scripts/performance`` takes a benchmark for other GPUs where none is for these, and scales its batch."""
     scripts = checkout / "scripts" / "training"
     scripts.mkdir(parents=True)
     (scripts / "train.sh").write_text('exec uv run python "${SCRIPT_DIR}/setup_experiment.py" "$@"\n')
