@@ -26,8 +26,8 @@ T, H, E, K, EP = 512, 2048, 128, 8, 8
 """Of Qwen3-30B-A3B with sequences of 512 tokens: 64 rows for every token that is sent to all."""
 
 
-def kept(backend: str, imbalance: str = "balanced", beside: str = "false", **more: str) -> tuple[dict[str, int], int]:
-    """Bytes by name of what a layer keeps for backward, and N."""
+def shaped(backend: str, imbalance: str = "balanced", beside: str = "false", **more: str) -> CoreShape:
+    """The shape of a layer."""
     flags = {
         "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512",
         "moe-dispatcher": "flex", "moe-flex-backend": backend, "router-dtype": "fp32", "experts-imbalance": imbalance,
