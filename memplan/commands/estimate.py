@@ -244,7 +244,11 @@ def estimate(
     """
     plan, flags = with_gpu_said(plan, flags)
     place = placed(plan)
-    launch_flags = flags_of_launch(place, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args)
+    others = [(other, flags_of_launch(other, None)) for other in compare or ()]
+    beside = any(one.takes_settings for _, one in others)
+    launch_flags = flags_of_launch(
+        place, from_, set_, strict=strict, vocab_size=vocab_size, explain=explain_args, beside=beside
+    )
     if explain_args:
         if compare or vary or detail is not None:
             raise typer.BadParameter("--explain-args shows arguments; leave out --compare, --vary and --detail")
@@ -277,28 +281,32 @@ def estimate(
         )
     if detail is not None:
         raise typer.BadParameter("--detail shows one plan's stage; leave out --compare and --vary")
-    variants = _variants(place, launch_flags, flags, compare or (), vary or ())
+    variants = _variants(place, launch_flags, flags, others, vary or ())
     return _several(variants, files, no_records, form, no_color)
 
 
 def _variants(
-    place: Place, launch_flags: LaunchFlags, flags: Flags, compare: Sequence[str], vary: Sequence[str]
+    place: Place,
+    launch_flags: LaunchFlags,
+    flags: Flags,
+    others: Sequence[tuple[str, LaunchFlags]],
+    vary: Sequence[str],
 ) -> dict[str, ReadPlan | PlanError]:
-    """Variants of plans and of launch files."""
+    """Variants of plans and of launch files; ``--set`` is of all that take it."""
     from ..formats.launch import completed
 
     source = name_of(place)
     launches = {source: read_launched(place, launch_flags, flags, vary)} if launch_flags.formats else {}
-    for other in compare:
-        found = flags_of_launch(other, None)
+    for other, found in others:
         if found.formats:
-            launches[other] = read_launched(other, found, flags, vary)
+            given = replace(found, variables=launch_flags.variables if found.takes_settings else ())
+            launches[other] = read_launched(other, given, flags, vary)
     for launch in launches.values():
         flags = launch.flags_over(flags)
     return read_variants(
         source,
         flags,
-        compare,
+        [other for other, _ in others],
         vary,
         lambda one: launches[one].source if one in launches else load_source(one),
         lambda one, read: completed(launches[one], read) if one in launches else read,

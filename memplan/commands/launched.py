@@ -93,6 +93,10 @@ Place = str | tuple[str, ...] | None
 
 def placed(given: Sequence[str] | None) -> Place:
     """The words of PLAN on a command line."""
+    if given is not None and len(given) == 2:
+        from ..formats.megatron_bridge.called import together
+
+        given = [one] if (one := together([*given])) is not None else given
     return None if not given else given[0] if len(given) == 1 else tuple(given)
 
 
@@ -117,9 +121,10 @@ def flags_of_launch(
     strict: bool = False,
     vocab_size: int | None = None,
     explain: bool = False,
+    beside: bool = False,
 ) -> LaunchFlags:
     """The flags for the files at ``place``, which say by themselves whose they are where no ``--from`` does. Without a
-    launch file none of the others means anything."""
+    launch file, here or ``beside`` it, none of the others means anything."""
     variables, words = variables or (), _words(place)
     given = tuple(one for one in words if not _is_override(one))
     if len(given) < len(words):
@@ -158,7 +163,7 @@ def flags_of_launch(
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None
     for flag, is_given in others.items():
-        if is_given:
+        if is_given and not (beside and flag == "--set"):
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
             said_by = _flag_of(variables[0]) if flag == "--set" and variables else None
             other = f"; a field of a plan is a flag, {said_by[1]}" if said_by is not None else other

@@ -86,6 +86,8 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
             del rest[: 0 if equals else many - 1]
         elif flag in FILES and (value if equals else "".join(rest[:1])).endswith((".yaml", ".yml", ".json")):
             made.append(value if equals else rest.pop(0))
+        elif flag == "--recipe" and (value if equals else "".join(rest[:1])).endswith("_config"):
+            made.append(value if equals else rest.pop(0))  # of Megatron-Bridge, which is a place of a plan
         else:
             own = SAME.get(flag, flag if flag[2:] in by_flag() else word.partition("=")[0])
             if flag.startswith("--"):

@@ -75,7 +75,7 @@ class Asked:
 
     @property
     def gpus(self) -> Node | None:
-        return self._whole("gpus")
+        return self.whole("gpus")
 
     @property
     def tokens(self) -> Node | None:
@@ -85,9 +85,10 @@ class Asked:
     @property
     def vocabulary(self) -> Node | None:
         """``--vocab-size`` or ``--vocab``."""
-        return self.tokens or self._whole("vocab")
+        return self.tokens or self.whole("vocab")
 
-    def _whole(self, name: str) -> Node | None:
+    def whole(self, name: str) -> Node | None:
+        """The number that the flag ``name`` says, where it is one."""
         value = self.flags.get(name)
         is_whole = isinstance(value, str) and value.isascii() and value.isdigit() and 0 < len(value) < 10
         return Node(int(value), Origin(f"--{name}")) if isinstance(value, str) and is_whole and int(value) else None

@@ -14,6 +14,7 @@ from . import FORMATS
 from .elsewhere import ELSEWHERE
 from .in_flags import in_flags
 from .launchers import MAPPINGS, IsMark, found_from, started_by
+from .megatron_bridge.called import recipe_called
 from .megatron_bridge.overrides import HINTS, are_overrides
 from .notebook import ENDING, source_at
 from .trainer.swift import MARKS as SWIFT
@@ -35,6 +36,8 @@ def is_python(source: str) -> bool:
 def recognised(place: str, assignments: Sequence[str]) -> str | None:
     """The format of the file at ``place``; nothing where it is a plan, or nobody's. ``assignments`` are those
     of ``--set``."""
+    if recipe_called(place) is not None:
+        return "megatron-bridge"
     if place in examples() or (place != "-" and not (is_there(path_of(place)) and Path(place).suffix)):
         return None
     if place.endswith(".toml"):

@@ -76,6 +76,7 @@ class Megatron(FrameworkSection):
             "sharp",
             "mamba_apart",
             "mamba_states",
+            "mamba_chunk",
             "precision_of",
             "fp8_attention",
             "fp8_output",
@@ -175,6 +176,11 @@ class Megatron(FrameworkSection):
         None,
         description="dtype of the states between chunks of a Mamba-2 layer's scan; default: that of activations",
         json_schema_extra={"flag": "--mamba-training-ssm-states-dtype"},
+    )
+    mamba_chunk: Count = Field(
+        128,
+        description="tokens that a Mamba-2 layer's scan takes at once (chunk_size of its config.json)",
+        json_schema_extra={"flag": "--mamba-chunk-size"},
     )
     packed: bool = Field(
         False,

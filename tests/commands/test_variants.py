@@ -118,3 +118,19 @@ def test_a_refused_value_stands_in_its_row(capsys: pytest.CaptureFixture[str]) -
     assert [line.partition(",")[0] for line in shown.splitlines()] == ["variant", "tp=1", "tp=2"]
     assert run("tp=3") == ("", told)
     assert again == told
+
+
+@pytest.mark.parametrize("plan", ["gpt2.yaml", "first.sh"])
+def test_set_is_of_the_compared_scripts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: str
+) -> None:
+    """Of a plan, which takes none, and of a script that lies beside it."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2.yaml").write_text("model: gpt2\nbatch: {mbs: 1, seq: 128}\n")
+    for name, hidden in (("first.sh", 512), ("second.sh", 1024)):
+        words = f"--num-layers $LAYERS --hidden-size {hidden} --num-attention-heads 8 --seq-length 512"
+        words += " --max-position-embeddings 512 --micro-batch-size 1 --vocab-size 1000 --tokenizer-type NullTokenizer"
+        Path(name).write_text(f"torchrun --nproc_per_node 1 pretrain_gpt.py {words}\n")
+    assert main(["estimate", plan, "--compare", "second.sh", "--set", "LAYERS=3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    assert [one["plan"]["model"]["layers"] for one in found] == [3 if plan == "first.sh" else 12, 3]

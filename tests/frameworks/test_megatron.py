@@ -374,6 +374,7 @@ def footprint(**flags: object) -> list[object]:
 OTHER_PLANS = (
     "fp32_residual", "gather_in_step", "defer_embedding_wgrad", "wgrad_deferral_limit", "tp_comm_overlap",
     "joint_latent_down", "nccl_blocks", "sharp", "detaches_heads", "mixes_states", "mamba_apart", "mamba_states",
+    "mamba_chunk",
 )  # fmt: skip
 """Refused, or only with several stages, latent attention, Mamba-2 layers, or of an evaluation."""
 

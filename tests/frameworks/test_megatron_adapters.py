@@ -232,6 +232,38 @@ def test_experts_of_a_rank_share_adapters() -> None:
     assert held(program.kept.construction, Category.GRADIENTS) == 4 * 2 * (of_experts + of_attention)
 
 
+def test_experts_of_projected_rows_and_shared_ones_beside_the_exchange() -> None:
+    """Nemotron 3 Super: experts of 2,688 features read rows of 1,024 that frozen projections of 4,096 make; shared
+    ones, of 5,376, read 4,096. Moonlight's shared experts (2 of 1,408) make the same beside the exchange of tokens as
+    without it, unless ranks share a sequence, whose parts are gathered apart there."""
+    latent = {"model": "nemotron-3-super-120b-a12b", "layers": "2", "layer_pattern": "*E", "mtp_layers": "0"}
+    count = adapter_parameters(plan_of(**latent, ep="8", gpus="8", gbs="8", lora_targets="linear_fc1,linear_fc2"))
+    assert count == 32 * 2 * (2688 + 1024) + 32 * 2 * (5376 + 4096)
+    shared = {"model": "moonlight-16b", "layers": "2", "ep": "2", "gpus": "2", "lora_targets": "linear_fc1,linear_fc2"}
+    usual, beside = (fold_program(made(**shared, moe_shared_expert_overlap=on)[0]).peak for on in ("false", "true"))
+    assert usual == beside
+    with pytest.raises(PlanError, match="shared_expert_overlap = true: is not modelled yet with adapters"):
+        plan_of(**shared | {"tp": "2", "etp": "1", "sequence_parallel": "true"}, moe_shared_expert_overlap="true")
+
+
+def test_layers_that_predict_further_tokens_have_adapters() -> None:
+    """By the last part of their names, as all linear layers: GLM-4.5 Air, 96 + 2 x 8 heads of 128 over 4,096 features,
+    has a third layer of attention beside two; of Nemotron 3.5 the one pair of layers, attention and experts, that all
+    depths share. Norms, ``eh_proj`` and the embedding are frozen: what is looked up needs no gradient."""
+    glm = {"model": "glm-4.5-air", "layers": "2", "mtp_layers": "1", "ep": "4", "gpus": "4", "gbs": "4"}
+    of_attention = 32 * (112 * 128 + 4096) + 32 * (4096 + 96 * 128)
+    assert adapter_parameters(plan_of(**glm, lora_targets="linear_qkv,linear_proj")) == 3 * of_attention
+    (program,) = made(**glm, lora_targets="linear_qkv,linear_proj")
+    further = _modules(program)["mtp"]
+    trained = [one for one in further.parameters if one.trained]  # type: ignore[attr-defined]
+    assert sum(one.elements for one in trained) == of_attention
+    made_of = {one.name for one in further.steady.backward if isinstance(one, Hold)}  # type: ignore[attr-defined]
+    assert "grad_enorm_input" not in made_of
+    assert "grad_hnorm_input" in made_of
+    shared = {**HYBRID, "mtp_layers": "2", "mtp_pattern": "*E", "mtp_shared": "true", "lora_targets": "linear_qkv"}
+    assert adapter_parameters(plan_of(**shared)) == 2 * adapter_parameters(plan_of(**HYBRID, lora_targets="linear_qkv"))
+
+
 def test_layers_of_other_kinds() -> None:
     """Nemotron 3 Nano: 2,688 hidden; 64 heads of 64 in Mamba layers, 8 groups with states of 128; 32 + 2 x 2 heads of
     128 in attention. Moonlight: 16 heads of 128 + 64, values of 128, keys and values from 512 + 64."""

@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.layers.megatron_core.mamba import CONVOLUTION
-from memplan.layers.megatron_core.mamba_scan import CHUNK, Sizes
+from memplan.layers.megatron_core.mamba_scan import Sizes
 from tests.layers.megatron_core.mamba_cases import CASES, Case
 
 from .tracer import Follow, Trace
@@ -142,8 +142,8 @@ def _module(case: Case, mixer: Any) -> tuple[Any, torch.Tensor]:
     )  # fmt: skip
     weights = norm(own.d, eps=1e-5, group_size=own.d // own.g, norm_before_gate=False, dtype=torch.bfloat16)
     module = SimpleNamespace(
-        cp=cp, conv1d=SimpleNamespace(bias=None), D_has_hdim=False, headdim=own.p, chunk_size=CHUNK, activation="silu",
-        norm_before_gate=False, rmsnorm=True, norm=weights, d_state=own.n,
+        cp=cp, conv1d=SimpleNamespace(bias=None), D_has_hdim=False, headdim=own.p, chunk_size=own.chunk,
+        activation="silu", norm_before_gate=False, rmsnorm=True, norm=weights, d_state=own.n,
     )  # fmt: skip
     return module, torch.empty((own.s, own.b, own.features), dtype=torch.bfloat16, requires_grad=True)
 

@@ -77,9 +77,9 @@ def _choose(case: Case) -> None:
     )  # as recipes have it
     CAPABILITY[0] = case.major
     of_device: Any = importlib.import_module(f"{package}.utils")
-    of_device.is_non_tn_fp8_gemm_supported.cache_clear()
-    if hasattr(of_device, "_get_device_compute_capability"):
-        of_device._get_device_compute_capability.cache_clear()
+    for name in ("is_non_tn_fp8_gemm_supported", "_get_device_compute_capability"):
+        if hasattr(getattr(of_device, name, None), "cache_clear"):
+            getattr(of_device, name).cache_clear()
     states: Any = importlib.import_module(sys.modules[f"{package}.module.base"].FP8GlobalStateManager.__module__)
     for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # which ask libraries that are not there
         setattr(states, f"check_{kind}_support", lambda: (True, ""))
@@ -94,6 +94,8 @@ def _choose(case: Case) -> None:
 
 def _module(case: Case, te: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
     x = torch.empty(case.input(), dtype=torch.bfloat16, requires_grad=True)
+    if case.strided:
+        x = torch.cat([x.detach()] * 2, -1)[..., : case.h].detach().requires_grad_()
     function, parameters = (adapted if case.rank else MODULES[case.module])(case, te)
     for parameter in parameters if case.frozen and not case.rank else ():
         parameter.requires_grad = False

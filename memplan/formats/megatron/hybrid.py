@@ -221,4 +221,8 @@ ROWS: Sequence[Row] = (
         "--mamba-training-ssm-states-dtype", "megatron.mamba_states", "HYBRID", "word", without_effect=_without_mamba,
         when=lambda plan: plan.megatron.mamba_states is not None,
     ),
+    Row(
+        "--mamba-chunk-size", "megatron.mamba_chunk", "", without_effect=_without_mamba,
+        when=lambda plan: plan.megatron.mamba_chunk != 128,
+    ),  # of no parser
 )  # fmt: skip

@@ -62,6 +62,13 @@ def its_optimizer(plan: Plan) -> Any:
     return plan.optimizer.algorithm.megatron
 
 
+def _deals_out(reader: Reader) -> int:
+    """``dist_muon`` is Muon whose whole parameters are dealt out to ranks, as with ``--use-distributed-optimizer``
+    (``arguments.py``, ``validate_args``: ``use_layer_wise_distributed_optimizer``)."""
+    optimizer = reader.settings.word("--optimizer")
+    return int(optimizer is not None and optimizer.value == "dist_muon")
+
+
 def _recompute(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     name = "--recompute-granularity"
@@ -219,7 +226,7 @@ TRAINING = (
         value=its_optimizer,
     ),
     Row("--clip-grad", "megatron.clip_grad", "OPTIMIZER", "number"),
-    switch("--use-distributed-optimizer", "layout.zero", "OPTIMIZER", {True: 1, False: 0}),
+    switch("--use-distributed-optimizer", "layout.zero", "OPTIMIZER", {True: 1, False: 0}, default=_deals_out),
     Row(
         "--num-distributed-optimizer-instances",
         "megatron.distributed_optimizer_instances",

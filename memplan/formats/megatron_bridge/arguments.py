@@ -238,13 +238,9 @@ def said_at(root: Node, path: str) -> Node | None:
 
 def _hybrid(model: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     """A hybrid has the specification of layers that its provider makes, of Transformer Engine's."""
-    pattern, chunk = table.pattern_of(model), model.get("mamba_chunk_size")
+    pattern = table.pattern_of(model)
     if pattern is None:
         return
-    from ...layers.megatron_core.mamba_scan import CHUNK
-
-    if chunk is not None and chunk.value not in (None, CHUNK):
-        raise chunk.wrong("model.mamba_chunk_size", f"must be {CHUNK}: scans of other chunks are not modelled")
     yield "--spec", Node([Node(word, pattern.origin) for word in SPEC], pattern.origin)
 
 

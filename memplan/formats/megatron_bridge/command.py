@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from ...bash.origin import ScriptError
@@ -17,6 +18,7 @@ from ...bash.values import Value, is_known, text
 from ...device.instances import gpu_of_folder
 from ...plan.errors import Node, Origin, PlanError, refused
 from ...plan.hub import twin
+from ...plan.read import Flags
 from ...plan.spellings import gpus_called
 from ..files import not_in
 from ..launch import Asked
@@ -25,7 +27,7 @@ from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
 from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, checkout_of, file_of, followed, in_step, no_recipe_of
+from .recipes import Recipe, checkout_of, file_of, followed, no_recipe_of, of_other_gpus
 from .table import LENGTHS
 
 OPTIONS = {
@@ -49,6 +51,12 @@ BENCHMARK = {
     "--task": "task",
 }
 """Those of ``scripts/performance`` that name one of ``perf_recipes``,"""
+_OF_JOB = {
+    "--nodes": "nodes",
+    **dict.fromkeys(("--gpus-per-node", "--gpus_per_node", "--devices"), "each"),
+}
+"""Those of ``scripts/training/setup_experiment.py``, which ``train.sh`` starts, and of ``launch_with_nemo_run.py``
+that say how many GPUs there are."""
 GPU_OF_BENCHMARK = "gpu of the benchmark"
 """What they are run on, where no flag says it: as a flag that no command line has."""
 _TASK = re.compile(r"_(?:pretrain|sft|peft|lora|dora|finetune)(?:_\w+)?$")
@@ -86,14 +94,15 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
     training = training_in(reading, source, folder, lambda word: word in RECIPE or word in OPTIONS or is_override(word))
     recipe, scheme, mode, flags, of_benchmark = "", "", "", dict(asked.flags), dict[str, str]()
     over: list[tuple[Sequence[str], Origin]] = []
-    is_benchmark = training.script in benchmarks.SCRIPTS
+    names_one = any(text(word).partition("=")[0] in RECIPE[:2] for word in training.words)
+    is_benchmark, job = training.script in benchmarks.SCRIPTS and not names_one, dict[str, str]()
     benchmark, sets = (BENCHMARK, benchmarks.NAMES) if is_benchmark else ({}, frozenset[str]())
     library = any(text(word) == "--use_recipes" for word in training.words)
     words = iter(training.words)
     for word in words:
         name, equals, _ = text(word).partition("=")
         value: Value = word
-        if name in OPTIONS or name in sets or name in (*RECIPE, *SCHEME, *benchmark, "--mode"):
+        if name in OPTIONS or name in sets or name in (*RECIPE, *SCHEME, *benchmark, *_OF_JOB, "--mode"):
             value = () if equals else next(words, ())
             said = text(word).partition("=")[2] if equals else text(value)
         elif is_override(text(word)):
@@ -117,6 +126,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
             recipe = said
         elif name in benchmark:
             of_benchmark[benchmark[name]] = said
+        elif name in _OF_JOB:
+            job[_OF_JOB[name]] = said
         elif name == "--mode":
             mode = said
         elif name in SCHEME:
@@ -147,11 +158,13 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         scheme = mode
     if package is not None and benchmark and not library and not (package / "perf_recipes").is_dir():
         package = None  # of a release whose benchmarks are no recipes
-    found = _found(package, names, scheme, _said(given_over, asked), training.origin)
+    if package is not None and benchmark and not library and file_of(names[0], package) is None:
+        names = [of_other_gpus(names[0], package) or names[0]]
+    ran = _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
+    found = _found(package, names, scheme, _said(given_over, asked), gpu_of({**flags, **ran}), training.origin)
     root = found.root if found is not None else Node({}, training.origin)
     for one, where in over:
         root = laid_over(root, one, where)
-    root = in_step(found, found.root, root) if found is not None else root
     given = root.mapping.get("peft")
     if _NO_SCHEME.search(recipe):
         scheme = ""
@@ -164,14 +177,16 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         if not library:
             root = benchmarks.common(root, recipe, training.origin)
     if found is not None or benchmark:
-        flags |= _ran_on(gpus, _machines_gpu(folder) or gpu, asked)
+        flags |= ran
     if found is None:
         _check(recipe, root, asked, training.origin)
     model = found.model if found is not None else model_of_recipe(recipe, training.origin)
     if model is not None and "model" not in asked.names:
         flags["model"] = model
-    if training.gpus is not None and not asked.names & {"gpus", "dp"}:
-        flags["gpus"] = str(training.gpus.value)
+    counts = [int(one) for one in job.values() if one.isdecimal()]
+    total = training.gpus.whole if training.gpus is not None else prod(counts) if len(counts) == 2 else 0
+    if total and not asked.names & {"gpus", "dp"}:
+        flags["gpus"] = str(total)
     unused = not_in(content, asked.variables())
     left = [one for one in asked.assignments if one.partition("=")[0] in unused]
     return root, replace(asked, flags=flags, assignments=left), recipe, found
@@ -198,15 +213,15 @@ def _check_mode(mode: str, names: Sequence[str], origin: Origin) -> None:
 
 
 def _found(
-    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], origin: Origin
+    package: Path | None, names: Sequence[str], scheme: str, said: Collection[str], gpu: str | None, origin: Origin
 ) -> Recipe | None:
-    """The first recipe of ``names`` that the checkout's ``package`` has; refused where it has none, unless ``--model``
-    is ``said``."""
+    """The first recipe of ``names`` that the checkout's ``package`` has, as it is on ``gpu``; refused where it has
+    none, unless ``--model`` is ``said``."""
     if package is None or not names:
         return None
     for name in names:
         if (place := file_of(name, package)) is not None:
-            return followed(place, name, scheme, said)
+            return followed(place, name, scheme, said, gpu)
     if "model" in said:
         return None
     raise no_recipe_of(package, names[-1], origin)
@@ -222,9 +237,10 @@ def of_python(path: Path, asked: Asked) -> tuple[Recipe, Asked]:
     """The recipe of a Python file that ``--set RECIPE=NAME`` names, and ``asked`` with its model and GPUs."""
     variables = asked.variables()
     name = next((variables[key] for key in RECIPE_IN_FILE if key in variables), "")
-    found, flags = followed(path, name, "", _said((), asked)), dict(asked.flags)
-    if (layout := _LAYOUT.search(found.name)) is not None:
+    flags = dict(asked.flags)
+    if (layout := _LAYOUT.search(name or path.stem)) is not None:
         flags |= _ran_on(layout[1], layout[2], asked)
+    found = followed(path, name, "", _said((), asked), gpu_of(flags))
     if found.model is not None and "model" not in asked.names:
         flags["model"] = found.model
     left = [one for one in asked.assignments if one.partition("=")[0] not in RECIPE_IN_FILE]
@@ -238,6 +254,13 @@ def _ran_on(gpus: str, gpu: str, asked: Asked) -> dict[str, str]:
     if len(called) == 1 and not asked.names & {"gpu", "capacity"}:
         flags[GPU_OF_BENCHMARK] = called[0]
     return flags
+
+
+def gpu_of(flags: Flags) -> str | None:
+    """The GPU that ``--gpu`` names, or else a recipe or its folder."""
+    named = flags.get("gpu", flags.get(GPU_OF_BENCHMARK))
+    called = gpus_called(named) if isinstance(named, str) else []
+    return called[0] if len(called) == 1 else None
 
 
 def _machines_gpu(folder: Path) -> str | None:

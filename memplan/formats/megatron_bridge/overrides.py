@@ -15,6 +15,7 @@ from ...plan.fields import by_flag
 from ...plan.hub import twin
 from ...plan.notes import Note
 from ...plan.yaml_events import parse_yaml
+from ...values import dataclass
 from ..launch import Asked
 from ..megatron.context import Family
 from . import table
@@ -178,8 +179,8 @@ def below_model(root: Node, fields: Mapping[str, object]) -> Node:
     return root.with_items({"model": Node({**Node.of(fields, model.origin).mapping, **model.mapping}, model.origin)})
 
 
-def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
-    """Megatron-LM's arguments that describe the model of ``--model``, and which script trains it."""
+def model_of(asked: Asked, root: Node) -> Described:
+    """The model of ``--model``."""
     named = asked.flags.get("model")
     if not isinstance(named, str):
         problem = (
@@ -192,8 +193,19 @@ def model_of(asked: Asked, root: Node) -> tuple[dict[str, Node], Family]:
     return arguments_of_model(named)
 
 
-def arguments_of_model(named: str) -> tuple[dict[str, Node], Family]:
-    """Megatron-LM's arguments that describe the model ``named``, and which script trains it."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model as Megatron-LM's arguments say it."""
+
+    arguments: dict[str, Node]
+    family: Family
+    """Which script trains it."""
+    beside: dict[str, Node]
+    """Fields of a plan's model that no argument says: a layer of Megatron-Bridge's own (``OLMoESelfAttention``)."""
+
+
+def arguments_of_model(named: str) -> Described:
+    """The model ``named``."""
     from ...plan.read import read_plan
     from ...plan.resolve import resolve
     from ..megatron.script import write
@@ -211,7 +223,9 @@ def arguments_of_model(named: str) -> tuple[dict[str, Node], Family]:
         for name, value in groups.get(group, {}).items()
         if name != "--make-vocab-size-divisible-by"
     }
-    return {**found, "--padded-vocab-size": Node(plan.model.vocab, origin)}, family
+    over = plan.model.qk_norm_over
+    beside = {"qk_norm_over": Node(over, origin)} if plan.model.qk_norm and over == "heads" else {}
+    return Described({**found, "--padded-vocab-size": Node(plan.model.vocab, origin)}, family, beside)
 
 
 _GROUPS = ("MODEL", "EXPERTS", "LATENT", "HYBRID", "LAYERS")

@@ -23,16 +23,22 @@ from ..training_scripts import launched
 from . import overrides, table
 from .adapters import section_of
 from .arguments import FRAMEWORK, arguments, of_data
-from .command import GPU_OF_BENCHMARK, of_python, started
+from .called import command_of, recipe_called
+from .command import GPU_OF_BENCHMARK, gpu_of, of_python, started
 from .packing import packed
-from .recipes import as_it_starts, in_step
+from .recipes import RECIPE
+from .starting import Job, as_it_starts, in_step
 
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan of the run whose configuration is at ``place``."""
+    called = recipe_called(place)
+    if called is not None and called[0]:
+        place, asked = called[0], replace(asked, assignments=(*asked.assignments, f"{RECIPE[0]}={called[1]}"))
     if place:
-        text, name = text_at(place)
-        commanded = is_script(text, name)
+        alone = called is not None and not called[0]
+        text, name = (command_of(called[1]), place) if called is not None and alone else text_at(place)
+        commanded = alone or is_script(text, name)
         folder = Path() if place == "-" else folder_of(path_of(place))
         root, recipe, found = Node({}, overrides.COMMAND_LINE), "", None
         if commanded:
@@ -44,10 +50,13 @@ def read(place: str, asked: Asked) -> Launch:
             root = parse_yaml(text, name)
     else:
         commanded, root, recipe, found = True, Node({}, overrides.COMMAND_LINE), "", None
-    before, root = root, overrides.laid_over(root, asked.overrides)
-    root = as_it_starts(found, in_step(found, before, root)) if found is not None else root
+    root, told = overrides.laid_over(root, asked.overrides), tuple[Note, ...]()
+    if found is not None:
+        job = Job.asked(asked, gpu_of(asked.flags))
+        root, told = as_it_starts(found, in_step(found, job.over(root)), job)
     if found is not None and found.model is not None:
-        return _of_overrides(root, asked, recipe, whole=True)
+        launch = _of_overrides(root, asked, recipe, whole=True)
+        return replace(launch, notes=(*told, *launch.notes))
     if found is None and (overrides.are_overrides(root) or commanded):
         return _of_overrides(root, asked, recipe)
     if found is not None:
@@ -64,7 +73,7 @@ def read(place: str, asked: Asked) -> Launch:
     family: Family = "gpt" if table.pattern_of(model.mapping) is None else "hybrid"
     launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=provider))
     launch = packed(_on_gpu(_with_adapters(launch, root), asked, root, recipe), root)
-    return replace(launch, notes=(*notes, *launch.notes), spoken=_spoken(launch))
+    return replace(launch, notes=(*told, *notes, *launch.notes), spoken=_spoken(launch))
 
 
 ENGINE = "2.17"
@@ -111,7 +120,8 @@ def _spoken(launch: Launch) -> Spoken | None:
 def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False) -> Launch:
     """The plan of a recipe's overrides, with the model that ``--model`` names; ``whole`` where the recipe is among
     them."""
-    (base, family), note = overrides.model_of(asked, root), None
+    described, note = overrides.model_of(asked, root), None
+    base = described.arguments
     if not whole:
         root, note = overrides.over_template(root, recipe), overrides.told(root, asked, recipe)
     root = overrides.over_bridge(root, str(asked.flags["model"]), base)
@@ -123,7 +133,11 @@ def _of_overrides(root: Node, asked: Asked, recipe: str, *, whole: bool = False)
     every = {**{name: node for name, node in base.items() if name not in off}, **given}
     words = _words(every, root)
     words = replace(words, unused=tuple(asked.variables()))
-    launch = _with_engine(launched(words, replace(asked, format=FRAMEWORK), family, name=str(asked.flags["model"])))
+    asked_of_megatron, named = replace(asked, format=FRAMEWORK), str(asked.flags["model"])
+    launch = _with_engine(launched(words, asked_of_megatron, described.family, name=named))
+    for name, node in described.beside.items():
+        plan = launch.source.plan.put(f"model.{name}", node)
+        launch = replace(launch, source=replace(launch.source, plan=plan))
     launch = packed(_on_gpu(_with_adapters(launch, root), asked, root, recipe), root)
     notes = (*([note] if note is not None else []), *notes, *launch.notes)
     return replace(launch, notes=notes, spoken=_spoken(launch), read=frozenset(("model",)))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from ...device.gpus import GPUS
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, together
 from ...plan.hub import twin
 from ...plan.text import is_there, read_text
@@ -32,6 +33,8 @@ _MOST = 2000
 """Files that are searched for a recipe."""
 _MOST_VALUES = 50_000
 """Of a configuration: lists may be repeated."""
+_FEWEST = ("llama3_8b_", "nemotronh_56b_", "qwen3_30b_a3b_")
+"""Models whose benchmark is by default that for the fewest GPUs (``_DEFAULT_GPU_COUNT_OVERRIDES``, August 2026)."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
 _NAMES_OTHERS = re.compile(r"^from megatron\.bridge\.(?:perf_)?recipes\.[\w.]+ import\b", re.MULTILINE)
 _DOES_MORE = re.compile(r"^(?:def|class|if|for|while|with|try|async|@)", re.MULTILINE)
@@ -59,9 +62,7 @@ _UNSET: Mapping[str, object] = {
     "apply_rope_fusion": False,
 }
 """Fields of ``TransformerConfig`` and ``RNGConfig`` that functions of recipes read, and their defaults."""
-_LAYOUT = "model.pipeline_model_parallel_layout"
-_BUCKET = 128 * 1024 * 1024
-"""``CommOverlapConfig._get_optimizer_overlap_cfgs`` (``training/comm_overlap.py``)."""
+LAYOUT = "model.pipeline_model_parallel_layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Recipe:
     name: str
     layout: Callable[[int, int | None], Node] | None = None
     """The recipe's own layout of so many stages and virtual stages, where it has a function for that."""
+    benchmark: bool = False
+    """Whether it is one of ``perf_recipes``."""
 
 
 def is_recipe(text: str) -> bool:
@@ -95,11 +98,32 @@ def checkout_of(folders: Sequence[Path]) -> Path | None:
 
 
 def file_of(name: str, package: Path) -> Path | None:
-    """The file of the checkout's ``package`` in which the recipe ``name`` is."""
+    """The file of the checkout's ``package`` in which the recipe ``name`` is: where it is made, or given another name;
+    of both packages the library gives names, and benchmarks take some for their own use."""
     if not name.isidentifier():
         return None
-    made = re.compile(rf"^def {name}\(|\bas {name}\b|^{name} = ", re.MULTILINE)
-    return next((path for path in _files_of(package) if made.search(read_text(path)[:LONGEST])), None)
+    made, named = re.compile(rf"^def {name}\(", re.MULTILINE), re.compile(rf"\bas {name}\b|^{name} = ", re.MULTILINE)
+    found: Path | None = None
+    for path in _files_of(package):
+        text = read_text(path)[:LONGEST]
+        if made.search(text):
+            return path
+        if named.search(text) and (found is None or package / _PACKAGES[0] in found.parents):
+            found = path
+    return found
+
+
+def of_other_gpus(name: str, package: Path) -> str | None:
+    """The benchmark that the launcher takes where none is for so many GPUs: the one of the same name for most, of some
+    models for fewest (``scripts/performance/utils/utils.py``: ``_select_default_recipe_name``)."""
+    stem = re.fullmatch(r"(\w+_)[0-9]+(gpu_\w+)", name)
+    if stem is None:
+        return None
+    same = re.compile(rf"^def ({stem[1]}([0-9]{{1,6}}){stem[2]})\(", re.MULTILINE)
+    benchmarks = sorted((package / _PACKAGES[0]).rglob("*.py"))[:_MOST]
+    found = [one for path in benchmarks for one in same.findall(read_text(path)[:LONGEST])]
+    chosen = min if name.startswith(_FEWEST) else max
+    return chosen(found, key=lambda one: int(one[1]))[0] if found else None
 
 
 def _files_of(package: Path) -> Iterator[Path]:
@@ -114,12 +138,12 @@ def no_recipe_of(package: Path, name: str, origin: Origin) -> PlanError:
     return PlanError("--recipe", name, f"{problem}; did you mean {guess}?" if guess else problem, origin=origin)
 
 
-def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recipe:
-    """The recipe ``name`` of the file at ``path``; without a name, its only one. ``said`` are fields that are given
-    otherwise, and need not be known; ``scheme`` is a kind of adapters."""
+def followed(path: Path, name: str, scheme: str, said: Collection[str], gpu: str | None) -> Recipe:
+    """The recipe ``name`` of the file at ``path`` as it is on ``gpu``; without a name, its only one. ``said`` are
+    fields that are given otherwise, and need not be known; ``scheme`` is a kind of adapters."""
     if "model" not in said:
         _check_text(name, "", Origin(_shown(path)))
-    following = Following(read_text(path), _shown(path), path, _DIALECT)
+    following = Following(read_text(path), _shown(path), path, _dialect(gpu))
     offered = _offered(following.main)
     if not offered:
         raise PlanError(
@@ -130,7 +154,8 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         )
     if not name and len(offered) != 1:
         shown = ", ".join(offered[:4]) + (", …" if len(offered) > 4 else "")
-        problem = f"is missing: the file has {len(offered)} functions; say which with --set RECIPE=NAME ({shown})"
+        ways = f"as {path.name}:NAME, or with --set RECIPE=NAME"
+        problem = f"is missing: the file has {len(offered)} functions; say which {ways} ({shown})"
         raise PlanError("RECIPE", ABSENT, problem, origin=Origin(_shown(path)))
     name = name or offered[0]
     made = following.configuration(name, {"peft_scheme": Node(scheme, Origin("--mode"))} if scheme else {})
@@ -142,7 +167,7 @@ def followed(path: Path, name: str, scheme: str, said: Collection[str]) -> Recip
         problem = f"is no function of this file; did you mean {guess}?" if made is None and guess else problem
         raise PlanError("RECIPE", name, problem, origin=Origin(_shown(path)))
     found = _Written({*said}).recipe(made, name, Origin(_shown(path)))
-    return replace(found, layout=_layouts(following, made))
+    return replace(found, layout=_layouts(following, made), benchmark=_PACKAGES[0] in path.absolute().parts)
 
 
 def _offered(module: Module) -> list[str]:
@@ -162,28 +187,15 @@ def _layouts(following: Following, made: Made) -> Callable[[int, int | None], No
         where = Origin(builder.module.source, builder.definition.lineno)
         try:
             value = following.result(builder, [Node(stages, where), Node(virtual, where)], {})
-            node = _Written(()).node(_LAYOUT, value)
+            node = _Written(()).node(LAYOUT, value)
         except Raised:
             node = None
         if node is None:
-            problem = (
-                f"has no layout for pp {stages} and vpp {virtual or 1} in {builder.definition.name}: say {_LAYOUT}"
-            )
+            problem = f"has no layout for pp {stages} and vpp {virtual or 1} in {builder.definition.name}: say {LAYOUT}"
             raise PlanError("model.pipeline_model_parallel_size", stages, problem, origin=where)
         return node
 
     return layout
-
-
-def in_step(recipe: Recipe, before: Node, root: Node) -> Node:
-    """``root``, which has overrides over ``before``, with the recipe's own layout where they say other stages
-    (``recipe_runner.py``: ``sync_model_pipeline_layout``)."""
-    sizes = [f"model.{one}pipeline_model_parallel_size" for one in ("", "virtual_")]
-    stages, virtual = (one.value if (one := root.at(path)) is not None else None for path in sizes)
-    moved = any(root.at(path) is not before.at(path) for path in sizes)
-    if moved and recipe.layout is not None and root.at(_LAYOUT) is before.at(_LAYOUT) and isinstance(stages, int):
-        root = root.put(_LAYOUT, recipe.layout(stages, virtual if isinstance(virtual, int) else None))
-    return root
 
 
 def _shown(path: Path) -> str:
@@ -207,19 +219,51 @@ def _of_hub(owner: Value | None, given: Sequence[Value], where: Origin) -> Value
     return Made(_MODEL, {}, where, tuple(given[:1])) if given and isinstance(given[0], Node) else None
 
 
+def _text_of_hub(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
+    """``AutoConfig.from_pretrained("Qwen/Qwen3.5-9B")``, whose ``text_config`` is of the same repository."""
+    return Made("AutoConfig", {}, where, tuple(given[:1])) if given and isinstance(given[0], Node) else None
+
+
+def _of_config(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
+    """``AutoBridge.from_hf_config(config)``."""
+    config = given[0] if given else None
+    return Made(_MODEL, {}, where, config.positional) if isinstance(config, Made) and config.positional else None
+
+
 def _of_bridge(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
     """``to_megatron_provider`` and ``get_model_config`` of what ``AutoBridge`` made."""
     return owner if isinstance(owner, Made) and owner.name == _MODEL else None
 
 
-def _dispatches(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
-    """``apply_flex_dispatcher_backend`` on a GPU that has the backend (``training/flex_dispatcher_backend.py``)."""
-    model, backend, *_ = (*given, None, None)
-    if isinstance(model, Made) and isinstance(backend, Node) and backend.value in ("deepep", "hybridep"):
-        values = {"moe_token_dispatcher_type": "flex", "moe_shared_expert_overlap": False}
-        model.fields |= {**{name: Node.of(one, where) for name, one in values.items()}}
-        model.fields["moe_flex_dispatcher_backend"] = backend
-    return Node(None, where)
+def runs_backend(backend: str, gpu: str | None) -> bool:
+    """Whether Megatron-Bridge takes ``backend`` on ``gpu``: HybridEP on Ampere, Hopper and Blackwell, DeepEP on these
+    but Grace-Blackwell, whose name does not begin with ``NVIDIA B200`` or ``NVIDIA B300``."""
+    found = GPUS.get(gpu or "")
+    if found is None or found.compute_capability is None:
+        return True
+    major = found.compute_capability[0]
+    if backend == "deepep":
+        return major in (8, 9) or found.name.startswith(("b200", "b300"))
+    return major in (8, 9, 10)
+
+
+def _dispatches(model: Value | None, backend: Value | None, where: Origin, gpu: str | None) -> Value:
+    """``apply_flex_dispatcher_backend``, which takes ``alltoall`` on a GPU that has no such backend, and changes
+    nothing of a dense model (``training/flex_dispatcher_backend.py``)."""
+    none, experts = Node(None, where), None
+    if isinstance(model, Made):
+        experts = model.fields.get("num_moe_experts") or _unset(model, "num_moe_experts")
+    dense = isinstance(experts, Node) and not experts.value
+    named = backend.value if isinstance(backend, Node) else None
+    if dense or not isinstance(model, Made) or not isinstance(named, str) or named not in ("deepep", "hybridep"):
+        return none
+    if not runs_backend(named, gpu):
+        model.fields |= {"moe_token_dispatcher_type": Node("alltoall", where), "moe_flex_dispatcher_backend": none}
+        return none
+    values = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": named}
+    model.fields |= {name: Node(one, where) for name, one in values.items()}
+    model.fields["moe_shared_expert_overlap"] = Node(False, where)
+    return none
 
 
 def _captures(owner: Value | None, given: Sequence[Value], where: Origin) -> Value | None:
@@ -238,36 +282,55 @@ def _precision(owner: Value | None, given: Sequence[Value], where: Origin) -> Va
     return Made("MixedPrecisionConfig", dict(Node.of(fields, where).mapping), where) if fields is not None else None
 
 
+def _hub_of(made: Made) -> str | None:
+    """The repository whose model ``made`` is: ``AutoBridge``'s, or that of a class that is one model's."""
+    if made.name == _MODEL and isinstance(made.positional[0], Node):
+        return str(made.positional[0].value)
+    return table.MODELS_OF_CLASSES.get(made.name)
+
+
 def _unset(made: Made, field: str) -> Value | None:
     """A field that the recipe has not set: the model's own, or the default of its class."""
-    if made.name == _MODEL and isinstance(made.positional[0], Node):
+    if made.name == "AutoConfig" and field == "text_config":
+        return made
+    if (name := _hub_of(made)) is not None:
         from .overrides import arguments_of_model
 
-        name = str(made.positional[0].value)
         argument = table.RENAMED.get(field, f"--{field.replace('_', '-')}")
-        given = arguments_of_model(found)[0] if (found := twin(name, made.positional[0])) is not None else {}
+        given = (
+            arguments_of_model(found).arguments if (found := twin(name, Node(name, made.origin))) is not None else {}
+        )
         if (node := given.get(argument)) is not None:
             written = node.value
             return Node(int(written), made.origin) if isinstance(written, str) and written.isdecimal() else node
     return Node.of(_UNSET[field], made.origin) if field in _UNSET else None
 
 
-_DIALECT = Dialect(
-    INSTEAD,
-    _is_job,
-    follows=lambda module: module.startswith(_FOLLOWED),
-    known={
-        "from_hf_pretrained": _of_hub,
-        "to_megatron_provider": _of_bridge,
-        "get_model_config": _of_bridge,
-        "apply_flex_dispatcher_backend": _dispatches,
-        "set_cuda_graph_modules": _captures,
-        "clear_cuda_graph_modules": _captures,
-        "get_mixed_precision_config": _precision,
-        "warn_deprecated_model": lambda owner, given, where: Node(None, where),
-    },
-    unset=_unset,
-)
+_KNOWN = {
+    "from_hf_pretrained": _of_hub,
+    "from_pretrained": _text_of_hub,
+    "from_hf_config": _of_config,
+    "to_megatron_provider": _of_bridge,
+    "get_model_config": _of_bridge,
+    "set_cuda_graph_modules": _captures,
+    "clear_cuda_graph_modules": _captures,
+    "get_mixed_precision_config": _precision,
+    "warn_deprecated_model": lambda owner, given, where: Node(None, where),
+}
+
+
+def _dialect(gpu: str | None) -> Dialect:
+    def dispatches(owner: Value | None, given: Sequence[Value], where: Origin) -> Value:
+        model, backend, *_ = (*given, None, None)
+        return _dispatches(model, backend, where, gpu)
+
+    return Dialect(
+        INSTEAD,
+        _is_job,
+        follows=lambda module: module.startswith(_FOLLOWED),
+        known={**_KNOWN, "apply_flex_dispatcher_backend": dispatches},
+        unset=_unset,
+    )
 
 
 class _Written:
@@ -285,9 +348,7 @@ class _Written:
             what = model.shown if isinstance(model, Unknown) else "made by code"
             problem = f"is {what} that is not followed; {INSTEAD}"
             raise PlanError("model", ABSENT, problem, origin=made.origin)
-        base = None
-        if model.name == _MODEL and isinstance(model.positional[0], Node):
-            base = str(model.positional[0].value)
+        if (base := _hub_of(model)) is not None:
             if "model" not in self.said:
                 _check_text(name, base, model.origin)
             fields["model"] = Made("", model.fields, model.origin)
@@ -329,12 +390,19 @@ class _Written:
         return None
 
 
+_LAYERS = ("gemma", "exaone", "minimax", "deepseek_v4")
+"""What names of models begin with whose layers are their own."""
+_READS_IMAGES = re.compile(r"_[0-9]+v_")
+"""``glm_45v``."""
+
+
 def _check_text(name: str, hub: str, origin: Origin) -> None:
     """Refuses a recipe whose model has towers beside the language model, or layers of its own, unless ``--model`` names
     what to estimate in its place."""
     words = {*re.split(r"[^a-z0-9]+", f"{name} {hub}".lower())}
     towers = [one for one in (*table.OTHER_MODELS, "wan", "flux") if one in words]
-    layers = [one for one in ("gemma", "exaone", "minimax") if any(word.startswith(one) for word in words)]
+    towers += ["vision"] if _READS_IMAGES.search(name) else []
+    layers = [one for one in _LAYERS if any(word.startswith(one) for word in (name, *words))]
     if towers or layers:
         what = f"more than a language model ({towers[0]})" if towers else f"layers of its own ({layers[0]})"
         problem = f"has {what}, which is not modelled; --model NAME estimates a language model in its place"
@@ -352,30 +420,3 @@ def _matters(path: str) -> bool:
     return field in table.BY_ITSELF - {"transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec"} or (
         argument is not None and argument.table is not Table.IRRELEVANT
     )
-
-
-def as_it_starts(recipe: Recipe, root: Node) -> Node:
-    """``root``, which has overrides over ``recipe``, with what starting a run writes into it: the tokenizer's
-    vocabulary where that counts (``training/setup.py``: ``_validate_and_set_vocab_size``), the data's length of a
-    sequence in the model (``recipe_runner.py``: ``sync_model_dataset_sequence_length``; one that overrides give the
-    model alone is undone there, and left here to be refused), and buckets of ``CommOverlapConfig.setup``."""
-    tokenizer = root.mapping["tokenizer"].mapping if "tokenizer" in root.mapping else {}
-    size, counts = tokenizer.get("vocab_size"), tokenizer.get("use_tokenizer_vocab_size")
-    if size is not None and isinstance(size.value, int) and counts is not None and counts.value is True:
-        pads = Node(True, size.origin)
-        root = root.with_items(
-            {"model": root.mapping["model"].with_items({"vocab_size": size, "should_pad_vocab": pads})}
-        )
-    *of_data, of_model = table.LENGTHS
-    length = next((one for path in of_data if (one := root.at(path)) is not None), None)
-    if length is not None and length.value is not None and root.at(of_model) is recipe.root.at(of_model):
-        root = root.put(of_model, length)
-    overlap = root.mapping.get("comm_overlap")
-    shards = [root.at(f"{section}.use_distributed_optimizer") for section in ("ddp", "optimizer")]
-    if overlap is not None and overlap.mapping and any(one is not None and one.value is True for one in shards):
-        set_up = {"bucket_size": _BUCKET, "overlap_grad_reduce": True, "overlap_param_gather": True}
-        given = {name: Node.of(value, overlap.origin) for name, value in set_up.items()}
-        said = {name: node for name, node in overlap.mapping.items() if name in set_up and node.value is not None}
-        ddp = root.mapping.get("ddp", Node({}, overlap.origin))
-        root = root.with_items({"ddp": ddp.with_items({**given, **said})})
-    return root

@@ -22,6 +22,7 @@ WITHOUT_ARGUMENT = {
     name: parsed_line(name, of, why)
     for name, of, why in (
         ("--fp8-dot-product-attention", Table.MODELLED, ""),
+        ("--mamba-chunk-size", Table.MODELLED, ""),
         (
             "--fp8-multi-head-attention",
             Table.IRRELEVANT,
@@ -45,6 +46,7 @@ RENAMED: Mapping[str, str] = {
     "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
     "bucket_size": "--ddp-bucket-size",
+    "nccl_ub": "--use-nccl-ub",
     "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
     "fp8": "--fp8-format",
     "fp8_param": "--fp8-param-gather",
@@ -84,7 +86,7 @@ SAYS_NOTHING: Mapping[str, str] = {"moe_router_dtype": "bf16"}
 _BY_ITSELF = """
     activation_func gated_linear_unit num_query_groups seq_length vocab_size should_pad_vocab
     make_vocab_size_divisible_by grad_reduce_in_fp32 transformer_layer_spec bf16 fp16 hybrid_stack_spec
-    mamba_stack_spec mamba_chunk_size cpu_offloading cpu_offloading_num_layers
+    mamba_stack_spec cpu_offloading cpu_offloading_num_layers
 """
 BY_ITSELF = frozenset(_BY_ITSELF.split())
 """Fields that ``reader`` reads."""
@@ -111,7 +113,7 @@ _IGNORED = """
     store_param_remainders decoupled_weight_decay muon_split_qkv soap_shampoo_beta soap_use_kl_shampoo
     adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps pin_cpu_grads pin_cpu_params
     grad_norm_skip_threshold num_epochs check_optimizer_step_success skip_sync_grad_norm_across_mp exit_signal
-    iterations_to_skip
+    iterations_to_skip keep_mtp_spec_in_bf16
 """
 IGNORED = frozenset(_IGNORED.split())
 """Fields on which memory does not depend, or whose effect another field's argument has."""
@@ -210,6 +212,14 @@ BRIDGES: Mapping[str, Mapping[str, object]] = {
     "gpt-oss": {**_COMMON, **_UNFUSED, "bias_activation_fusion": True},
     "nemotron": {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False},
     "qwen3-next": {**_COMMON, **_UNFUSED, "moe_router_dtype": "fp32"},
+    "qwen3.5": {**_COMMON, **_UNFUSED, "moe_router_load_balancing_type": "global_aux_loss", "mtp_num_layers": 1},
+    "olmoe": {
+        **_COMMON,
+        **_UNFUSED,
+        "moe_router_dtype": "fp32",
+        "moe_permute_fusion": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    },
     "": {**_COMMON, **_UNFUSED},
 }
 """By what a model's name begins with, fields of which the class that translates its ``config.json`` gives other values
@@ -243,6 +253,9 @@ CLASSES: Mapping[str, Mapping[str, object]] = {
 }
 """Defaults of providers' classes that are other than those of Megatron-LM's parser (``models/gpt_provider.py``,
 ``models/hybrid/hybrid_provider.py``)."""
+
+MODELS_OF_CLASSES: Mapping[str, str] = {"OlMoEModelProvider": "allenai/OLMoE-1B-7B-0924"}
+"""Providers' classes that have one model's sizes, and that model (``models/olmoe/olmoe_provider.py``)."""
 
 OTHER_MODELS = (
     "vl",

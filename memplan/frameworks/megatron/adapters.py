@@ -32,18 +32,21 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     """By the last part of their names, which ``target_modules`` gives (``ModuleMatcher.match``). A name by default that
     this model has no layer of matches nothing. A rank's experts share an adapter, which all expert-parallel ranks have
     alike (``share_expert_adapters``)."""
-    spec, twice, pattern = plan.model, 2 if plan.model.gated else 1, plan.model.layer_pattern
-    routed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
-    attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (spec.layers, spec.layers - routed)
-    routed = pattern.count("E") if pattern else routed
+    spec, twice = plan.model, 2 if plan.model.gated else 1
+    further = 1 if spec.mtp_shared else spec.mtp_layers  # a layer like the last, or those of a pattern
+    pattern = spec.layer_pattern + spec.mtp_pattern * further if spec.layer_pattern else ""
+    kinds = [spec.has_experts(one) for one in range(spec.layers)] if spec.experts else [False] * spec.layers
+    kinds += kinds[-1:] * further
+    attending, dense = (pattern.count("*"), pattern.count("-")) if pattern else (len(kinds), kinds.count(False))
+    routed = pattern.count("E") if pattern else kinds.count(True)
 
-    def fed(name: str, width: int, times: int) -> list[Adaptable]:
-        sizes = {FC1: (twice * width, spec.hidden), FC2: (spec.hidden, width)}
+    def fed(name: str, width: int, times: int, features: int = spec.hidden) -> list[Adaptable]:
+        sizes = {FC1: (twice * width, features), FC2: (features, width)}
         return [Adaptable(f"{name}.{one.rpartition('.')[2]}", *size, times) for one, size in sizes.items() if times]
 
     layers = [
         *fed("mlp", spec.ffn, dense),
-        *fed(EXPERTS, spec.expert_ffn, routed),
+        *fed(EXPERTS, spec.expert_ffn, routed, spec.expert_hidden),
         *fed(SHARED, spec.shared_expert_ffn, routed if spec.shared_expert_ffn else 0),
     ]
     named = {
@@ -52,10 +55,10 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
         **{name: [one for one in layers if one.part.endswith(name)] for name in ("linear_fc1", "linear_fc2")},
     }
     if spec.latent_kv_rank:
-        named |= _latent(plan)
+        named |= _latent(plan, len(kinds))
     elif not pattern and not spec.experts:
-        named |= _canonical(spec)
-    if mamba := spec.layer_pattern.count("M"):
+        named |= _canonical(spec, len(kinds))
+    if mamba := pattern.count("M"):
         inner = spec.mamba_heads * spec.mamba_head_dim
         features = 2 * inner + 2 * spec.mamba_groups * spec.mamba_state_dim + spec.mamba_heads
         named["in_proj"] = [Adaptable(IN, features, spec.hidden, mamba)]
@@ -72,15 +75,15 @@ def _parts(spec: ModelSpec) -> Mapping[str, tuple[str, tuple[Part, ...]]]:
     return attention | ({"linear_fc1": (FC1, of_gated(spec.ffn))} if spec.gated else {})
 
 
-def _canonical(spec: ModelSpec) -> dict[str, list[Adaptable]]:
+def _canonical(spec: ModelSpec, layers: int) -> dict[str, list[Adaptable]]:
     return {
-        name: [Adaptable(layer, part.outputs, spec.hidden, spec.layers, unasked=False)]
+        name: [Adaptable(layer, part.outputs, spec.hidden, layers, unasked=False)]
         for whole, (layer, parts) in _parts(spec).items()
         for name, part in zip(PARTS[whole], parts, strict=True)
     }
 
 
-def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
+def _latent(plan: Plan, layers: int) -> dict[str, list[Adaptable]]:
     """Projections of latent attention, which has no ``linear_qkv``."""
     spec = plan.model
     heads, q, kv = spec.heads, spec.latent_q_rank, spec.latent_kv_rank
@@ -95,7 +98,7 @@ def _latent(plan: Plan) -> dict[str, list[Adaptable]]:
         if q
         else {latent.Q: (heads * keys, spec.hidden)}
     )
-    made = {name.rpartition(".")[2]: [Adaptable(name, *size, spec.layers)] for name, size in sizes.items()}
+    made = {name.rpartition(".")[2]: [Adaptable(name, *size, layers)] for name, size in sizes.items()}
     return {"linear_qkv": [], **made}
 
 
@@ -178,13 +181,13 @@ def _not_modelled(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
     yield "model.causal", not model.causal
     yield from _of_experts(plan)
     yield "recompute.modules", _recomputes_leaf(plan)
-    for name in ("linear_interval", "layer_blocks", "mtp_layers"):
+    for name in ("linear_interval", "layer_blocks"):
         yield f"model.{name}", getattr(model, name)
     for name in ("fsdp", "torch_fsdp"):
         yield f"megatron.{name}", getattr(megatron, name) != "none"
     yield "megatron.cuda_graphs", megatron.cuda_graphs != "none" and not _graphs_are_frozen(plan)
     names = ("optimizer_offload", "offload_modules", "offload_layers", "defer_embedding_wgrad", "logits_dtype")
-    for name in (*names, "fuses_operations", "fp32_gradients_of", "clips_queries"):
+    for name in (*names, "fuses_operations", "fp32_gradients_of", "clips_queries", "detaches_heads", "mixes_states"):
         yield f"megatron.{name}", getattr(megatron, name)
     yield "optimizer.name", optimizer.name == "muon"
     yield "megatron.joint_latent_down", megatron.joint_latent_down
@@ -230,10 +233,9 @@ def _of_experts(plan: ResolvedPlan) -> Iterator[tuple[str, object]]:
         return
     given, model = plan.experts, plan.model
     yield "precision.fp8", plan.precision.fp8 and model.mlp_bias
-    yield "model.expert_latent", model.expert_latent
     for name in ("overlap_exchange", "delay_wgrad", "wgrad_beside_dispatch", "grouped_tensor", "shared_chain"):
         yield f"experts.{name}", getattr(given, name)
     if adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}:
         yield "experts.grouped_gemm", not given.grouped_gemm
         yield "layout.etp", (plan.layout.etp or plan.layout.tp) > 1
-        yield "experts.shared_expert_overlap", given.shared_expert_overlap
+        yield "experts.shared_expert_overlap", given.shared_expert_overlap and plan.layout.sequence_parallel

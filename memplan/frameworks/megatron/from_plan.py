@@ -88,6 +88,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         mlp_chunks=megatron.mlp_chunks,
         mamba_apart=megatron.mamba_apart,
         mamba_states=megatron.mamba_states,
+        mamba_chunk=megatron.mamba_chunk,
         distributes=megatron.distribute_saved,
         decoder=plan.batch.decoder_seq or 0,
         experts=expert_shape(plan),

@@ -178,8 +178,8 @@ def check_hybrid(plan: ResolvedPlan) -> None:
     if model.activation == "relu2" and model.mlp_bias and megatron.bias_gelu_fusion:
         raise plan.wrong("megatron.bias_gelu_fusion", "must be false with relu2 and biases, which it does not add")
     if "M" not in model.layer_pattern + model.mtp_pattern:
-        for name in ("mamba_apart", "mamba_states"):
-            if getattr(megatron, name):
+        for name in ("mamba_apart", "mamba_states", "mamba_chunk"):
+            if getattr(megatron, name) != type(megatron).model_fields[name].default:
                 raise plan.wrong(f"megatron.{name}", "must be left out: the model has no Mamba-2 layers")
     if not model.layer_pattern:
         return

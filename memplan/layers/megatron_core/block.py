@@ -489,9 +489,10 @@ def _normed(r: Recorder, q: Tensor, k: Tensor, shape: CoreShape) -> tuple[Tensor
         joined = (ops.contiguous(r, x, (*x.shape[:2], x.shape[2] * x.shape[3]), "heads_joined") for x in (q, k))
         first, second = (te.norm(r, x, name, shape) for x, name in zip(joined, names, strict=True))
         return first.view(*q.shape), second.view(*k.shape)
-    if shape.implementation != "local":
-        return te.norm(r, q, names[0], shape), te.norm(r, k, names[1], shape)
     strided = not q.shape[2] > k.shape[2] > 1
+    if shape.implementation != "local":
+        first = te.norm(r, q, names[0], shape, strided=strided)
+        return first, te.norm(r, k, names[1], shape, strided=True)
     transposed = "core_attn" not in shape.recompute_modules
     unchanged = transposed and shape.spec.positions != "rotary"
     q = local.norm(r, q, names[0], shape, strided=strided, transposed=unchanged)

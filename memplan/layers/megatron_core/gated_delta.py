@@ -56,7 +56,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
         f"{spec.activation}: Megatron-Core's convolution stops at all but silu (swiglu)": spec.activation != "swiglu",
         "latent attention in the others": spec.latent_kv_rank > 0,
         "packed sequences": shape.packed > 0,
-        "CUDA graphs of layers": shape.graphs is not None,
+        "CUDA graphs of layers in deterministic mode": shape.graphs is not None and shape.deterministic,
         "activations on the host": bool(shape.offload),
         "the exchange of tokens beside another micro-batch's computation": shape.overlap is not None,
         "norms that return the residual": shape.norm_takes_residual,

@@ -44,7 +44,7 @@ def sizes_of(shape: CoreShape) -> Sizes:
     a = spec.mamba_heads // t // cp
     kept = shape.mamba_states or shape.dtype
     p, n = spec.mamba_head_dim, spec.mamba_state_dim
-    return Sizes(shape.b, shape.s * cp, a, p, groups, n, shape.multiprocessors, kept)
+    return Sizes(shape.b, shape.s * cp, a, p, groups, n, shape.multiprocessors, kept, shape.mamba_chunk)
 
 
 def own_sizes(shape: CoreShape) -> Sizes:

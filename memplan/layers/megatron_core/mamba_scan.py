@@ -13,9 +13,9 @@ from ..autograd import Recorder, Shape, Tensor, size_of
 from ..work import Kernel, Operator, Product, Scan, Stream
 
 CHUNK = 128
-"""Tokens that the scan takes at once (``MambaMixer.__init__``)."""
-PARTS = CHUNK // 32
-"""Parts of a chunk that kernels sum into before they know their block size (``BLOCK_SIZE_M_min``)."""
+"""Tokens that the scan takes at once, unless others are said (``MambaMixer.__init__``: ``chunk_size``)."""
+_LEAST = 32
+"""Tokens of the smallest block that kernels sum into before they know theirs (``BLOCK_SIZE_M_min``)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Sizes:
     multiprocessors: int
     kept: str
     """Dtype of states between chunks, when they have been passed on (``state_dtype``)."""
+    chunk: int = CHUNK
 
     @property
     def d(self) -> int:
@@ -47,7 +48,12 @@ class Sizes:
 
     @property
     def c(self) -> int:
-        return -(-self.s // CHUNK)
+        return -(-self.s // self.chunk)
+
+    @property
+    def parts(self) -> int:
+        """Of a chunk, which kernels sum each for itself."""
+        return -(-self.chunk // _LEAST)
 
     @cached_property
     def splits(self) -> int:
@@ -63,7 +69,7 @@ class Sizes:
     @property
     def steps(self) -> Shape:
         """One number of a head for each token."""
-        return self.b, self.a, self.c, CHUNK
+        return self.b, self.a, self.c, self.chunk
 
     @property
     def group(self) -> Shape:
@@ -78,7 +84,7 @@ class Sizes:
     @property
     def scores(self) -> Shape:
         """Of tokens of a chunk for each other."""
-        return self.b, self.c, self.g, CHUNK, CHUNK
+        return self.b, self.c, self.g, self.chunk, self.chunk
 
     @property
     def inner(self) -> Shape:
@@ -133,7 +139,7 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
     turned = r.empty(at.steps, "fp32", "grad_dA_flipped")
     turned = r.empty(at.steps, "fp32", "grad_dA_summed")
     turned = r.empty(at.steps, "fp32", "grad_dA_previous")
-    split = r.empty((at.b, at.a, at.c, PARTS, CHUNK), "fp32", "grad_dA_parts")
+    split = r.empty((at.b, at.a, at.c, at.parts, at.chunk), "fp32", "grad_dA_parts")
     within = r.empty(at.steps, "fp32", "grad_dA")
     del split
     both = r.empty(at.steps, "fp32", "grad_dA_both")
@@ -147,7 +153,7 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
 
 
 def _parts(r: Recorder, at: Sizes) -> Tensor:
-    return r.empty((PARTS, at.b, at.c, at.a, 1), "fp32", "grad_D_parts")
+    return r.empty((at.parts, at.b, at.c, at.a, 1), "fp32", "grad_D_parts")
 
 
 def _summed_over_heads(r: Recorder, at: Sizes, name: str, size: Shape) -> tuple[Tensor, Tensor]:
@@ -188,13 +194,13 @@ def _scan_kernels(at: Sizes, dtype: str, *, gated: bool) -> tuple[list[Kernel], 
     """Products of chunks: scores of a group's B and C, states of every head, what they and the chunk's own tokens give;
     in backward these again, and a product for the gradient of each factor."""
     heads, groups = at.b * at.c * at.a, at.b * at.c * at.g
-    e, p, n = size_of((1,), dtype), at.p, at.n
+    e, p, n, chunk = size_of((1,), dtype), at.p, at.n, at.chunk
     inner, states = size_of(at.inner, dtype), size_of(at.states, "fp32")
     steps = Stream(3 * size_of(at.steps, "fp32"))
-    scores = Product(CHUNK, CHUNK, n, groups, e, 4)
-    of_states = Product(p, n, CHUNK, heads, e, 4)
+    scores = Product(chunk, chunk, n, groups, e, 4)
+    of_states = Product(p, n, chunk, heads, e, 4)
     passing = Stream(states + size_of(at.states, at.kept))
-    by_states, by_tokens = Product(CHUNK, p, n, heads, e), Product(CHUNK, p, CHUNK, heads, e)
+    by_states, by_tokens = Product(chunk, p, n, heads, e), Product(chunk, p, chunk, heads, e)
     again: list[Stream | Product] = [steps, scores, of_states, passing]
     back: list[Stream | Product] = [
         Stream((5 if gated else 3) * inner),
@@ -202,9 +208,9 @@ def _scan_kernels(at: Sizes, dtype: str, *, gated: bool) -> tuple[list[Kernel], 
         Stream(3 * states),
         by_states,
         by_tokens,
-        Product(CHUNK, n, p, 2 * heads, e, 4),
-        Product(CHUNK, CHUNK, p, 2 * heads, e, 4),
-        Product(CHUNK, n, CHUNK, 2 * groups, e),
+        Product(chunk, n, p, 2 * heads, e, 4),
+        Product(chunk, chunk, p, 2 * heads, e, 4),
+        Product(chunk, n, chunk, 2 * groups, e),
         Stream(8 * size_of(at.steps, "fp32"), 8),
     ]
     forward: list[Kernel] = [Scan(one) for one in (*again, by_states, by_tokens, Stream((3 if gated else 2) * inner))]

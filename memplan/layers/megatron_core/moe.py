@@ -68,9 +68,11 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
             "shared experts beside the exchange of a dispatcher other than alltoall (--moe-dispatcher alltoall)",
         ),
     )
-    if experts.dispatcher != "alltoall" and experts.capacity_factor is not None:
+    fixed = experts.dispatcher == "hybridep" and experts.padded and shape.low is None  # ``_HybridEPManager``
+    if experts.dispatcher != "alltoall" and experts.capacity_factor is not None and not fixed:
         other = "allgather" if experts.dispatcher == "allgather" else "flex"
-        yield f"the {other} dispatcher with a capacity (--moe-dispatcher alltoall)"
+        how = " but HybridEP's that pads to it" * (experts.dispatcher == "hybridep")
+        yield f"the {other} dispatcher with a capacity{how} (--moe-dispatcher alltoall)"
     if experts.dispatcher == "allgather" and experts.permute_fusion:
         yield "the allgather dispatcher with permute fusion (--no-moe-permute-fusion)"
     yield from _uncovered_flex(shape, experts)

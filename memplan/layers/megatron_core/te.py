@@ -28,12 +28,15 @@ Biased = tuple[Tensor, Tensor | None]
 """An output, and the bias that its reader adds."""
 
 
-def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
+def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape, *, strided: bool = False) -> Tensor:
     """``TENorm``: LayerNorm (weight and bias) or RMSNorm (weight) over the last dimension of ``x``.
 
-    Saves the input and, in fp32, a row's mean (LayerNorm) and reciprocal deviation.
+    Saves the input and, in fp32, a row's mean (LayerNorm) and reciprocal deviation. Of a ``strided`` input it saves a
+    copy (``ops/basic/rmsnorm.py``, ``op_forward``: ``input_.contiguous()``; before 2.8 ``ops/_common.py``,
+    ``convert_tensor``).
     """
     parameters = _norm_parameters(r, x, name, shape)
+    saved = r.empty(x.shape, x.dtype, f"{name}_contiguous") if strided else x
     statistics, out = _statistics(r, x, name, shape), r.empty(x.shape, x.dtype, name)
     like, dtype = x.shape, x.dtype
     names = [parameter.shape for parameter in parameters]
@@ -43,7 +46,7 @@ def norm(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
         grads += [r.empty(one, dtype, f"grad_{name}_parameter") for one in names]
         return grads
 
-    out.node = r.node((x, *parameters), (x, *statistics), backward)
+    out.node = r.node((x, *parameters), (saved, *statistics), backward)
     return out
 
 

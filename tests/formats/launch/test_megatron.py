@@ -166,6 +166,9 @@ def test_bert() -> None:
         ("--eval-micro-batch-size 4", "trainer.evaluation_mbs", 4),
         ("--make-vocab-size-divisible-by 64", "megatron.vocab_multiple", 64),
         ("--deterministic-mode", "megatron.deterministic", True),
+        ("--optimizer muon --use-distributed-optimizer", "layout.zero", 1),
+        ("--optimizer muon", "layout.zero", 0),
+        ("--optimizer dist_muon", "layout.zero", 1),  # validate_args: use_layer_wise_distributed_optimizer
     ],
 )  # fmt: skip
 def test_derivations(arguments: str, path: str, value: object) -> None:

@@ -223,7 +223,9 @@ def test_a_checkout_is_found_from_a_folder_in_it(checkout: Path, monkeypatch: py
 def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
     by_file = alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf16_config").plan
     assert by_file == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
-    with pytest.raises(PlanError, match="RECIPE: is missing: the file has 7 functions; say which with --set RECIPE="):
+    with pytest.raises(
+        PlanError, match=r"RECIPE: is missing: the file has 7 functions; say which as llama3\.py:NAME, or with --set"
+    ):
         alone(checkout)
     with pytest.raises(PlanError, match="did you mean llama3_8b_pretrain_8gpu_h100_bf16_config"):
         alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf1_config")
@@ -355,7 +357,7 @@ def test_a_file_that_gives_recipes_other_names(checkout: Path) -> None:
     [
         ("run_recipe.py --recipe llama3_8b_pretrain_8gpu_h100_bf16_confg", "llama3_8b_pretrain_8gpu_h100_bf16_config"),
         ("run_recipe.py --model llama3_9b --mode pretrain", "llama3_8b_pretrain_config"),
-        ("setup_experiment.py -mr llama3_8b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
+        ("setup_experiment.py -mr llama3_9b -ng 48 -g h100 -c fp8_cs", "llama3_8b_pretrain_64gpu_h100_fp8cs_config"),
     ],
 )
 def test_a_name_that_the_checkout_lacks(checkout: Path, words: str, guess: str) -> None:

@@ -24,6 +24,7 @@ class Case:
     state: int = 96
     apart: bool = False
     kept: str | None = None
+    chunk: int = 128
 
     def __str__(self) -> str:
         default = Case()
@@ -38,7 +39,7 @@ class Case:
             attention_dropout=0.0, hidden_dropout=0.0, layer_pattern="M", mamba_heads=self.heads, mamba_head_dim=64,
             mamba_groups=self.groups, mamba_state_dim=self.state,
         )  # fmt: skip
-        choices = {"mamba_apart": self.apart, "mamba_states": self.kept}
+        choices = {"mamba_apart": self.apart, "mamba_states": self.kept, "mamba_chunk": self.chunk}
         return CoreShape(spec, self.b, self.s // self.cp, 1, "bf16", 1024, cp=self.cp, **choices)
 
     @property
@@ -54,6 +55,8 @@ CASES = [
     Case(heads=12),
     Case(b=1, heads=6, groups=1),
     Case(cp=2),
+    Case(s=1000, chunk=256),
+    Case(s=500, chunk=64, apart=True),
     Case(b=1, groups=4, cp=4),
     Case(groups=1, cp=4),
     Case(kept="fp32"),

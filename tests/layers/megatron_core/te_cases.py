@@ -70,6 +70,8 @@ class Case:
     split: bool | None = None
     """Whether parts of the outputs have adapters of their own: queries, keys and values, or, false, gate and up."""
     overlaps: bool = False
+    strided: bool = False
+    """Whether the input is a slice of a larger tensor, as keys are of what ``linear_qkv`` gives."""
 
     def __str__(self) -> str:
         default = Case(self.module)
@@ -242,7 +244,7 @@ FROZEN_CASES = [
 CASES = [
     *CHAINS,
     *FROZEN_CASES,
-    *(Case("norm", norm=norm) for norm in ("layernorm", "rmsnorm")),
+    *(Case("norm", norm=norm, strided=strided) for norm in ("layernorm", "rmsnorm") for strided in (False, True)),
     *(Case("column", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
     *(Case("column", bias=bias, skip_bias=True) for bias in (False, True)),
     *(Case("row", gradient_fusion=fusion, **more) for fusion in (False, True) for more in ({}, {"t": 4}, PARALLEL)),
@@ -466,7 +468,7 @@ ADAPTED: dict[str, Callable[[Recorder, Tensor, Case, CoreShape], Tensor]] = {
 
 
 def _norm(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
-    return te.norm(r, x, "norm", shape)
+    return te.norm(r, x, "norm", shape, strided=case.strided)
 
 
 def _column(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:

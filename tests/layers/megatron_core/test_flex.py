@@ -12,7 +12,8 @@ from benchmarks.arguments import plan_of_arguments
 from memplan.estimate import estimate
 from memplan.frameworks.megatron.from_plan import core_shape
 from memplan.frameworks.megatron.modules import layer_shape_of, layers_module, module_shapes
-from memplan.layers.megatron_core import flex
+from memplan.layers.megatron_core import flex, moe
+from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Options
 from memplan.layers.work import Attention, Exchange, Product, Stream, Together
 from memplan.plan.errors import PlanError
@@ -25,14 +26,19 @@ T, H, E, K, EP = 512, 2048, 128, 8, 8
 """Of Qwen3-30B-A3B with sequences of 512 tokens: 64 rows for every token that is sent to all."""
 
 
-def kept(backend: str, imbalance: str = "balanced", beside: str = "false") -> tuple[dict[str, int], int]:
-    """Bytes by name of what a layer keeps for backward, and N."""
+def shaped(backend: str, imbalance: str = "balanced", beside: str = "false", **more: str) -> CoreShape:
+    """The shape of a layer."""
     flags = {
         "model": "qwen3-30b-a3b", "framework": "megatron", "gpus": "8", "ep": "8", "seq": "512",
         "moe-dispatcher": "flex", "moe-flex-backend": backend, "router-dtype": "fp32", "experts-imbalance": imbalance,
-        "moe-overlap-exchange": beside,
+        "moe-overlap-exchange": beside, **more,
     }  # fmt: skip
-    shape = layer_shape_of(module_shapes(core_shape(resolve(read_plan(None, flags).plan)))[0], 0)
+    return layer_shape_of(module_shapes(core_shape(resolve(read_plan(None, flags).plan)))[0], 0)
+
+
+def kept(backend: str, imbalance: str = "balanced", beside: str = "false", **more: str) -> tuple[dict[str, int], int]:
+    """Bytes by name of what a layer keeps for backward, and N."""
+    shape = shaped(backend, imbalance, beside, **more)
     tape = layers_module((shape,), Options()).first.forward
     holds = {event.tensor: event for event in tape if isinstance(event, Hold)}
     for event in tape:
@@ -72,6 +78,17 @@ def test_rows_are_kept_once_and_tokens_that_arrive_are_not(backend: str) -> None
         assert names["row_id_map"] == -(-n * (2 * E // EP + 1) * 4 // 512) * 512
     else:
         assert names["dense_to_expert_map"] == T * EP * E // EP * 4
+
+
+def test_hybrid_ep_pads_every_expert_to_its_capacity() -> None:
+    """``setup_metadata`` with ``drop_and_pad``: 1.25 k T / E = 40 rows of each rank for each of 16 experts here, on 8
+    ranks; DeepEP marks dropped tokens instead, which is not modelled."""
+    padded = {"moe-capacity-factor": "1.25", "moe-pad-to-capacity": "true"}
+    names, _ = kept("hybridep", **padded)
+    assert names["rows_received"] == 40 * 16 * 8 * H * 2
+    assert not any("capacity" in one for one in moe.uncovered(shaped("hybridep", **padded)))
+    for backend, given in (("deepep", padded), ("hybridep", {"moe-capacity-factor": "1.25"})):
+        assert any("flex dispatcher with a capacity" in one for one in moe.uncovered(shaped(backend, **given)))
 
 
 @pytest.mark.parametrize(

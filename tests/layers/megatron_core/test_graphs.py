@@ -54,6 +54,28 @@ def test_what_attention_made_ends_where_a_graph_behind_it_has_a_copy(modules: di
     assert usual - graphed == ends * 2 * S * B * H
 
 
+DELTA = {
+    "model": "qwen3.5-0.8b", "layers": 4, "hidden": H, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "pp": 1,
+    "gpus": 1, "gbs": B, "linear_key_heads": 2, "linear_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("modules", ["attn,mlp", "attn", "mlp"])
+def test_gated_delta_nets_are_attention_of_a_graph(modules: str) -> None:
+    """``get_layer_static_inputs`` and ``_layer_is_graphable`` ask whether a layer attends, not how: three of the four
+    have gated delta nets, and where attention is captured all have a mask of s s b bytes among their inputs. In the
+    pool is what captured parts make."""
+    names = {name: value for name, value in DELTA.items() if name != "layers"}
+    given = plan(layers=4, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules, **names)
+    with_graphs, without = (programs(one, Options())[0] for one in (given, plan(layers=4, **names)))
+    hidden = 2 * S * B * H
+    mask = S * S * B * ("attn" in modules)
+    assert static(with_graphs).net - static(without).net == 4 * (hidden + mask) + 2 * hidden
+    layer = next(span.module for span in with_graphs.spans if span.names[0] == "layer.0")
+    pooled = {one.name: one.stream == POOL for one in layer.steady.forward if isinstance(one, Hold)}
+    assert (pooled["rule"], pooled["mlp.linear_fc1"]) == ("attn" in modules, "mlp" in modules)
+
+
 HYBRID = {
     "model": "nemotron-3-nano-30b-a3b", "layer_pattern": "MME*E", "hidden": H, "experts": 8, "expert_top_k": 2, "pp": 1,
     "gpus": 2, "ep": 2, "dp": 2, "vocab": 512, "heads": 4, "kv_heads": 2, "head_dim": 64,
