@@ -303,7 +303,7 @@ def one(*lines: str, **fields: str) -> str:
     ("text", "over", "line"),
     [
         (HEAD, (), "job.py: has no function that makes a configuration; give the config.json that a run saves"),
-        (HEAD + "def a(:\n", (), "job.py:8: is no Python that can be read; give the config.json"),
+        (HEAD + "def a(:\n", (), "job.py:8: is no Python that can be read (invalid syntax); give the config.json"),
         (one(), ("CONFIG=jib",), "job.py: CONFIG = jib: is no function of this file that is followed; did you mean job?"),
         (one() + "def other():\n    return 1\n", ("CONFIG=other",), "job.py: CONFIG = other: makes no Trainer.Config"),
         (one() + "def other():\n    return job()\n", (), "job.py: has 2 functions: say which with --set CONFIG=NAME (job, other)"),
