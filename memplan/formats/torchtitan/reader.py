@@ -44,7 +44,7 @@ from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
 from .low_precision import low_keys
-from .registry import chosen, is_registry, place_of, written_in
+from .registry import CONFIG, chosen, found_at, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
 from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
 from .table import (
@@ -163,6 +163,9 @@ IN_PARTS = (
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``, or in the one that a script there starts torchtitan with."""
+    place, function = found_at(place)
+    if function:
+        asked = replace(asked, assignments=(f"{CONFIG[0]}={function}", *asked.assignments))
     text, name = text_at(place)
     if is_script(text, name):
         place, asked = started(text, name, Path() if place == "-" else folder_of(path_of(place)), asked)
