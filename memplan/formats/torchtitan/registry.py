@@ -283,6 +283,7 @@ _CONVERTERS = {
     "MXFP8LinearConverter.Config": ("mxfp8", ("fqns",)),
     "MXFP8GroupedExpertsConverter.Config": ("mxfp8_experts", ("pad_multiple",)),
     "NVFP4LinearConverter.Config": ("nvfp4", ("fqns",)),
+    "LoRAConverter.Config": ("lora", ("rank", "alpha", "target_modules")),
 }
 """Converters: the section that stands for each one's arguments, and those of them that matter."""
 
