@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memplan.estimate import programs_of
@@ -17,10 +19,13 @@ from memplan.tape.events import Category
 from memplan.tuning_notices import of_tuning
 
 from ..oracle import fsdp as oracle
+from ..oracle import titan_gpt_oss
 from ..oracle.titan_muse import Decoder, builder
-from ..oracle.titan_newest import Llama, Qwen3, with_adapters
+from ..oracle.titan_newest import DeepSeek, Llama, Qwen3, with_adapters
 from .every_event import check_every_event
 from .test_fsdp_muse import FEW, JOB, plan_of
+from .test_fsdp_titan import LATENT
+from .test_fsdp_titan import plan_of as mixture_of
 
 
 def adapted_plan(model: str, chunks: int, targets: str) -> ResolvedPlan:
@@ -47,6 +52,34 @@ def test_every_event(recompute: str, chunks: int, model: str, decoder: type[Deco
     check_every_event(program, oracle.traced(build, sharding))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recompute", "chunks", "ranks", "targets"), [("none", 2, 4, "wq,wo"), ("op", 0, 1, "wo,w1,w2,w3")]
+)
+def test_every_event_beside_experts(recompute: str, chunks: int, ranks: int, targets: str) -> None:
+    """Of DeepSeek V3, whose experts are frozen; ``w1`` to ``w3`` are those of dense layers and of shared experts."""
+    given = replace(LATENT, layers=2)
+    plan = mixture_of(given)
+    updates: dict[str, dict[str, object]] = {
+        "fsdp": {"newest": True, "code": "torchtitan", "ends_apart": True, "parameters": "fp32"},
+        "layout": {"ep": ranks, "dp": 8},
+        "batch": {"gbs": 8 * given.b},
+        "lora": {"rank": 8, "targets": tuple(targets.split(",")), "dtype": "fp32"},
+    }
+    if chunks:
+        updates["loss"] = {"kind": "chunked", "chunks": chunks}
+    fields = {name: getattr(plan, name).model_copy(update=one) for name, one in updates.items()}
+    plan = plan.model_copy(update={**fields, "framework": "fsdp"})
+    policy = ActivationCheckpointing(recompute)  # type: ignore[arg-type]
+    made = torchtitan_model(plan, Options(accumulates_in_place=False), policy, ends_apart=True)
+    program = fsdp.program(plan, made, sharding_of(plan, plan.fsdp))
+    sharding = oracle.Sharding(8)
+    decoder = with_adapters(DeepSeek, 8, {*targets.split(",")})
+    build = titan_gpt_oss.builder(given, sharding, [recompute] * 2, chunks, ranks=ranks, decoder=decoder)
+    meshes = (lambda _: titan_gpt_oss.expert_meshes(8, ranks)) if ranks > 1 else None
+    check_every_event(program, oracle.traced(build, sharding, of=meshes))
+
+
 def test_adapters_alone_are_trained() -> None:
     """Llama 3 8B, rank 16 on ``wqkv`` (4,096 to 6,144) and ``wo`` (4,096 to 4,096) of 2 layers: 2 · 16 · (10,240 +
     8,192) = 589,824 parameters, of which each of 16 ranks has a sixteenth, in two states of fp32."""
@@ -66,12 +99,16 @@ def test_adapters_alone_are_trained() -> None:
     [
         (
             {},
-            "must not name lm_head with torchtitan's adapters, by which the head is frozen: --lora-targets wqkv,wo,w1",
+            "must not name lm_head with torchtitan's adapters: none is modelled on it (--lora-targets wqkv,wo,w1",
         ),
         ({"lora-targets": "wq"}, "lora.targets = wq: must be among wqkv, wo, w1, w2, w3, lm_head in llama-3-8b"),
         ({"lora-targets": "wo", "tp": "2", "loss": "plain"}, "fsdp.newest = true: must be true with torchtitan's"),
         ({"lora-targets": "wo", "lora-dropout": "0.1"}, "lora.dropout = 0.1: must be 0 with torchtitan's adapters"),
         ({"lora-targets": "wo", "lora-dtype": "bf16"}, "lora.dtype = bf16: must be fp32"),
+        (
+            {"model": "qwen3-30b-a3b", "layers": "2", "lora-targets": "gate"},
+            "must not name gate with torchtitan's adapters",
+        ),
         ({"lora-targets": "wo", "cp": "2"}, "layout.cp = 2: must be 1 with torchtitan's adapters"),
     ],
 )

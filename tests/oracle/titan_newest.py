@@ -184,8 +184,10 @@ class RoutedExperts(titan_gpt_oss.RoutedExperts):
         self.inner_experts: Any = GroupedExperts(sizes)
 
     def shared_among(self, sizes: Any, group: Any) -> None:
+        trained = self.inner_experts.w1.requires_grad
         super().shared_among(sizes, group)
         self.inner_experts = GroupedExperts(replace(sizes, experts=sizes.experts // dist.get_world_size(group)))
+        self.inner_experts.requires_grad_(trained)
 
 
 class MoE(titan_gpt_oss.MoE):

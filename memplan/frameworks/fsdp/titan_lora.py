@@ -18,20 +18,27 @@ from ...plan.resolved import ResolvedPlan
 from ..base import Adaptable
 from .titan import Titan, newest, titan_of_plan
 
-LM_HEAD = "lm_head"
+ROUTER = "router"
+LAST_NAMES = {HEAD: "lm_head", ROUTER: "gate"}
+"""Of layers that may have no adapter here, whose modules are not modelled with one."""
 
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     """By the last part of their names in torchtitan; all have an adapter where none is named."""
-    sizes, titan = linear_sizes(plan.model), titan_of_plan(plan)
+    spec = plan.model
+    h, shared = spec.hidden, spec.shared_expert_ffn
+    mixed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
+    sizes = {**linear_sizes(spec), ROUTER: (h, spec.experts)}
+    sizes |= {"shared_gate": (h, shared), "shared_up": (h, shared), "shared_down": (shared, h)}
+    times = {**dict.fromkeys(("gate", "up", "down"), spec.layers - mixed), HEAD: 1}
+    times |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), mixed if shared else 0) | {ROUTER: mixed}
     found: dict[str, tuple[Adaptable, ...]] = {}
-    for part, name in titan.linears:
-        if part in sizes:
-            inputs, outputs = sizes[part]
-            layer = Adaptable(part, outputs, inputs, plan.model.layers)
-            found[name.rpartition(".")[2]] = (*found.get(name.rpartition(".")[2], ()), layer)
-    inputs, outputs = sizes[HEAD]
-    return {**found, LM_HEAD: (Adaptable(HEAD, outputs, inputs, 1),)}
+    for part, name in (*titan_of_plan(plan).linears, *LAST_NAMES.items()):
+        if part in sizes and times.get(part, spec.layers):
+            last, (inputs, outputs) = name.rpartition(".")[2], sizes[part]
+            layer = Adaptable(part, outputs, inputs, times.get(part, spec.layers))
+            found[last] = (*found.get(last, ()), layer)
+    return found
 
 
 def tuning_of(plan: ResolvedPlan) -> Tuning | None:
@@ -47,18 +54,20 @@ def check(plan: ResolvedPlan) -> None:
         return
     layout, given = plan.layout, plan.fsdp
     titan, told = titan_of_plan(plan), "with torchtitan's adapters"
-    if HEAD in adapted(plan):
-        others = [one for one in plan.lora.targets or () if one != LM_HEAD] or [*adaptable(plan)][:-1]
-        problem = f"must not name {LM_HEAD} {told}, by which the head is frozen: --lora-targets {','.join(others)}"
+    wrong = [name for part, name in LAST_NAMES.items() if part in adapted(plan)]
+    if wrong:
+        others = [one for one in plan.lora.targets or () if one not in LAST_NAMES.values()]
+        others = others or [one for one in adaptable(plan) if one not in LAST_NAMES.values()]
+        problem = f"must not name {wrong[0]} {told}: none is modelled on it (--lora-targets {','.join(others)})"
         raise plan.wrong("lora.targets", problem)
     plan.refuse(
         ("lora.dora", plan.lora.dora, f"must be false {told}: there are none of that kind"),
         ("lora.dropout", plan.lora.dropout > 0, f"must be 0 {told}, which have none"),
         (
             "fsdp.newest",
-            not newest(plan) or plan.model.experts > 0,
-            f"must be true {told}, of Llama or Qwen 3 without experts, in bf16, with layers that are not compiled, "
-            f"without tensor parallelism: no others are modelled (this is {titan.title} of {titan.release})",
+            not newest(plan),
+            f"must be true {told}, of Llama, Qwen 3 or DeepSeek V3 in bf16, with layers that are not compiled, without "
+            f"tensor parallelism: no others are modelled (this is {titan.title} of {titan.release})",
         ),
         ("layout.pp", layout.pp > 1, f"must be 1 {told}: stages of frozen layers are not modelled"),
         ("layout.cp", layout.cp > 1, f"must be 1 {told}: not modelled together"),
