@@ -62,11 +62,9 @@ def _continues(flag: str, argument: str) -> bool:
 def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], list[str]]:
     """``words`` with other tools' flags as memplan's own (``--tensor-parallel`` as ``--tp``), and those flags that
     change nothing, which are left out. ``unknown``: those that the command has not."""
-    from ..formats import as_settings
     from ..formats.own_settings import without_effect
     from ..plan.near_misses import CHANGES_NOTHING, FILES, MEANT, NOT_MODELLED, SAME
 
-    words = as_settings(words)
     end = words.index("--") if "--" in words else len(words)
     made: list[str] = []
     left_out: list[str] = []

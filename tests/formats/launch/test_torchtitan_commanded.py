@@ -77,3 +77,8 @@ def test_one_line_for_what_is_not_there(
     told = capsys.readouterr().err
     assert line in told
     assert told.count("\n") == 1
+
+
+def test_a_command_without_settings_has_none_of_its_flags(capsys: pytest.CaptureFixture[str], checkout: Path) -> None:
+    assert main(["validate", "--module", "llama3", "--config", "selective"]) == 2
+    assert "--module: is not a flag of memplan validate" in capsys.readouterr().err
