@@ -24,7 +24,7 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
         besides = f"; {', '.join(lora.modules_to_save)} trained whole" if lora.modules_to_save else ""
         return (f"{'DoRA' if lora.dora else 'LoRA'} by peft on {named}, traced in its place, in {lora.dtype}{besides}",)
     count, whole, kind = adapter_parameters(plan), lora.modules_to_save, "DoRA" if lora.dora else "LoRA"
-    if (made_by := framework(plan.framework).adapters_by) is not None:
+    if (made_by := framework(plan.framework).adapters_by(plan)) is not None:
         return (
             f"{kind} by {made_by} on {', '.join(lora.targets or ())}: {count:,} trained parameters in {lora.dtype}",
         )

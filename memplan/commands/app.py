@@ -87,6 +87,17 @@ _TRUTHS = {"True", "true", "False", "false"}
 """What others write behind a switch."""
 
 
+def _with_settings(asked: str, words: list[str]) -> list[str]:
+    """``words`` with flags of other tools' own as ``--set``, if the command ``asked`` has that."""
+    from ..formats import as_settings
+
+    meant = as_settings(words)
+    if meant == words:
+        return words
+    every = typer.main.get_command(_app(asked, None)).commands[asked].params  # type: ignore[attr-defined]
+    return meant if any("--set" in one.opts for one in every) else words
+
+
 def _run(words: list[str], flags: set[str] | None) -> int:
     """The command that ``words`` begin with, with no other flags of fields than ``flags``."""
     asked = words[0] if words else ""
@@ -99,7 +110,7 @@ def _run(words: list[str], flags: set[str] | None) -> int:
         if (
             wrong or _TRUTHS & {*words}
         ) and flags is not None:  # flags that other tools call so, or all of which the nearest is looked for
-            known, left_out = spelled(words, {str(one.origin) for one in wrong})
+            known, left_out = spelled(_with_settings(asked, words), {str(one.origin) for one in wrong})
             code = _run(known, None)
             for flag in left_out:  # said beside an answer: an error is one line
                 print(f"memplan: {flag} changes no memory and is left out", file=sys.stderr)

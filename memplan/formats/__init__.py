@@ -6,7 +6,7 @@ To add one is to add its module and a line in ``FORMATS``. A reader's module has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +29,8 @@ class Format(NamedTuple):
     """Keys of which a file has one at its top, by which it is known without ``--from``."""
     takes_settings: bool = True
     """``--set`` and ``--vocab-size`` mean something."""
+    commanded: str = ""
+    """The module that knows the flags of the tool's own command line."""
 
 
 FORMATS = {
@@ -56,6 +58,7 @@ FORMATS = {
             ".torchtitan.exporter",
             example="llama3_8b.toml",
             marks=("activation_checkpoint", "parallelism"),
+            commanded=".torchtitan.commanded",
         ),
         Format(
             "trainer",
@@ -124,3 +127,12 @@ def target(name: str) -> Target:
     """The writer of the format ``name``, one of ``WRITTEN``."""
     found: Target = import_module(FORMATS[name].writer, __package__).TARGET
     return found
+
+
+def as_settings(words: Sequence[str]) -> list[str]:
+    """``words`` of a command line, where flags of a tool's own are ``--set`` and its file."""
+    made = [*words]
+    for one in FORMATS.values():
+        if one.commanded:
+            made = import_module(one.commanded, __package__).as_settings(made, one.name)
+    return made

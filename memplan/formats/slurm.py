@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..bash.slurm import slurm_kinds, submitted_kinds
 from ..plan.errors import Node, PlanError
 from ..plan.spellings import gpus_called
-from ..plan.text import text_at
+from ..plan.text import is_there, path_of, text_at
 from .launch import Asked, Launch
 
 _GPU = "hardware.gpu"
@@ -22,6 +22,8 @@ def with_gpu_of_job(launch: Launch, places: Iterable[str], asked: Asked) -> Laun
     if {"gpu", "capacity"} & (asked.names | hardware.mapping.keys()):
         return launch
     for place in places:
+        if place != "-" and not is_there(path_of(place)):  # the name of something in a file
+            continue
         text, name = text_at(place)
         submitted = [kind for kind in submitted_kinds(text, name) if gpus_called(kind.text)]
         if len({kind.text.lower() for kind in submitted}) > 1:

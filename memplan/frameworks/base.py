@@ -329,13 +329,18 @@ class Framework:
     own_layers = False
     """Layers, attention and recompute are this framework's code, not transformers' or torchtitan's on PyTorch's."""
 
-    adapters_by: str | None = None
-    """The library whose adapters are meant, and its release, where that is not peft."""
+    def adapters_by(self, plan: Plan) -> str | None:
+        """The library whose adapters are meant, and its release, where that is not peft."""
+        return None
 
     def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]] | None:
         """Linear layers that adapters of the framework's own may be on, by the names that ``lora.targets`` gives them,
         all of which have some by default; ``None`` where adapters are peft's."""
         return None
+
+    def adapter_dtype(self, plan: Plan) -> Dtype:
+        """Of those adapters."""
+        return plan.precision.dtype
 
     def runs_transformers(self, plan: Plan) -> bool:
         """The model's code is transformers'."""

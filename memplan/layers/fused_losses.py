@@ -440,7 +440,9 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
     for number in range(loss.chunks):
         x, x_leaf = r.leaf(Tensor(hidden.storage, (rows, h), hidden.dtype), "chunk")
         w, w_leaf = r.leaf(Tensor(weight.storage, (v, h), weight.dtype), "weight")
-        if loss.sharded:
+        if weight.node is None:  # frozen
+            w.node = None
+        elif loss.sharded:
             x = watched(r, x, partial(sent, w_leaf, loss, number))
         product = partial(loss.product or ops.linear, x=x, weight=w, name="logits_chunk", category=LOGITS)
         logits = loss.around_head(r, product) if loss.around_head else product(r)

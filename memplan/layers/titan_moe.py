@@ -41,6 +41,7 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False, 
     ranks; whole, the incoming gradient is summed first (``_math_ops.py``, ``_fused_rms_norm_backward``)."""
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
     shape, dtype, tag = x.shape, x.dtype, f"/{tp.PARTIAL}" if placed == "parts" else ""
+    trained = weight.node is not None
 
     def inside(r: Recorder) -> None:
         if strided and r.kernel_workspaces:
@@ -53,7 +54,7 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False, 
             r.ran(Exchange("all-reduce", size_of(shape, dtype)))
         inside(r)
         grad_x = r.empty(shape, dtype, f"grad_{name}")
-        return [grad_x, r.empty(shape[-1:], dtype, f"grad_{name}_weight{tag}")]
+        return [grad_x, r.empty(shape[-1:], dtype, f"grad_{name}_weight{tag}") if trained else None]
 
     inside(r)
     out = r.empty(shape, dtype, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
-from . import ops
+from . import ops, titan_lora
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
 from .fused_attention import efficient_attention, flash_attention
 from .fused_losses import head_weight
@@ -67,6 +67,8 @@ class Policy:
 
     def linear(self, r: Recorder, x: Tensor, name: str, n: int) -> Tensor:
         """A linear layer of ``n`` features, without bias."""
+        if r.tuning is not None and r.tuning.adapts(name):
+            return titan_lora.adapted(r, x, name, n, self.product)
         if self.low is not None and self.low.takes(name, n, x.shape[-1]):
             return in_low(r, x, name, n, self.low, self)
         return self.product(r, lambda r: plain_linear(r, x, name, n, False))

@@ -260,7 +260,7 @@ def _lora(plan: Plan, own: Framework) -> Lora:
     if (known := own.adaptable(plan)) is not None:
         every = tuple(name for name, layers in known.items() if any(one.unasked for one in layers))
         named = every if lora.targets is None else lora.targets
-        return lora.model_copy(update={"targets": named, "dtype": lora.dtype or plan.precision.dtype})
+        return lora.model_copy(update={"targets": named, "dtype": lora.dtype or own.adapter_dtype(plan)})
     targets = default_targets(plan.model) if lora.targets is None else lora.targets
     made = "bf16" if adapters_in_16_bits(plan) else "fp32"
     return lora.model_copy(update={"targets": targets, "dtype": lora.dtype or made})

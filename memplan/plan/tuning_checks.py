@@ -27,7 +27,8 @@ def check_tuning(plan: ResolvedPlan) -> None:
         _check_without_recipe(plan)
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
-    if plan.loss.kind in ("cut", "chunked"):
+    own = framework(plan.framework)
+    if plan.loss.kind in ("cut", *(["chunked"] if own.adaptable(plan) is None else [])):
         raise plan.wrong(
             "loss.kind",
             f"must be plain or liger with {first_frozen(plan)}: other losses are not modelled with frozen parts",
@@ -78,14 +79,15 @@ def _check_lora(plan: ResolvedPlan) -> None:
         raise PlanError("lora.targets", ABSENT, problem)
     if not lora.targets:
         raise PlanError("lora.targets", [], "must name at least one linear layer")
-    owned = framework(plan.framework).adaptable(plan) is not None
+    own = framework(plan.framework)
+    owned = own.adaptable(plan) is not None
     if owned:
         _check_own(plan)
-    allowed = {plan.precision.dtype, *([] if owned else ["fp32"])}
+    allowed = {own.adapter_dtype(plan)} if owned else {plan.precision.dtype, "fp32"}
     if lora.dtype not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))}: "
         problem += (
-            "adapters are in the model's dtype" if owned else "peft makes them in the model's dtype or casts them"
+            "adapters are in the dtype of parameters" if owned else "peft makes them in the model's dtype or casts them"
         )
         if adapters_in_16_bits(plan):
             problem = (
@@ -104,7 +106,7 @@ def _check_own(plan: ResolvedPlan) -> None:
     """What peft alone has."""
     for name, value in plan.lora.changed():
         if name in ("rslora", "modules_to_save", "target_parameters"):
-            problem = f"must be left out with framework {plan.framework}, whose adapters are Megatron-Bridge's"
+            problem = f"must be left out with framework {plan.framework}, whose adapters are not peft's"
             raise PlanError(f"lora.{name}", value, f"{problem}: not modelled")
 
 

@@ -187,7 +187,7 @@ class Clock:
         embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
         host = [host_seconds(work, rates, shape.host) for work in works]
-        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host, shapes.rounding)
+        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host, rounding=shapes.rounding)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""

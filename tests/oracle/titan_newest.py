@@ -119,6 +119,36 @@ class Qwen3(Decoder):
     block = Qwen3Block
 
 
+class LoRALinear(nn.Linear):
+    """``LoRALinear`` of ``torchtitan/components/lora.py``."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.weight.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        base_out = super().forward(input)
+        lora_out = self.lora_b(self.lora_a(input))
+        return base_out + 2.0 * lora_out
+
+
+def with_adapters(decoder: type[Decoder], rank: int, targets: set[str]) -> type[Decoder]:
+    """``decoder`` as ``LoRAConverter.convert`` changes it."""
+
+    class Adapted(decoder):  # type: ignore[misc, valid-type]
+        def __init__(self, sizes: Sizes) -> None:
+            super().__init__(sizes)
+            self.requires_grad_(False)
+            for name, module in list(self.named_modules()):
+                if name.rpartition(".")[2] in targets:
+                    around = self.get_submodule(name.rpartition(".")[0])
+                    setattr(around, name.rpartition(".")[2], LoRALinear(module, rank))
+
+    return Adapted
+
+
 class Router(titan_gpt_oss.Router):
     """``TokenChoiceTopKRouter`` whose gate has no bias."""
 
@@ -154,8 +184,10 @@ class RoutedExperts(titan_gpt_oss.RoutedExperts):
         self.inner_experts: Any = GroupedExperts(sizes)
 
     def shared_among(self, sizes: Any, group: Any) -> None:
+        trained = self.inner_experts.w1.requires_grad
         super().shared_among(sizes, group)
         self.inner_experts = GroupedExperts(replace(sizes, experts=sizes.experts // dist.get_world_size(group)))
+        self.inner_experts.requires_grad_(trained)
 
 
 class MoE(titan_gpt_oss.MoE):

@@ -8,8 +8,7 @@ called), functions of the same file and of files beside it, and changes of what 
 from __future__ import annotations
 
 import ast
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -17,11 +16,13 @@ from ...bash.budget import Budget
 from ...bash.origin import ScriptError
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, wrong_at
 from ...plan.text import is_there, read_text
+from ..python_text import parsed_python
 from .python_values import (
     LARGEST,
     Dialect,
     Elsewhere,
     Function,
+    Kept,
     Made,
     Module,
     Names,
@@ -36,6 +37,7 @@ from .python_values import (
     key_of,
     out_of,
     truth_of,
+    written,
 )
 
 LONGEST = 300_000
@@ -77,7 +79,7 @@ class Following:
     def result(self, function: Function, arguments: Sequence[Value], keywords: Names) -> Value:
         """What ``function`` returns for these arguments."""
         try:
-            return self._called(function, arguments, keywords, function.definition)
+            return self._measured(self._called(function, arguments, keywords, function.definition))
         except ScriptError as error:
             raise refused(error) from None
         except RecursionError:
@@ -90,12 +92,10 @@ class Following:
             raise wrong_at(source, f"is Python of more than {LONGEST:,} characters; {self.dialect.instead}")
         self.budget.spend(len(text) // 4)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SyntaxWarning)
-                tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            line = getattr(error, "lineno", None)
-            raise wrong_at(Origin(source, line), f"is no Python that can be read; {self.dialect.instead}") from None
+            tree = parsed_python(text)
+        except SyntaxError as error:
+            problem = f"is no Python that can be read ({one_line(error.msg)}); {self.dialect.instead}"
+            raise wrong_at(Origin(source, error.lineno), problem) from None
         functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not _needs(one))
         module = Module(source, path, _package_of(path), {}, functions)
         if path is not None:
@@ -185,7 +185,7 @@ class Following:
             case ast.Try():
                 return self._tried(statement, module, names)
             case ast.Raise():
-                problem = f"raises {_shown(statement.exc)}" if statement.exc is not None else "raises an exception"
+                problem = f"raises {written(statement.exc)}" if statement.exc is not None else "raises an exception"
                 raised = Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
                 made = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
                 raised.kind = _last_name(made)
@@ -220,13 +220,13 @@ class Following:
     def _decided(self, test: ast.expr, module: Module, names: Names) -> bool:
         truth = truth_of(self.value(test, module, names))
         if truth is None:
-            raise self._refused(f"depends on {_shown(test)}, which only running code knows", test, module)
+            raise self._refused(f"depends on {written(test)}, which only running code knows", test, module)
         return truth
 
     def _loop(self, loop: ast.For, module: Module, names: Names) -> Value | None:
         items = self.value(loop.iter, module, names)
         if not isinstance(items, Node) or not isinstance(items.value, list) or loop.orelse:
-            raise self._refused(f"repeats what depends on {_shown(loop.iter)}, which is not followed", loop, module)
+            raise self._refused(f"repeats what depends on {written(loop.iter)}, which is not followed", loop, module)
         for item in items.value:
             self._assign(loop.target, out_of(item), module, names)
             returned = self._body(loop.body, module, names)
@@ -245,7 +245,7 @@ class Following:
             case ast.Tuple() | ast.List():
                 items = value.value if isinstance(value, Node) and isinstance(value.value, list) else []
                 for at, one in enumerate(target.elts):
-                    other = Unknown(_shown(one), Origin(module.source, target.lineno))
+                    other = Unknown(one, Origin(module.source, target.lineno))
                     self._assign(one, out_of(items[at]) if len(items) == len(target.elts) else other, module, names)
             case ast.Subscript():
                 owner, key = self.value(target.value, module, names), self.value(target.slice, module, names)
@@ -253,7 +253,7 @@ class Following:
                 if isinstance(owner, Node) and isinstance(owner.value, dict) and isinstance(plain, str):
                     owner.value[plain] = item_of(value, Origin(module.source, target.lineno))
                 elif isinstance(owner, (Node, Made)):
-                    raise self._refused(f"changes {_shown(target)}, which is not followed", target, module)
+                    raise self._refused(f"changes {written(target)}, which is not followed", target, module)
 
     def _owner(self, given: ast.expr, module: Module, names: Names) -> Value:
         """What an attribute is set of: a field that is still its default becomes one with changes."""
@@ -276,7 +276,8 @@ class Following:
                 items = [added[0]]
                 if given.func.attr == "extend":
                     more = added[0].value if isinstance(added[0], Node) else None
-                    items = [*more] if isinstance(more, list) else [Unknown(_shown(given), where)]
+                    items = [*more] if isinstance(more, list) else [Unknown(given, where)]
+                self.budget.make(len(items), 0, where)
                 owner.value.extend(item_of(one, where) for one in items)
             elif isinstance(owner, Unknown) and isinstance(given.func.value, ast.Attribute):
                 listed = Node([item_of(one, where) for one in added], where)
@@ -295,19 +296,45 @@ class Following:
                 plain = given.value
                 known = plain is None or isinstance(plain, (bool, float, str))
                 known = known or (isinstance(plain, int) and abs(plain) < LARGEST)
-                return Node(plain, where) if known else Unknown(_shown(given), where)  # type: ignore[arg-type]
+                return Node(plain, where) if known else Unknown(given, where)  # type: ignore[arg-type]
             case ast.Name():
                 found = self._found(names.get(given.id, module.names.get(given.id)), module)
-                return found if found is not None else Unknown(given.id, where)
+                return found if found is not None else Unknown(given, where)
             case ast.Attribute():
                 return self._attribute(given, module, names, where)
             case ast.List() | ast.Tuple() | ast.Set():
                 return Node([item_of(self.value(one, module, names), where) for one in given.elts], where)
             case ast.Dict():
-                return self._mapping(given, module, names, where)
+                return self._charged(self._mapping(given, module, names, where), where)
             case ast.Call():
-                return self._call(given, module, names, where)
-        return self._computed(given, module, names, where)
+                return self._charged(self._call(given, module, names, where), where)
+        return self._charged(self._computed(given, module, names, where), where)
+
+    def _charged(self, made: Value, where: Origin) -> Value:
+        """``made``, which may be as large as what it is made of together."""
+        plain = made.fields if isinstance(made, Made) else made.value if isinstance(made, Node) else None
+        if isinstance(plain, (list, dict)):
+            self.budget.make(len(plain), 0, where)
+        elif isinstance(plain, str):
+            self.budget.make(0, len(plain), where)
+        return made
+
+    def _measured(self, made: Value, deep: int = 0) -> Value:
+        """``made``, whose parts are charged as often as they are there: a reader writes each of them."""
+        where = getattr(made, "origin", None)
+        self.budget.make(1, 0, where, steps=_EVALUATED)
+        if deep > _DEEPEST:
+            raise wrong_at(where or self.main.source, f"is nested more than {_DEEPEST} deep")
+        parts: Iterable[Value] = ()
+        if isinstance(made, Made):
+            parts = (*made.positional, *made.fields.values())
+        elif isinstance(made, Node) and isinstance(made.value, (list, dict)):
+            parts = made.value.values() if isinstance(made.value, dict) else made.value
+        elif isinstance(made, Node) and isinstance(made.value, Kept):
+            parts = (out_of(made),)
+        for one in parts:
+            self._measured(one, deep + 1)
+        return made
 
     def _attribute(self, given: ast.Attribute, module: Module, names: Names, where: Origin) -> Value:
         owner = self.value(given.value, module, names)
@@ -315,8 +342,8 @@ class Following:
             return field
         if isinstance(owner, Elsewhere):
             inside = f"{owner.module}.{owner.name}" if owner.name else owner.module
-            return self._found(Elsewhere(inside, given.attr), module) or Unknown(_shown(given), where)
-        return Unknown(_shown(given), where)
+            return self._found(Elsewhere(inside, given.attr), module) or Unknown(given, where)
+        return Unknown(given, where)
 
     def _field(self, owner: Made, name: str) -> Value | None:
         return owner.fields[name] if name in owner.fields else self.dialect.unset(owner, name)
@@ -347,11 +374,11 @@ class Following:
             elif name is not None and (named := key_of(name)) is not None:
                 found[named] = item_of(value, where)
             else:
-                return Unknown(_shown(given), where)
+                return Unknown(given, where)
         return Node(found, where)
 
     def _computed(self, given: ast.expr, module: Module, names: Names, where: Origin) -> Value:
-        unknown = Unknown(_shown(given), where)
+        unknown = Unknown(given, where)
         match given:
             case ast.BinOp():
                 left, right = self.value(given.left, module, names), self.value(given.right, module, names)
@@ -405,25 +432,25 @@ class Following:
     # -- calls ----------------------------------------------------------------------------------------
 
     def _call(self, given: ast.Call, module: Module, names: Names, where: Origin) -> Value:
-        called = _shown(given.func)
+        called = _dotted(given.func)
         last = given.func.attr if isinstance(given.func, ast.Attribute) else called.rpartition(".")[2]
         arguments = [self.value(one, module, names) for one in given.args if not isinstance(one, ast.Starred)]
         keywords = self._keywords(given, module, names)
         if keywords is None or len(arguments) != len(given.args):
-            return Unknown(_shown(given), where)
+            return Unknown(given, where)
         if last == "replace" and arguments and isinstance(arguments[0], Made):
             made = arguments[0]
             return Made(made.name, {**made.fields, **keywords}, where, made.positional)
         if last in ("deepcopy", "copy") and len(arguments) == 1:
-            return copied(arguments[0])
+            return copied(self._measured(arguments[0]))
         if last == "cast" and len(arguments) == 2:
             return arguments[1]
         if last in self.dialect.known:
             owner = self.value(given.func.value, module, names) if isinstance(given.func, ast.Attribute) else None
             every = [*arguments, *keywords.values()]
-            return self.dialect.known[last](owner, every, where) or Unknown(_shown(given), where)
+            return self.dialect.known[last](owner, every, where) or Unknown(given, where)
         if last in ("isinstance", "hasattr", "getattr", "lower") and not keywords:
-            return self._asked(given, last, arguments, module, names) or Unknown(_shown(given), where)
+            return self._asked(given, last, arguments, module, names) or Unknown(given, where)
         function = self.value(given.func, module, names)
         if isinstance(function, Function):
             try:
@@ -433,7 +460,7 @@ class Following:
                     raise
                 if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):
                     raise
-                return Unknown(_shown(given), where, error)
+                return Unknown(given, where, error)
         if isinstance(function, Elsewhere) and function.name in self.dialect.kept:
             return Made(f"{function.name}:{function.module}", keywords, where, tuple(arguments))
         if last == "dict" and not arguments:
@@ -442,14 +469,12 @@ class Following:
             return copy(arguments[0])
         if last in ("int", "float", "len", "max", "min", "ceil", "range", "divmod") and not keywords:
             found = built_in(last, arguments, where)
-            if found is not None and isinstance(found.value, list):
-                self.budget.make(len(found.value), 0, where)
-            return found or Unknown(_shown(given), where)
+            return found or Unknown(given, where)
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))
         if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):
             raise self._refused(f"{called}(…) may change the configuration, and is not found", given, module)
-        return Unknown(_shown(given), where)
+        return Unknown(given, where)
 
     def _asked(
         self, given: ast.Call, last: str, arguments: Sequence[Value], module: Module, names: Names
@@ -584,8 +609,10 @@ def _loaded(target: ast.expr) -> ast.expr:
     return found
 
 
-def _shown(given: ast.AST) -> str:
-    try:
-        return one_line(ast.unparse(given))[:60]
-    except (RecursionError, ValueError):
-        return "an expression"
+def _dotted(given: ast.expr) -> str:
+    """``a.b.c`` of names; what is no name is left out."""
+    names = []
+    while isinstance(given, ast.Attribute):
+        names.append(given.attr)
+        given = given.value
+    return ".".join([*([given.id] if isinstance(given, ast.Name) else [""]), *reversed(names)])

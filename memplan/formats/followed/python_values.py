@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from ...plan.errors import Node, Origin, PlanError
+from ...plan.errors import Node, Origin, PlanError, one_line
 from ...values import dataclass
 
 
@@ -29,10 +29,24 @@ class Made:
 class Unknown:
     """A value that only running code has."""
 
-    shown: str
+    given: ast.AST
+    """The expression."""
     origin: Origin
     why: PlanError | None = None
     """Why the function that gives it cannot be followed."""
+
+    @property
+    def shown(self) -> str:
+        """The expression as an error shows it."""
+        return written(self.given)
+
+
+def written(given: ast.AST) -> str:
+    """An expression, cut where it is long."""
+    try:
+        return one_line(ast.unparse(given))[:60]
+    except (RecursionError, ValueError):
+        return "an expression"
 
 
 @dataclass(frozen=True, slots=True)

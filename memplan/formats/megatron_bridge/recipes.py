@@ -31,8 +31,6 @@ _PACKAGES = ("perf_recipes", "recipes")
 """Of both the benchmark's recipe is taken (``scripts/training/recipe_runner.py``: ``load_recipe``)."""
 _MOST = 2000
 """Files that are searched for a recipe."""
-_MOST_VALUES = 50_000
-"""Of a configuration: lists may be repeated."""
 _FEWEST = ("llama3_8b_", "nemotronh_56b_", "qwen3_30b_a3b_")
 """Models whose benchmark is by default that for the fewest GPUs (``_DEFAULT_GPU_COUNT_OVERRIDES``, August 2026)."""
 _MAKES = re.compile(r"^def \w+\([^)]*\)\s*->\s*[\"']?ConfigContainer\b", re.MULTILINE)
@@ -339,7 +337,6 @@ class _Written:
     def __init__(self, said: Collection[str]) -> None:
         self.said = said
         self.wrong: list[PlanError] = []
-        self.left = _MOST_VALUES
 
     def recipe(self, made: Made, name: str, file: Origin) -> Recipe:
         fields = dict(made.fields)
@@ -359,9 +356,6 @@ class _Written:
 
     def node(self, path: str, value: Value) -> Node | None:
         """``value`` at ``path``; nothing where it is not known and does not matter."""
-        self.left -= 1
-        if self.left < 0:
-            raise PlanError(path, ABSENT, f"is in a configuration of more than {_MOST_VALUES:,} values")
         if isinstance(value, Made):
             fields = {name: self.node(f"{path}.{name}", one) for name, one in value.fields.items()}
             target = {"_target_": Node(value.name, value.origin)} if value.name else {}

@@ -69,6 +69,8 @@ def _refuse(plan: ResolvedPlan) -> None:
         )
     if optimizer.algorithm.torchtitan is None:
         raise plan.wrong("optimizer.name", "must be adam or adamw: torchtitan has no other by name")
+    if plan.lora.rank is not None:
+        raise plan.wrong("lora.rank", "must be left out: torchtitan's TOML had no adapters (its Python has)")
     if plan.loss.kind == "chunked":
         raise plan.wrong(
             "loss.kind",

@@ -47,6 +47,10 @@ CONVERTERS = (
     "training.enable_float8_linear",
     "model_spec.converters",
 )
+ADAPTERS = "LoRAConverter"
+"""The converter that puts adapters on linear layers, which may stand beside the others,"""
+OF_ADAPTERS = {"rank": 8, "alpha": 16.0}
+"""and its defaults (``LoRAConverter.Config``)."""
 SCALED = ("input", "weight", "grad_output")
 ALL_GATHER, SCALES = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
 
@@ -57,9 +61,11 @@ def low_keys(settings: Settings) -> tuple[str, Node, str] | None:
     if found is None:
         return None
     name, node = found
+    if adapters_alone(settings):
+        return None
     section, default = name.rpartition(".")[0], "tensorwise"
     if name == CONVERTERS[-1]:
-        every = settings.words(name)
+        every = [one for one in settings.words(name) if one != ADAPTERS]
         grouped = [one for one in every if one in OF_EXPERTS]
         linear = [one for one in every if one in IN_PYTHON]
         alone = grouped == every == [ALONE]
@@ -83,6 +89,26 @@ def low_keys(settings: Settings) -> tuple[str, Node, str] | None:
     return name, Node(recipe, node.origin), section
 
 
+def adapters_alone(settings: Settings) -> bool:
+    """Whether the one converter is that of adapters."""
+    return settings.has(CONVERTERS[-1]) and settings.words(CONVERTERS[-1]) == [ADAPTERS]
+
+
+def read_adapters(reader: Reader) -> None:
+    """Rank, scale and layers of adapters; which of these layers there are, a model's code says (``reader.py``)."""
+    settings, building = reader.settings, reader.building
+    rank, alpha, targets = (f"model_spec.lora.{one}" for one in ("rank", "alpha", "target_modules"))
+    if not settings.has(CONVERTERS[-1]) or ADAPTERS not in settings.words(CONVERTERS[-1]):
+        building.because((rank, alpha, targets), "no adapters")
+        return
+    building.put("lora.rank", settings.integer(rank, default=int(OF_ADAPTERS["rank"])), rank, CONVERTERS[-1])
+    building.put("lora.alpha", settings.number(alpha, default=OF_ADAPTERS["alpha"]), alpha)
+    given = settings.given.get(targets)
+    if given is not None and given.value is not None:
+        building.put("lora.targets", Node([Node(one, given.origin) for one in settings.words(targets)], given.origin))
+    building.because(targets, "lora.targets")
+
+
 def _text(settings: Settings, name: str) -> str:
     node = settings.given.get(name)
     return str(node.value) if node is not None and node.value is not None else ""
@@ -95,7 +121,7 @@ def read_low(reader: Reader) -> None:
     if found is None:
         return
     name, recipe, section = found
-    every = settings.words(name) if name == CONVERTERS[-1] else []
+    every = [one for one in settings.words(name) if one != ADAPTERS] if name == CONVERTERS[-1] else []
     key, default, of_float8 = PADDED
     if ALONE in every:
         building.put("fsdp.pad_multiple", settings.integer(key, default=default), key)

@@ -43,8 +43,8 @@ from ..recognised import is_python, is_script
 from ..rows import Building, Table
 from ..settings import needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
-from .low_precision import low_keys
-from .registry import chosen, is_registry, place_of, written_in
+from .low_precision import CONVERTERS, adapters_alone, low_keys
+from .registry import CONFIG, chosen, found_at, is_registry, place_of, written_in
 from .settings import VERSION, Settings, assigned, flat
 from .stages import FLEX, PACKED, UNFUSED, VARLEN, stages
 from .table import (
@@ -163,6 +163,9 @@ IN_PARTS = (
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``, or in the one that a script there starts torchtitan with."""
+    place, function = found_at(place)
+    if function:
+        asked = replace(asked, assignments=(f"{CONFIG[0]}={function}", *asked.assignments))
     text, name = text_at(place)
     if is_script(text, name):
         place, asked = started(text, name, Path() if place == "-" else folder_of(path_of(place)), asked)
@@ -229,6 +232,19 @@ def _asking(plan: Plan) -> Plan:
     return plan.model_copy(update={"fsdp": plan.fsdp.model_copy(update={"newest": True})})
 
 
+def _with_adapters(placed: Plan, plan: Plan) -> tuple[Plan, tuple[Note, ...]]:
+    """``plan`` with those layers of ``lora.targets`` that its model has, and what is told of others
+    (``LoRAConverter.convert``: a warning)."""
+    known, targets = framework(plan.framework).adaptable(placed), plan.lora.targets
+    there = tuple(one for one in targets or () if known is None or one in known)
+    if targets is None or not there or there == targets:
+        return plan, ()
+    nothing = " or ".join(one for one in targets if one not in there)
+    note = f"nothing in {plan.model.name} is called {nothing} (target_modules): torchtitan goes on without"
+    lora = plan.lora.model_copy(update={"targets": there})
+    return plan.model_copy(update={"lora": lora}), (Note("lora-targets-unmatched", note),)
+
+
 @dataclass(frozen=True, slots=True)
 class _Finish:
     """Fills in fields that depend on others which flags may have changed: batches, stages, the split of the loss."""
@@ -285,8 +301,9 @@ class _Finish:
             plan = _asking(plan)
             origins["fsdp.newest"] = self.settings.where(*FLAVOUR)
             placed = _asking(placed)
+        plan, left = _with_adapters(placed, plan)
         told = _packed if _runs_newest(placed) else _differences
-        return ReadPlan(plan, origins, (*told(self.settings), *read.warnings), read.assumptions)
+        return ReadPlan(plan, origins, (*left, *told(self.settings), *read.warnings), read.assumptions)
 
     def _may_be_newest(self, plan: Plan) -> bool:
         """Layers are as they are in the newest code, where that has a recipe."""
@@ -406,7 +423,8 @@ def _check_keys(settings: Settings) -> None:
 def _matters(name: str, key: Key, settings: Settings) -> bool:
     """Whether ``name``, which is not modelled by itself, is more than its default, and no converter that is."""
     low = low_keys(settings)
-    return settings.matters(name, key) and (low is None or low[0] != name)
+    known = (low is not None and low[0] == name) or (name == CONVERTERS[-1] and adapters_alone(settings))
+    return settings.matters(name, key) and not known
 
 
 def _own_flag(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...plan.errors import ABSENT, Node, Origin, PlanError, nearest, one_line, together, wrong_at
 from ...plan.models import load_spec
-from ...plan.text import is_there, text_at
+from ...plan.text import is_there, path_of, read_text, text_at
 from ..followed.following import Following
 from ..followed.python_values import Dialect, Kept, Made, Unknown, Value, with_parts
 from ..rows import Table
@@ -46,6 +46,8 @@ def _unset(made: Made, name: str) -> Value | None:
 _DIALECT = Dialect(INSTEAD, is_job, kept=frozenset({"model_registry"}), unset=_unset)
 _IMPORTS = re.compile(r"^\s*(?:from|import) torchtitan", re.MULTILINE)
 _MODULES = ("torchtitan/models/{}/config_registry.py", "torchtitan/experiments/{}/config_registry.py")
+_MOST = 100
+"""Files that are searched for a function."""
 _POLICIES: dict[str, tuple[str, object]] = {
     "FullAC": ("determinism_check", "default"),
     "SelectiveAC": ("force_recompute_mm_shapes_by_fqns", ["moe.router.gate"]),
@@ -105,6 +107,20 @@ def place_of(module: str, folders: Sequence[Path], origin: Origin) -> str:
         "--set CONFIG=NAME, or the config.json that a run saves"
     )
     raise PlanError("--module", module, problem, origin=origin)
+
+
+def found_at(place: str) -> tuple[str, str]:
+    """The file that ``place`` is, and the function in it where ``place`` is no file but a function's name: of
+    torchtitan's own configurations, from where memplan is started."""
+    if not place.isidentifier() or is_there(path_of(place)):
+        return place, ""
+    made = re.compile(rf"^def {place}\(", re.MULTILINE)
+    for pattern in _MODULES:
+        for file in sorted(Path().glob(pattern.format("*")))[:_MOST]:
+            if made.search(read_text(file)):
+                return str(file), place
+    problem = "no such file, and no configuration of torchtitan's here: start memplan in torchtitan's folder, or give "
+    raise wrong_at(place, f"{problem}the file that has it and --set {CONFIG[0]}={place}")
 
 
 def written_in(place: str, name: str, overridden: Collection[str]) -> Node:
@@ -267,6 +283,7 @@ _CONVERTERS = {
     "MXFP8LinearConverter.Config": ("mxfp8", ("fqns",)),
     "MXFP8GroupedExpertsConverter.Config": ("mxfp8_experts", ("pad_multiple",)),
     "NVFP4LinearConverter.Config": ("nvfp4", ("fqns",)),
+    "LoRAConverter.Config": ("lora", ("rank", "alpha", "target_modules")),
 }
 """Converters: the section that stands for each one's arguments, and those of them that matter."""
 

@@ -15,7 +15,7 @@ from ...plan.models import load_spec
 from ...plan.plan import Plan
 from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
-from .low_precision import CONVERTERS, read_low
+from .low_precision import CONVERTERS, read_adapters, read_low
 from .settings import Settings
 from .stages import (
     DECODERS,
@@ -530,5 +530,6 @@ ROWS = (
     ),
     Row(COMPONENTS, "fsdp.compile_loss", "compile", read=elsewhere, value=_components),
     Row(CONVERTERS[0], "precision.fp8", older=CONVERTERS[1:], read=read_low),
+    Row("model_spec.lora.rank", "lora.rank", read=read_adapters),
     Row("loss.num_chunks", "loss.chunks", read=_loss),
 )

@@ -19,6 +19,7 @@ from ...values import dataclass
 from ..elsewhere import OF_UNSLOTH
 from ..in_flags import in_flags
 from ..launchers import IsMark, found_from
+from ..python_text import parsed_python
 from . import changes, several
 from .keys import FROM_PRETRAINED, FROM_SCRATCH, K_BIT, LOADED_BY, READ
 from .parsed import FLAGS, INSTEAD, LOADED, STARTED, Parsed
@@ -173,8 +174,8 @@ def script_in(
 def positions_in(text: str) -> list[str]:
     """Arguments that the Python file ``text`` takes by their place; none where it is no Python."""
     try:
-        return positions(ast.parse(text))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return positions(parsed_python(text))
+    except (SyntaxError, RecursionError):
         return []
 
 
@@ -184,10 +185,12 @@ class UnreadError(PlanError):
 
 def _parsed(text: str, source: str) -> ast.Module:
     try:
-        module = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        origin = Origin(source, getattr(error, "lineno", None))
-        raise UnreadError("", ABSENT, f"is no Python that can be read; {INSTEAD}", origin=origin) from None
+        module = parsed_python(text)
+    except SyntaxError as error:
+        origin = Origin(source, error.lineno)
+        raise UnreadError(
+            "", ABSENT, f"is no Python that can be read ({one_line(error.msg)}); {INSTEAD}", origin=origin
+        ) from None
     made = {
         target.id
         for node in ast.walk(module)

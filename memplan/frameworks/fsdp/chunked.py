@@ -96,7 +96,7 @@ def apart(units: Sequence[Unit], *, accumulates: bool = False, with_norm: bool =
     ends, name = units[at], OF_SEVERAL if accumulates else CHUNKS
     head = of_head(ends.parameters)
     tied = ends.first == 0
-    both = tuple(replace(one, trained=tied or one is not head) for one in ends.parameters)
+    both = tuple(replace(one, trained=one.trained and (tied or one is not head)) for one in ends.parameters)
     whole = replace(ends, parameters=both, last=ends.last - 1, reshard=True)
     reduced = ends.parameters if with_norm else (head,)
     return (*units[:at], whole, *units[at + 1 :], Unit(name, reduced, ends.last, ends.last, True, inner=True))
@@ -131,6 +131,9 @@ class ChunkedHooks(Explicit):
             super().post_forward(at)
             return
         head = of_head(self.units[at].parameters)
+        if not head.trained:
+            self.free(self.ends)
+            return
         kept = self._gradient(head.elements, self.sharding.reduce)
         self.opening = (kept,)
         end = kept.end
@@ -146,7 +149,8 @@ class ChunkedHooks(Explicit):
             self.events += self.opening
             return
         super().pre_backward(at)
-        if at == self.ends and self.adds and self.role is Role.FIRST:
+        trained = of_head(self.units[-1].parameters).trained
+        if at == self.ends and trained and self.adds and self.role is Role.FIRST:
             self.events.append(self._gradient(self.units[-1].reduced(self.sharding.shards), self.sharding.trained))
 
     def post_backward(self, at: int) -> None:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 from ...plan.errors import PlanError
 from ...plan.lora import refuse_apart
 from ...plan.releases import ENDS_APART, TIED_TOGETHER, release, shown
-from ..base import SHARDED, Framework, Parts, Supports
+from ..base import SHARDED, Adaptable, Framework, Parts, Supports
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ...layers.module import Options
     from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
     from ...plan.resolved import ResolvedPlan
+    from ...plan.section import Dtype
     from ...tape.program import Program
 
 SAVING = (
@@ -121,7 +124,7 @@ class Fsdp(Framework):
         from .titan import MODELS
 
         given, changed = plan.fsdp.model_fields_set, dict[str, object]()
-        if plan.lora.rank is not None and "parameters" not in given:
+        if plan.lora.rank is not None and "parameters" not in given and self.runs_transformers(plan):
             changed["parameters"] = plan.precision.dtype
         later = release(plan, "accelerate") >= ENDS_APART
         if plan.fsdp.reshard_root and not plan.compile and "ends_apart" not in given and later:
@@ -137,6 +140,19 @@ class Fsdp(Framework):
     def runs_transformers(self, plan: Plan) -> bool:
         return plan.fsdp.code == "transformers"
 
+    def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]] | None:
+        if self.runs_transformers(plan) or plan.lora.rank is None:
+            return None
+        from . import titan_lora
+
+        return titan_lora.adaptable(plan)
+
+    def adapters_by(self, plan: Plan) -> str | None:
+        return None if self.runs_transformers(plan) else "torchtitan (August 2026)"
+
+    def adapter_dtype(self, plan: Plan) -> Dtype:
+        return plan.fsdp.parameters
+
     def runs_newest(self, plan: Plan) -> bool:
         from .titan import newest
 
@@ -145,7 +161,8 @@ class Fsdp(Framework):
     def check(self, plan: ResolvedPlan) -> None:
         from . import titan_low
 
-        refuse_apart(plan, "under fsdp")
+        if self.runs_transformers(plan):
+            refuse_apart(plan, "under fsdp")
         _check_ends(plan)
         titan_low.check(plan)
         if plan.quantisation.kind in ("int8", "awq"):

@@ -30,9 +30,9 @@ from ..plain.learned import buffers_of, check_dtype, inputs_of, piece_of, row_of
 from ..plain.tuned import shared_table
 from .chunked import ENDS as ENDS_UNIT
 from .hooks import Hooks, Role
-from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters
+from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters, with_stored
 from .passing import OWN, Around, pass_through
-from .programs import check_settings, leaves_4bit, sharding_of, with_stored
+from .programs import check_settings, leaves_4bit, sharding_of
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
 FLOATS = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

@@ -295,3 +295,10 @@ def with_parameters(
 def with_seams(options: Options) -> Options:
     """Hooks run around every module, while its caller still holds what it has given."""
     return replace(options, seams=True, holds_input=True)
+
+
+@lru_cache(maxsize=1024)
+def with_stored(module: Module, frozen: str, trained: str) -> Module:
+    """``module``, whose parameters are in the dtype of compute when they are gathered, with the dtypes of shards."""
+    parameters = tuple(replace(one, dtype=trained if one.trained else frozen) for one in module.parameters)
+    return replace(module, parameters=parameters)

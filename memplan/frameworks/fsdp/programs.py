@@ -23,8 +23,8 @@ from ..plain import programs as plain
 from ..plain.buffers import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
-from . import chunked, ends, graphs
-from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams
+from . import chunked, ends, graphs, titan_lora
+from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams, with_stored
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
 from .titan_experts import check_expert_ranks, crosswise, cut_of_experts
@@ -96,13 +96,9 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
             plan.quantisation.prepared,
             "must be false with framework fsdp: trl and peft leave 4-bit models that are sharded unprepared",
         ),
-        (
-            "lora.rank",
-            plan.lora.rank is not None and given.code == "torchtitan",
-            "must be left out: torchtitan trains all parameters",
-        ),
     )
     if given.code == "torchtitan":
+        titan_lora.check(plan)
         _check_recompute(plan, given)
     plan.refuse(
         (
@@ -246,13 +242,6 @@ def transposed(layer: Module) -> Module:
         return one if one.name.endswith(ADAPTERS) else replace(one, shape=one.shape[::-1])
 
     return replace(layer, parameters=tuple(map(turned, layer.parameters)))
-
-
-@lru_cache(maxsize=1024)
-def with_stored(module: Module, frozen: str, trained: str) -> Module:
-    """``module``, whose parameters are in the dtype of compute when they are gathered, with the dtypes of shards."""
-    parameters = tuple(replace(one, dtype=trained if one.trained else frozen) for one in module.parameters)
-    return replace(module, parameters=parameters)
 
 
 def recompute_of(plan: ResolvedPlan, given: Fsdp) -> ActivationCheckpointing:

@@ -14,6 +14,7 @@ from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpu
 from ..plain.timing import PlainTime
 from .stages import partition
 from .titan_experts import cut_of_experts
+from .titan_lora import tuning_of
 from .torchtitan import Checkpointing, recipes
 
 FULLY_SHARD = (2, 4)
@@ -36,7 +37,8 @@ class FsdpTime(PlainTime):
         if plan.fsdp.code == "transformers":
             return super().entries(plan)
         several, pool = plan.microbatches > 1, GRAPHS if plan.fsdp.cuda_graphs else 0
-        made, options = recipes(plan), Options(counts="later" if several else "first", pool=pool)
+        tuning = tuning_of(plan)
+        made, options = recipes(plan), Options(counts="later" if several else "first", pool=pool, tuning=tuning)
         modes: dict[str, Checkpointing] = {"none": "none", "full": "full"}
         mode = modes.get(plan.recompute.mode, "op")
         embedding, norm, head, loss = made.ends(options)
@@ -47,6 +49,7 @@ class FsdpTime(PlainTime):
 
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((at for at in range(spec.layers) if spec.has_experts(at)), 0)
+        most = most if tuning is None else spec.layers - 1  # backward of all but the first goes on behind them
         return Entries(embedding.work, *both(most), norm.work, joined(head.work, loss.work), *dense)
 
     def host(self, plan: ResolvedPlan) -> Host:

@@ -31,7 +31,7 @@ from ...tape.program import Span
 from ...values import dataclass, replace
 from ..plain import programs as plain
 from . import chunked, float8, titan_low
-from .modules import MODEL, Model, with_parameters, with_seams
+from .modules import MODEL, Model, with_parameters, with_seams, with_stored
 from .titan import Titan, newest, titan_of, titan_of_plan
 from .titan_experts import (
     crosswise,
@@ -43,6 +43,7 @@ from .titan_experts import (
     with_experts,
     with_groups,
 )
+from .titan_lora import registering, tuning_of
 from .titan_low import Names
 from .units import Cut, Unit
 
@@ -85,16 +86,15 @@ class Recipes:
 
     def block(self, mode: Checkpointing, options: Options, layer: int = 0) -> Module:
         """That numbered ``layer``, from 0; its input and output are (b, s / t, h)."""
-        return _block(
-            replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), names=Names()), mode, options
-        )
+        own = replace(self, shape=self.shape.of_layer(layer), low=self.low_of(layer), names=Names())
+        return _block(own, mode, options, layer > 0 or options.tuning is None)
 
     def blocks(self, modes: Sequence[Checkpointing], options: Sequence[Options], first: int = 0) -> list[Module]:
         """Those from ``first`` on; equal ones are made once."""
         known = dict[object, Module]()
         result = []
         for at, (mode, own) in enumerate(zip(modes, options, strict=True), first):
-            key = mode, own, self.shape.of_layer(at), self.low_of(at)
+            key = mode, own, self.shape.of_layer(at), self.low_of(at), at > 0 or own.tuning is None
             if key not in known:
                 known[key] = self.block(mode, own, at)
             result.append(known[key])
@@ -188,7 +188,8 @@ def recipes(plan: ResolvedPlan) -> Recipes:
 
 
 @lru_cache(maxsize=1024)
-def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
+def _block(of: Recipes, mode: Checkpointing, options: Options, leads: bool) -> Module:
+    """``leads``: its input leads to something that is trained."""
     shape, titan = of.shape, of.titan
     low = of.low
 
@@ -213,7 +214,7 @@ def _block(of: Recipes, mode: Checkpointing, options: Options) -> Module:
             )
         )
 
-    made = build("layer", recipe, of.interface, options)
+    made = build("layer", recipe, replace(of.interface, requires_grad=leads), options)
     return _cast_first(made) if titan.table is not None else made
 
 
@@ -485,8 +486,11 @@ def torchtitan_model(
     """
     check(plan)
     experts = cut_of_experts(plan) if plan.layout.ep > 1 or crosswise(plan) else None
-    given = Wrapping(reshard, ends_apart, experts, plan.layout.ep > 1, plan.fsdp.cuda_graphs, plan.fsdp.float8_scales)
-    return _model(plan.model, recipes(plan), recompute, with_seams(options), given)
+    stored = plan.fsdp.parameters if plan.lora.rank is not None else ""
+    shared, graphed, scaled = plan.layout.ep > 1, plan.fsdp.cuda_graphs, plan.fsdp.float8_scales
+    given = Wrapping(reshard, ends_apart, experts, shared, graphed, scaled, stored)
+    options = replace(with_seams(options), tuning=tuning_of(plan))
+    return _model(plan.model, recipes(plan), recompute, options, given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,6 +507,8 @@ class Wrapping:
     """The step runs in CUDA graphs."""
     scaled_before: bool
     """Shards that are gathered in 8 bits have their scales already."""
+    stored: str
+    """Dtype of all shards, where some are frozen."""
 
 
 @lru_cache(maxsize=64)
@@ -527,10 +533,15 @@ def _model(
 ) -> Model:
     """Of all plans whose layers and units are alike, whatever the number of shards and micro-batches."""
     names, spans = plain.layer_names(spec.layers), _spans(spec, made, recompute, options)
+    if given.stored:
+        spans = tuple(replace(one, module=with_stored(one.module, given.stored, given.stored)) for one in spans)
     last, every = len(names), range(len(names))
     kept = 0 if given.ends_apart else last
     own_cut = None if given.shared else given.experts
-    units = [Unit(name, (), at, at, given.reshard and at != kept, cut=own_cut) for at, name in enumerate(names, 1)]
+    units = [
+        Unit(name, (), at, at, given.reshard and at != kept, bool(span.module.first.grad_input), cut=own_cut)
+        for at, (name, span) in enumerate(zip(names, spans[1:], strict=False), 1)
+    ]
     opening, closing = names[:1], names[-1:]
     if given.shared:
         assert given.experts is not None
@@ -555,7 +566,7 @@ def _model(
     tables = titan.buffers(spec, shape.s * shape.context, every)
     buffers = (*tables, *titan.given(shape), *places(shape, titan, every))
     buffers += made.beside(spans)
-    own = with_parameters(spans, units, titan.registered)
+    own = with_parameters(spans, units, registering(titan, options.tuning))
     buffers += float8.scales(own, precomputed=given.scaled_before)
     if made.chunks is None:
         return Model(spans, own, "head", buffers)

@@ -192,7 +192,9 @@ class Megatron(Framework):
         return plan.megatron.vocab_multiple * plan.layout.tp
 
     own_layers = True
-    adapters_by = "Megatron-Bridge 0.6"
+
+    def adapters_by(self, plan: Plan) -> str | None:
+        return "Megatron-Bridge 0.6"
 
     def adaptable(self, plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
         from .adapters import adaptable

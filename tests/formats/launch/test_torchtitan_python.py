@@ -303,7 +303,7 @@ def one(*lines: str, **fields: str) -> str:
     ("text", "over", "line"),
     [
         (HEAD, (), "job.py: has no function that makes a configuration; give the config.json that a run saves"),
-        (HEAD + "def a(:\n", (), "job.py:8: is no Python that can be read; give the config.json"),
+        (HEAD + "def a(:\n", (), "job.py:8: is no Python that can be read (invalid syntax); give the config.json"),
         (one(), ("CONFIG=jib",), "job.py: CONFIG = jib: is no function of this file that is followed; did you mean job?"),
         (one() + "def other():\n    return 1\n", ("CONFIG=other",), "job.py: CONFIG = other: makes no Trainer.Config"),
         (one() + "def other():\n    return job()\n", (), "job.py: has 2 functions: say which with --set CONFIG=NAME (job, other)"),
@@ -325,7 +325,7 @@ def one(*lines: str, **fields: str) -> str:
         (one(model_spec='model_registry("9B")'), (), "job.py:12: model_spec.flavor = 9B: of model llama3 has no sizes here (1B, 3B, 8B, 70B, 405B)"),
         (one().replace("models.llama3 import", "models.flux import"), (), "job.py:12: model_spec.name = flux: has no recipe: it makes images; torchtitan's models with one: deepseek_v3"),
         (one(model_spec="model_registry(os.environ['SIZE'])"), (), "model_spec.flavor: is os.environ['SIZE'], which only running code knows: say it with --set model_spec.flavor=VALUE"),
-        (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8)])'), (), "model_spec.converters = [LoRAConverter]: is not modelled: torchao's float8"),
+        (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8), NVFP4LinearConverter.Config(fqns=["a"]), MXFP8LinearConverter.Config()])'), (), "model_spec.converters = [LoRAConverter, NVFP4LinearConverter, MXFP8LinearConverter]: is not modelled: torchao's float8"),
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
         (one(), ("activation_checkpoint.mode=full", "training.max_context_length=2048"), "says which code is meant; --recompute says it in any code"),
         (one(model_spec="own_spec()"), (), "model_spec: is own_spec(), which only running code knows: give the config.json"),
@@ -353,7 +353,7 @@ def test_what_is_not_known_and_does_not_matter(read: Read) -> None:
     assert (plan.layout.tp, plan.batch.mbs, plan.batch.seq) == (2, 8, 2048)
 
 
-@pytest.mark.parametrize("converter", ["LoRAConverter", "Float8GroupedExpertsConverter"])
+@pytest.mark.parametrize("converter", ["LoRA2Converter", "Float8GroupedExpertsConverter"])
 def test_other_converters_are_refused(read: Read, converter: str) -> None:
     text = one(model_spec=f'model_registry("8B", converters=[{converter}.Config()])')
     with pytest.raises(PlanError, match=rf"model_spec.converters = \[{converter}\]: is not modelled"):
@@ -419,3 +419,22 @@ def test_nothing_is_run(read: Read, tmp_path: Path) -> None:
 def test_python_of_another_kind_is_still_refused(read: Read) -> None:
     with pytest.raises(PlanError, match="is Python, which is not run"):
         read("job.py", text="import torch\n\nprint(1)\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rank", "targets"),
+    [
+        ('rank=16, alpha=32.0, target_modules=["wqkv", "wo"]', 16, ("wqkv", "wo")),
+        ('target_modules=["wq", "wkv", "wo"]', 8, ("wo",)),
+    ],
+)
+def test_adapters(read: Read, arguments: str, rank: int, targets: tuple[str, ...]) -> None:
+    """Names that the model has not are left out with a warning (``LoRAConverter.convert``)."""
+    text = one(model_spec=f'model_registry("8B", converters=[LoRAConverter.Config({arguments})])')
+    found = read("job.py", text=text)
+    plan = resolve(found.plan)
+    assert (plan.lora.rank, plan.lora.targets, plan.lora.dtype, plan.fsdp.parameters) == (rank, targets, "fp32", "fp32")
+    told = [note.message for note in found.warnings if note.code == "lora-targets-unmatched"]
+    assert told == ["nothing in llama-3-8b is called wq or wkv (target_modules): torchtitan goes on without"] * (
+        rank == 8
+    )
