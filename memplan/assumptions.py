@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
-from .layers.whole_logits import GROUPS, PAIRS, form
+from .layers.whole_logits import GROUPS, PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -194,11 +194,31 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
         "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)"
     )
-    return (
+    samples = (
         f"DPOTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
-        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",
-        _of_whole_logits(plan) or head,
-        f"the reference {reference}; predicted times are without its pass",
+        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO"
+    )
+    if plan.loop.mismatched:
+        samples = (
+            f"KTOTrainer of trl {_trl(plan)}, loss_type kto: mbs and gbs count sequences of {plan.batch.seq} tokens; "
+            "as many prompts with others' completions are scored besides, by the policy before its own pass (dropout "
+            "of adapters is not counted there) and by the reference; dropout is off; no MoE auxiliary loss"
+        )
+    return samples, _of_whole_logits(plan) or head, f"the reference {reference}; predicted times are without its pass"
+
+
+def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's ORPOTrainer and CPOTrainer."""
+    name = "ORPOTrainer" if plan.trainer.loop == "orpo" else "CPOTrainer"
+    likelihood = "with a cross entropy of the chosen sequences"
+    if plan.trainer.kind.reduced == "rows-alone":
+        likelihood = "without a cross entropy of the chosen sequences (cpo_alpha 0)"
+    how = form(POLICY_ALONE, release(plan, "trl"))
+    made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.fused else "row by row"
+    return (
+        f"{name} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both sequences of each, "
+        f"{plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE auxiliary loss",
+        f"the loss is taken of all logits, {likelihood}; log-probabilities of labels are made {made}",
     )
 
 
@@ -230,7 +250,7 @@ def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
-    """What is taken for granted of trl's GRPOTrainer."""
+    """What is taken for granted of trl's GRPOTrainer and RLOOTrainer."""
     trainer = plan.trainer
     reference = "no reference model (beta 0)"
     if trainer.keeps_reference:
@@ -238,11 +258,13 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         if plan.lora.rank is None:
             where = framework(plan.framework).reference(plan)
             reference = f"the reference is a second model in {plan.precision.stored}, {where}"
+    name, loss = "GRPOTrainer", "loss dapo, grpo, bnpo or dr_grpo with ratios of tokens; no MoE auxiliary loss; "
+    loss += "the KL term's few numbers for each token are not counted"
+    if trainer.kind.reduced == "clipped-rows":
+        name, loss = "RLOOTrainer", "the loss is of ratios of whole completions; no MoE auxiliary loss"
     return (
-        f"GRPOTrainer of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
-        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo "
-        "or dr_grpo with ratios of tokens; no MoE auxiliary loss; the KL term's few numbers for each token are not "
-        "counted",
+        f"{name} of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
+        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; {loss}",
         *filter(None, (_of_whole_logits(plan),)),
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs, in evaluation, too, is not estimated, and predicted times are of training alone",
@@ -285,8 +307,11 @@ def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
 _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
     "sft": _of_tokens,
     "dpo": _of_pairs,
+    "kto": _of_pairs,
+    **dict.fromkeys(("orpo", "cpo", "simpo"), _of_policy_alone),
     "llama-factory-dpo": _of_pairs_of_llama_factory,
     "grpo": _of_groups,
+    "rloo": _of_groups,
     "reward": _of_scores,
 }
 """By ``trainer.loop``."""

@@ -14,16 +14,16 @@ a view). Shapes: b sequences, s tokens whose labels count, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
 from ..plan.releases import LOGITS_TO_KEEP, LOSS_FUNCTION
 from ..tape.events import INPUT, Category, Drop, Event, Hold, Hook, Seam, Tape
-from ..values import dataclass
+from ..values import dataclass, replace
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
-from .gradients import by_way_of, fresh, viewed
+from .gradients import by_way_of, fresh, fresh_each, viewed
 from .huggingface import LayerShape
 from .log_probabilities import clipped
 
@@ -52,6 +52,11 @@ class Pairs:
     """The model returns hidden states of all layers, which stay as long as its logits (``output_hidden_states``),"""
     cache: bool = False
     """or its cache of keys and values, as long, since nothing asks for none (``use_cache``)."""
+    alone: bool = False
+    """There is no reference: CPOTrainer's and ORPOTrainer's, whose cross entropy is part of the loss."""
+    fused: bool = False
+    """trl's own kernel makes log-probabilities of logits, which it keeps, and their gradient at once
+    (``kernels/logprob_entropy.py``, ``_LogProbEntropyFunction``)."""
 
 
 PAIRS = (
@@ -64,6 +69,20 @@ PAIRS = (
     Pairs((0, 29), "shifted", stays=True, measures=True),
     Pairs((1, 6), "view", stays=True, measures=True),
 )
+
+
+POLICY_ALONE = (
+    Pairs((1, 0), "view", stays=True, alone=True),
+    Pairs((1, 14), "view", stays=True, alone=True, fused=True),
+)
+"""``experimental/cpo/cpo_trainer.py`` with ``cpo_alpha`` 0."""
+
+OF_PAIRS: Mapping[str, Sequence[Pairs]] = {
+    "rows": PAIRS,
+    "rows-alone": POLICY_ALONE,
+    "rows-and-likelihood": tuple(replace(one, likelihood=True) for one in POLICY_ALONE),
+}
+"""By what becomes of log-probabilities (``TrainingLoop.reduced``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +146,8 @@ CHUNK = 128
 """Rows of which an entropy is taken at once (``chunk_size``)."""
 
 FIRST_OF_LOSS = (
-    "logits_shifted", "logits_by_temperature", "logits_of_labels", "log_probabilities_of_sequence", "log_probabilities",
+    "labels_cloned", "logits_shifted", "logits_by_temperature", "logits_of_labels", "log_probabilities_of_sequence",
+    "log_probabilities",
 )  # fmt: skip
 """One of these is the first tensor that is made once the model has returned its logits,"""
 
@@ -199,13 +219,53 @@ def of_concatenated(
     return loss, [*variables, *made]
 
 
-def loss_of_rows(r: Recorder, taken: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of the sums of rows, and what is in variables."""
+def loss_of_rows(r: Recorder, taken: Tensor, *others: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss of the sums of rows and of ``others`` of one number, and what is in variables."""
     sums = r.empty(taken.shape[:1], taken.dtype, "log_probabilities_of_rows")
     sums.node = r.node((taken,), (), viewed(taken))
     loss = r.empty((), taken.dtype, LOSS)
-    loss.node = r.node((sums,), (), fresh(sums, "grad_rows"))
+    loss.node = r.node(
+        (sums, *others), (), fresh_each((sums, "grad_rows"), *((one, "grad_likelihood") for one in others))
+    )
     return loss, [taken, sums]
+
+
+def of_policy_alone(r: Recorder, hidden: Tensor, shape: LayerShape, how: Pairs) -> tuple[Tensor, list[Tensor]]:
+    """CPOTrainer's and ORPOTrainer's loss (``concatenated_forward``, ``get_batch_logps``); and what is in variables
+    until metrics are there, the logits among it."""
+    b, s = shape.b, shape.s
+    joined = [r.empty((b, s), "int64", name) for name in CONCATENATED[:3]]
+    logits = returned(r, hidden, shape)
+    joined.append(r.empty((b, s), "int64", "labels_cloned"))
+    likelihood = [trained_likelihood(r, logits, shape)] if how.likelihood else []
+    joined.append(r.empty((b, s - 1), "int64", "labels_shifted"))
+    view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
+    taken = (of_labels_fused if how.fused else of_labels)(r, view)
+    del hidden, view, joined
+    loss, made = loss_of_rows(r, taken, *likelihood)
+    return loss, [logits, *made]
+
+
+def trained_likelihood(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+    """``cross_entropy_loss`` of the chosen half."""
+    half, s, v = shape.b // 2, *logits.shape[1:]
+    chosen = Tensor(
+        logits.storage, (half, s, v), logits.dtype, r.node((logits,), (), fresh(logits, "grad_logits_halved", LOGITS))
+    )
+    shifted = ends.all_but_last(r, chosen, shape, "logits", LOGITS)
+    labels = r.empty((half * (s - 1),), "int64", "labels_chosen")
+    return ends.cross_entropy(r, shifted, labels)
+
+
+def of_labels_fused(r: Recorder, logits: Tensor) -> Tensor:
+    """The same by trl's kernel: a number for each token, in fp32, of the labels' log-probabilities, of entropies and
+    two that backward needs beside the logits."""
+    tokens = logits.shape[:-1]
+    taken, entropy, *needed = (
+        r.empty(tokens, "fp32", name) for name in ("label_log_probabilities", "entropies", "log_z", "expected_logits")
+    )
+    del entropy
+    return taken.by(r.node((logits,), (logits, *needed), fresh(logits, "grad_logits_of_labels", LOGITS)))
 
 
 def of_labels_at_once(r: Recorder, logits: Tensor, *, copies: bool) -> Tensor:
