@@ -18,8 +18,8 @@ OF_LOOPS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("dpo", "ipo"), f"{_WHOLE_LOGITS}dpo on a file of trl's arguments"),
         **dict.fromkeys(("grpo", "gdpo"), f"{_WHOLE_LOGITS}grpo on a file of trl's arguments"),
         **{name: f"{_WHOLE_LOGITS}{name} on a file of trl's arguments" for name in ("orpo", "simpo")},
-        "kto": "KTO's loss in the trl that it pins, 1.9, is of all logits, and not modelled; that of trl 1.15, by tiles, "
-        "is --trainer kto on a file of trl's arguments",
+        "kto": "KTO's loss in the trl that it pins, 1.9, is of all logits, and not modelled; that of trl 1.15, by "
+        "tiles, is --trainer kto on a file of trl's arguments",
         "ebft": "EBFT, a loss of Axolotl's own, is not modelled",
     }
 )
