@@ -163,6 +163,12 @@ _MEANT = {
 }
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
+OTHER_EXPERTS = (
+    "experts that run one after the other (eager), on gathered weights (batched_mm) or on other kernels are not "
+    "modelled"
+)
+"""What is said of values of transformers' ``experts_implementation``."""
+
 NOT_MODELLED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -175,6 +181,7 @@ NOT_MODELLED: Mapping[str, str] = {
         ),
         "is not modelled of trl's trainers: --trainer sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are",
     ),
+    "--experts-implementation": f"is no flag: experts run as transformers takes by itself, grouped_mm; {OTHER_EXPERTS}",
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
@@ -262,8 +269,8 @@ SAME: Mapping[str, str] = {
 
 def called(name: str) -> str:
     """The field that a word of ``--vary`` or ``--fix`` names: by its flag, or by what other tools call that."""
-    name = name.strip().removeprefix("--")
-    same = SAME.get(f"--{name.replace('_', '-')}", "")
+    name = name.strip().removeprefix("--").replace("_", "-")
+    same = SAME.get(f"--{name}", "")
     return same[2:] if same and "=" not in same else name
 
 
