@@ -16,7 +16,7 @@ from memplan.plan.errors import PlanError
 from memplan.tape.program import fold_evaluation, static
 
 from ..oracle.trl_step import COMPLETION, EVALUATED, LENGTH, MODEL, PAIRS, RANK, SAMPLES
-from .test_preferences import peaks, plan
+from .test_preferences import RANKS, peaks, plan
 
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_alone_steps.json").read_text())
 OF_COMPLETIONS: dict[str, object] = {"completion_length": COMPLETION, "generation_memory": 0}
@@ -41,9 +41,15 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
     flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
     flags |= {"recompute": "full"} if step["recompute"] else {}
     flags |= {"precompute_ref_log_probs": "true"} if step.get("precomputed") else {}
+    if step.get("sharded"):
+        flags |= {"framework": "fsdp", "gpus": RANKS, "fsdp_reduce": "bf16", "fsdp_parameters": "bf16"}
+        flags |= {"reshard_root": "true", "versions": "trl=1.16,accelerate=1.15"}
+        flags |= {"lora_dtype": "bf16"} if step["adapters"] else {}
     chosen = plan(**flags)
     (program,) = programs_of(chosen, Options(accumulates_in_place=False))
     assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
+    if step.get("sharded"):
+        return
     (evaluation,) = evaluation_programs(chosen, (program,))
     near = 3e-3 if step.get("autocast") else 1e-3  # autocast's copies of layers' weights end with each layer
     assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=near)

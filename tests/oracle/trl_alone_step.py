@@ -11,6 +11,8 @@ import contextlib
 import inspect
 import json
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 
+from .trl_fsdp import sharded as in_shards
 from .trl_step import (
     COMPLETION,
     EVALUATED,
@@ -112,49 +115,64 @@ def unpaired_step(*, adapters: bool, precomputed: bool, recompute: bool) -> dict
     return how | measured(models, lambda outer, given: KTOTrainer._compute_loss(own, outer, given, False), inputs)
 
 
-def grouped_step(*, adapters: bool, recompute: bool) -> dict[str, Any]:
+def grouped_step(*, adapters: bool, recompute: bool, sharded: bool = False) -> dict[str, Any]:
     """``RLOOTrainer._compute_loss``."""
-    from trl.trainer.rloo_trainer import RLOOTrainer  # type: ignore[import-untyped]
-
     utils, _ = as_on_cuda()
     model, base = policy(adapters=adapters, recompute=recompute)
     utils.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    how = {"loop": "rloo", "adapters": adapters, "recompute": recompute}
+    if sharded:
+        return how | {"sharded": True} | in_shards(model, base, of_completions, apart=True)
+    return how | measured([model], *of_completions(model))
+
+
+def of_completions(model: Any) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``RLOOTrainer._compute_loss`` of a model, which an engine may be around, and a batch for it."""
+    from trl.trainer.rloo_trainer import RLOOTrainer  # type: ignore[import-untyped]
+
     own = bound(RLOOTrainer, ("_get_per_token_logps_and_entropies",), model=model, epsilon_low=0.2, epsilon_high=0.2)
     _, inputs = grouped(model, SAMPLES, LENGTH, COMPLETION)
     inputs = {**inputs, "old_logps": torch.randn(SAMPLES)}
     del inputs["num_items_in_batch"]
-    how = {"loop": "rloo", "adapters": adapters, "recompute": recompute}
-    return how | measured([model], lambda outer, given: RLOOTrainer._compute_loss(own, outer, given), inputs)
+    return lambda outer, given: RLOOTrainer._compute_loss(own, outer, given), inputs
 
 
-def alone_step(loop: str, *, adapters: bool, recompute: bool, dtype: str, autocast: bool = False) -> dict[str, Any]:
-    """``get_batch_loss_metrics`` of ORPOTrainer, or of CPOTrainer with a cross entropy (cpo) or without (simpo)."""
-    from trl.experimental.cpo import CPOTrainer  # type: ignore[import-untyped]
-    from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-untyped]
-
+def alone_step(
+    loop: str, *, adapters: bool, recompute: bool, dtype: str, autocast: bool = False, sharded: bool = False
+) -> dict[str, Any]:
+    """The same of a policy without a reference, in ``dtype``, or under autocast, or in shards."""
     with_kernels()
-    kind = ORPOTrainer if loop == "orpo" else CPOTrainer
     model, base = policy(adapters=adapters, recompute=recompute)
+    how = {"loop": loop, "adapters": adapters, "recompute": recompute, "dtype": dtype, "autocast": autocast}
+    if sharded:
+        return how | {"sharded": True} | in_shards(model, base, partial(alone, loop), apart=True)
     if dtype == "float32":
         model.float()
     if autocast:
         converted(model)
+    return how | measured([model], *alone(loop, model))
+
+
+def alone(loop: str, model: Any) -> tuple[Callable[[Any, Any], Any], dict[str, Any]]:
+    """``get_batch_loss_metrics`` of ORPOTrainer, or of CPOTrainer with a cross entropy (cpo) or without (simpo), of a
+    model, which an engine may be around, and a batch for it."""
+    from trl.experimental.cpo import CPOTrainer  # type: ignore[import-untyped]
+    from trl.experimental.orpo import ORPOTrainer  # type: ignore[import-untyped]
+
+    kind = ORPOTrainer if loop == "orpo" else CPOTrainer
     methods = ("concatenated_inputs", "get_batch_logps", "concatenated_forward")
     own = bound(
         kind, (*methods, "odds_ratio_loss" if loop == "orpo" else "cpo_loss"), model=model, is_encoder_decoder=False,
         padding_value=0, pad_token_id=0, beta=0.1, alpha=0.0, label_smoothing=0.0,
         loss_type="simpo" if loop == "simpo" else "sigmoid", cpo_alpha=float(loop != "simpo"), simpo_gamma=0.5,
     )  # fmt: skip
-    ids = torch.randint(0, base.config.vocab_size, (PAIRS, LENGTH))
+    ids = torch.randint(0, model.config.vocab_size, (PAIRS, LENGTH))
     inputs = {
         f"{one}_{name}": made.clone()
         for one in ("chosen", "rejected")
         for name, made in (("input_ids", ids), ("attention_mask", torch.ones_like(ids)), ("labels", ids))
     }
-    how = {"loop": loop, "adapters": adapters, "recompute": recompute, "dtype": dtype, "autocast": autocast}
-    return how | measured(
-        [model], lambda outer, given: kind.get_batch_loss_metrics(own, outer, given, "train")[0], inputs
-    )
+    return lambda outer, given: kind.get_batch_loss_metrics(own, outer, given, "train")[0], inputs
 
 
 def main() -> None:
@@ -173,6 +191,12 @@ def main() -> None:
     if trl.__version__ == RELEASES[-1]:
         made += [unpaired_step(adapters=a, precomputed=p, recompute=r) for a in both for p in both for r in both]
         made += [grouped_step(adapters=a, recompute=r) for a in both for r in both]
+        made += [grouped_step(adapters=a, recompute=a, sharded=True) for a in both]
+        made += [
+            alone_step(one, adapters=a, recompute=a, dtype="bfloat16", sharded=True)
+            for one in ("orpo", "simpo")
+            for a in both
+        ]
     kept = json.loads(STEPS.read_text()) if STEPS.exists() else []
     others = [one for one in kept if one["trl"] != trl.__version__]
     every = sorted(
