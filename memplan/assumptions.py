@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
-from .layers.whole_logits import GROUPS, PAIRS, POLICY_ALONE, form
+from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -165,7 +165,11 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
     """What a loss of whole logits holds; empty where there are tiles."""
     if plan.loop.loss_of != "whole-logits":
         return ""
-    how = form(PAIRS, release(plan, "trl")) if plan.trainer.kind.reduced == "rows" else None
+    how = (
+        form(OF_PAIRS[plan.trainer.kind.reduced], release(plan, "trl"))
+        if plan.trainer.kind.reduced in OF_PAIRS
+        else None
+    )
     kept = "stay until their entropies have been computed"
     if how is None and not form(GROUPS, release(plan, "trl")).entropies:
         kept = "end once log-probabilities are there"
@@ -174,7 +178,7 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
         kept += " (those of the reference before the loss)" * plan.runs_reference
     elif plan.runs_reference:
         kept = "and those of its reference, stay until metrics have been computed"
-    at_once = "at once" if how is not None and how.at_once else "sequence by sequence"
+    at_once = "at once" if how is not None and (how.at_once or how.kernel) else "sequence by sequence"
     return (
         f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take "
         f"far less); the model's logits, {kept}; every token is taken to belong to a completion"
@@ -194,8 +198,11 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
         "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)"
     )
+    name = f"DPOTrainer of trl {_trl(plan)}"
+    if plan.trainer.kind.reduced == "rows-of-copy":
+        name = "Axolotl's DPOTrainer (July 2026, of trl 1.8 with kernels of its own, which keep a copy of the logits)"
     samples = (
-        f"DPOTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
+        f"{name}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
         "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO"
     )
     if plan.loop.mismatched:
@@ -214,7 +221,7 @@ def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.trainer.kind.reduced == "rows-alone":
         likelihood = "without a cross entropy of the chosen sequences (cpo_alpha 0)"
     how = form(POLICY_ALONE, release(plan, "trl"))
-    made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.fused else "row by row"
+    made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.kernel else "row by row"
     return (
         f"{name} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both sequences of each, "
         f"{plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE auxiliary loss",
@@ -307,7 +314,7 @@ def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
 _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
     "sft": _of_tokens,
     "dpo": _of_pairs,
-    "kto": _of_pairs,
+    **dict.fromkeys(("kto", "axolotl-dpo"), _of_pairs),
     **dict.fromkeys(("orpo", "cpo", "simpo"), _of_policy_alone),
     "llama-factory-dpo": _of_pairs_of_llama_factory,
     "grpo": _of_groups,

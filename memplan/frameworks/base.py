@@ -122,7 +122,8 @@ class Supports:
     sections: tuple[str, ...] = PYTORCH_SECTIONS
     """Sections of a plan that not every framework reads (``FrameworkSection``), and ``device_map``."""
     loops: tuple[str, ...] = (
-        *("transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "grpo", "rloo", "reward"),
+        *("transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "axolotl-dpo"),
+        *("grpo", "rloo", "reward"),
     )
     """Training loops of transformers and trl (``trainer.loop``)."""
     environment: tuple[str, ...] = ()

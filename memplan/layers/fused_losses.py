@@ -156,9 +156,9 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     if loss.kind == ALL_LOGITS:
         return all_logits.head(r, hidden, shape)
     if loss.kind == WHOLE_LOGITS:
-        if loss.of_pairs is not None and loss.of_pairs.alone:
-            return whole_logits.of_policy_alone(r, hidden, shape, loss.of_pairs)
-        return whole_logits.head(r, hidden, shape, loss.logits_to_keep, loss.trl, metrics=bool(loss.outputs))
+        how = loss.of_pairs or loss.of_groups
+        assert how is not None
+        return whole_logits.head(r, hidden, shape, how, loss.logits_to_keep or 0, metrics=bool(loss.outputs))
     if loss.kind == "chunked":
         return chunked_head(r, hidden, shape, loss), []
     if loss.kind == "cut":

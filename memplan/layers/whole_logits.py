@@ -14,7 +14,7 @@ a view). Shapes: b sequences, s tokens whose labels count, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -54,9 +54,10 @@ class Pairs:
     """or its cache of keys and values, as long, since nothing asks for none (``use_cache``)."""
     alone: bool = False
     """There is no reference: CPOTrainer's and ORPOTrainer's, whose cross entropy is part of the loss."""
-    fused: bool = False
-    """trl's own kernel makes log-probabilities of logits, which it keeps, and their gradient at once
-    (``kernels/logprob_entropy.py``, ``_LogProbEntropyFunction``)."""
+    kernel: Literal["", "of-view", "of-copy"] = ""
+    """One kernel makes log-probabilities of logits, which it keeps, and another their gradient: trl's, of a view
+    (``kernels/logprob_entropy.py``, ``_LogProbEntropyFunction``), or Axolotl's, of a copy (July 2026,
+    ``monkeypatch/trainer/utils.py``, ``_SelectiveLogSoftmaxTriton``), whose entropies are of one kernel, too."""
 
 
 PAIRS = (
@@ -73,12 +74,13 @@ PAIRS = (
 
 POLICY_ALONE = (
     Pairs((1, 0), "view", stays=True, alone=True),
-    Pairs((1, 14), "view", stays=True, alone=True, fused=True),
+    Pairs((1, 14), "view", stays=True, alone=True, kernel="of-view"),
 )
 """``experimental/cpo/cpo_trainer.py`` with ``cpo_alpha`` 0."""
 
 OF_PAIRS: Mapping[str, Sequence[Pairs]] = {
     "rows": PAIRS,
+    "rows-of-copy": (Pairs((0, 0), "view", stays=True, measures=True, kernel="of-copy"),),
     "rows-alone": POLICY_ALONE,
     "rows-and-likelihood": tuple(replace(one, likelihood=True) for one in POLICY_ALONE),
 }
@@ -162,15 +164,15 @@ CONCATENATED = (*JOINED, "labels", "loss_mask")
 
 
 def head(
-    r: Recorder, hidden: Tensor, shape: LayerShape, kept: int | None, trl: Version, *, metrics: bool
+    r: Recorder, hidden: Tensor, shape: LayerShape, how: Pairs | Groups, kept: int, *, metrics: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of pairs, or with ``kept`` tokens of completions that of groups, in the release ``trl``; and what is in
-    variables until metrics are there, which the policy has, and its reference has not."""
-    if kept is not None and not metrics:
-        return log_probabilities_of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
-    if kept is not None:
-        return of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
-    how = form(PAIRS, trl)
+    """The loss of pairs, or that of groups of ``kept`` tokens of completions; and what is in variables until
+    metrics are there, which the policy has, and its reference has not."""
+    if isinstance(how, Groups):
+        own = of_groups if metrics else log_probabilities_of_groups
+        return own(r, hidden, shape, kept, how), []
+    if how.alone:
+        return of_policy_alone(r, hidden, shape, how)
     if not how.measures:
         return of_concatenated(r, hidden, shape, how, metrics=metrics)
     return of_pairs(r, hidden, shape, how, metrics=metrics)
@@ -188,10 +190,10 @@ def of_pairs(
         variables += [view, *(r.empty((b, s - 1), "int64", name) for name in ("labels_shifted", "mask_shifted"))]
     else:
         view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
-    loss, made = loss_of_rows(r, of_labels(r, view))
+    loss, made = loss_of_rows(r, LABELS[how.kernel](r, view))
     variables += made
     if metrics:
-        variables += metrics_of_pairs(r, view, copies=how.rows == "view" and b > 1)
+        variables += metrics_of_pairs(r, view, copies=how.rows == "view" and b > 1, at_once=how.kernel == "of-copy")
     return loss, variables
 
 
@@ -240,7 +242,7 @@ def of_policy_alone(r: Recorder, hidden: Tensor, shape: LayerShape, how: Pairs) 
     likelihood = [trained_likelihood(r, logits, shape)] if how.likelihood else []
     joined.append(r.empty((b, s - 1), "int64", "labels_shifted"))
     view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
-    taken = (of_labels_fused if how.fused else of_labels)(r, view)
+    taken = LABELS[how.kernel](r, view)
     del hidden, view, joined
     loss, made = loss_of_rows(r, taken, *likelihood)
     return loss, [logits, *made]
@@ -257,7 +259,7 @@ def trained_likelihood(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor
     return ends.cross_entropy(r, shifted, labels)
 
 
-def of_labels_fused(r: Recorder, logits: Tensor) -> Tensor:
+def of_labels_by_kernel(r: Recorder, logits: Tensor) -> Tensor:
     """The same by trl's kernel: a number for each token, in fp32, of the labels' log-probabilities, of entropies and
     two that backward needs beside the logits."""
     tokens = logits.shape[:-1]
@@ -406,6 +408,29 @@ def of_labels(r: Recorder, logits: Tensor) -> Tensor:
     return result
 
 
+def of_labels_of_copy(r: Recorder, logits: Tensor) -> Tensor:
+    """The same by Axolotl's: of a copy of the view, unless that is of one sequence; in fp32, and cast."""
+    b, s, v = logits.shape
+    given = logits
+    if b > 1:
+        copied = r.node((logits,), (), lambda r, gradients: gradients)
+        given = r.empty((b * s, v), logits.dtype, "logits_shifted", LOGITS).by(copied)
+    labels = r.empty((b * s,), "int64", "labels_shifted")
+    taken = r.empty((b * s,), "fp32", "label_log_probabilities")
+    sums = r.empty((b * s,), "fp32", "log_sums")
+    taken.node = r.node((given,), (given, labels, sums), fresh(given, "grad_logits_of_labels", LOGITS))
+    del given, labels, sums
+    return ops.cast(r, taken, logits.dtype, "label_log_probabilities_cast").view(b, s)
+
+
+LABELS: Mapping[str, Callable[[Recorder, Tensor], Tensor]] = {
+    "": of_labels,
+    "of-view": of_labels_by_kernel,
+    "of-copy": of_labels_of_copy,
+}
+"""``selective_log_softmax`` by its kernel (``Pairs.kernel``)."""
+
+
 def unbound(r: Recorder, x: Tensor) -> list[Tensor]:
     """Views of each sequence, whose gradients are stacked."""
     b, *rest = x.shape
@@ -455,12 +480,12 @@ def entropies(r: Recorder, logits: Tensor, *, copies: bool, at_once: int = CHUNK
     return out
 
 
-def metrics_of_pairs(r: Recorder, logits: Tensor, *, copies: bool) -> list[Tensor]:
-    """What DPOTrainer logs: entropies; of chosen and of rejected labels the logits' means, which a mask copies; and of
-    the chosen the likeliest words."""
+def metrics_of_pairs(r: Recorder, logits: Tensor, *, copies: bool, at_once: bool) -> list[Tensor]:
+    """What DPOTrainer logs: entropies, by chunks or all ``at_once`` in a kernel; of chosen and of rejected labels the
+    logits' means, which a mask copies; and of the chosen the likeliest words."""
     b, s, v = logits.shape
     half = (b // 2 * s, v)
-    of_tokens = entropies(r, logits, copies=copies)
+    of_tokens = r.empty((b * s,), "fp32", "entropies") if at_once else entropies(r, logits, copies=copies)
     for name in ("chosen", "rejected"):
         masked = r.empty(half, logits.dtype, f"logits_{name}", LOGITS)
         means = r.empty(half[:1], logits.dtype, f"mean_logits_{name}")

@@ -373,8 +373,9 @@ class Deepspeed(FrameworkSection):
 
 
 Loop = Literal[
-    "none", "transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "grpo", "rloo", "reward"
-]
+    "none", "transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "axolotl-dpo", "grpo",
+    "rloo", "reward",
+]  # fmt: skip
 
 
 class Trainer(FrameworkSection):
@@ -390,14 +391,15 @@ class Trainer(FrameworkSection):
         "none",
         description="training loop: a plain loop (none), transformers' Trainer, or trl's SFTTrainer (sft), DPOTrainer "
         "(dpo), ORPOTrainer (orpo), CPOTrainer (cpo; simpo with cpo_alpha 0) or RewardTrainer (reward), "
-        "LLaMA-Factory's DPO (llama-factory-dpo), of whose batches mbs and gbs count pairs, KTOTrainer (kto), of whose "
-        "they count sequences, or GRPOTrainer (grpo) or RLOOTrainer (rloo), of whose they count completions",
+        "LLaMA-Factory's DPO (llama-factory-dpo) or Axolotl's (axolotl-dpo), of whose batches mbs and gbs count pairs, "
+        "KTOTrainer (kto), of whose they count sequences, or GRPOTrainer (grpo) or RLOOTrainer (rloo), of whose they "
+        "count completions",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(
         False,
-        description="dpo, kto: log-probabilities of the reference are computed before training, and no second model is "
-        "kept",
+        description="dpo, kto, axolotl-dpo: log-probabilities of the reference are computed before training, and no "
+        "second model is kept",
         json_schema_extra={"flag": "--precompute-ref-log-probs"},
     )
     completion_length: Count | None = Field(

@@ -24,8 +24,9 @@ Releases = tuple[Version, Version]
 
 LossOf = Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"]
 
-Reduced = Literal["rows", "rows-and-likelihood", "rows-alone", "tokens", "clipped", "clipped-rows"]
-"""What becomes of labels' log-probabilities: sums of rows beside a reference's, sums of rows alone with a cross entropy
+Reduced = Literal["rows", "rows-of-copy", "rows-and-likelihood", "rows-alone", "tokens", "clipped", "clipped-rows"]
+"""What becomes of labels' log-probabilities: sums of rows beside a reference's, the same by Axolotl's kernel,
+sums of rows alone with a cross entropy
 of the chosen sequences or without, the mean of tokens, clipped ratios of tokens (GRPO), or of rows (RLOO)."""
 
 
@@ -168,6 +169,15 @@ ORPO = TrainingLoop(
 CPO = replace(ORPO, name="cpo")
 SIMPO = replace(ORPO, name="simpo", reduced="rows-alone")
 """``CPOTrainer`` with ``cpo_alpha`` 0, which SimPO's loss is used with."""
+OF_AXOLOTL = replace(
+    DPO,
+    name="axolotl-dpo",
+    loss_of="whole-logits",
+    reduced="rows-of-copy",
+    follows=(((1, 8), (1, 9)),),
+)
+"""``AxolotlDPOTrainer`` (``core/trainers/dpo/trainer.py``): trl's of all logits with kernels in two of its functions
+(``loaders/patch_manager.py``, ``_apply_trl_trainer_utils_patches``)."""
 GRPO = TrainingLoop(
     "grpo",
     loss_of="log-probabilities",
@@ -195,7 +205,21 @@ REWARD = TrainingLoop(
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
     {
         one.name: one
-        for one in (NONE, TRANSFORMERS, SFT, DPO, KTO, ORPO, CPO, SIMPO, OF_LLAMA_FACTORY, GRPO, RLOO, REWARD)
+        for one in (
+            NONE,
+            TRANSFORMERS,
+            SFT,
+            DPO,
+            KTO,
+            ORPO,
+            CPO,
+            SIMPO,
+            OF_LLAMA_FACTORY,
+            OF_AXOLOTL,
+            GRPO,
+            RLOO,
+            REWARD,
+        )
     }
 )
 """By ``trainer.loop``."""

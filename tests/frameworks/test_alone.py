@@ -19,6 +19,7 @@ from ..oracle.trl_step import COMPLETION, EVALUATED, LENGTH, MODEL, PAIRS, RANK,
 from .test_preferences import RANKS, peaks, plan
 
 STEPS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "trl_alone_steps.json").read_text())
+OF_AXOLOTL: list[dict[str, Any]] = json.loads((Path(__file__).parent / "axolotl_dpo_steps.json").read_text())
 OF_COMPLETIONS: dict[str, object] = {"completion_length": COMPLETION, "generation_memory": 0}
 
 
@@ -52,6 +53,25 @@ def test_step_of_trls_trainer(step: dict[str, Any], tmp_path: Path) -> None:
         return
     (evaluation,) = evaluation_programs(chosen, (program,))
     near = 3e-3 if step.get("autocast") else 1e-3  # autocast's copies of layers' weights end with each layer
+    assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=near)
+
+
+@pytest.mark.parametrize(
+    "step", OF_AXOLOTL, ids=lambda one: "-".join(name for name, value in one.items() if value is True)
+)
+def test_step_of_axolotls_dpo(step: dict[str, Any], tmp_path: Path) -> None:
+    """Its own functions in trl's loss (``tests/oracle/axolotl_step.py``), within a thousandth."""
+    transformers.LlamaConfig(**MODEL).to_json_file(tmp_path / "config.json", use_diff=False)
+    flags: dict[str, object] = {"model": tmp_path, "trainer": "axolotl-dpo", "seq": LENGTH, "attention": "eager"}
+    flags |= {"mbs": PAIRS, "eval_mbs": EVALUATED * PAIRS, "autocast": "true" if step["autocast"] else "false"}
+    flags |= {"lora_rank": RANK, "lora_targets": "q_proj,v_proj"} if step["adapters"] else {}
+    flags |= {"recompute": "full"} if step["recompute"] else {}
+    flags |= {"precompute_ref_log_probs": "true"} if step["precomputed"] else {}
+    chosen = plan(**flags)
+    (program,) = programs_of(chosen, Options(accumulates_in_place=False))
+    assert peaks(program) == pytest.approx((step["forward"], step["backward"]), rel=1e-3)
+    (evaluation,) = evaluation_programs(chosen, (program,))
+    near = 3e-3 if step["autocast"] else 1e-3
     assert (fold_evaluation(evaluation) or 0) - static(evaluation).net == pytest.approx(step["evaluation"], rel=near)
 
 
@@ -89,7 +109,7 @@ def test_kto_needs_no_more_than_its_own_passes() -> None:
         ({"trainer": "kto", "versions": "trl=1.13.0"}, r"must be 1\.15 to 1\.16"),
         ({"trainer": "orpo", "versions": "trl=0.29.0"}, r"must be 1\.0 to 1\.16"),
         ({"trainer": "rloo"}, "needs --completion-length"),
-        ({"trainer": "cpo", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo or kto"),
+        ({"trainer": "cpo", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo, kto or axolotl-dpo"),
         ({"trainer": "cpo", "lora_rank": 8, "quantisation": "nf4"}, "prepares quantised models in its own way"),
         ({"trainer": "simpo", "model": "mixtral-8x7b"}, "must be none, transformers or sft with experts"),
     ],

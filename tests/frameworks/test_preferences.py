@@ -481,7 +481,7 @@ def test_batches_are_of_pairs() -> None:
             {"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"},
             "none, sft, dpo, orpo, cpo, simpo, grpo, rloo or reward with",
         ),
-        ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo or kto"),
+        ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo, kto or axolotl-dpo"),
         ({"trainer": "bco"}, "not modelled of trl's trainers"),
         ({"trainer": "grpo"}, r"needs --completion-length \(tokens .* and --generation-memory"),
         ({"trainer": "grpo", "completion_length": 256}, "needs --generation-memory"),

@@ -390,6 +390,18 @@ _OF_LLAMA_FACTORY = Loop(
 )
 """LLaMA-Factory's own, whose arguments are the Trainer's."""
 
+_OF_AXOLOTL = Loop(
+    "axolotl-dpo",
+    scripts=("axolotl-dpo",),
+    defaults=_OF_ALL,
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
+        *EVALUATION_OF_LOSS,
+    ),
+)
+"""Axolotl's own around trl's, with its translated arguments."""
+
 _NOT_MODELLED = {
     **dict.fromkeys(("dpo_online", "online_dpo", "onlinedpo"), "online-dpo"),
     **dict.fromkeys(("nash_md", "nashmd"), "nash-md"),
@@ -405,6 +417,7 @@ LOOPS = (
     _CPO,
     _SIMPO,
     _OF_LLAMA_FACTORY,
+    _OF_AXOLOTL,
     _GRPO,
     _RLOO,
     _REWARD,
