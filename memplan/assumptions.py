@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
-from .layers.whole_logits import GROUPS, PAIRS, form
+from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
 from .plan.resolved import ResolvedPlan
@@ -165,7 +165,11 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
     """What a loss of whole logits holds; empty where there are tiles."""
     if plan.loop.loss_of != "whole-logits":
         return ""
-    how = form(PAIRS, release(plan, "trl")) if plan.trainer.kind.reduced == "rows" else None
+    how = (
+        form(OF_PAIRS[plan.trainer.kind.reduced], release(plan, "trl"))
+        if plan.trainer.kind.reduced in OF_PAIRS
+        else None
+    )
     kept = "stay until their entropies have been computed"
     if how is None and not form(GROUPS, release(plan, "trl")).entropies:
         kept = "end once log-probabilities are there"
@@ -174,7 +178,7 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
         kept += " (those of the reference before the loss)" * plan.runs_reference
     elif plan.runs_reference:
         kept = "and those of its reference, stay until metrics have been computed"
-    at_once = "at once" if how is not None and how.at_once else "sequence by sequence"
+    at_once = "at once" if how is not None and (how.at_once or how.kernel) else "sequence by sequence"
     return (
         f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take "
         f"far less); the model's logits, {kept}; every token is taken to belong to a completion"
@@ -194,11 +198,34 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
         "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)"
     )
+    name = f"DPOTrainer of trl {_trl(plan)}"
+    if plan.trainer.kind.reduced == "rows-of-copy":
+        name = "Axolotl's DPOTrainer (July 2026, of trl 1.8 with kernels of its own, which keep a copy of the logits)"
+    samples = (
+        f"{name}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
+        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO"
+    )
+    if plan.loop.mismatched:
+        samples = (
+            f"KTOTrainer of trl {_trl(plan)}, loss_type kto: mbs and gbs count sequences of {plan.batch.seq} tokens; "
+            "as many prompts with others' completions are scored besides, by the policy before its own pass (dropout "
+            "of adapters is not counted there) and by the reference; dropout is off; no MoE auxiliary loss"
+        )
+    return samples, _of_whole_logits(plan) or head, f"the reference {reference}; predicted times are without its pass"
+
+
+def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
+    """What is taken for granted of trl's ORPOTrainer and CPOTrainer."""
+    name = "ORPOTrainer" if plan.trainer.loop == "orpo" else "CPOTrainer"
+    likelihood = "with a cross entropy of the chosen sequences"
+    if plan.trainer.kind.reduced == "rows-alone":
+        likelihood = "without a cross entropy of the chosen sequences (cpo_alpha 0)"
+    how = form(POLICY_ALONE, release(plan, "trl"))
+    made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.kernel else "row by row"
     return (
-        f"DPOTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
-        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO",
-        _of_whole_logits(plan) or head,
-        f"the reference {reference}; predicted times are without its pass",
+        f"{name} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both sequences of each, "
+        f"{plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE auxiliary loss",
+        f"the loss is taken of all logits, {likelihood}; log-probabilities of labels are made {made}",
     )
 
 
@@ -230,7 +257,7 @@ def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
-    """What is taken for granted of trl's GRPOTrainer."""
+    """What is taken for granted of trl's GRPOTrainer and RLOOTrainer."""
     trainer = plan.trainer
     reference = "no reference model (beta 0)"
     if trainer.keeps_reference:
@@ -238,11 +265,13 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         if plan.lora.rank is None:
             where = framework(plan.framework).reference(plan)
             reference = f"the reference is a second model in {plan.precision.stored}, {where}"
+    name, loss = "GRPOTrainer", "loss dapo, grpo, bnpo or dr_grpo with ratios of tokens; no MoE auxiliary loss; "
+    loss += "the KL term's few numbers for each token are not counted"
+    if trainer.kind.reduced == "clipped-rows":
+        name, loss = "RLOOTrainer", "the loss is of ratios of whole completions; no MoE auxiliary loss"
     return (
-        f"GRPOTrainer of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
-        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; loss dapo, grpo, bnpo "
-        "or dr_grpo with ratios of tokens; no MoE auxiliary loss; the KL term's few numbers for each token are not "
-        "counted",
+        f"{name} of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
+        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; {loss}",
         *filter(None, (_of_whole_logits(plan),)),
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
         "it takes while it runs, in evaluation, too, is not estimated, and predicted times are of training alone",
@@ -285,8 +314,11 @@ def _nothing(plan: ResolvedPlan) -> tuple[str, ...]:
 _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
     "sft": _of_tokens,
     "dpo": _of_pairs,
+    **dict.fromkeys(("kto", "axolotl-dpo"), _of_pairs),
+    **dict.fromkeys(("orpo", "cpo", "simpo"), _of_policy_alone),
     "llama-factory-dpo": _of_pairs_of_llama_factory,
     "grpo": _of_groups,
+    "rloo": _of_groups,
     "reward": _of_scores,
 }
 """By ``trainer.loop``."""

@@ -121,7 +121,10 @@ class Supports:
     """One process places the model on several GPUs, which are no product of the layout's sizes."""
     sections: tuple[str, ...] = PYTORCH_SECTIONS
     """Sections of a plan that not every framework reads (``FrameworkSection``), and ``device_map``."""
-    loops: tuple[str, ...] = ("transformers", "sft", "dpo", "llama-factory-dpo", "grpo", "reward")
+    loops: tuple[str, ...] = (
+        *("transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "axolotl-dpo"),
+        *("grpo", "rloo", "reward"),
+    )
     """Training loops of transformers and trl (``trainer.loop``)."""
     environment: tuple[str, ...] = ()
     """Environment variables that it compares or reads, beside those that PyTorch reads."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 from ..families import family
+from ..plan.training_loops import Reduced
 from ..tape.events import Category, Hook
 from ..values import dataclass
 from . import all_logits, ends, ops, scores, titan_loss, whole_logits
@@ -20,7 +20,7 @@ from .autograd import ITEMSIZE, Gradients, Leaf, Recorder, Tensor, Unsummed, siz
 from .gradients import watched
 from .huggingface import LayerShape
 from .kernels import CROSS_ENTROPIES
-from .log_probabilities import averaged, clipped, of_labels, summed
+from .log_probabilities import averaged, clipped, clipped_rows, of_labels, summed
 from .work import Kernel, Operator, Stream, linear
 
 LOGITS, GRADIENTS, TEMPORARIES = Category.LOGITS, Category.GRADIENTS, Category.TEMPORARIES
@@ -61,7 +61,7 @@ class HeadLoss:
     completions."""
     outputs: tuple[str, ...] = ()
     """Of labels' log-probabilities: what is computed beside them (``log_probabilities.OUTPUTS``)."""
-    reduced: Literal["rows", "clipped", "tokens"] = "rows"
+    reduced: Reduced = "rows"
     """Of labels' log-probabilities: what becomes of them (``TrainingLoop.reduced``)."""
     trl: Version = ()
     """Of whole logits, and of those that trl's SFTTrainer measures: its release."""
@@ -90,9 +90,9 @@ class HeadLoss:
 
     @property
     def of_pairs(self) -> whole_logits.Pairs | None:
-        """How DPOTrainer takes it of whole logits."""
-        own = self.kind == WHOLE_LOGITS and self.reduced == "rows"
-        return whole_logits.form(whole_logits.PAIRS, self.trl) if own else None
+        """How trl's trainers of pairs take it of whole logits."""
+        own = self.kind == WHOLE_LOGITS and self.reduced in whole_logits.OF_PAIRS
+        return whole_logits.form(whole_logits.OF_PAIRS[self.reduced], self.trl) if own else None
 
     @property
     def of_groups(self) -> whole_logits.Groups | None:
@@ -141,6 +141,8 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
         returned = [computed, *others]
         if loss.reduced == "clipped" and kept:
             reduced, returned = clipped(r, computed, kept), []
+        elif loss.reduced == "clipped-rows" and kept:
+            reduced, returned = clipped_rows(r, computed, kept), []
         elif loss.reduced == "tokens":
             reduced, of_tokens = averaged(r, computed)
             returned.insert(1, of_tokens)
@@ -154,7 +156,9 @@ def head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss = PLAIN)
     if loss.kind == ALL_LOGITS:
         return all_logits.head(r, hidden, shape)
     if loss.kind == WHOLE_LOGITS:
-        return whole_logits.head(r, hidden, shape, loss.logits_to_keep, loss.trl, metrics=bool(loss.outputs))
+        how = loss.of_pairs or loss.of_groups
+        assert how is not None
+        return whole_logits.head(r, hidden, shape, how, loss.logits_to_keep or 0, metrics=bool(loss.outputs))
     match loss.kind:
         case "chunked":
             return chunked_head(r, hidden, shape, loss), []

@@ -173,3 +173,24 @@ def clipped(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
     masked = made("masked_loss", per_token)
     loss = r.empty((), "fp32", "loss")
     return loss.by(r.node((masked,), (), viewed(masked)))
+
+
+def clipped_rows(r: Recorder, log_probabilities: Tensor, kept: int) -> Tensor:
+    """RLOO's loss of the last ``kept`` tokens (``RLOOTrainer._compute_loss``): ratios are of the sums of rows."""
+    like = (log_probabilities.shape[0], kept)
+    view = Tensor(
+        log_probabilities.storage,
+        like,
+        "fp32",
+        r.node((log_probabilities,), (), fresh(log_probabilities, "grad_sliced")),
+    )
+    taken = r.empty(like, "fp32", "completion_log_probabilities").by(r.node((view,), (), viewed(view)))
+    entropies = r.empty(like, "fp32", "completion_entropies")
+    masked = r.empty(like, "fp32", "masked_log_probabilities").by(
+        r.node((taken,), (), fresh(taken, "grad_log_probabilities"))
+    )
+    sums = r.empty(like[:1], "fp32", "log_probabilities_of_rows").by(r.node((masked,), (), viewed(masked)))
+    del masked
+    loss = r.empty((), "fp32", "loss").by(r.node((sums,), (), fresh(sums, "grad_rows")))
+    del entropies, taken
+    return loss

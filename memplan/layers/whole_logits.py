@@ -14,16 +14,16 @@ a view). Shapes: b sequences, s tokens whose labels count, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeVar
 
 from ..plan.releases import LOGITS_TO_KEEP, LOSS_FUNCTION
 from ..tape.events import INPUT, Category, Drop, Event, Hold, Hook, Seam, Tape
-from ..values import dataclass
+from ..values import dataclass, replace
 from . import ends, ops
 from .autograd import Gradients, Recorder, Tensor
-from .gradients import by_way_of, fresh, viewed
+from .gradients import by_way_of, fresh, fresh_each, viewed
 from .huggingface import LayerShape
 from .log_probabilities import clipped
 
@@ -52,6 +52,12 @@ class Pairs:
     """The model returns hidden states of all layers, which stay as long as its logits (``output_hidden_states``),"""
     cache: bool = False
     """or its cache of keys and values, as long, since nothing asks for none (``use_cache``)."""
+    alone: bool = False
+    """There is no reference: CPOTrainer's and ORPOTrainer's, whose cross entropy is part of the loss."""
+    kernel: Literal["", "of-view", "of-copy"] = ""
+    """One kernel makes log-probabilities of logits, which it keeps, and another their gradient: trl's, of a view
+    (``kernels/logprob_entropy.py``, ``_LogProbEntropyFunction``), or Axolotl's, of a copy (July 2026,
+    ``monkeypatch/trainer/utils.py``, ``_SelectiveLogSoftmaxTriton``), whose entropies are of one kernel, too."""
 
 
 PAIRS = (
@@ -64,6 +70,21 @@ PAIRS = (
     Pairs((0, 29), "shifted", stays=True, measures=True),
     Pairs((1, 6), "view", stays=True, measures=True),
 )
+
+
+POLICY_ALONE = (
+    Pairs((1, 0), "view", stays=True, alone=True),
+    Pairs((1, 14), "view", stays=True, alone=True, kernel="of-view"),
+)
+"""``experimental/cpo/cpo_trainer.py`` with ``cpo_alpha`` 0."""
+
+OF_PAIRS: Mapping[str, Sequence[Pairs]] = {
+    "rows": PAIRS,
+    "rows-of-copy": (Pairs((0, 0), "view", stays=True, measures=True, kernel="of-copy"),),
+    "rows-alone": POLICY_ALONE,
+    "rows-and-likelihood": tuple(replace(one, likelihood=True) for one in POLICY_ALONE),
+}
+"""By what becomes of log-probabilities (``TrainingLoop.reduced``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +148,8 @@ CHUNK = 128
 """Rows of which an entropy is taken at once (``chunk_size``)."""
 
 FIRST_OF_LOSS = (
-    "logits_shifted", "logits_by_temperature", "logits_of_labels", "log_probabilities_of_sequence", "log_probabilities",
+    "labels_cloned", "logits_shifted", "logits_by_temperature", "logits_of_labels", "log_probabilities_of_sequence",
+    "log_probabilities",
 )  # fmt: skip
 """One of these is the first tensor that is made once the model has returned its logits,"""
 
@@ -142,15 +164,15 @@ CONCATENATED = (*JOINED, "labels", "loss_mask")
 
 
 def head(
-    r: Recorder, hidden: Tensor, shape: LayerShape, kept: int | None, trl: Version, *, metrics: bool
+    r: Recorder, hidden: Tensor, shape: LayerShape, how: Pairs | Groups, kept: int, *, metrics: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of pairs, or with ``kept`` tokens of completions that of groups, in the release ``trl``; and what is in
-    variables until metrics are there, which the policy has, and its reference has not."""
-    if kept is not None and not metrics:
-        return log_probabilities_of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
-    if kept is not None:
-        return of_groups(r, hidden, shape, kept, form(GROUPS, trl)), []
-    how = form(PAIRS, trl)
+    """The loss of pairs, or that of groups of ``kept`` tokens of completions; and what is in variables until
+    metrics are there, which the policy has, and its reference has not."""
+    if isinstance(how, Groups):
+        own = of_groups if metrics else log_probabilities_of_groups
+        return own(r, hidden, shape, kept, how), []
+    if how.alone:
+        return of_policy_alone(r, hidden, shape, how)
     if not how.measures:
         return of_concatenated(r, hidden, shape, how, metrics=metrics)
     return of_pairs(r, hidden, shape, how, metrics=metrics)
@@ -168,10 +190,10 @@ def of_pairs(
         variables += [view, *(r.empty((b, s - 1), "int64", name) for name in ("labels_shifted", "mask_shifted"))]
     else:
         view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
-    loss, made = loss_of_rows(r, of_labels(r, view))
+    loss, made = loss_of_rows(r, LABELS[how.kernel](r, view))
     variables += made
     if metrics:
-        variables += metrics_of_pairs(r, view, copies=how.rows == "view" and b > 1)
+        variables += metrics_of_pairs(r, view, copies=how.rows == "view" and b > 1, at_once=how.kernel == "of-copy")
     return loss, variables
 
 
@@ -199,13 +221,53 @@ def of_concatenated(
     return loss, [*variables, *made]
 
 
-def loss_of_rows(r: Recorder, taken: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of the sums of rows, and what is in variables."""
+def loss_of_rows(r: Recorder, taken: Tensor, *others: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss of the sums of rows and of ``others`` of one number, and what is in variables."""
     sums = r.empty(taken.shape[:1], taken.dtype, "log_probabilities_of_rows")
     sums.node = r.node((taken,), (), viewed(taken))
     loss = r.empty((), taken.dtype, LOSS)
-    loss.node = r.node((sums,), (), fresh(sums, "grad_rows"))
+    loss.node = r.node(
+        (sums, *others), (), fresh_each((sums, "grad_rows"), *((one, "grad_likelihood") for one in others))
+    )
     return loss, [taken, sums]
+
+
+def of_policy_alone(r: Recorder, hidden: Tensor, shape: LayerShape, how: Pairs) -> tuple[Tensor, list[Tensor]]:
+    """CPOTrainer's and ORPOTrainer's loss (``concatenated_forward``, ``get_batch_logps``); and what is in variables
+    until metrics are there, the logits among it."""
+    b, s = shape.b, shape.s
+    joined = [r.empty((b, s), "int64", name) for name in CONCATENATED[:3]]
+    logits = returned(r, hidden, shape)
+    joined.append(r.empty((b, s), "int64", "labels_cloned"))
+    likelihood = [trained_likelihood(r, logits, shape)] if how.likelihood else []
+    joined.append(r.empty((b, s - 1), "int64", "labels_shifted"))
+    view = rows_of(r, logits, s - 1, shape.slices_whole, grouped=False)
+    taken = LABELS[how.kernel](r, view)
+    del hidden, view, joined
+    loss, made = loss_of_rows(r, taken, *likelihood)
+    return loss, [logits, *made]
+
+
+def trained_likelihood(r: Recorder, logits: Tensor, shape: LayerShape) -> Tensor:
+    """``cross_entropy_loss`` of the chosen half."""
+    half, s, v = shape.b // 2, *logits.shape[1:]
+    chosen = Tensor(
+        logits.storage, (half, s, v), logits.dtype, r.node((logits,), (), fresh(logits, "grad_logits_halved", LOGITS))
+    )
+    shifted = ends.all_but_last(r, chosen, shape, "logits", LOGITS)
+    labels = r.empty((half * (s - 1),), "int64", "labels_chosen")
+    return ends.cross_entropy(r, shifted, labels)
+
+
+def of_labels_by_kernel(r: Recorder, logits: Tensor) -> Tensor:
+    """The same by trl's kernel: a number for each token, in fp32, of the labels' log-probabilities, of entropies and
+    two that backward needs beside the logits."""
+    tokens = logits.shape[:-1]
+    taken, entropy, *needed = (
+        r.empty(tokens, "fp32", name) for name in ("label_log_probabilities", "entropies", "log_z", "expected_logits")
+    )
+    del entropy
+    return taken.by(r.node((logits,), (logits, *needed), fresh(logits, "grad_logits_of_labels", LOGITS)))
 
 
 def of_labels_at_once(r: Recorder, logits: Tensor, *, copies: bool) -> Tensor:
@@ -346,6 +408,29 @@ def of_labels(r: Recorder, logits: Tensor) -> Tensor:
     return result
 
 
+def of_labels_of_copy(r: Recorder, logits: Tensor) -> Tensor:
+    """The same by Axolotl's: of a copy of the view, unless that is of one sequence; in fp32, and cast."""
+    b, s, v = logits.shape
+    given = logits
+    if b > 1:
+        copied = r.node((logits,), (), lambda r, gradients: gradients)
+        given = r.empty((b * s, v), logits.dtype, "logits_shifted", LOGITS).by(copied)
+    labels = r.empty((b * s,), "int64", "labels_shifted")
+    taken = r.empty((b * s,), "fp32", "label_log_probabilities")
+    sums = r.empty((b * s,), "fp32", "log_sums")
+    taken.node = r.node((given,), (given, labels, sums), fresh(given, "grad_logits_of_labels", LOGITS))
+    del given, labels, sums
+    return ops.cast(r, taken, logits.dtype, "label_log_probabilities_cast").view(b, s)
+
+
+LABELS: Mapping[str, Callable[[Recorder, Tensor], Tensor]] = {
+    "": of_labels,
+    "of-view": of_labels_by_kernel,
+    "of-copy": of_labels_of_copy,
+}
+"""``selective_log_softmax`` by its kernel (``Pairs.kernel``)."""
+
+
 def unbound(r: Recorder, x: Tensor) -> list[Tensor]:
     """Views of each sequence, whose gradients are stacked."""
     b, *rest = x.shape
@@ -395,12 +480,12 @@ def entropies(r: Recorder, logits: Tensor, *, copies: bool, at_once: int = CHUNK
     return out
 
 
-def metrics_of_pairs(r: Recorder, logits: Tensor, *, copies: bool) -> list[Tensor]:
-    """What DPOTrainer logs: entropies; of chosen and of rejected labels the logits' means, which a mask copies; and of
-    the chosen the likeliest words."""
+def metrics_of_pairs(r: Recorder, logits: Tensor, *, copies: bool, at_once: bool) -> list[Tensor]:
+    """What DPOTrainer logs: entropies, by chunks or all ``at_once`` in a kernel; of chosen and of rejected labels the
+    logits' means, which a mask copies; and of the chosen the likeliest words."""
     b, s, v = logits.shape
     half = (b // 2 * s, v)
-    of_tokens = entropies(r, logits, copies=copies)
+    of_tokens = r.empty((b * s,), "fp32", "entropies") if at_once else entropies(r, logits, copies=copies)
     for name in ("chosen", "rejected"):
         masked = r.empty(half, logits.dtype, f"logits_{name}", LOGITS)
         means = r.empty(half[:1], logits.dtype, f"mean_logits_{name}")

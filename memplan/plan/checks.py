@@ -429,10 +429,10 @@ def check_trainer(plan: ResolvedPlan) -> None:
 def _check_loop(plan: ResolvedPlan) -> None:
     """What a loop has to be told, and what belongs to another one."""
     trainer = plan.trainer
-    for other in TRAINING_LOOPS.values():
-        for name in other.fields if other != trainer.kind else ():
-            if value := getattr(trainer, name):
-                raise PlanError(f"trainer.{name}", value, f"needs trainer.loop {other.name} (--trainer {other.name})")
+    for name in dict.fromkeys(name for one in TRAINING_LOOPS.values() for name in one.fields):
+        if (value := getattr(trainer, name)) and name not in trainer.kind.fields:
+            loops = listed([one.name for one in TRAINING_LOOPS.values() if name in one.fields], "or")
+            raise PlanError(f"trainer.{name}", value, f"needs trainer.loop {loops} (--trainer {loops})")
     missing = [
         f"--{name.replace('_', '-')} ({what})"
         for name, what in trainer.kind.needed.items()

@@ -372,6 +372,12 @@ class Deepspeed(FrameworkSection):
     )
 
 
+Loop = Literal[
+    "none", "transformers", "sft", "dpo", "kto", "orpo", "cpo", "simpo", "llama-factory-dpo", "axolotl-dpo", "grpo",
+    "rloo", "reward",
+]  # fmt: skip
+
+
 class Trainer(FrameworkSection):
     """Hugging Face's Trainer, beside what it shares with a plain loop."""
 
@@ -381,34 +387,39 @@ class Trainer(FrameworkSection):
     )
     everywhere: ClassVar[frozenset[str]] = frozenset({"evaluation_mbs"})
 
-    loop: Literal["none", "transformers", "sft", "dpo", "llama-factory-dpo", "grpo", "reward"] = Field(
+    loop: Loop = Field(
         "none",
         description="training loop: a plain loop (none), transformers' Trainer, or trl's SFTTrainer (sft), DPOTrainer "
-        "(dpo) or RewardTrainer (reward), LLaMA-Factory's DPO (llama-factory-dpo), of whose batches mbs and gbs count "
-        "pairs, or GRPOTrainer (grpo), of whose they count completions",
+        "(dpo), ORPOTrainer (orpo), CPOTrainer (cpo; simpo with cpo_alpha 0) or RewardTrainer (reward), "
+        "LLaMA-Factory's DPO (llama-factory-dpo) or Axolotl's (axolotl-dpo), of whose batches mbs and gbs count pairs, "
+        "KTOTrainer (kto), of whose they count sequences, or GRPOTrainer (grpo) or RLOOTrainer (rloo), of whose they "
+        "count completions",
         json_schema_extra={"flag": "--trainer"},
     )
     precompute_ref_log_probs: bool = Field(
         False,
-        description="dpo: log-probabilities of the reference are computed before training, and no second model is kept",
+        description="dpo, kto, axolotl-dpo: log-probabilities of the reference are computed before training, and no "
+        "second model is kept",
         json_schema_extra={"flag": "--precompute-ref-log-probs"},
     )
     completion_length: Count | None = Field(
         None,
-        description="grpo: tokens of seq that the model generates, the longest completion (max_completion_length)",
+        description="grpo, rloo: tokens of seq that the model generates, the longest completion "
+        "(max_completion_length)",
         json_schema_extra={"flag": "--completion-length"},
     )
     generation_memory: int | None = Field(
         None,
         ge=0,
         le=2**50,
-        description="grpo: what generation holds of each GPU while the model trains, such as vLLM's share of it in the "
-        "same process; 0 where other GPUs generate, or generation gives all back",
+        description="grpo, rloo: what generation holds of each GPU while the model trains, such as vLLM's share of it "
+        "in the same process; 0 where other GPUs generate, or generation gives all back",
         json_schema_extra={"flag": "--generation-memory"},
     )
     keeps_reference: bool = Field(
         False,
-        description="grpo: a reference model is kept for the KL term (beta above 0); adapters are the difference to it",
+        description="grpo, rloo: a reference model is kept for the KL term (beta above 0); adapters are the difference "
+        "to it",
         json_schema_extra={"flag": "--keeps-reference"},
     )
     evaluation_batches: Count | None = Field(

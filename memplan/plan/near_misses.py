@@ -70,7 +70,12 @@ _SAME = {
     "--lora-alpha": ("alpha",),
     "--trainer=sft": ("sft",),
     "--trainer=dpo": ("dpo",),
+    "--trainer=kto": ("kto",),
+    "--trainer=orpo": ("orpo",),
+    "--trainer=cpo": ("cpo",),
+    "--trainer=simpo": ("simpo",),
     "--trainer=grpo": ("grpo",),
+    "--trainer=rloo": ("rloo",),
     "--trainer=reward": ("reward", "reward-model"),
     "--completion-length": ("max-completion-length", "response-length", "max-response-length"),
     "--capacity": ("gpu-memory", "vram", "gpu-mem"),
@@ -158,23 +163,25 @@ _MEANT = {
 }
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
+OTHER_EXPERTS = (
+    "experts that run one after the other (eager), on gathered weights (batched_mm) or on other kernels are not "
+    "modelled"
+)
+"""What is said of values of transformers' ``experts_implementation``."""
+
 NOT_MODELLED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "--ppo",
-            "--rloo",
-            "--kto",
-            "--orpo",
-            "--cpo",
-            "--simpo",
             "--gkd",
             "--online-dpo",
             "--xpo",
             "--nash-md",
             "--bco",
         ),
-        "is not modelled of trl's trainers: --trainer sft, dpo, grpo and reward are",
+        "is not modelled of trl's trainers: --trainer sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are",
     ),
+    "--experts-implementation": f"is no flag: experts run as transformers takes by itself, grouped_mm; {OTHER_EXPERTS}",
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
@@ -262,8 +269,8 @@ SAME: Mapping[str, str] = {
 
 def called(name: str) -> str:
     """The field that a word of ``--vary`` or ``--fix`` names: by its flag, or by what other tools call that."""
-    name = name.strip().removeprefix("--")
-    same = SAME.get(f"--{name.replace('_', '-')}", "")
+    name = name.strip().removeprefix("--").replace("_", "-")
+    same = SAME.get(f"--{name}", "")
     return same[2:] if same and "=" not in same else name
 
 

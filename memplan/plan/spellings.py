@@ -58,9 +58,7 @@ _ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
 }
 """By path of a field; ``None`` stands for the field left out."""
 
-_OF_TRL = "is not modelled of trl's trainers: {}; sft, dpo, grpo and reward are"
-_TWO_MODELS = _OF_TRL.format("a reference model, and completions beside mismatched ones")
-_PAIRS = _OF_TRL.format("a loss of pairs of its own, without a reference model")
+_OF_TRL = "is not modelled of trl's trainers: {}; sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are"
 
 _SERVING = "is a kernel of inference servers, which training does not run; training takes {}"
 _KERNELS = "eager, flash, sdpa, flash_attention_2, flash_attention_3, flash_attention_4 or flex_attention"
@@ -107,11 +105,10 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "trainer.loop": {
-        **dict.fromkeys(("kto", "bco"), _TWO_MODELS),
-        **dict.fromkeys(("orpo", "cpo", "simpo"), _PAIRS),
+        **dict.fromkeys(("bco",), _OF_TRL.format("a classifier of prompts beside the policy")),
         **dict.fromkeys(("prm",), _OF_TRL.format("a head with scores of steps")),
         **dict.fromkeys(
-            ("ppo", "rloo", "onlinedpo", "gkd", "xpo", "nashmd"),
+            ("ppo", "onlinedpo", "gkd", "xpo", "nashmd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),
         ),
     },

@@ -1,8 +1,10 @@
 """Training loops of transformers, trl and LLaMA-Factory, an object each: what a sample is, what the loss is of, when a
 reference runs, and which fields of a plan belong to it alone.
 
-trl 1.15 and 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/grpo_trainer.py``,
-``trainer/reward_trainer.py``. ``formats/trainer/trl.py`` reads their arguments. LLaMA-Factory of August 2026:
+trl 1.15 and 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/kto_trainer.py``,
+``trainer/grpo_trainer.py``, ``trainer/rloo_trainer.py``, ``trainer/reward_trainer.py``,
+``experimental/cpo/cpo_trainer.py``, ``experimental/orpo/orpo_trainer.py``. ``formats/trainer/trl.py`` reads their
+arguments. LLaMA-Factory of August 2026:
 ``train/dpo/trainer.py``.
 """
 
@@ -22,6 +24,11 @@ Releases = tuple[Version, Version]
 
 LossOf = Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"]
 
+Reduced = Literal["rows", "rows-of-copy", "rows-and-likelihood", "rows-alone", "tokens", "clipped", "clipped-rows"]
+"""What becomes of labels' log-probabilities: sums of rows beside a reference's, the same by Axolotl's kernel,
+sums of rows alone with a cross entropy
+of the chosen sequences or without, the mean of tokens, clipped ratios of tokens (GRPO), or of rows (RLOO)."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingLoop:
@@ -38,8 +45,7 @@ class TrainingLoop:
     """A loss of its own is computed by trl, which makes adapters and checkpoints its way."""
     beside: tuple[str, ...] = ()
     """What trl's head computes beside these, of ``layers.log_probabilities.OUTPUTS``."""
-    reduced: Literal["rows", "clipped", "tokens"] = "rows"
-    """What becomes of log-probabilities: sums of rows, GRPO's clipped ratios, or the mean of tokens."""
+    reduced: Reduced = "rows"
     sequences: int = 1
     """Of a sample: both of a pair run in one batch."""
     drops_out: bool = True
@@ -50,6 +56,11 @@ class TrainingLoop:
     """and further ones of the collator's."""
     reference: Literal["never", "in-step", "between-steps"] = "never"
     """When a reference scores the batch: behind the policy's forward pass, or before its step."""
+    mismatched: bool = False
+    """As many sequences again, prompts with others' completions, are scored without a graph by the policy, before its
+    own pass, and by the reference."""
+    prepares: bool = False
+    """Quantised models are prepared as trl did before 0.26 (``peft.prepare_model_for_kbit_training``)."""
     fields: tuple[str, ...] = ()
     """Of ``trainer``, which no other loop has."""
     needed: Mapping[str, str] = field(default_factory=dict)
@@ -91,6 +102,9 @@ OF_WHOLE_LOGITS: Releases = ((0, 10), (1, 13))
 """Releases whose DPOTrainer holds all logits, and GRPOTrainer from 0.15 on; 1.14 has Triton kernels of its own for
 their loss."""
 
+ALONE: Releases = ((1, 0), TRL_NEWEST)
+"""Releases whose CPOTrainer and ORPOTrainer are followed."""
+
 NONE = TrainingLoop("none")
 TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
 SFT = TrainingLoop(
@@ -127,6 +141,43 @@ OF_LLAMA_FACTORY = TrainingLoop(
     untimed=DPO.untimed,
 )
 """``concatenated_forward`` clones the batch (``nested_detach``)."""
+KTO = replace(
+    DPO,
+    name="kto",
+    beside=("entropy", "mean_logits"),
+    sequences=1,
+    mismatched=True,
+    masks=(
+        *("attention_mask", "completion_mask"),
+        *("mismatched_input_ids", "mismatched_attention_mask", "mismatched_completion_mask"),
+    ),
+    follows=(OF_TILES,),
+    untimed="forward passes of the reference and of mismatched completions",
+)
+ORPO = TrainingLoop(
+    "orpo",
+    loss_of="whole-logits",
+    reduced="rows-and-likelihood",
+    sequences=2,
+    drops_out=False,
+    prepares=True,
+    inputs=("input_ids",),
+    masks=("attention_mask", "labels"),
+    follows=(ALONE,),
+    evaluates=True,
+)
+CPO = replace(ORPO, name="cpo")
+SIMPO = replace(ORPO, name="simpo", reduced="rows-alone")
+"""``CPOTrainer`` with ``cpo_alpha`` 0, which SimPO's loss is used with."""
+OF_AXOLOTL = replace(
+    DPO,
+    name="axolotl-dpo",
+    loss_of="whole-logits",
+    reduced="rows-of-copy",
+    follows=(((1, 8), (1, 9)),),
+)
+"""``AxolotlDPOTrainer`` (``core/trainers/dpo/trainer.py``): trl's of all logits with kernels in two of its functions
+(``loaders/patch_manager.py``, ``_apply_trl_trainer_utils_patches``)."""
 GRPO = TrainingLoop(
     "grpo",
     loss_of="log-probabilities",
@@ -139,6 +190,7 @@ GRPO = TrainingLoop(
     evaluates=True,
     untimed="generation and any forward pass of a reference",
 )
+RLOO = replace(GRPO, name="rloo", reduced="clipped-rows", follows=(OF_TILES,))
 REWARD = TrainingLoop(
     "reward",
     loss_of="scores",
@@ -151,6 +203,23 @@ REWARD = TrainingLoop(
 )
 
 TRAINING_LOOPS: Mapping[str, TrainingLoop] = MappingProxyType(
-    {one.name: one for one in (NONE, TRANSFORMERS, SFT, DPO, OF_LLAMA_FACTORY, GRPO, REWARD)}
+    {
+        one.name: one
+        for one in (
+            NONE,
+            TRANSFORMERS,
+            SFT,
+            DPO,
+            KTO,
+            ORPO,
+            CPO,
+            SIMPO,
+            OF_LLAMA_FACTORY,
+            OF_AXOLOTL,
+            GRPO,
+            RLOO,
+            REWARD,
+        )
+    }
 )
 """By ``trainer.loop``."""

@@ -20,6 +20,7 @@ from .printing import (
     CAUTION,
     FAINT,
     GOOD,
+    Breakable,
     entries,
     folded,
     label,
@@ -145,13 +146,13 @@ def _summary(names: Sequence[str], variants: Sequence[Estimate | PlanError], bas
     )
     for name, estimate in zip(names, variants, strict=True):
         if isinstance(estimate, PlanError):
-            table.add_row(Text(name, "bold"), Text("refused", BAD))
+            table.add_row(Breakable(Text(name, "bold")), Text("refused", BAD))
             continue
         worst = estimate.stages[estimate.peak_stage]
         change = unit.change(estimate.peak - base.peak) if estimate is not base else ""
         free = free_on(estimate, worst)
         table.add_row(
-            Text(name, "bold"),
+            Breakable(Text(name, "bold")),
             _fits(estimate),
             str(worst.stage),
             unit.figure(estimate.peak),

@@ -9,7 +9,6 @@ is grey. The tones are of middle lightness, to be read on dark and on light term
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -236,8 +235,10 @@ def written_lines(files: Sequence[str]) -> Iterator[RenderableType]:
     yield from (Text(f"Written: {file}", GOOD) for file in files)
 
 
-_PIECE = pattern(r"[^\s_/.×]*(?:[_/.×]+|\s+|$)")
-"""A stretch that stays together, with the ``_``, ``/``, ``.``, ``×`` or blanks that end it."""
+_PIECE = pattern(r"[^\s_/.×=,]*(?:[_/.×=,]+|\s+|$)")
+"""A stretch that stays together, with the ``_``, ``/``, ``.``, ``×``, ``=``, ``,`` or blanks that end it."""
+_STRETCHES = (pattern(r"\s*\S+\s*"), pattern(r"[^=]*(?:=|$)"), _PIECE)
+"""Words, a setting's name and value in one, and pieces: what is broken where the one before does not fit."""
 
 
 class Breakable:
@@ -262,20 +263,23 @@ class Breakable:
 def _lines(text: Text, width: int) -> Iterator[Text]:
     """``text`` in stretches of at most ``width`` columns, or of one piece where that is longer."""
     start = 0
-    for piece in _unbroken(text.plain, width):
+    for piece in _unbroken(text.plain, width, 0, len(text.plain)):
         if piece[0] > start and cell_len(text.plain[start : piece[1]].rstrip()) > width:
             yield _trimmed(text[start : piece[0]])
             start = piece[0]
     yield _trimmed(text[start:])
 
 
-def _unbroken(plain: str, width: int) -> Iterator[tuple[int, int]]:
-    """Start and end of what stays together: words that fit on a line, and the pieces of those that do not."""
-    for word in re.finditer(r"\s*\S+\s*", plain):
-        if cell_len(word[0].strip()) <= width:
-            yield word.span()
-        else:
-            yield from (piece.span() for piece in _PIECE.finditer(plain, *word.span()) if piece[0])
+def _unbroken(
+    plain: str, width: int, start: int = 0, end: int | None = None, level: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Start and end of what stays together: words that fit on a line, and the stretches of those that do not."""
+    last = level == len(_STRETCHES) - 1
+    for part in _STRETCHES[level].finditer(plain, start, len(plain) if end is None else end):
+        if part[0] and (last or cell_len(part[0].strip()) <= width):
+            yield part.span()
+        elif part[0]:
+            yield from _unbroken(plain, width, *part.span(), level + 1)
 
 
 def _trimmed(text: Text) -> Text:

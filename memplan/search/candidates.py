@@ -186,8 +186,9 @@ class Clock:
         layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
         embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
-        host = [host_seconds(work, rates, shape.host) for work in works]
-        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host, rounding=shapes.rounding)
+        host, dense_host = (host_seconds(work, rates, shape.host) for work in works)
+        layer, dense, embedding, head = (one / ENDLESS for one in (layer, dense, embedding, head))
+        return _Limit(layer, dense, embedding, head, host, dense_host, shapes.rounding)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""

@@ -153,11 +153,10 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            QLORA + "rl: dpo\n",
-            "rl = dpo: must be left out: Axolotl puts kernels of its own into this loss",
-        ),
-        (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO, which runs mismatched completions"),
+        (QLORA + "rl: grpo\n", "rl = grpo: must be left out: Axolotl puts kernels of its own into this loss"),
+        (QLORA + "rl: dpo\nsample_packing: true\n", "sample_packing = true: must be left out with rl dpo"),
+        (QLORA + "rl: ipo\ndpo_padding_free: true\n", "dpo_padding_free = true: must be left out with rl ipo"),
+        (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO's loss in the trl that it pins"),
         (REWARD.replace("num_labels: 1", "num_labels: 2"), "num_labels = 2: must be 1 with reward_model"),
         (REWARD + "sample_packing: true\n", "sample_packing = true: must be false with reward_model"),
         (REWARD.replace("SequenceClass", "TokenClass"), "must be AutoModelForSequenceClassification, or left out"),

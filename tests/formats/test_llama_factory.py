@@ -85,7 +85,7 @@ def test_it_is_what_the_flags_say(
     ("change", "line"),
     [
         (("stage: sft", "stage: rm"), "sft.yaml:3: stage = rm: must be sft, pt or dpo: its value head stands beside"),
-        (("stage: sft", "stage: kto"), "stage = kto: must be sft, pt or dpo: KTO, which runs mismatched completions"),
+        (("stage: sft", "stage: kto"), "stage = kto: must be sft, pt or dpo: its KTO, whose loss is of all logits"),
         (("stage: sft", "stage: dpo\npref_loss: simpo"), "pref_loss = simpo: must be sigmoid, hinge, ipo or kto_pair"),
         (("stage: sft", "stage: dpo\nref_model: gpt2"), "ref_model: must be left out: a reference that is another"),
         (("stage: sft", "stage: dpo\nneat_packing: true"), "neat_packing = true: must be left out with stage dpo"),

@@ -128,15 +128,15 @@ def test_groups_that_are_not_modelled(text: str, line: str, folder: Path, capsys
 
 def test_a_recipes_folder_says_which_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``recipes/zephyr-7b-beta/dpo/config_full.yaml`` of the alignment handbook; a flag says it before the folder."""
-    for name in ("dpo", "kto"):
+    for name in ("dpo", "bco"):
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps({**ARGUMENTS, "beta": 0.01}))
     found = answer(capsys, "dpo/config.json", "--config-file", "many.yaml")
     assert found["plan"]["trainer"]["loop"] == "dpo"
     assert [one["code"] for one in found["warnings"]].count("trainer-assumed") == 1
-    assert main(["estimate", "kto/config.json"]) == 2
-    assert "kto: is not modelled" in capsys.readouterr().err
-    assert answer(capsys, "kto/config.json", "--trainer", "dpo")["plan"]["trainer"]["loop"] == "dpo"
+    assert main(["estimate", "bco/config.json"]) == 2
+    assert "bco: is not modelled" in capsys.readouterr().err
+    assert answer(capsys, "bco/config.json", "--trainer", "dpo")["plan"]["trainer"]["loop"] == "dpo"
 
 
 @pytest.mark.parametrize(

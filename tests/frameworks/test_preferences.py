@@ -479,10 +479,10 @@ def test_batches_are_of_pairs() -> None:
         ({"framework": "fsdp", "gpus": 2, "fsdp_code": "torchtitan", **GROUPED}, "torchtitan"),
         (
             {"framework": "deepspeed", "gpus": 2, "zero": 1, "trainer": "transformers"},
-            "none, sft, dpo, grpo or reward with",
+            "none, sft, dpo, orpo, cpo, simpo, grpo, rloo or reward with",
         ),
-        ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo"),
-        ({"trainer": "kto"}, "not modelled of trl's trainers"),
+        ({"trainer": "transformers", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo, kto or axolotl-dpo"),
+        ({"trainer": "bco"}, "not modelled of trl's trainers"),
         ({"trainer": "grpo"}, r"needs --completion-length \(tokens .* and --generation-memory"),
         ({"trainer": "grpo", "completion_length": 256}, "needs --generation-memory"),
         (
@@ -490,7 +490,7 @@ def test_batches_are_of_pairs() -> None:
             "must be less than the sequence length",
         ),
         ({"trainer": "grpo", "completion_length": 256, "generation_memory": 40}, "needs a unit: 40GiB"),
-        ({"completion_length": 256}, "needs trainer.loop grpo"),
+        ({"completion_length": 256}, "needs trainer.loop grpo or rloo"),
         ({"trainer": "ppo"}, "generation between steps"),
     ],
 )

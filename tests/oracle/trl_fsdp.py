@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,16 @@ def alone(*, loop: str, adapters: bool, recompute: bool, apart: bool = False) ->
     else:
         model, base = policy(adapters=adapters, recompute=recompute)
         add_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    how: dict[str, Any] = {"loop": loop, "adapters": adapters, "recompute": recompute}
+    how |= {"apart": True} if apart else {}
+    made = partial(scored, pairs=PAIRS) if loop == "reward" else partial(averaged, samples=SAMPLES)
+    return how | sharded(model, base, partial(made, length=LENGTH), apart=apart)
+
+
+def sharded(
+    model: Any, base: Any, made: Callable[[Any], tuple[Callable[[Any, Any], Any], dict[str, Any]]], *, apart: bool
+) -> dict[str, Any]:
+    """Peaks of the loss of ``model``, in 16 bits and shards, and its backward; ``made`` has loss and batch for it."""
     model.to(torch.bfloat16)
     sharding = Sharding(shards=RANKS, original="bf16", param_dtype="bf16", reduce_dtype="bf16")
     with fake_ranks(RANKS):
@@ -109,7 +119,7 @@ def alone(*, loop: str, adapters: bool, recompute: bool, apart: bool = False) ->
         for one in blocks(base):
             fully_shard(one, mesh=mesh, mp_policy=sharding.policy, reshard_after_forward=True)
         whole(model, {"mesh": mesh, "mp_policy": sharding.policy}, True, apart)
-        loss, inputs = scored(model, PAIRS, LENGTH) if loop == "reward" else averaged(model, SAMPLES, LENGTH)
+        loss, inputs = made(model)
         trace = Trace()
         follow = ResizedFollow(trace)
         for tensor in (*model.parameters(), *model.buffers(), *inputs.values()):
@@ -127,9 +137,7 @@ def alone(*, loop: str, adapters: bool, recompute: bool, apart: bool = False) ->
     for at, change in enumerate(trace.changes[start:], start):
         live += change.sign * change.bytes
         most[at >= middle] = max(most[at >= middle], live)
-    how: dict[str, Any] = {"loop": loop, "adapters": adapters, "recompute": recompute}
-    how |= {"apart": True} if apart else {}
-    return how | {"forward": most[0], "backward": most[1]}
+    return {"forward": most[0], "backward": most[1]}
 
 
 @contextlib.contextmanager

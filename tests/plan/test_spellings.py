@@ -295,7 +295,7 @@ def test_every_model_has_its_repository() -> None:
     [
         ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
         ("optimizer", "adamw_torch_4bit", "torchao"),
-        ("trainer", "KTO", "reference model"),
+        ("trainer", "BCO", "classifier of prompts"),
         ("trainer", "prm", "scores of steps"),
         ("trainer", "ppo", "generation"),
         ("quantisation", "hqq", "gptq, awq and int8 are"),
@@ -329,6 +329,6 @@ def test_a_name_of_nothing_here_says_what_is_built_in(name: str, ends: str) -> N
 
 
 def test_losses_of_trl_that_are_not_modelled_name_those_that_are() -> None:
-    for loop, why in (("orpo", "without a reference model"), ("kto", "a reference model"), ("prm", "scores of steps")):
-        with pytest.raises(PlanError, match=f"{why}.*; sft, dpo, grpo and reward are$"):
+    for loop, why in (("bco", "a classifier of prompts"), ("prm", "scores of steps")):
+        with pytest.raises(PlanError, match=f"{why}.*; sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are$"):
             plan(trainer=loop)

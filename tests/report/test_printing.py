@@ -41,6 +41,13 @@ def test_no_character_is_lost_and_no_line_too_wide(text: str, width: int) -> Non
     assert widest("\n".join(shown)) <= width
 
 
+def test_a_setting_is_broken_behind_its_name_before_its_value_is() -> None:
+    text = "optimizer=paged_adamw_8bit recompute=full"
+    assert lines(text, 28) == ["optimizer=paged_adamw_8bit", "recompute=full"]
+    assert lines(text, 20) == ["optimizer=", "paged_adamw_8bit", "recompute=full"]
+    assert lines(text, 12) == ["optimizer=", "paged_adamw_", "8bit", "recompute=", "full"]
+
+
 def test_styles_survive() -> None:
     text = printed(lambda console: console.print(Breakable(Text("red_name", "red"))), 4, colour=True)
     assert text.count("\x1b[31m") == 2

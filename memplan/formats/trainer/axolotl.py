@@ -68,11 +68,19 @@ _LIGER = MappingProxyType(
     }
 )
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+_NOT_OF_PAIRS = MappingProxyType(
+    {
+        "sample_packing": "its collator pads both of a pair, and Axolotl refuses packing there",
+        "dpo_padding_free": "batches without padding are not modelled in DPO",
+        "dpo_use_liger_kernel": "Liger's loss of pairs is not modelled",
+        "rl_adapter_ref_model": "a reference that is a second model beside adapters is not modelled",
+    }
+)
 _OWN = frozenset(
     """
     plugins adapter lora_target_linear load_in_8bit fp16 float16 bf16 bfloat16 sample_packing multipack_real_batches
     gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size batch_size attn_implementation
-    model_type type_of_model rl reward_model num_labels
+    model_type type_of_model rl reward_model num_labels rl_adapter_ref_model
     """.split()  # noqa: SIM905
 )
 """Keys that are looked at below."""
@@ -95,8 +103,14 @@ _MEANT = MappingProxyType(
 
 def starts(written: Node) -> str:
     """The script of trl's that does as much: its RewardTrainer (``core/builders/causal.py``), whose loss is that of
-    trl 1.16 in 1.9, which Axolotl pins."""
+    trl 1.16 in 1.9, which Axolotl pins; or its own loop around trl's DPOTrainer (``core/builders/rl.py``)."""
+    if _prefers(written.mapping):
+        return "axolotl-dpo"
     return "reward" if _scores(written.mapping) else ""
+
+
+def _prefers(own: Mapping[str, Node]) -> bool:
+    return "rl" in own and own["rl"].value in ("dpo", "ipo")
 
 
 def _scores(own: Mapping[str, Node]) -> bool:
@@ -172,7 +186,7 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
 def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
     """Losses and heads other than a language model's, and a reward model's with what it does not go with."""
     rewards, loss = _scores(own), own.get("rl")
-    if loss is not None and loss.value:
+    if loss is not None and loss.value and not _prefers(own):
         yield loss.wrong("rl", f"must be left out: {OF_LOOPS.get(str(loss.value), 'its loss is not modelled')}")
     kind = own.get("model_type", own.get("type_of_model"))
     others = ("ImageTextToText", "ConditionalGeneration", *(() if rewards else ("Classification",)))
@@ -187,6 +201,9 @@ def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
         problem = "must be 1 with reward_model" if rewards else "heads other than a language model's are not modelled"
         yield labels.wrong("num_labels", problem if rewards else f"must be left out: {problem} here")
     packs = own.get("sample_packing")
+    for key, why in _NOT_OF_PAIRS.items() if _prefers(own) else ():
+        if key in own and own[key].value not in (None, False):
+            yield own[key].wrong(key, f"must be left out with rl {own['rl'].value}: {why}")
     if rewards and packs is not None and packs.value:
         yield packs.wrong("sample_packing", "must be false with reward_model, whose collator pads both of a pair")
 
@@ -195,7 +212,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     """What is trained, in which dtypes, by which kernels, and what is recomputed: keys, values, and what they follow
     from. trl's configuration turns on what nothing turns off (``_BaseConfig``)."""
     own = written.mapping
-    rewards = _scores(own)
+    rewards, prefers = _scores(own), _prefers(own)
 
     def of(key: str) -> Node:
         return own.get(key, Node(None, written.origin))
@@ -215,7 +232,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         if on("lora_target_linear"):
             yield "lora_target_modules", "all-linear", of("lora_target_linear")
         for name in _KERNELS:
-            if of(name).value is not False:
+            if of(name).value is not False and (on(name) or not prefers):  # check_auto_enable_lora_kernels
                 yield name, True, of(name)
     elif is_whole and kernel in (None, "sdpa", "eager"):
         problem = (
@@ -239,7 +256,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     yield "dtype", "bfloat16" if brain else "float16" if half else "float32", of_dtype
     if brain or half:
         yield "bf16" if brain else "fp16", True, of_dtype
-    elif rewards:
+    elif rewards or prefers:
         yield "bf16", False, of_dtype
     if attention is not None:
         yield "attn_implementation", kernel, attention
@@ -259,10 +276,12 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         )
     if checkpoints.value:
         yield "gradient_checkpointing", True, checkpoints
-        if is_whole and not on("gradient_checkpointing_kwargs"):
+        if is_whole and not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
             yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, checkpoints.origin)}, checkpoints
-    elif rewards and checkpoints.value is False:
+    elif (rewards or prefers) and checkpoints.value is False:
         yield "gradient_checkpointing", False, checkpoints
+    if prefers and on("precompute_ref_log_probs"):
+        yield "precompute_ref_log_probs", True, of("precompute_ref_log_probs")
     yield from _sharding(own)
 
 

@@ -15,15 +15,14 @@ _WHOLE_LOGITS = (
 )
 OF_LOOPS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("dpo", "ipo"), f"{_WHOLE_LOGITS}dpo on a file of trl's arguments"),
         **dict.fromkeys(("grpo", "gdpo"), f"{_WHOLE_LOGITS}grpo on a file of trl's arguments"),
-        "kto": "KTO, which runs mismatched completions besides, is not modelled",
-        "orpo": "ORPO, whose loss is of trl's experimental trainers, is not modelled",
-        "simpo": "SimPO, whose loss is of trl's experimental trainers, is not modelled",
+        **{name: f"{_WHOLE_LOGITS}{name} on a file of trl's arguments" for name in ("orpo", "simpo")},
+        "kto": "KTO's loss in the trl that it pins, 1.9, is of all logits, and not modelled; that of trl 1.15, by "
+        "tiles, is --trainer kto on a file of trl's arguments",
         "ebft": "EBFT, a loss of Axolotl's own, is not modelled",
     }
 )
-"""Values of ``rl``, and why each is refused: trl 1.9 (``trainer/dpo_trainer.py``, ``_compute_loss``) calls
+"""Other values of ``rl`` than dpo and ipo, and why each is refused: trl 1.9 (``trainer/grpo_trainer.py``) calls
 ``selective_log_softmax`` and ``entropy_from_logits`` on ``outputs.logits``, in whose place Axolotl 0.19 puts kernels
 that save the logits and a number for each token, and make their gradient at once (``loaders/patch_manager.py``,
 ``_apply_trl_trainer_utils_patches``; ``monkeypatch/trainer/utils.py``)."""

@@ -21,7 +21,8 @@ ANOTHER = re.compile(r"(?i)ref|teacher|reward|vision|judge")
 
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 """Methods of ``torch.nn.Module``."""
-_METHODS = (*_CASTS, "to", "set_attn_implementation", "gradient_checkpointing_enable", RESIZED)
+_SETTERS = {f"set_{name}": name for name in ("attn_implementation", "experts_implementation")}
+_METHODS = (*_CASTS, "to", *_SETTERS, "gradient_checkpointing_enable", RESIZED)
 _OF_DTYPES = re.compile(r"b?float(?:16|32)|half|float")
 _LIGER = re.compile(r"_?apply_liger_kernel\w*|AutoLigerKernelForCausalLM")
 """``liger_kernel/transformers/monkey_patch.py`` and ``auto_model.py``: both take the pieces as keywords."""
@@ -100,8 +101,8 @@ def of_model(script: Parsed, model: ast.Call) -> None:
             continue
         if method in _CASTS or method == "to":
             _cast(script, call, _CASTS.get(method, ""))
-        elif method == "set_attn_implementation" and call.args:
-            script.put("attn_implementation", call.args[0])
+        elif method in _SETTERS and call.args:
+            script.put(_SETTERS[method], call.args[0])
         elif method == "gradient_checkpointing_enable":
             kept = script.keyword(call, "gradient_checkpointing_kwargs") or (call.args[0] if call.args else None)
             if kept is not None:

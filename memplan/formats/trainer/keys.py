@@ -46,6 +46,7 @@ READ = frozenset(
         "activation_checkpointing",
         "activation_checkpointing_kwargs",
         "attn_implementation",
+        "experts_implementation",
         "use_flash_attention_2",
         "torch_dtype",
         "dtype",

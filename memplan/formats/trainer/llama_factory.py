@@ -84,7 +84,8 @@ _STAGES: Mapping[str, str] = MappingProxyType(
     {
         "rm": "its value head stands beside a head of words whose logits are made, too, and is not modelled; trl's "
         "reward model, which takes less, is --trainer reward on a file of trl's arguments",
-        "kto": "KTO, which runs mismatched completions besides, is not modelled",
+        "kto": "its KTO, whose loss is of all logits, is not modelled; trl's, which takes less, is --trainer kto on a "
+        "file of trl's arguments",
         "ppo": "PPO, which trains a value head and keeps a reward model, is not modelled",
     }
 )

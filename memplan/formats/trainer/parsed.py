@@ -14,7 +14,7 @@ LOADED = {
     name: name
     for name in (
         *("torch_dtype", "dtype", "attn_implementation", "use_flash_attention_2"),
-        *("load_in_4bit", "load_in_8bit"),
+        *("load_in_4bit", "load_in_8bit", "experts_implementation"),
     )
 }
 FLAGS = {

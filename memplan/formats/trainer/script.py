@@ -101,9 +101,10 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
         arguments = arguments.with_items({swift.MARKS[0]: Node(SWIFT_TRAINS.get(training.script), training.origin)})
     script = (said.script if said is not None else "") or training.script
     command = text(training.launcher[-1]).rpartition("/")[2] if training.launcher else ""
-    if command == "trl" and not any(script in one.scripts for one in LOOPS):
+    if command == "trl" and not any(script in one.scripts and not one.experimental for one in LOOPS):
         problem = (
-            f"starts trl {one_line(script)}, which is none of its commands that are followed: sft, dpo, grpo, reward"
+            f"starts trl {one_line(script)}, which is none of its commands that are followed: "
+            "sft, dpo, kto, grpo, rloo, reward"
         )
         raise wrong_at(training.origin, problem)
     if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...optimizers import trainer_names
 from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.near_misses import OTHER_EXPERTS
 from ...plan.saved_dtype import SAVED, TAKEN
 from ..compiler import of_trainer
 from ..rows import Building, Reader, Row
@@ -206,6 +207,13 @@ def _packed(reader: Reader) -> None:
     )
 
 
+def _experts(reader: Reader) -> None:
+    """transformers' own choice for stacked experts (``get_correct_experts_implementation``)."""
+    node = reader.settings.node("experts_implementation")
+    if node is not None and node.value not in (None, "grouped_mm"):
+        raise node.wrong("experts_implementation", f"must be grouped_mm, or left out: {OTHER_EXPERTS}")
+
+
 LORA_FIELDS = {
     "lora_target_modules": "targets",
     "lora_target_parameters": "target_parameters",
@@ -260,6 +268,7 @@ ROWS = (
     Row(RESIZED, "model.vocab", read=_resized),
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
+    Row("experts_implementation", "", read=_experts),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("torch_compile", "compile", read=_compiled),

@@ -2,8 +2,9 @@
 default, which of its keys change memory, and which change none.
 
 trl 1.16: ``scripts/`` (``trl dpo``, ``dpo.py``), ``trainer/base_config.py``, ``trainer/sft_config.py`` (``SFTConfig``),
-``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/grpo_config.py`` (``GRPOConfig``),
-``trainer/reward_config.py`` (``RewardConfig``).
+``trainer/dpo_config.py`` (``DPOConfig``), ``trainer/kto_config.py`` (``KTOConfig``), ``trainer/grpo_config.py``
+(``GRPOConfig``), ``trainer/rloo_config.py`` (``RLOOConfig``), ``trainer/reward_config.py`` (``RewardConfig``),
+``experimental/cpo/cpo_config.py`` (``CPOConfig``), ``experimental/orpo/orpo_config.py`` (``ORPOConfig``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
 from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown, transformers_of
 from ...plan.saved_dtype import SAVED
-from ...values import dataclass
+from ...values import dataclass, replace
 from ..launch import Asked
 from ..rows import Reader, Row
 from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
@@ -36,7 +37,7 @@ class Loop:
     """Keys that no other loop has."""
     without_effect: frozenset[str] = frozenset()
     """Keys that change no memory, beside those of ``TrainingArguments``."""
-    defaults: Mapping[str, bool | int] = field(default_factory=dict)
+    defaults: Mapping[str, bool | float] = field(default_factory=dict)
     """Where they are others than those of ``TrainingArguments``,"""
     earlier: Mapping[str, tuple[Version, bool | float | None]] = field(default_factory=dict)
     """and before which release of trl they are others than these, or none."""
@@ -45,6 +46,9 @@ class Loop:
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
+    experimental: bool = False
+    """Of ``trl.experimental``: no command starts it, and a model that it is given by name is loaded as transformers
+    does, not in fp32."""
 
     def with_defaults(self, written: Node, asked: Asked) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
@@ -106,6 +110,13 @@ def _reward_model(reader: Reader) -> None:
         raise PlanError("reward_model_name_or_path", node.plain(), problem, origin=node.origin)
 
 
+def _unpaired(reader: Reader) -> None:
+    """Without a KL term there are no mismatched completions (``calculate_KL``)."""
+    node = reader.settings.node("loss_type")
+    if node is not None and node.value not in (None, "kto"):
+        raise node.wrong("loss_type", "must be kto: losses without mismatched completions are not modelled")
+
+
 def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
@@ -117,7 +128,8 @@ def _no_liger(reader: Reader) -> None:
 
 
 def _liger_of_layers(reader: Reader) -> None:
-    """``RewardTrainer``'s model has no loss that Liger's could replace, and ``SFTTrainer`` turns that off."""
+    """``RewardTrainer``'s model has no loss that Liger's could replace, ``SFTTrainer`` turns that off, and
+    ``CPOTrainer`` and ``ORPOTrainer`` give the model no labels."""
     if (node := reader.settings.on("use_liger_kernel")) is not None:
         reader.building.put("loss.kind", Node("plain", node.origin), "use_liger_kernel")
 
@@ -163,7 +175,7 @@ _ALL_LOGITS = Row("use_logits_to_keep", "", older=("use_num_logits_to_keep",), r
 # -- the loops -------------------------------------------------------------------------------------------
 
 _DATA = "router_aux_loss_coef "
-_OF_ALL: Mapping[str, bool | int] = {"gradient_checkpointing": True, "bf16": True}
+_OF_ALL: Mapping[str, bool | float] = {"gradient_checkpointing": True, "bf16": True}
 """``_BaseConfig``: bf16 unless fp16 is asked for."""
 _EARLIER: Mapping[str, tuple[Version, bool | float | None]] = {
     "gradient_checkpointing": ((0, 22), None),
@@ -284,6 +296,74 @@ _GRPO = Loop(
 )
 """RLOO's configuration shares a few of its keys, and is told by its script."""
 
+_RLOO = replace(
+    _GRPO,
+    name="rloo",
+    scripts=("rloo",),
+    alone=("normalize_advantages", "reward_clip_range"),
+    without_effect=_GRPO.without_effect | {"normalize_advantages", "reward_clip_range"},
+    defaults={**_OF_ALL, "max_completion_length": 512, "beta": 0.05},
+    earlier={},
+)
+
+_KTO = Loop(
+    "kto",
+    scripts=("kto",),
+    alone=("desirable_weight", "undesirable_weight"),
+    without_effect=frozenset(
+        (
+            _DATA
+            + """
+            beta desirable_weight undesirable_weight sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+            disable_dropout pad_to_multiple_of precompute_ref_batch_size train_sampling_strategy
+            """
+        ).split()
+    ),
+    defaults={**_OF_ALL, "max_length": 1024},
+    rows=(
+        _NO_LIGER,
+        Row("loss_type", "", read=_unpaired),
+        Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
+        *EVALUATION_OF_LOSS,
+    ),
+)
+
+_ORPO = Loop(
+    "orpo",
+    scripts=("orpo",),
+    without_effect=frozenset(
+        [
+            "beta",
+            "disable_dropout",
+            "padding_value",
+            "generate_during_eval",
+            "is_encoder_decoder",
+            "max_completion_length",
+        ]
+    ),
+    defaults=_KTO.defaults,
+    rows=(Row("use_liger_kernel", "loss.kind", read=_liger_of_layers), *EVALUATION_OF_LOSS),
+    experimental=True,
+)
+
+_CPO = replace(
+    _ORPO,
+    name="cpo",
+    scripts=("cpo",),
+    alone=("cpo_alpha", "simpo_gamma"),
+    without_effect=_ORPO.without_effect | {"cpo_alpha", "simpo_gamma", "alpha", "label_smoothing", "loss_type"},
+)
+_SIMPO = replace(_CPO, name="simpo", scripts=("simpo",), alone=())
+"""With a weight of 0 CPOTrainer computes no cross entropy."""
+
+
+def _weighed(loop: Loop, written: Node) -> Loop:
+    """``loop``, or of CPO's that without a cross entropy (``CPOConfig.__post_init__``)."""
+    weight, loss = written.mapping.get("cpo_alpha"), written.mapping.get("loss_type")
+    without = (weight is not None and weight.value == 0) or (loss is not None and loss.value == "alphapo")
+    return _SIMPO if loop is _CPO and without else loop
+
+
 _REWARD = Loop(
     "reward",
     scripts=("reward", "reward_modeling"),
@@ -310,18 +390,36 @@ _OF_LLAMA_FACTORY = Loop(
 )
 """LLaMA-Factory's own, whose arguments are the Trainer's."""
 
+_OF_AXOLOTL = Loop(
+    "axolotl-dpo",
+    scripts=("axolotl-dpo",),
+    defaults=_OF_ALL,
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("precompute_ref_log_probs", "trainer.precompute_ref_log_probs", kind="switch"),
+        *EVALUATION_OF_LOSS,
+    ),
+)
+"""Axolotl's own around trl's, with its translated arguments."""
+
 _NOT_MODELLED = {
     **dict.fromkeys(("dpo_online", "online_dpo", "onlinedpo"), "online-dpo"),
     **dict.fromkeys(("nash_md", "nashmd"), "nash-md"),
-    **{name: name for name in ("kto", "bco", "orpo", "cpo", "simpo", "prm", "rloo", "ppo", "gkd", "xpo")},
+    **{name: name for name in ("bco", "prm", "ppo", "gkd", "xpo")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 
 LOOPS = (
     _SFT,
     _DPO,
+    _KTO,
+    _ORPO,
+    _CPO,
+    _SIMPO,
     _OF_LLAMA_FACTORY,
+    _OF_AXOLOTL,
     _GRPO,
+    _RLOO,
     _REWARD,
     *(Loop(name, scripts=(script,)) for script, name in _NOT_MODELLED.items()),
 )
@@ -348,7 +446,9 @@ def as_loaded(written: Node, loop: Loop, asked: Asked) -> Node:
     """``written`` with the checkpoint's dtype where nobody names one and what loads the model takes that: transformers,
     but not trl, whose trainers load what they are given by name in fp32."""
     by, named = written.mapping.get(LOADED_BY), [written.mapping.get(key) for key in ("dtype", "torch_dtype")]
-    by_trl = loop is not TRAINER and by is None and not _is_before(TRL_LOADS_FP32, "trl", asked)
+    by_trl = (
+        loop is not TRAINER and not loop.experimental and by is None and not _is_before(TRL_LOADS_FP32, "trl", asked)
+    )
     from_scratch = by is not None and by.value == FROM_SCRATCH
     said = any(node is not None and node.value is not None for node in named)
     if said or by_trl or from_scratch or _is_before(CHECKPOINT_DTYPE, "transformers", asked):
@@ -384,6 +484,10 @@ def _is_open(written: Node) -> bool:
 
 def loop_of(script: str, written: Node, asked: Asked) -> Loop:
     """The loop that ``script`` starts with the arguments ``written``."""
+    return _weighed(_started(script, written, asked), written)
+
+
+def _started(script: str, written: Node, asked: Asked) -> Loop:
     named = asked.flags.get("trainer")
     if isinstance(named, str):
         return next((one for one in LOOPS if one.own_loss and one.name == named), TRAINER)
@@ -396,7 +500,7 @@ def loop_of(script: str, written: Node, asked: Asked) -> Loop:
         return found
     for key in OF_SEVERAL:
         if (node := written.mapping.get(key)) is not None:
-            problem = "belongs to several of trl's trainers: say which one (--trainer dpo, grpo or reward)"
+            problem = "belongs to several of trl's trainers: say which one (--trainer dpo, kto, grpo or rloo)"
             if key not in OF_PAIRS:
                 problem += "; of grpo also what vLLM keeps in the same process (--generation-memory 20GiB)"
             raise node.wrong(key, problem)

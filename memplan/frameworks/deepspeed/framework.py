@@ -30,7 +30,7 @@ class Deepspeed(Framework):
     configuration = "deepspeed"
     measured_code = "deepspeed"
     supports = Supports(
-        loops=("sft", "dpo", "grpo", "reward"),
+        loops=("sft", "dpo", "orpo", "cpo", "simpo", "grpo", "rloo", "reward"),
         mixtures=("experts", "latent_kv_rank"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),

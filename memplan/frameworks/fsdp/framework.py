@@ -54,7 +54,7 @@ class Fsdp(Framework):
         mixtures=("experts", "latent_kv_rank", "linear_interval"),
         compiled="",
         compiled_as="layers",
-        loops=("transformers", "sft", "dpo", "grpo", "reward"),
+        loops=("transformers", "sft", "dpo", "orpo", "cpo", "simpo", "grpo", "rloo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         shards_as_zero={
             3: "fsdp shards so without a stage of ZeRO (with --fsdp-code torchtitan beside tp or pp, and with "

@@ -1,4 +1,5 @@
-"""trl's DPOTrainer and GRPOTrainer, whose losses are of labels' log-probabilities, and RewardTrainer, of scores.
+"""trl's trainers whose losses are of labels' log-probabilities, DPO's, KTO's, ORPO's, CPO's, GRPO's and RLOO's, and
+RewardTrainer, of scores.
 
 trl 1.15 and 1.16, ``trainer/dpo_trainer.py`` (``_compute_loss``): the policy runs on the chosen and the rejected
 sequences of a batch together; then, without a graph and without recompute, the reference does, while the policy's
@@ -11,6 +12,14 @@ generation keeps of the GPU.
 
 Before 1.15 both losses are taken of all logits (``layers.whole_logits``): those of DPOTrainer's reference stay until
 metrics of the policy's have been computed, behind the loss.
+
+``trainer/kto_trainer.py`` (``_compute_loss``, ``_compute_kl_logps``): sequences are no pairs. Before the policy's pass
+it scores as many prompts with others' completions, without a graph, and so does the reference before its own.
+
+``trainer/rloo_trainer.py``: as GRPO, but for a loss of whole completions.
+
+``experimental/cpo/cpo_trainer.py`` and ``experimental/orpo/orpo_trainer.py`` (``concatenated_forward``): the policy
+runs on both of each pair together, and its loss, of all logits, has no reference.
 
 ``trainer/reward_trainer.py`` (``compute_loss``): the model scores the chosen and the rejected sequences of a batch
 together; there is no reference.
@@ -60,6 +69,9 @@ def check(plan: ResolvedPlan) -> None:
         _check_experts(plan)
     if plan.lora.dora:
         raise plan.wrong("lora.dora", f"must be false with trainer.loop {loop}: both together are not modelled")
+    if plan.trainer.kind.prepares and plan.quantisation.kind != "none":
+        problem = f"must be none with trainer.loop {loop}, which prepares quantised models in its own way: not modelled"
+        raise plan.wrong("quantisation.kind", problem)
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own"
         if LOSSES.get(plan.kernels.set) == plan.loss.kind:
@@ -192,17 +204,25 @@ def _returning(head: Module, hidden_states: bool) -> Module:
 
 
 def with_reference(
-    spans: Sequence[Span], own: Sequence[Span], keeps_input: bool, what: Returned = NOTHING
+    spans: Sequence[Span], own: Sequence[Span], keeps_input: bool, what: Returned = NOTHING, passes: int = 1
 ) -> tuple[Span, ...]:
-    """``spans``, of which the last is the head, with a pass of the reference's modules ``own`` behind its loss."""
+    """``spans``, of which the last is the head, with so many passes of the reference's modules ``own`` behind its
+    loss."""
     *others, head = spans
-    return (*others, Span(_behind(head.module, tuple(own), keeps_input, what), head.names))
+    return (*others, Span(_behind(head.module, tuple(own), keeps_input, what, passes), head.names))
 
 
 @lru_cache(maxsize=64)
-def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool, what: Returned) -> Module:
+def _behind(head: Module, own: tuple[Span, ...], keeps_input: bool, what: Returned, passes: int) -> Module:
     events = passed(own, head.largest_id + 1, keeps_input, what)
-    return head.changed(lambda tape: _inserted(tape, events))
+    return head.changed(lambda tape: _inserted(tape, events * passes))
+
+
+def scored_before(spans: Sequence[Span], own: Sequence[Span], keeps_input: bool) -> tuple[Span, ...]:
+    """``spans`` behind a pass of the policy's modules ``own`` without a graph."""
+    first, *others = spans
+    events = passed(own, first.module.largest_id + 1, keeps_input)
+    return (replace(first, module=first.module.changed(lambda tape: (*events, *tape))), *others)
 
 
 def _inserted(tape: Tape, events: Tape) -> Tape:

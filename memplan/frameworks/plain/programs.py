@@ -340,7 +340,11 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         whole = returned.kept(whole, what, EMBEDDED) if what else whole
         if plan.runs_reference:
             own, keeps = reference(plan, shape, options, later), keeps_embedded(shape)
-            whole = preferences.with_reference(whole, own, keeps, preferences.of_reference(plan, what))
+            of_own, passes = preferences.of_reference(plan, what), 1 + plan.loop.mismatched
+            whole = preferences.with_reference(whole, own, keeps, of_own, passes)
+        if plan.loop.mismatched:
+            own, keeps = without_graph(plan, shape, options, later), keeps_embedded(shape)
+            whole = preferences.scored_before(whole, own, keeps)
         whole = outlived(whole)
         return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None
@@ -369,7 +373,11 @@ def reference(
 ) -> tuple[Span, ...]:
     """The reference's modules, of which every layer but the first runs once: the model's own without adapters."""
     tuning = options.tuning and replace(frozen_layer(options.tuning), fused=False)
-    options = replace(options, tuning=tuning, seams=seams)
+    return without_graph(plan, shape, replace(options, tuning=tuning, seams=seams), later)
+
+
+def without_graph(plan: ResolvedPlan, shape: LayerShape, options: Options, later: str) -> tuple[Span, ...]:
+    """The model's modules as they score a batch, with what ``options`` say of adapters."""
     loss = preferences.loss_of_reference(head_loss(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     layer = layer_module(shape, False, plan.code, options)

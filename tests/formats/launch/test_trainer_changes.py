@@ -54,6 +54,19 @@ def test_a_call_is_the_argument_that_does_the_same(line: str, said: dict[str, ob
     assert plan_of(tmp_path, "train.py", with_line(line)) == same
 
 
+def test_experts_that_run_otherwise_are_refused(tmp_path: Path) -> None:
+    """``experts_implementation`` in each place where transformers takes it; its own default is what is modelled."""
+    for name in ("eager", "batched_mm"):
+        line = f"model.set_experts_implementation('{name}')"
+        with pytest.raises(PlanError, match=f"experts_implementation = {name}: must be grouped_mm, or left out"):
+            plan_of(tmp_path, "train.py", with_line(line))
+    loaded = TRAIN.replace("1B", '1B", experts_implementation="eager')
+    with pytest.raises(PlanError, match="experts_implementation = eager: must be grouped_mm"):
+        plan_of(tmp_path, "train.py", loaded)
+    same = plan_of(tmp_path, "train.py", TRAIN)
+    assert plan_of(tmp_path, "train.py", with_line("model.set_experts_implementation('grouped_mm')")) == same
+
+
 def test_arguments_that_are_set_later(tmp_path: Path) -> None:
     later = TRAIN.replace("Trainer(", "args.per_device_train_batch_size = 2\nTrainer(")
     assert plan_of(tmp_path, "train.py", later).batch.mbs == 2
