@@ -87,7 +87,7 @@ def _check_lora(plan: ResolvedPlan) -> None:
     if lora.dtype not in allowed:
         problem = f"must be {' or '.join(sorted(allowed))}: "
         problem += (
-            "adapters are in the dtype of parameters" if owned else "peft makes them in the model's dtype or casts them"
+            "adapters are in the model's dtype" if owned else "peft makes them in the model's dtype or casts them"
         )
         if adapters_in_16_bits(plan):
             problem = (

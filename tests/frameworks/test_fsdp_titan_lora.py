@@ -102,7 +102,10 @@ def test_adapters_alone_are_trained() -> None:
             "must not name lm_head with torchtitan's adapters: none is modelled on it (--lora-targets wqkv,wo,w1",
         ),
         ({"lora-targets": "wq"}, "lora.targets = wq: must be among wqkv, wo, w1, w2, w3, lm_head in llama-3-8b"),
-        ({"lora-targets": "wo", "tp": "2", "loss": "plain"}, "fsdp.newest = true: must be true with torchtitan's"),
+        (
+            {"lora-targets": "wo", "tp": "2", "loss": "plain"},
+            "lora.rank = 16: must be left out, or with --fsdp-newest of Llama",
+        ),
         ({"lora-targets": "wo", "lora-dropout": "0.1"}, "lora.dropout = 0.1: must be 0 with torchtitan's adapters"),
         ({"lora-targets": "wo", "lora-dtype": "bf16"}, "lora.dtype = bf16: must be fp32"),
         (

@@ -65,8 +65,8 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         input, weight, _ = ctx.saved_tensors
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # ``grad_input_mask``
-        return torch.empty_like(input, memory_format=torch.contiguous_format), grad_weight
+        grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
+        return grad_input, torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # ``grad_input_mask``
 
 
 def _softmax_kernel(name: str) -> types.ModuleType:

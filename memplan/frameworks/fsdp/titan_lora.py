@@ -54,6 +54,10 @@ def check(plan: ResolvedPlan) -> None:
         return
     layout, given = plan.layout, plan.fsdp
     titan, told = titan_of_plan(plan), "with torchtitan's adapters"
+    if not newest(plan):
+        problem = "must be left out, or with --fsdp-newest of Llama, Qwen 3 or DeepSeek V3 in bf16, with layers that "
+        problem += "are not compiled, without tensor parallelism: no others are modelled "
+        raise plan.wrong("lora.rank", f"{problem}(this is {titan.title} of {titan.release})")
     wrong = [name for part, name in LAST_NAMES.items() if part in adapted(plan)]
     if wrong:
         others = [one for one in plan.lora.targets or () if one not in LAST_NAMES.values()]
@@ -63,12 +67,6 @@ def check(plan: ResolvedPlan) -> None:
     plan.refuse(
         ("lora.dora", plan.lora.dora, f"must be false {told}: there are none of that kind"),
         ("lora.dropout", plan.lora.dropout > 0, f"must be 0 {told}, which have none"),
-        (
-            "fsdp.newest",
-            not newest(plan),
-            f"must be true {told}, of Llama, Qwen 3 or DeepSeek V3 in bf16, with layers that are not compiled, without "
-            f"tensor parallelism: no others are modelled (this is {titan.title} of {titan.release})",
-        ),
         ("layout.pp", layout.pp > 1, f"must be 1 {told}: stages of frozen layers are not modelled"),
         ("layout.cp", layout.cp > 1, f"must be 1 {told}: not modelled together"),
         ("precision.fp8", plan.precision.low is not None, f"must be left out {told}: not modelled together"),
