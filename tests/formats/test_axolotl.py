@@ -123,8 +123,8 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
 
 @pytest.mark.parametrize("said", ["", "gradient_checkpointing: false\n", "precompute_ref_log_probs: true\n"])
 def test_pairs_are_a_loop_of_its_own(said: str, folder: Path) -> None:
-    """``core/builders/rl.py``: trl's DPOTrainer, which makes the adapters, in bf16 beside 4-bit weights; checkpoints are
-    not reentrant (``normalize_config``)."""
+    """``core/builders/rl.py``: trl's DPOTrainer, which makes the adapters, in bf16 beside 4-bit weights; checkpoints
+    are not reentrant (``normalize_config``)."""
     recomputed = "gradient_checkpointing: true\n"
     Path("pairs.yml").write_text(PAIRS.replace(recomputed, said or recomputed))
     plan = memplan.estimate("pairs.yml", gpu="h100").plan
