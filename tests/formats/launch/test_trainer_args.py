@@ -450,8 +450,8 @@ def test_other_trainers_of_trl_are_refused_by_name(trainer: str, named: str, tmp
     ],
 )
 def test_trainers_of_trl_are_loops(trainer: str, said: str, loop: str, tmp_path: Path) -> None:
-    """``experimental/cpo/cpo_config.py``: a cross entropy unless its weight is 0, as for alphapo. What a trainer is given
-    by name is loaded in fp32, but by those of ``trl.experimental``; RLOO has a reference unless its beta is 0."""
+    """``experimental/cpo/cpo_config.py``: a cross entropy unless its weight is 0, as for alphapo; RLOO has a reference
+    unless its beta is 0. What a trainer is given by name is loaded in fp32, but by those of ``trl.experimental``."""
     script = f"from trl import {trainer}Config, {trainer}Trainer\n"
     script += f"args = {trainer}Config(per_device_train_batch_size=2, {said})\n"
     (tmp_path / "own.py").write_text(f'{script}{trainer}Trainer("gpt2", args=args, train_dataset=d).train()\n')
