@@ -224,9 +224,15 @@ def has_trl(plan: Plan) -> bool:
     return kind.run_by_trl if kind.own_loss else "trl" in plan.versions
 
 
+def prepares(plan: Plan) -> bool:
+    """Whether trl prepares quantised models (``prepare_model_for_kbit_training``), as all of its trainers did before
+    0.26, and those of pairs without a reference do (``experimental/orpo/orpo_trainer.py``)."""
+    return has_trl(plan) and (plan.trainer.kind.prepares or release(plan, "trl") < TRL_16_BIT_ADAPTERS)
+
+
 def adapters_in_16_bits(plan: Plan) -> bool:
     """Whether trl casts adapters to bf16, as it does beside 4-bit weights since 0.26, whatever the run's own dtype."""
-    return has_trl(plan) and release(plan, "trl") >= TRL_16_BIT_ADAPTERS and plan.quantisation.kind != "none"
+    return has_trl(plan) and not prepares(plan) and plan.quantisation.kind != "none"
 
 
 def reentrant(plan: Plan) -> bool:
@@ -246,7 +252,7 @@ def casts_back(plan: Plan) -> bool:
     """After ``prepare_model_for_kbit_training``, trl casts head and embeddings to bf16 again, where the Trainer is told
     to train in bf16."""
     told = plan.precision.autocast and plan.precision.dtype == "bf16"
-    return told and has_trl(plan) and release(plan, "trl") < TRL_16_BIT_ADAPTERS
+    return told and prepares(plan)
 
 
 def sdpa_kernel(plan: Plan) -> Literal["flash", "memory-efficient", "math"]:

@@ -60,7 +60,7 @@ class TrainingLoop:
     """As many sequences again, prompts with others' completions, are scored without a graph by the policy, before its
     own pass, and by the reference."""
     prepares: bool = False
-    """Quantised models are prepared as trl did before 0.26 (``peft.prepare_model_for_kbit_training``)."""
+    """Quantised models are prepared, as all of trl's trainers did before 0.26 (``releases.prepares``)."""
     fields: tuple[str, ...] = ()
     """Of ``trainer``, which no other loop has."""
     needed: Mapping[str, str] = field(default_factory=dict)

@@ -32,6 +32,7 @@ datasets:
 num_epochs: 1
 learning_rate: 2e-4
 """
+PAIRS = QLORA.replace("sample_packing: true", "rl: dpo")
 FULL = """
 base_model: NousResearch/Llama-3.2-1B
 sequence_len: 1024
@@ -120,6 +121,19 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
     assert plan.optimizer.implementation == "fused"
 
 
+@pytest.mark.parametrize("said", ["", "gradient_checkpointing: false\n", "precompute_ref_log_probs: true\n"])
+def test_pairs_are_a_loop_of_its_own(said: str, folder: Path) -> None:
+    """``core/builders/rl.py``: trl's DPOTrainer, which makes the adapters, in bf16 beside 4-bit weights; checkpoints
+    are not reentrant (``normalize_config``)."""
+    recomputed = "gradient_checkpointing: true\n"
+    Path("pairs.yml").write_text(PAIRS.replace(recomputed, said or recomputed))
+    plan = memplan.estimate("pairs.yml", gpu="h100").plan
+    assert (plan.trainer.loop, plan.batch.mbs, plan.batch.seq) == ("axolotl-dpo", 1, 2048)
+    assert (plan.recompute.mode, bool(plan.recompute.reentrant)) == ("none" if "false" in said else "full", False)
+    assert (plan.lora.dtype, plan.quantisation.prepared) == ("bf16", False)
+    assert plan.trainer.precompute_ref_log_probs is ("precompute" in said)
+
+
 def test_a_sharded_model(folder: Path) -> None:
     Path("sharded.yml").write_text(SHARDED)
     plan = memplan.estimate("sharded.yml", gpus=4).plan
@@ -154,8 +168,9 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
     ("text", "line"),
     [
         (QLORA + "rl: grpo\n", "rl = grpo: must be left out: Axolotl puts kernels of its own into this loss"),
-        (QLORA + "rl: dpo\nsample_packing: true\n", "sample_packing = true: must be left out with rl dpo"),
-        (QLORA + "rl: ipo\ndpo_padding_free: true\n", "dpo_padding_free = true: must be left out with rl ipo"),
+        (QLORA + "rl: dpo\n", "sample_packing = true: must be left out with rl dpo"),
+        (PAIRS + "dpo_padding_free: true\n", "dpo_padding_free = true: must be left out with rl dpo"),
+        (PAIRS + "rl_adapter_ref_model: true\n", "rl_adapter_ref_model = true: must be left out with rl dpo"),
         (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO's loss in the trl that it pins"),
         (REWARD.replace("num_labels: 1", "num_labels: 2"), "num_labels = 2: must be 1 with reward_model"),
         (REWARD + "sample_packing: true\n", "sample_packing = true: must be false with reward_model"),

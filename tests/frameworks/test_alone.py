@@ -110,7 +110,14 @@ def test_kto_needs_no_more_than_its_own_passes() -> None:
         ({"trainer": "orpo", "versions": "trl=0.29.0"}, r"must be 1\.0 to 1\.16"),
         ({"trainer": "rloo"}, "needs --completion-length"),
         ({"trainer": "cpo", "precompute_ref_log_probs": "true"}, "needs trainer.loop dpo, kto or axolotl-dpo"),
-        ({"trainer": "cpo", "lora_rank": 8, "quantisation": "nf4"}, "prepares quantised models in its own way"),
+        (
+            {"trainer": "cpo", "lora_rank": 8, "quantisation": "nf4"},
+            r"prepared = false: must be true .*--kbit-preparation",
+        ),
+        (
+            {"trainer": "orpo", "lora_rank": 8, "quantisation": "int8"},
+            "must be none, nf4 or fp4 with trainer.loop orpo",
+        ),
         ({"trainer": "simpo", "model": "mixtral-8x7b"}, "must be none, transformers or sft with experts"),
     ],
 )

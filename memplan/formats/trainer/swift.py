@@ -72,7 +72,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "rlhf_type": (
             (None,),
             "losses of swift rlhf are of all logits, its reward model has a head of its own, and neither is modelled; "
-            "trl's, which take less, are --trainer dpo, grpo or reward on a file of trl's arguments",
+            "trl's, which take less, are --trainer dpo, kto, orpo, cpo, grpo or reward on a file of trl's arguments",
         ),
     }
 )

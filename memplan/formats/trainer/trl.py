@@ -117,6 +117,13 @@ def _unpaired(reader: Reader) -> None:
         raise node.wrong("loss_type", "must be kto: losses without mismatched completions are not modelled")
 
 
+def _prepared(reader: Reader) -> None:
+    """``ORPOTrainer`` and ``CPOTrainer`` prepare quantised models."""
+    node = reader.settings.on("load_in_4bit", "load_in_8bit")
+    if node is not None and "kbit-preparation" not in reader.context:
+        reader.building.put("quantisation.prepared", Node(True, node.origin), "load_in_4bit")
+
+
 def _no_liger(reader: Reader) -> None:
     """``DPOTrainer`` and ``GRPOTrainer`` take Liger's losses then (``use_liger_kernel``)."""
     arguments: Arguments = reader.settings
@@ -342,7 +349,11 @@ _ORPO = Loop(
         ]
     ),
     defaults=_KTO.defaults,
-    rows=(Row("use_liger_kernel", "loss.kind", read=_liger_of_layers), *EVALUATION_OF_LOSS),
+    rows=(
+        Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
+        Row("load_in_4bit", "quantisation.prepared", read=_prepared),
+        *EVALUATION_OF_LOSS,
+    ),
     experimental=True,
 )
 

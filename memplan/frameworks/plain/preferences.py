@@ -69,9 +69,13 @@ def check(plan: ResolvedPlan) -> None:
         _check_experts(plan)
     if plan.lora.dora:
         raise plan.wrong("lora.dora", f"must be false with trainer.loop {loop}: both together are not modelled")
-    if plan.trainer.kind.prepares and plan.quantisation.kind != "none":
-        problem = f"must be none with trainer.loop {loop}, which prepares quantised models in its own way: not modelled"
-        raise plan.wrong("quantisation.kind", problem)
+    if plan.trainer.kind.prepares:
+        kind, prepared = plan.quantisation.kind, plan.quantisation.prepared
+        problem = f"with trainer.loop {loop}, which prepares quantised models"
+        if kind not in ("none", "nf4", "fp4"):
+            raise plan.wrong("quantisation.kind", f"must be none, nf4 or fp4 {problem}: others are not modelled")
+        if kind != "none" and not prepared:
+            raise plan.wrong("quantisation.prepared", f"must be true {problem} (--kbit-preparation)")
     if plan.loss.kind != "plain":
         problem = f"must be plain with trainer.loop {loop}, which has a loss of its own"
         if LOSSES.get(plan.kernels.set) == plan.loss.kind:

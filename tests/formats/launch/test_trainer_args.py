@@ -437,6 +437,46 @@ def test_other_trainers_of_trl_are_refused_by_name(trainer: str, named: str, tmp
         build_plan(read(str(tmp_path / "own.py"), Asked()).source, {})
 
 
+@pytest.mark.parametrize(
+    ("trainer", "said", "loop"),
+    [
+        ("KTO", "", "kto"),
+        ("ORPO", "", "orpo"),
+        ("CPO", "", "cpo"),
+        ("CPO", "loss_type='simpo', cpo_alpha=0.5", "cpo"),
+        ("CPO", "loss_type='simpo', cpo_alpha=0.0", "simpo"),
+        ("CPO", "loss_type='alphapo'", "simpo"),
+        ("RLOO", "max_completion_length=128", "rloo"),
+    ],
+)
+def test_trainers_of_trl_are_loops(trainer: str, said: str, loop: str, tmp_path: Path) -> None:
+    """``experimental/cpo/cpo_config.py``: a cross entropy unless its weight is 0, as for alphapo; RLOO has a reference
+    unless its beta is 0. What a trainer is given by name is loaded in fp32, but by those of ``trl.experimental``."""
+    script = f"from trl import {trainer}Config, {trainer}Trainer\n"
+    script += f"args = {trainer}Config(per_device_train_batch_size=2, {said})\n"
+    (tmp_path / "own.py").write_text(f'{script}{trainer}Trainer("gpt2", args=args, train_dataset=d).train()\n')
+    found = resolve(build_plan(read(str(tmp_path / "own.py"), Asked()).source, {}).plan)
+    assert (found.trainer.loop, found.batch.mbs, found.recompute.mode) == (loop, 2, "full")
+    assert found.precision.stored == "fp32"  # gpt2's checkpoint, too
+    assert (found.trainer.keeps_reference, found.trainer.completion_length) == (
+        (True, 128) if loop == "rloo" else (False, None)
+    )
+
+
+def test_orpos_four_bits_are_prepared(tmp_path: Path) -> None:
+    """``experimental/orpo/orpo_trainer.py``: adapters stay in fp32 there."""
+    (tmp_path / "own.py").write_text(
+        """
+from trl import ORPOConfig, ORPOTrainer
+model = AutoModelForCausalLM.from_pretrained("gpt2", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+args = ORPOConfig(per_device_train_batch_size=2, max_length=512)
+ORPOTrainer(model, args=args, train_dataset=d, peft_config=LoraConfig(r=8)).train()
+"""
+    )
+    found = resolve(build_plan(read(str(tmp_path / "own.py"), Asked()).source, {}).plan)
+    assert (found.quantisation.prepared, found.lora.dtype, found.trainer.loop) == (True, "fp32", "orpo")
+
+
 @pytest.mark.parametrize("command", ["simpo", "orpo", "env", "vllm-serve"])
 def test_other_commands_of_trl_are_no_training(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(f"trl {command} --model_name_or_path gpt2 --per_device_train_batch_size 2\n")
