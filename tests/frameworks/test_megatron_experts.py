@@ -403,6 +403,13 @@ def test_multi_token_prediction_in_a_stage_before_the_last() -> None:
     assert [one.name for one in batch] == ["attention_mask", "labels", "loss_mask", "position_ids", "tokens"]
     for order, program in zip(orders, made, strict=True):
         assert order.whole.peak <= fold_program(program).peak
+    # a ``TransformerBlock`` with neither layers nor the final norm copies what it is given
+    cloned = [
+        [event.bytes for span in order.chunks[0].spans for event in span.module.first.forward
+         if isinstance(event, Hold) and event.name == "hidden_cloned"]
+        for order in orders
+    ]  # fmt: skip
+    assert cloned == [[], [one], [2 * one]]
     spent, alone = (MegatronTime().entries(each) for each in (apart, beside))
     assert joined(spent.further, spent.head) == alone.head
     assert [stage[0].further for stage in MegatronTime().stages(apart)] == [False, True, False]

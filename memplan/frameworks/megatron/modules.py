@@ -123,8 +123,9 @@ def hidden_dtype(shape: CoreShape) -> str:
 
 
 @lru_cache(maxsize=1024)
-def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -> Module:
-    """Embedding, final norm, head with loss, or what an empty chunk runs."""
+def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options, *, every: bool = False) -> Module:
+    """Embedding, final norm, head with loss, or what a chunk without layers runs before them. ``every``: hidden states
+    of all depths come from the stage before."""
 
     known = ends_of(shape)
 
@@ -141,13 +142,13 @@ def end_module(name: str, shape: CoreShape, tied_here: bool, options: Options) -
             return Run(ends.output_layer(r, x, shape))
         if name == LOSS:
             return Run(None, loss=ends.gpt_loss_of(r, x, shape))
-        if name == "passthrough":  # a chunk without layers (``TransformerBlock.forward``)
+        if name == "passthrough":  # neither layers nor the final norm (``TransformerBlock.forward``)
             return Run(ends.cloned(r, x, "hidden_cloned"))
         if shape.spec.mtp_layers:
             return Run(None, loss=mtp.head(r, x, shape))
         return Run(None, loss=known.head(r, x, shape, tied_here=tied_here))
 
-    behind = name == "head" and shape.spec.mtp_layers
+    behind = (name == "head" and shape.spec.mtp_layers) or (name == "passthrough" and every)
     hidden = None if name == "embedding" else mtp.hidden_of_all(shape) if behind else shape.hidden
     if shape.decoder and name in ("final_norm", "head"):
         hidden = t5.decoder_shape(shape).hidden

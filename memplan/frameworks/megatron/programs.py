@@ -107,7 +107,9 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
     shape = replace(job.shape, attention_mask=False) if makes_masks(job.shape, role) else job.shape
     receives, sends = "embedding" not in entries, "head" not in entries
     tied_here = shape.spec.tied_embeddings and {"embedding", "head"} <= set(entries)
-    groups = recompute_groups(job.recompute, entries) or [["passthrough"]]
+    groups = recompute_groups(job.recompute, entries)
+    if not groups or ({*entries} <= {"mtp", "head"} and shape.overlap is None):
+        groups = [["passthrough"], *groups]
     if job.head_apart:
         groups.append([LOSS])
     layer_shape, end_shape = module_shapes(shape)
@@ -145,7 +147,8 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             module = mtp_module(end_shape, own_shape, embedded, own, recomputed="mtp" in again)
         else:
             apart = job.head_apart and group[0] == HEAD
-            module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own)
+            every = shape.spec.mtp_layers > 0 and entries == ("head",)
+            module = end_module("output_layer" if apart else group[0], end_shape, tied_here, own, every=every)
         if runs and runs[-1][0] is module:
             runs[-1][1].append(label)
         else:

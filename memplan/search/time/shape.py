@@ -210,10 +210,10 @@ class Elements(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
-    """Ends that share a weight have it once."""
+    """Ends that share a weight have it once; further tokens in another chunk have an embedding of theirs."""
     ends = {
-        parameter.name: parameter
-        for chunk in work
+        (at if chunk.further else -1, parameter.name): parameter
+        for at, chunk in enumerate(work)
         for present, entry in (
             (chunk.embedding, entries.embedding),
             (chunk.final_norm, entries.final_norm),

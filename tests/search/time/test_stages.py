@@ -45,6 +45,16 @@ def test_stages_with_experts() -> None:
         assert counted.experts == layers * 64 * 3 * 7168 * 2048
 
 
+@pytest.mark.parametrize(("pp", "layout"), [(2, "Ett|tttt|m|L"), (3, "Ett|t|t|tt|m|L")])
+def test_stages_with_multi_token_prediction_before_the_last_chunk(pp: int, layout: str) -> None:
+    """Its embedding is a parameter of its own, also on the first stage."""
+    flags = {**DEEPSEEK, "pp": pp, "vpp": 2, "pipeline_layout": layout, "gpus": 8 * pp, "ep": 8, "gbs": 24 * pp}
+    given = plan(**flags)
+    programs, work, shape = programs_of(given, Options()), work_of(given), shape_of(given)
+    for program, stage in zip(programs, work, strict=True):
+        assert elements(shape.entries, stage).held == program.parameters()
+
+
 def test_recomputed_layers_of_a_block() -> None:
     flags = {**EVERY_FRAMEWORK["megatron"], "recompute": "full", "recompute_method": "block", "recompute_layers": 1}
     work = work_of(plan(**flags))
