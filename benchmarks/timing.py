@@ -132,8 +132,8 @@ def published_seconds(row: Row) -> float:
     counts a forward pass again for recompute (arXiv 2104.04473, equation 3).
 
     Llama 3's paper does not say what its table 4 counts. It is half of causal scores, as far as can be told: with all
-    of them the 380 teraFLOP/s of its row with 131,072 tokens, of which scores are more than a half, would be 271 of what
-    kernels compute, beside 385 and 413 in the rows with 8,192, whose MFU is 3 to 5 points higher."""
+    of them the 380 teraFLOP/s of its row with 131,072 tokens, of which scores are more than a half, would be 271 of
+    what kernels compute, beside 385 and 413 in the rows with 8,192, whose MFU is 3 to 5 points higher."""
     if "step_seconds" in row:
         return float(row["step_seconds"])
     rate = row["teraflops_per_gpu"] * 1e12 * row["gpus"]

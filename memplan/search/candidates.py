@@ -162,8 +162,9 @@ class Clock:
         tiles, bytes and FLOPs grow by as much for every sequence, and what is added to that is never negative: waves
         and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
         their own time and of what they take from those. Nor does it take less than the host, which launches as many
-        products for any number. 0 where sizes do not grow so. Extras that change passes are other losses: of these
-        nothing is reckoned.
+        products for any number. Where experts take whole rows it is less, by what one row is of those that an expert
+        has of a sequence. 0 where sizes do not grow so. Extras that change passes are other losses: of these nothing is
+        reckoned.
         """
         b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
         key = (point.tp, point.cp, point.ep, point.etp, point.recompute, count > 1)
@@ -187,7 +188,8 @@ class Clock:
         embedding, head = _whole(times.embedding), _whole(times.head)
         works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
         host = [host_seconds(work, rates, shape.host) for work in works]
-        return _Limit(*(one / ENDLESS for one in (layer, dense, embedding, head)), *host, shapes.rounding)
+        parts = (one / ENDLESS for one in (layer, dense, embedding, head))
+        return _Limit(*parts, *host)._replace(rounding=shapes.rounding)
 
     def _whole_step(self, point: Point) -> float:
         """Seconds of a step whose cut nobody chooses."""
