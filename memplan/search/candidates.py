@@ -162,8 +162,9 @@ class Clock:
         tiles, bytes and FLOPs grow by as much for every sequence, and what is added to that is never negative: waves
         and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
         their own time and of what they take from those. Nor does it take less than the host, which launches as many
-        products for any number. 0 where sizes do not grow so. Extras that change passes are other losses: of these
-        nothing is reckoned.
+        products for any number. Where experts take whole rows it is less, by what one row is of those that an expert
+        has of a sequence. 0 where sizes do not grow so. Extras that change passes are other losses: of these nothing is
+        reckoned.
         """
         b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
         key = (point.tp, point.cp, point.ep, point.etp, point.recompute, count > 1)
