@@ -135,7 +135,8 @@ def trace_without_group(plan: Schedule) -> tuple[Action, ...]:
     events, period = trace(plan), plan.group * plan.chunks
     passes = [at for at, one in enumerate(events) if one.what == "forward"]
     start, end = passes[-2 * period], passes[-period]
-    before, behind = _held(events[:start]), _held(events[:end])
+    held: dict[str, dict[int, None]] = {kind: {} for kind in KINDS}
+    before, behind = _follow(events[:start], held), _follow(events[start:end], held)
     numbers = {(kind, one): then for kind in behind for one, then in zip(behind[kind], before[kind], strict=False)}
     begun = Counter([one.tensor for one in events[start:end] if one.what == "begin"])
     rest = [
@@ -149,17 +150,16 @@ def trace_without_group(plan: Schedule) -> tuple[Action, ...]:
     return (*events[:start], *rest)
 
 
-def _held(events: Iterable[Action]) -> dict[str, dict[int, None]]:
-    """Numbers of the tensors that begin and do not end, by kind, in the order in which they begin."""
-    found: dict[str, dict[int, None]] = {kind: {} for kind in KINDS}
+def _follow(events: Iterable[Action], held: dict[str, dict[int, None]]) -> dict[str, list[int]]:
+    """What is ``held`` behind ``events``: numbers of tensors, by kind, in the order in which they begin."""
     for what, _, number, tensor in events:
         if tensor is None:
             continue
         if what == "begin":
-            found[tensor][number] = None
+            held[tensor][number] = None
         else:
-            found[tensor].pop(number, None)
-    return found
+            held[tensor].pop(number, None)
+    return {kind: [*own] for kind, own in held.items()}
 
 
 def _one_chunk(rank: Rank) -> None:
