@@ -18,7 +18,7 @@ from ..tape.events import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, Hold
 from ..tape.program import Action, Chunk, Exchanged, Passes, Role
 from ..values import dataclass, replace
 from .megatron_interleaved import table
-from .megatron_schedule import KINDS, Kind, Schedule, trace
+from .megatron_schedule import KINDS, Kind, Schedule, trace, trace_without_group
 
 DEFERRED, RECEIVED, DETACHED = "deferred_gradient", "gradients_received", "detached_hidden"
 
@@ -424,7 +424,9 @@ class MegatronOrder:
         plan = self.schedule
         short = reduced(plan, ENDING if plan.chunks == 1 else 1)
         reports = plan.microbatches - short.microbatches if plan.last else 0
-        run = [action for action in trace(short) if action.what != "reduce"]
+        folded = reduced(plan)
+        actions = trace(short) if folded == short else trace_without_group(folded)
+        run = [action for action in actions if action.what != "reduce"]
         for kind, count in self._throughout:
             run = [Action("begin_all", 0, count, kind), *run, Action("end_all", 0, count, kind)]
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run
