@@ -148,6 +148,13 @@ class _Counting(Run):
 
     rank: _Levels
 
+    def construct(self) -> Iterable[Event]:
+        kept = self.program.kept
+        if kept is None:
+            return super().construct()
+        self.rank.total += kept.construction.excursion.net + kept.workspaces.excursion.net
+        return ()
+
     def keep(self, tape: Iterable[Event]) -> None:
         self.rank.phase = "step" if self.rank.width else ""
         self.take(tape)

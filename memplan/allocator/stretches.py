@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 
 from .blocks import SHIFT, Brief, Given, Step, Stretch
 from .requests import Requests
@@ -26,27 +26,31 @@ NONE = Given((), 0)
 def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, ...]:
     """``steps`` with those in a row together that give back all they take; ``small``: they are steps of small blocks,
     for whose peaks nobody looks, so that a few may become one."""
+    if not steps:
+        return ()
     whole = _stretch(steps)  # as backward is, for the most part
     if whole is not None:
         return (whole,)
-    parts: list[list[Sequence[Step]]] = []
+    parts: list[list[int]] = []
+    """Places where steps begin that belong together,"""
     closed: list[bool] = []
+    """and whether they give back what they take."""
     ends, stays = _ends(steps)
     at = 0
     while at < len(steps):
-        end = _closed(steps, ends, stays[at], at) if steps[at][1] > 0 else None
-        follows = bool(parts) and steps[at][1] < 0
-        if not follows and (not parts or closed[-1] is not (end is not None)):
+        units = steps[at][1]
+        end = _closed(steps, ends, stays[at], at) if units > 0 else None
+        if not parts or (units >= 0 and closed[-1] is not (end is not None)):
             parts.append([])
             closed.append(end is not None)
-        after = (at if end is None else end) + 1
-        parts[-1].append(steps[at:after])
-        at = after
+        parts[-1].append(at)
+        at = (at if end is None else end) + 1
     joined: list[Stretch | list[Step]] = []
-    for own, together in zip(parts, closed, strict=True):
-        part = brief = [*chain.from_iterable(own)]
+    behind = [*(own[0] for own in parts[1:]), len(steps)]
+    for own, last, together in zip(parts, behind, closed, strict=True):
+        part = brief = [*steps[own[0] : last]]
         if together and small and len(own) < WORTHWHILE:
-            brief = [*chain.from_iterable(map(_brief, own))]
+            brief = [*chain.from_iterable(_brief(steps[start:end]) for start, end in pairwise([*own, last]))]
         made = _stretch(part) if together and len(brief) >= WORTHWHILE else None
         if made is not None:
             joined.append(made)
@@ -100,24 +104,30 @@ def _stretch(steps: Sequence[Step]) -> Stretch | None:
             live[slot] = at
             held.append(at)
             order.append(code)
-            together = max(together, len(held))
-            if together > MOST_TOGETHER:
-                return None
-            continue
-        if not units:
-            continue
-        taken = live.pop(slot, -1)
-        given.append((taken, at))
-        if taken >= 0:
-            place = held.index(taken)
-            order.append(place - len(held))
-            del held[place]
+            if len(held) > together:
+                together = len(held)
+                if together > MOST_TOGETHER:
+                    return None
+        elif units:
+            taken = live.pop(slot, -1)
+            given.append((taken, at))
+            if taken >= 0:
+                place = held.index(taken)
+                order.append(place - len(held))
+                del held[place]
     if live or len(order) < WORTHWHILE:
         return None
-    places, first = [0], max(FIRST_PART, sum(taken < 0 for taken, _ in given) // 2)
+    places, first = [0], max(FIRST_PART, (2 * len(given) - len(order)) // 2)
     while 2 * places[-1] + first < len(steps):
         places.append(2 * places[-1] + first)
-    ended = [[steps[at] for taken, at in given if taken < place <= at] for place in places]
+    last, across = 0, list[tuple[int, int]]()
+    """``given`` that were taken before one of ``places`` and end behind it."""
+    for taken, at in given:
+        while last + 1 < len(places) and places[last + 1] <= at:
+            last += 1
+        if taken < places[last]:
+            across.append((taken, at))
+    ended = [[steps[at] for taken, at in across if taken < place <= at] for place in places]
     left = [Given(tuple([step[0] for step in own]), -sum([step[1] for step in own])) for own in ended]
     ends = [*places[1:], len(steps)]
     parts = tuple([(one, tuple(steps[start:end])) for one, start, end in zip(left, places, ends, strict=True)])
