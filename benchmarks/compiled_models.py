@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 
 from memplan.frameworks.plain.compiled import learn, settings_of
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.trace.cache import built_in_path, written
 
 ALONE: Mapping[str, str] = {"framework": "single", "torch-compile": "true"}

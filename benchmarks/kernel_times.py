@@ -20,8 +20,8 @@ from benchmarks.measured import plan_of
 from memplan import read_plan
 from memplan.layers import work
 from memplan.layers.work import Alone, Product, Stream
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.records.record import read_record
 from memplan.search.time.kernels import alone, streamed
 from memplan.search.time.rates import Rates, as_validated, rates_of

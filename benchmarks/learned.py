@@ -29,9 +29,9 @@ from memplan.frameworks.fsdp.learned import ENDS, cast_of
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, LearnedModel, learned_models
 from memplan.plan.lora import ALL_LINEAR, default_targets
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.trace import cache
 from memplan.trace.fit import LAYER, Fit, Piece
 from memplan.trace.job import Job

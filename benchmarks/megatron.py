@@ -19,9 +19,8 @@ from memplan.formats.megatron.context import Family
 from memplan.frameworks.megatron import programs
 from memplan.frameworks.megatron.entries import stage_entries
 from memplan.layers.module import Options
-from memplan.plan.plan import Plan
+from memplan.plan.plan import Plan, ResolvedPlan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.result import Estimate, StageEstimate
 from memplan.tape.events import Category
 from memplan.tape.program import static

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.measured import plan_of, read_rows  # noqa: E402
-from memplan.frameworks.megatron.part_rules import CHAIN  # noqa: E402
+from memplan.frameworks.megatron.memory_rules import CHAIN  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 

@@ -27,9 +27,8 @@ from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
 from memplan.layers.work import SOFTMAX, STRIDED, WIDENED, Stream  # noqa: E402
 from memplan.plan.count import parameters  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
-from memplan.plan.plan import Plan  # noqa: E402
+from memplan.plan.plan import Plan, ResolvedPlan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
-from memplan.plan.resolved import ResolvedPlan  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
 from memplan.search.time.efficiency import POWER, default  # noqa: E402
 from memplan.search.time.kernels import alone, matmul  # noqa: E402

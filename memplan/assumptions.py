@@ -8,8 +8,8 @@ from .device.measured import takes_oldest, torch_version
 from .frameworks import framework
 from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
+from .plan.plan import ResolvedPlan
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
-from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
 

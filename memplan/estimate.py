@@ -46,9 +46,8 @@ from .layers.module import Options
 from .notices import warnings
 from .plan.environment import OF_ALLOCATOR
 from .plan.errors import PlanError
-from .plan.plan import Plan
+from .plan.plan import Plan, ResolvedPlan
 from .plan.resolve import resolve
-from .plan.resolved import ResolvedPlan
 from .plan.sizes import headroom_bytes
 from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst, worst_moment

@@ -9,8 +9,8 @@ from .frameworks import framework
 from .layers.module import hold_bytes
 from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
+from .plan.plan import ResolvedPlan
 from .plan.releases import sdpa_kernel
-from .plan.resolved import ResolvedPlan
 from .plan.traced_spec import TracedSpec
 from .result import Notice
 from .tape.program import Program

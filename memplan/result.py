@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import Enum
 
 from .device.facts import Cause
-from .plan.resolved import ResolvedPlan
+from .plan.plan import ResolvedPlan
 from .tape.events import Bytes, Category, Event
 from .values import dataclass
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .frameworks import framework
 from .plan.lora import adapter_parameters, left_out, saved_parameters
-from .plan.resolved import ResolvedPlan
+from .plan.plan import ResolvedPlan
 from .plan.tuning_checks import is_tuned
 
 

@@ -10,8 +10,8 @@ from memplan.device.measured import cublas_workspaces
 from memplan.estimate import estimate
 from memplan.frameworks.megatron import validating as megatron
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.records.readings import Estimated, RankReading, Stage
 from memplan.records.record import Record, differences, from_json
 from memplan.report.json import to_json

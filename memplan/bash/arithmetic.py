@@ -6,7 +6,7 @@ import operator as operators
 import re
 from collections.abc import Callable
 
-from .budget import Budget
+from .origin import Budget
 
 _TOKEN = re.compile(
     r"\s*(0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^!~?:(),])", re.ASCII

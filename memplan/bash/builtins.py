@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from .arithmetic import ArithmeticTextError, evaluate
-from .budget import Budget
 from .conditions import Decision, tested
 from .expansion import Expansion
+from .origin import Budget
 from .syntax import Body, Chain, Command, Evaluation, Group, Literal, Pipeline, Redirect, Simple
 from .values import (
     Cause,

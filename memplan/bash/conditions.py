@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .arithmetic import ArithmeticTextError, evaluate
-from .budget import Budget
 from .expansion import Expansion
-from .origin import Origin
+from .origin import Budget, Origin
 from .patterns import shell_pattern
 from .syntax import (
     Assignment,

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from .budget import Budget
 from .builtins import BUILTINS, Written
 from .conditions import Decision, effects_of, negated, tested_twice
-from .origin import Origin, ScriptError
+from .origin import Budget, Origin, ScriptError
 from .parser import parse
 from .patterns import shell_pattern
 from .slurm import requested

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from .budget import Budget
-from .origin import Origin, ScriptError
+from .origin import Budget, Origin, ScriptError
 
 LARGEST = 1 << 20
 """Characters that one value may have."""

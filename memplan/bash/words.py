@@ -6,8 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from .budget import Budget
-from .origin import Origin, ScriptError
+from .origin import Budget, Origin, ScriptError
 from .syntax import Arithmetic, Body, Literal, Parameter, Part, Placeholder, Substitution, Word
 
 DEEPEST = 40

@@ -19,7 +19,6 @@ from ..plan.library import examples
 from ..plan.notes import Note
 from ..plan.read import COMMAND_LINE, Flags, ReadPlan, Source, build_plan, load_source
 from ..streams import tell
-from .files import Files
 from .launched import (
     LAUNCH,
     From,
@@ -39,9 +38,11 @@ from .output import (
     OUTPUT,
     PRINTED,
     Csv,
+    Files,
     Html,
     Json,
     NoColor,
+    NoRecords,
     Overwrite,
     PlanOrLaunchFiles,
     Plot,
@@ -50,15 +51,16 @@ from .output import (
     beginning,
     console,
     file_of,
+    measured_of,
     print_either,
     print_json,
     print_text,
     printing,
     tell_of_shell,
+    warned,
     without_collection,
 )
 from .plan_flags import assignments
-from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
     from ..allocator.levels import Line
@@ -410,7 +412,7 @@ def _several(
     elif form == "csv":
         print_text(_rows(names, answered))
     else:
-        from ..report.comparison import print_comparison
+        from ..report.stages import print_comparison
 
         with printing():
             print_comparison(list(found), list(found.values()), console(no_color), written)

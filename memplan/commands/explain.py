@@ -17,8 +17,19 @@ from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan
 from ..plan.text import STANDARD_INPUT, is_there, path_of, pieces_of
 from .launched import From, Set, Strict, VocabSize, flags_of_launch, placed, read_given
-from .output import Json, NoColor, Quiet, beginning, console, print_either, print_json, printing, without_collection
-from .recorded import NoRecords, measured_of
+from .output import (
+    Json,
+    NoColor,
+    NoRecords,
+    Quiet,
+    beginning,
+    console,
+    measured_of,
+    print_either,
+    print_json,
+    printing,
+    without_collection,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,9 +11,8 @@ from ..frameworks import STAND_FOR, framework, frameworks
 from ..plan.errors import PlanError, guessed, nearest, one_line, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..streams import tell
-from .files import check_writable, write_whole
 from .launched import From, LaunchFlags, Set, Strict, VocabSize, flags_of_launch, placed, read_given
-from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, beginning, print_file, print_json
+from .output import OUTPUT, Overwrite, PlanOrLaunchFiles, beginning, check_writable, print_file, print_json, write_whole
 
 if TYPE_CHECKING:
     from ..formats.exported import Exported

@@ -12,8 +12,7 @@ from ..plan.fields import by_flag
 from ..plan.library import examples
 from ..plan.read import Flags, read_plan
 from ..plan.text import read_text
-from .files import write_whole
-from .output import Overwrite, print_file
+from .output import Overwrite, print_file, write_whole
 
 DEFAULT_MODEL = "gpt2-xl"
 
@@ -40,7 +39,7 @@ def init(
 
 def _template(path: str | None, flags: Flags) -> str:
     from ..estimate import check
-    from ..plan.template import plan_template
+    from ..plan.write import plan_template
 
     flags = {"model": DEFAULT_MODEL, **flags}
     read = read_plan(None, flags, traced=True)

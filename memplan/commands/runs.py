@@ -9,8 +9,19 @@ import typer
 
 from ..plan.errors import wrong_at
 from ..plan.text import path_of
-from .files import check_files, write_whole
-from .output import Html, Json, NoColor, Overwrite, Quiet, console, print_json, print_text, printing
+from .output import (
+    Html,
+    Json,
+    NoColor,
+    Overwrite,
+    Quiet,
+    check_files,
+    console,
+    print_json,
+    print_text,
+    printing,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,14 +11,12 @@ import typer
 
 from ..frameworks import ROOMS, framework
 from ..plan.errors import ABSENT, PlanError, check_choice, one_line, together, wrong_at
-from ..plan.fields import plan_fields
-from ..plan.flags import flags_between
+from ..plan.fields import flags_between, plan_fields
 from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import Report, progress
 from ..values import replace
-from .files import Files
 from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
 from .launched import (
     From,
@@ -36,22 +34,25 @@ from .output import (
     OUTPUT,
     PRINTED,
     Csv,
+    Files,
     Html,
     Json,
     NoColor,
+    NoRecords,
     Overwrite,
     PlanOrLaunchFiles,
     Plot,
     Verbose,
     console,
     file_of,
+    measured_of,
     print_json,
     print_text,
     printing,
     tell_of_shell,
+    warned,
     without_collection,
 )
-from .recorded import NoRecords, measured_of, warned
 
 if TYPE_CHECKING:
     from ..device.measured import Measured

@@ -8,7 +8,6 @@ import typer
 
 from ..plan.read import Flags
 from ..report.progress import progress
-from .files import check_files, write_whole
 from .launched import flags_of_launch, read_given
 from .output import (
     OUTPUT,
@@ -16,12 +15,14 @@ from .output import (
     NoColor,
     Overwrite,
     PlanOrLaunchFile,
+    check_files,
     console,
     print_either,
+    write_whole,
 )
 
 if TYPE_CHECKING:
-    from ..plan.resolved import ResolvedPlan
+    from ..plan.plan import ResolvedPlan
     from ..trace.recording import Recording
 
 

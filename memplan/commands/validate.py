@@ -14,21 +14,22 @@ from ..plan.errors import PlanError, check_choice, wrong_at
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import progress
 from ..streams import tell
-from .files import check_files, write_whole
 from .launched import Place, flags_of_launch, placed, read_given
 from .output import (
     OUTPUT,
     Html,
     Json,
     NoColor,
+    NoRecords,
     PlanOrLaunchFiles,
     Quiet,
+    check_files,
     console,
     print_json,
     print_text,
     printing,
+    write_whole,
 )
-from .recorded import NoRecords
 
 if TYPE_CHECKING:
     from ..records.readings import Code, Run

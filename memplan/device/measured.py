@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ..allocator.replay import Replayed
 from ..frameworks import ROOMS, framework
 from ..frameworks.base import Communicator
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..result import BeyondAllocated, Notice, StageEstimate
 from ..tape.events import Category, Hold, rounded
 from ..values import dataclass

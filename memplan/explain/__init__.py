@@ -10,12 +10,11 @@ from ..device.gpus import GPUS
 from ..device.measured import NOTHING, Measured, held_workspaces
 from ..estimate import allocator_settings, estimate, evaluation_programs, kernel_programs, programs_of
 from ..layers.module import Options
-from ..layers.shapes import ITEMSIZE
+from ..layers.work import ITEMSIZE
 from ..plan.count import parameters
 from ..plan.errors import ABSENT, PlanError, wrong_at
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..result import Estimate, Notice, WayOut
 from ..search.ways_out import ways_out
 from .causes import causes
@@ -23,8 +22,7 @@ from .clues import clues, guesses
 from .compared import Compared, alone, compared
 from .log import Reported, reports
 from .message import OutOfMemory
-from .requests import is_then, ranked, requests_of
-from .result import Candidate, Explanation
+from .requests import Candidate, Explanation, is_then, ranked, requests_of
 from .snapshot import read_snapshot, reported
 from .written import MOST_STAGES, snapshot_of
 

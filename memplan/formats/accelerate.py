@@ -3,6 +3,12 @@
 Keys and defaults: ``commands/config/config_args.py`` and ``utils/dataclasses.py`` (``DeepSpeedPlugin``,
 ``FullyShardedDataParallelPlugin``) of accelerate 1.15; what FSDP 2 makes of a model: ``fsdp2_prepare_model`` of
 ``utils/fsdp_utils.py``, which shards parameters in fp32 under mixed precision, and reduces in the lower one.
+
+What the flags of ``accelerate launch`` say, which are also those that trl's commands pass on.
+
+accelerate 1.15, ``commands/launch.py`` (``launch_command_parser``, ``_validate_launch_command``); trl 1.16,
+``cli/commands/training.py`` (whatever the trainer's parser does not know is the launcher's),
+``cli/accelerate_config.py`` (``--accelerate_config``) and ``accelerate_configs/``.
 """
 
 from __future__ import annotations
@@ -17,15 +23,13 @@ from ..plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, wr
 from ..plan.normalise import normalised
 from ..plan.notes import Note
 from ..plan.read import Source
-from ..plan.text import folder_of, path_of, read_text, text_at
-from ..plan.yaml_events import parse_yaml
+from ..plan.text import folder_of, parse_yaml, path_of, read_text, text_at
 from ..values import dataclass
-from .compiler import Compiler, compiled
 from .deepspeed.reader import ds_config_in
+from .exported import Compiler, compiled
 from .launch import Asked, Launch, left_out
 from .launchers import found_from
-from .rows import Building, Reader, Row, elsewhere, read_rows
-from .settings import Keys
+from .settings import Building, Keys, Reader, Row, elsewhere, read_rows
 
 WITHOUT_EFFECT = frozenset(
     """
@@ -396,3 +400,96 @@ def _unread(written: Node, *, strict: bool) -> Iterable[Note]:
             if guess is not None:  # Accelerate refuses whatever it does not know (load_config_from_file)
                 raise node.lacks(key, problem)
             yield left_out("argument-unknown", key, ABSENT, problem, node.origin, strict=strict)
+
+
+# -- accelerate flags ----------------------------------------------------------------------------------
+
+
+_PARTS = {
+    "use_fsdp": ("distributed_type", "FSDP"),
+    "use_deepspeed": ("distributed_type", "DEEPSPEED"),
+    "multi_gpu": ("distributed_type", "MULTI_GPU"),
+}
+_OF_DEEPSPEED = (
+    "zero_stage",
+    "offload_optimizer_",
+    "offload_param_",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "deepspeed_",
+    "zero3_",
+)
+_GROUPS = "parallelism_config_"
+_SECTIONS = {"fsdp_config": ("fsdp_",), "parallelism_config": (_GROUPS,), "deepspeed_config": _OF_DEEPSPEED}
+_FILES = ("config_file", "accelerate_config")
+_OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug"})
+"""Flags that the Trainer's parser has, too, and takes."""
+
+_BEGIN = """
+distributed_type: {}
+mixed_precision: bf16
+num_processes: 8
+"""
+OF_TRL: Mapping[str, str] = {
+    "single_gpu": _BEGIN.format("'NO'"),
+    "multi_gpu": _BEGIN.format("MULTI_GPU"),
+    **{
+        f"zero{stage}": f"{_BEGIN.format('DEEPSPEED')}deepspeed_config: {{zero_stage: {stage}{more}}}\n"
+        for stage, more in ((1, ", gradient_accumulation_steps: 1"), (2, ""), (3, ""))
+    },
+    "fsdp1": f"{_BEGIN.format('FSDP')}fsdp_config: {{fsdp_version: 1, fsdp_backward_prefetch: BACKWARD_PRE}}\n",
+    "fsdp2": f"{_BEGIN.format('FSDP')}fsdp_config: {{fsdp_version: 2, fsdp_reshard_after_forward: true}}\n",
+}
+"""Configurations that trl ships, by name: what of them changes memory."""
+
+
+def split_off(arguments: Node) -> tuple[Node, dict[str, Node]]:
+    """The Trainer's arguments among ``arguments`` of a command of trl, and the launcher's."""
+    given = {key: node for key, node in arguments.mapping.items() if _is_launchers(key)}
+    return Node({key: node for key, node in arguments.mapping.items() if key not in given}, arguments.origin), given
+
+
+def _is_launchers(key: str) -> bool:
+    known = key in READ or key in WITHOUT_EFFECT or key in _FILES or key in _PARTS
+    parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
+    return (known or key.startswith(parts)) and key != "fsdp_config" and key not in _OF_TRAINER
+
+
+def changes_memory(flag: str) -> bool:
+    """Whether what ``flag`` of the launcher says is in what ``configured`` makes of it."""
+    parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
+    known = flag in (*_FILES, *_PARTS, "mixed_precision") or flag.startswith(parts)
+    without = flag in WITHOUT_EFFECT or flag.removeprefix("fsdp_") in WITHOUT_EFFECT_ON_FSDP
+    return known and not without and flag != "gradient_clipping"
+
+
+def configured(flags: Mapping[str, Node], origin: Node, folder: Path) -> Accelerated:
+    """What the launcher's ``flags`` say, over the file that one of them names; ``origin`` stands for the command."""
+    items, file = {}, next((flags[name] for name in _FILES if name in flags), None)
+    if file is not None:
+        written, folder = _file(file, folder)
+        items = dict(written.mapping)
+    for name, node in flags.items():
+        section = next((part for part, begins in _SECTIONS.items() if name.startswith(begins)), "")
+        if name in _PARTS and node.value is True:
+            items[_PARTS[name][0]] = Node(_PARTS[name][1], node.origin)
+        elif section:
+            items[section] = items.get(section, Node({}, node.origin)).with_items({name: node})
+        elif name in ("num_processes", "mixed_precision") or name.startswith("dynamo_"):
+            items[name] = node
+    return accelerated(Node(items, origin.origin), folder)
+
+
+def _file(file: Node, folder: Path) -> tuple[Node, Path]:
+    """The configuration that ``file`` names, or trl ships under that name, and what its paths start from."""
+    name = str(file.value)
+    place = found_from(name, folder)
+    if not place.exists() and name in OF_TRL:
+        return parse_yaml(OF_TRL[name], f"{name} of trl"), folder
+    try:
+        return file_named(file, folder, "--config_file", "Accelerate's configuration"), place.parent
+    except PlanError as error:
+        if place.exists() or name.endswith((".yaml", ".yml", ".json")):
+            raise
+        problem = f"is no file here, and none of trl's configurations: {', '.join(OF_TRL)}"
+        raise PlanError("accelerate_config", name, problem, origin=file.origin) from error

@@ -13,9 +13,8 @@ from ..families import family
 from ..plan.errors import ABSENT, Node, PlanError
 from ..plan.fields import plan_fields, sections
 from ..plan.module_names import modules
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.read import COMMAND_LINE, Flags, Source, build_plan
-from ..plan.resolved import ResolvedPlan
 from .exported import PLACE, Draft, Target, model_flags
 
 

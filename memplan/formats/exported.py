@@ -6,6 +6,11 @@ whole when configuration and flags, read back, resolve to the plan that was expo
 that may become flags, and the first other field that differs is one that the framework cannot express.
 
 A launch script: arguments in named arrays, a launcher, and the training script that takes them.
+
+What configurations say of ``torch.compile`` of a model: the Trainer's arguments and Accelerate's own.
+
+transformers 5.23, ``training_args.py`` (``__post_init__``: a backend or a mode turns it on); accelerate 1.15,
+``utils/dataclasses.py`` (``TorchDynamoPlugin``) and ``accelerator.py`` (``prepare_model``).
 """
 
 from __future__ import annotations
@@ -14,24 +19,23 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import __version__
 from ..estimate import check
 from ..frameworks import framework
 from ..plan.environment import is_followed
-from ..plan.errors import PlanError, one_line, shown
+from ..plan.errors import Node, PlanError, one_line, shown
 from ..plan.fields import Kind, by_flag, plan_fields
 from ..plan.library import model_specs
 from ..plan.models import load_spec
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.read import Flags
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..values import dataclass
 from . import target as target_of
-from .rows import Row
+from .settings import Building, Row
 
 DESCRIPTIONS = frozenset({"model.published_parameters", "model.source"})
 """Fields of a spec that describe it, and have no flag."""
@@ -403,3 +407,56 @@ def comment(text: str) -> Iterator[str]:
     plain = "".join(c if c.isprintable() else " " for c in text)
     for line in textwrap.wrap(plain, WIDTH - 2, break_long_words=False, break_on_hyphens=False):
         yield f"# {line}"
+
+
+# -- compiler ------------------------------------------------------------------------------------------
+
+
+OFF = ("NO", "NONE", "FALSE", "")
+"""Backends that compile nothing."""
+_ON = (True, "true", "True", "auto")
+
+
+class Compiler(NamedTuple):
+    """What turns the compiler on, and what has it compile regions, if anything does."""
+
+    on: Node
+    regions: Node | None
+
+    def put(self, building: Building, *names: str) -> None:
+        """What the settings ``names`` say of the plan."""
+        building.put("compile", self.on, *names)
+        building.put_said("compile_regions", self.regions)
+
+
+def compiled(given: Mapping[str, Node], prefix: str) -> Compiler | None:
+    """What turns the compiler on among ``given``, whose keys begin with ``prefix`` (``dynamo_``); nothing where nothing
+    does. ``PlanError`` where it is another compiler than the one that is modelled: Inductor, in its default mode."""
+    backend, mode = given.get(f"{prefix}backend"), given.get(f"{prefix}mode")
+    if backend is None or str(backend.plain()).upper() in OFF:
+        return None
+    if str(backend.value).lower() != "inductor":
+        raise backend.wrong(
+            f"{prefix}backend",
+            "must be inductor: what other backends keep is not modelled; without a compiler it must be left out",
+        )
+    if mode is not None and mode.value not in (None, "default"):
+        raise mode.wrong(
+            f"{prefix}mode",
+            "must be default: CUDA graphs of compiled code, and kernels chosen by running them, are not modelled",
+        )
+    regional = given.get(f"{prefix}use_regional_compilation")
+    regions = regional is not None and regional.value in _ON
+    return Compiler(
+        Node(True, backend.origin), Node(True, regional.origin) if regional is not None and regions else None
+    )
+
+
+def of_trainer(given: Mapping[str, Node]) -> Compiler | None:
+    """The same among the Trainer's arguments: ``torch_compile``, or a backend or a mode that turns it on."""
+    names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+    said = {name: given[name] for name in names if name in given and given[name].value is not None}
+    on = next((node for name, node in said.items() if name != names[0] or node.value in _ON), None)
+    if on is None:
+        return None
+    return compiled({names[1]: Node("inductor", on.origin), **said}, "torch_compile_")

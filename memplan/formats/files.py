@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
-from ..bash.budget import Budget
-from ..bash.origin import ScriptError
+from ..bash.origin import Budget, ScriptError
 from ..bash.shell import read_script
 from ..bash.values import Cause, Ledger, Piece, Unknown, Value, cleaned, text
 from ..plan.errors import ABSENT, Node, Origin, PlanError, refused, wrong_at
-from ..plan.text import STANDARD_INPUT, folder_of, path_of, read_standard_input, read_text
-from ..plan.yaml_events import parse_yaml
+from ..plan.text import STANDARD_INPUT, folder_of, parse_yaml, path_of, read_standard_input, read_text
 from ..values import dataclass
 from .launchers import Training, beside, is_megatron, training_in, unread
-from .rows import Argument, Table, arguments_of
-from .settings import Given, taken_apart
+from .settings import Argument, Given, Table, arguments_of, taken_apart
 
 _MAGIC = {"%PDF": "a PDF", "\x7fELF": "a program", "PK\x03\x04": "an archive", "{\\rtf": "a document"}
 _PYTHON = re.compile(r"\s*(?:#!.*python|(?:import|from) [\w.]+(?: import .*)?$|def \w+\(|class \w+)", re.MULTILINE)

@@ -10,7 +10,7 @@ from ..plan.notes import Note, limited
 from ..plan.read import Flags, ReadPlan, Source, build_plan
 from ..plan.spoken import Spoken
 from ..values import dataclass
-from .rows import Table
+from .settings import Table
 
 PUSHES = {"more": "pushes memory up", "less": "pushes memory down", "either": "may push memory either way"}
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..plan.fields import Kind, plan_fields
-from .rows import Row, Table, arguments_of
+from .settings import Row, Table, arguments_of
 from .trainer.keys import REFUSED, WITHOUT_EFFECT
 
 _TABLES = {

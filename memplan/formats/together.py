@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..plan.errors import Node, wrong_at
-from ..plan.text import folder_of, path_of, text_at
-from ..plan.yaml_events import parse_yaml
+from ..plan.text import folder_of, parse_yaml, path_of, text_at
 from ..values import dataclass
 from . import accelerate
 from .accelerate import Accelerated, accelerated
 from .deepspeed.reader import ds_config_in
 from .launch import Asked, Launch
-from .rows import Building
+from .settings import Building
 from .trainer import reader as trainer
 from .trainer.script import Started
 

@@ -25,8 +25,7 @@ from .launch import PUSHES, Asked, Explained, Launch, data_parallel, launched_pl
 from .megatron.context import Context, Family
 from .megatron.hybrid import OLDER, PATTERN
 from .megatron.layout import BATCH_SCHEDULE
-from .rows import Argument, Building, Row, Table, arguments_of, nearest_argument
-from .settings import Given, NeededError, Settings, asks
+from .settings import Argument, Building, Given, NeededError, Row, Settings, Table, arguments_of, asks, nearest_argument
 
 _KEPT = re.compile(r"NVTE_|PYTORCH_|CUBLAS|CUDA_|TORCH_|NCCL_")
 """Variables of the environment that go into a plan, but for those that change no memory."""

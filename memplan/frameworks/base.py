@@ -23,8 +23,7 @@ from ..values import dataclass
 if TYPE_CHECKING:
     from ..device.facts import Cause
     from ..layers.module import Options
-    from ..plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
-    from ..plan.resolved import ResolvedPlan
+    from ..plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
     from ..plan.section import Dtype
     from ..result import Notice
     from ..schedules.partition import Entry

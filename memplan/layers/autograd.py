@@ -41,10 +41,10 @@ from .graph import Tensor as Tensor
 from .graph import Unsummed as Unsummed
 from .graph import incoming as incoming
 from .reductions import summed
-from .shapes import ITEMSIZE as ITEMSIZE
-from .shapes import Shape as Shape
-from .shapes import size_of as size_of
+from .work import ITEMSIZE as ITEMSIZE
 from .work import NO_CALLS, SUM_OF_ROWS, Calls, Kernel, Operator, Stream, Work, calls, issued, multiplies
+from .work import Shape as Shape
+from .work import size_of as size_of
 
 if TYPE_CHECKING:
     from .kernels import Kernels

@@ -13,8 +13,8 @@ from ..plan.spec import ModelSpec
 from . import ops, selecting, work
 from .autograd import Gradients, Recorder, Tensor
 from .huggingface import LayerShape, activation, linear, softmax_fp32
-from .shapes import ITEMSIZE, Shape
 from .tuning import Factors, factors, folded, matrices, registered_once
+from .work import ITEMSIZE, Shape
 
 MODULE = "mixture"
 """Router and experts."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from ..tape.events import Category, Drop, Hold, Seam
 from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
-from .shapes import ITEMSIZE, Shape
-from .work import Operator, Product, Stream
+from .work import ITEMSIZE, Operator, Product, Shape, Stream
 
 if TYPE_CHECKING:
     from .torchtitan import Policy

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
 from .autograd import Backward, Gradients, Recorder, Tensor, incoming
-from .shapes import Shape
-from .work import NOTHING
+from .work import NOTHING, Shape
 
 
 def fresh(x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Backward:

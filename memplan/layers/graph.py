@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..tape.events import Category
-from .shapes import Shape, size_of
-from .work import Work
+from .work import Shape, Work, size_of
 
 if TYPE_CHECKING:
     from .autograd import Recorder

@@ -18,8 +18,7 @@ from ..tape.events import Category
 from ..values import dataclass, replace
 from . import ops, selecting, work
 from .autograd import Recorder, Shape, Tensor
-from .flash_kernels import Release
-from .fused_attention import SECOND, efficient_attention, flash_attention
+from .fused_attention import SECOND, Release, efficient_attention, flash_attention
 from .tuning import Layer as Linear
 from .tuning import plain_linear, tuned_linear
 

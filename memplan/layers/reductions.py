@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..tape.events import Category
-from .shapes import ITEMSIZE, Shape
+from .work import ITEMSIZE, Shape
 
 if TYPE_CHECKING:
     from .autograd import Recorder, Tensor

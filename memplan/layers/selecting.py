@@ -13,8 +13,7 @@ from math import prod
 from .autocast import promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .gradients import fresh
-from .shapes import ITEMSIZE
-from .work import REPEATED, STRIDED, TOP_K, Operator, Stream
+from .work import ITEMSIZE, REPEATED, STRIDED, TOP_K, Operator, Stream
 
 
 def top_k(r: Recorder, x: Tensor, k: int, name: str) -> tuple[Tensor, Tensor]:

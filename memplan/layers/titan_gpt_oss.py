@@ -18,8 +18,7 @@ from ..tape.events import Category
 from . import ops, selecting
 from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .experts import grouped_product
-from .flash_kernels import Call, Release
-from .fused_attention import allocates
+from .fused_attention import Call, Release, allocates
 from .gradients import fresh
 from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables

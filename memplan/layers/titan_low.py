@@ -22,8 +22,7 @@ from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .experts import grouped_product
 from .module import hold_bytes
-from .shapes import ITEMSIZE, Shape
-from .work import Operator, Product, Stream
+from .work import ITEMSIZE, Operator, Product, Shape, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Self

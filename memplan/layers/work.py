@@ -2,6 +2,8 @@
 
 ``search.time`` turns these into seconds. Bytes of a memory-bound operator follow from its tensors: a kernel reads every
 operand once and writes every result once (``Recorder.node``). What does something else says so, in an ``Operator``.
+
+Sizes of tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +13,19 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from ..values import dataclass
-from .shapes import ITEMSIZE, Shape, size_of
+
+ITEMSIZE = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "fp8": 1}
+"""Bytes of one element."""
+
+Shape = tuple[int, ...]
+
+
+def size_of(shape: Shape, dtype: str) -> int:
+    """Bytes that a tensor requests, before rounding."""
+    return prod(shape) * ITEMSIZE[dtype]
+
+
+# -- work ----------------------------------------------------------------------------------------------
 
 
 class Stream(NamedTuple):

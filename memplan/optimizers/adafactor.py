@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..layers.autograd import Recorder, Tensor
 from ..layers.module import Parameter, hold_bytes
 from ..tape.events import Category, rounded
-from .base import Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps
-from .steps import like, number
+from .base import Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps, like, number
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..layers.autograd import Recorder
 from ..tape.events import Category
-from .base import STEP, Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps, full
+from .base import STEP, Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps, full, like
 from .bitsandbytes import EightBit, states_in_fp32
-from .steps import like
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -4,22 +4,27 @@ An optimizer says what it keeps for a parameter, what its step allocates while i
 and what other tools call it. Which optimizers a framework runs is in the framework's own table.
 
 What an optimizer keeps for every parameter. Sizes in bytes, per tensor.
+
+What an optimizer's step takes while it runs: its recipe on storages without elements (``layers.autograd``).
+
+Fused kernels, apex and bitsandbytes allocate nothing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from ..layers.autograd import Recorder
+from ..layers.autograd import Recorder, Tensor
 from ..layers.module import Parameter
-from ..tape.events import Category, Hold, rounded
+from ..tape.events import Category, Drop, Hold, Tape, rounded
 from ..values import dataclass
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer
+
 
 EMBEDDINGS = ("word.weight", "position.weight", "token_type.weight")
 """Parameters of embedding modules, as the recipes name them."""
@@ -148,3 +153,53 @@ class Algorithm(ABC):
     def assumptions(self, optimizer: Optimizer) -> tuple[str, ...]:
         """What an estimate takes for granted."""
         return ()
+
+
+# -- steps ---------------------------------------------------------------------------------------------
+
+
+def step_temporaries(optimizer: Optimizer, parameters: Iterable[Parameter], dtype: str) -> list[Hold]:
+    """Tensors alive at the peak of the step itself, over parameters (and gradients) of ``dtype``."""
+    return alive_at_peak(step_tape(optimizer, tuple(parameters), dtype))
+
+
+def step_tape(optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> Tape:
+    """The step's events from its first line to its return."""
+    r = Recorder(grad_enabled=False)
+    recipe = optimizer.algorithm.steps.get(optimizer.implementation)
+    if recipe is not None:
+        recipe(r, parameters, dtype, decay_of(optimizer))
+    return r.tape()
+
+
+def decay_of(optimizer: Optimizer) -> bool:
+    """Whether weights decay; by default as the optimizer's constructor has it."""
+    return optimizer.algorithm.decays if optimizer.weight_decay is None else optimizer.weight_decay > 0
+
+
+def alive_at_peak(tape: Tape) -> list[Hold]:
+    """The tensors that ``tape`` holds where it first holds most, in order of appearance."""
+    live = peak = 0
+    at = -1
+    for index, event in enumerate(tape):
+        if isinstance(event, Hold):
+            live += event.bytes
+            if live > peak:
+                peak, at = live, index
+        elif isinstance(event, Drop):
+            live -= event.bytes
+    holds = {event.tensor: event for event in tape[: at + 1] if isinstance(event, Hold)}
+    for event in tape[: at + 1]:
+        if isinstance(event, Drop):
+            del holds[event.tensor]
+    return list(holds.values())
+
+
+def like(r: Recorder, parameter: Parameter, dtype: str, name: str) -> Tensor:
+    """A fresh tensor like ``parameter``."""
+    return r.empty(parameter.shape, dtype, name)
+
+
+def number(r: Recorder, dtype: str, name: str) -> Tensor:
+    """A tensor of no dimension."""
+    return r.empty((), dtype, name)

@@ -10,8 +10,7 @@ from ..layers.module import Parameter
 from ..tape.events import Category
 from .adam import OPTIMIZERS as ADAMS
 from .adam import adamw_for_loop, adamw_foreach
-from .base import EMBEDDINGS, Algorithm, Parameters, State, Step, Steps, full
-from .steps import like, number
+from .base import EMBEDDINGS, Algorithm, Parameters, State, Step, Steps, full, like, number
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..layers.autograd import Recorder
 from ..tape.events import Category
-from .base import Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps, full
-from .steps import like
+from .base import Algorithm, DeepspeedType, FieldsByName, Parameters, State, Steps, full, like
 
 if TYPE_CHECKING:
     from ..plan.plan import Optimizer

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .errors import ABSENT, Node, PlanError
-from .layer_blocks import LINEAR, NONE, block_of
+from .spec import LINEAR, NONE, block_of
 
 KEY = "block_configs"
 LARGEST = 2**31

@@ -13,9 +13,8 @@ from ..frameworks import Framework, framework, frameworks
 from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .model_checks import divisors
-from .plan import Plan
+from .plan import Plan, ResolvedPlan
 from .releases import LIBRARIES, OLDEST_TORCH, needed, parsed, shown
-from .resolved import ResolvedPlan
 from .section import MOST_CHUNKS, FrameworkSection
 from .training_loops import TRAINING_LOOPS, Releases
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..families import family
-from .layer_blocks import LINEAR, NONE, block_of
-from .spec import ModelSpec
+from .spec import LINEAR, NONE, ModelSpec, block_of
 
 
 def parameters(spec: ModelSpec) -> int:

@@ -2,11 +2,15 @@
 
 Whatever treats fields alike (flags, ``init``, error messages, the checks of a file's values) reads this
 table, so a field that is added to ``plan.py`` or ``spec.py`` has all of it at once.
+
+Fields of a plan as flags of the command line: what makes another plan of one, for a reader to type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import shlex
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from types import MappingProxyType, UnionType
@@ -153,3 +157,39 @@ def _kind(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
             return Kind.NAMES, ()
         return (Kind.NAMES, get_args(part)) if get_origin(part) is Literal else (Kind.INTEGERS, ())
     return {int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.SWITCH, str: Kind.TEXT}[annotation], ()
+
+
+# -- flags ---------------------------------------------------------------------------------------------
+
+
+def flags_between(plan: Plan, other: Plan, always: Collection[str] = ()) -> str:
+    """Flags that make ``other`` of ``plan``, both before defaults are filled in; empty where they are the same. Fields
+    whose paths are in ``always`` are among them: ``plan`` has what nobody said."""
+    return flags_of(plan, {path: other.at(path) for path in plan_fields() if not path.startswith(MODEL.path)}, always)
+
+
+def flags_of(plan: Plan, fields: Mapping[str, object], always: Collection[str] = ()) -> str:
+    """``fields``, values by path, as flags beside those of ``plan``: ``--mbs 2 --loss liger``. What ``plan`` says
+    already is left out, but for ``always``."""
+    changed = {path: value for path, value in fields.items() if plan.at(path) != value or path in always}
+    return shlex.join(word for path, value in changed.items() for word in _words(plan, path, value))
+
+
+def _words(plan: Plan, path: str, value: Any) -> Iterator[str]:
+    field = plan_fields()[path]
+    if field.kind is Kind.VARIABLES:
+        known = plan.at(path)
+        for name, one in value.items():
+            if known.get(name) != one:
+                yield from (field.flag, f"{name}={one}")
+        return
+    yield from (field.flag, _text(value))
+
+
+def _text(value: Any) -> str:
+    """As a flag takes it (``read.scalar``)."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if value is None or isinstance(value, (bool, Mapping)):
+        return json.dumps(value)
+    return str(value)

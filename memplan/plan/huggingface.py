@@ -16,9 +16,8 @@ from .block_configs import KEY as BLOCKS
 from .block_configs import blocks_of
 from .errors import ABSENT, Node, PlanError, one_line
 from .hub import config_name
-from .layer_blocks import block_of
 from .notes import Note, head_assumed, text_part
-from .spec import MOST_LAYERS
+from .spec import MOST_LAYERS, block_of
 
 LARGEST = 2**31
 """Elements in one dimension."""

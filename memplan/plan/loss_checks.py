@@ -6,8 +6,7 @@ from ..families import family
 from ..frameworks import framework
 from .checks import listed, require
 from .errors import ABSENT, PlanError
-from .plan import Loss
-from .resolved import ResolvedPlan
+from .plan import Loss, ResolvedPlan
 
 FUSED = ("liger", "cut", "chunked")
 """Losses that never hold all logits at once."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .errors import ABSENT, PlanError
-from .layer_blocks import block_of, kinds_of
-from .spec import ModelSpec
+from .spec import ModelSpec, block_of, kinds_of
 
 LATENT = ("nope_head_dim", "rope_head_dim", "value_head_dim")
 """Sizes that latent attention needs."""

@@ -35,8 +35,7 @@ from .not_modelled import why_not
 from .notes import Note, text_part
 from .spec import ModelSpec
 from .spellings import plain
-from .text import is_folder, is_there, path_of, read_text
-from .yaml_events import parse_yaml
+from .text import is_folder, is_there, parse_yaml, path_of, read_text
 
 _CHANGES_NOTHING = frozenset({"name", "embedding_dropout", "attention_dropout", "hidden_dropout", "source"})
 """Fields of a spec that leave its parameter count as it is."""

@@ -1,8 +1,19 @@
-"""Reading a plan: a file, a built-in example, standard input or nothing, then flags over it."""
+"""Reading a plan: a file, a built-in example, standard input or nothing, then flags over it.
+
+Where tokens went in a run: a record of the tokens of every expert, layer by layer, as ``--experts-imbalance FILE``.
+
+A JSON file is a list with a list for each layer that has experts, or a mapping of such layers' numbers, from 0, to
+lists. A CSV file has a line for each of them, with a number for each expert, and may have a heading. Counts may be of
+any number of steps: only their shares matter.
+
+Parameters of dtype ``saved``: in which the checkpoint of the model was saved (transformers' ``modeling_utils.py``,
+``_get_dtype``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,22 +23,129 @@ from .assumed_releases import notes_of_releases
 from .checks import check_mixture, listed
 from .errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from .fields import MODEL, Kind, PlanField, by_flag
-from .flat import nested, with_counted_gpus
 from .hub import check_no_address, is_repository, twin, without_address
-from .implied import has_recipe, with_implied, with_packed_weights
+from .implied import has_recipe, nested, with_counted_gpus, with_implied, with_packed_weights
 from .library import examples, learned_models, model_specs
-from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model
+from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model, saved_dtype
 from .normalise import field_value, normalised
 from .notes import Note, head_assumed, notes_of, says_choice, text_part
 from .plan import Plan
-from .routing import with_routing
-from .saved_dtype import with_saved_dtype
 from .spellings import with_optimizer
 from .spoken import Spoken
-from .text import STANDARD_INPUT, folder_of, is_there, path_of, read_standard_input, read_text
+from .text import STANDARD_INPUT, folder_of, is_there, parse_yaml, path_of, read_bytes, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
 from .validation import validated_plan
-from .yaml_events import parse_yaml
+
+SAVED = "saved"
+_PATHS = ("precision.dtype", "precision.parameters", "fsdp.parameters", "fsdp.reduce")
+"""Fields of a plan that may say so."""
+TAKEN = (
+    "parameters are taken to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in: if "
+    "the model was loaded so, give --autocast-parameters bf16"
+)
+"""Where no dtype of the checkpoint is known, under autocast."""
+
+
+def with_saved_dtype(plan: Node, folder: Path) -> tuple[Node, tuple[Note, ...]]:
+    """``plan`` with a dtype in place of ``saved``: the checkpoint's, or fp32 where nobody knows that, or where
+    GradScaler would stop at gradients of that dtype."""
+    asked = {path: node for path in _PATHS if (node := plan.at(path)) is not None and node.value == SAVED}
+    if not asked:
+        return plan, ()
+    quantised, autocast, adapters = map(plan.at, ("quantisation.kind", "precision.autocast", "lora.rank"))
+    is_mixed, model = autocast is not None and autocast.value is True, plan.mapping.get("model")
+    known = saved_dtype(model, folder) if model is not None else None
+    dtype, note = "fp32", TAKEN if is_mixed else TAKEN.replace("--autocast-parameters", "--dtype")
+    if quantised is not None and quantised.value not in (None, "none"):
+        note = ""
+    elif known is not None:
+        dtype, source = known
+        mixed = plan.at("precision.dtype")
+        scaled = is_mixed and mixed is not None and mixed.value == "fp16" and dtype != "fp32"
+        flag = "--autocast-parameters" if is_mixed else "--dtype"
+        note = f"parameters are {dtype}, as the checkpoint was saved ({source}), which is how transformers 5 loads a "
+        note += f"model where nobody names a dtype; {flag} says another"
+        if scaled and not (dtype == "fp16" and adapters is not None and adapters.value):
+            note = f"parameters are taken to be fp32: the checkpoint was saved in {dtype} ({source}), and transformers "
+            note += f"5 loads it so where nobody names a dtype, but GradScaler stops at gradients in {dtype}"
+            dtype = "fp32"
+    for path, node in asked.items():
+        without = path == "precision.parameters" and (known is None or not note or not is_mixed)
+        plan = plan.put(path, Node(None if without else dtype, node.origin))
+    return plan, (Note("loaded-dtype", note),) if note else ()
+
+
+# -- read ----------------------------------------------------------------------------------------------
+
+
+FIELD = "experts.imbalance"
+LARGEST = 16 << 20
+"""Bytes of the largest record: some hundred layers of a thousand experts."""
+
+Counts = Sequence[Sequence[float]]
+"""By layer that has experts, then by expert."""
+
+
+def with_routing(plan: Plan, folder: Path) -> Plan:
+    """``plan`` with the record that its imbalance names, if it does, as a factor of each layer: the tokens of one
+    expert-parallel rank against the mean over ranks. It is the rank that has most tokens in all layers together."""
+    name, model, ep = plan.experts.imbalance, plan.model, plan.layout.ep
+    if not name.endswith((".csv", ".json")) or not model.experts or model.experts % ep:
+        return plan
+    path = path_of(name, folder)
+    numbers = [layer for layer in range(model.layers) if model.has_experts(layer)]
+    counts = _checked(_read(path, numbers), len(numbers), model.experts, path)
+    each = model.experts // ep
+    shares = [[ep * sum(layer[at : at + each]) / sum(layer) for at in range(0, len(layer), each)] for layer in counts]
+    most = max(range(ep), key=lambda rank: sum(layer[rank] for layer in shares))
+    factors = ",".join(f"{max(layer[most], 0.01):.2f}" for layer in shares)
+    return plan.model_copy(update={"experts": plan.experts.model_copy(update={"imbalance": factors})})
+
+
+def _read(path: Path, numbers: Sequence[int]) -> object:
+    text = read_bytes(path, FIELD, largest=LARGEST, what="a routing record").decode("utf-8", "replace")
+    if path.suffix == ".csv":
+        lines = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        return [[_number(cell) for cell in line] for line in lines if any(_number(cell) is not None for cell in line)]
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _wrong(path, "is not JSON") from None
+    if isinstance(found, dict):
+        missing = [layer for layer in numbers if str(layer) not in found]
+        if missing:
+            raise _wrong(path, f"has no layer {missing[0]}, which has experts")
+        return [found[str(layer)] for layer in numbers]
+    return found
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def _checked(found: object, layers: int, experts: int, path: Path) -> Counts:
+    if not isinstance(found, list) or len(found) != layers:
+        rows = f"{len(found)} rows" if isinstance(found, list) else "no rows"
+        raise _wrong(path, f"has {rows}; one for each of the {layers} layers with experts is wanted")
+    for at, row in enumerate(found):
+        if not isinstance(row, list) or len(row) != experts or not all(map(_is_count, row)) or not 0 < sum(row) < 1e18:
+            raise _wrong(path, f"row {at}: must have {experts} numbers of at least 0, one for each expert, not all 0")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15
+
+
+def _wrong(path: Path, problem: str) -> PlanError:
+    return PlanError(FIELD, path.name, problem, origin=Origin(str(path)))
+
+
+# -- read ----------------------------------------------------------------------------------------------
+
 
 COMMAND_LINE = Origin("command line")
 MOST_EXTENDED = 8

@@ -2,17 +2,62 @@
 
 A spec is one YAML file in ``model_specs/`` (or a Hugging Face ``config.json`` read into the same
 fields). Sizes are element counts; nothing here knows about ranks, bytes or frameworks.
+
+Layers that differ from one another in attention and MLP, as a search of architectures leaves them (Puzzle,
+arXiv 2411.19146; Megatron-Core's ``transformer/heterogeneous/heterogeneous_config.py``).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from ..families import ROOMS as FAMILIES
 from .errors import PlanError
-from .layer_blocks import BlockText, LayerBlock, block_of
 from .section import OneOf, Terse
+
+NONE, LINEAR = "none", "linear"
+OTHERS = (NONE, LINEAR)
+"""What stands in place of attention or an MLP: nothing, or one linear layer behind a norm."""
+
+_PART = r"(?:[1-9]\d{0,8}|none|linear)"
+
+BlockText = Annotated[str, Field(pattern=rf"^{_PART}:{_PART}$")]
+
+
+class LayerBlock(NamedTuple):
+    """One layer."""
+
+    kv_heads: int
+    """Of its attention; 0 where there is none."""
+    ffn: int
+    """Width of its MLP; 0 where there is none."""
+    attention: str = ""
+    """What stands in place of attention (``OTHERS``), if anything does,"""
+    mlp: str = ""
+    """and in place of the MLP."""
+
+    @property
+    def replaced(self) -> tuple[str, str]:
+        return self.attention, self.mlp
+
+
+@lru_cache(maxsize=4096)
+def block_of(text: str) -> LayerBlock:
+    """``KV_HEADS:FFN``, either of which may be ``none`` or ``linear``."""
+    attention, _, mlp = text.partition(":")
+    kv_heads, ffn = (0 if part in OTHERS else int(part) for part in (attention, mlp))
+    return LayerBlock(kv_heads, ffn, *(part if part in OTHERS else "" for part in (attention, mlp)))
+
+
+def kinds_of(blocks: Sequence[str]) -> tuple[str, ...]:
+    """Blocks that differ, each once, in the order of layers."""
+    return tuple(dict.fromkeys(blocks))
+
+
+# -- spec ----------------------------------------------------------------------------------------------
+
 
 Family = Annotated[str, OneOf(FAMILIES)]
 Norm = Literal["layernorm", "rmsnorm"]

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..bash.budget import Budget
-from ..bash.origin import ScriptError
+from ..bash.origin import Budget, ScriptError
 from .errors import VALUE, Node, Origin, PlanError, refused, scalar, wrong_at
 
 DEEPEST = 32

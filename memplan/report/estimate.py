@@ -1,5 +1,7 @@
 """``memplan estimate``: the verdict in a sentence, the stages, what the worst stage's memory is for (the categories,
 then what PyTorch cannot see), and what was assumed.
+
+What PyTorch prints where a request fails.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..allocator.memory import printed
 from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
 from ..result import Estimate, Failure, Notice, StageEstimate, Verdict
@@ -154,7 +157,6 @@ def first_failure(estimate: Estimate) -> tuple[str, str] | None:
     told = f"Out of memory on {who(estimate, stage)} in {when}: {what}"
     if failure.moment == "evaluation":
         return told, ""
-    from .out_of_memory import out_of_memory
 
     return told, out_of_memory(estimate, stage, failure)
 
@@ -327,7 +329,7 @@ def estimate_report(
     if estimate.assumptions:
         yield from spaced(*_assumptions(estimate, verbose))
     if estimate.ways_out:  # else nothing of a search is imported
-        from .ways_out import ways_table
+        from .suggestion_words import ways_table
 
         yield from ways_table(estimate, unit_of(estimate))
 
@@ -360,3 +362,27 @@ def _assumptions(estimate: Estimate, verbose: bool) -> Iterator[RenderableType]:
     yield Text.assemble(("Assumed", "bold"), (f" ({more} more with -v)" if more else "", FAINT))
     for assumption in shown:
         yield Padding(Text(assumption), (0, 0, 0, 2))
+
+
+# -- out of memory -------------------------------------------------------------------------------------
+
+
+def out_of_memory(estimate: Estimate, stage: StageEstimate, failure: Failure) -> str:
+    """The message of ``torch.OutOfMemoryError`` on the stage's first rank, up to its advice, as PyTorch 2.6 and later
+    write it (``CUDACachingAllocator.cpp``, ``DeviceCachingAllocator::malloc`` and ``reportProcessMemoryInfo``).
+
+    What the plan leaves as headroom counts as taken by somebody else, and outside PyTorch lies the least that may: the
+    request fails even so.
+    """
+    capacity = estimate.capacity or 0
+    outside = 0 if stage.device_range is None or stage.reserved is None else stage.device_range[0] - stage.reserved
+    free = max(capacity - estimate.headroom - outside - failure.reserved, 0)
+    gpu = stage.ranks[0] % estimate.plan.hardware.gpus_per_node if stage.ranks else 0
+    platform, _ = runtime_of(estimate.plan.hardware.gpu)
+    return (
+        f"{platform} out of memory. Tried to allocate {printed(failure.tried)}. GPU {gpu} has a total capacity of "
+        f"{printed(capacity)} of which {printed(free)} is free. Including non-PyTorch memory, this process has "
+        f"{printed(failure.reserved + outside)} memory in use. Of the allocated memory {printed(failure.allocated)} is "
+        f"allocated by PyTorch, and {printed(failure.reserved - failure.allocated)} is reserved by PyTorch but "
+        "unallocated."
+    )

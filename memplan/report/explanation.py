@@ -12,8 +12,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..explain.message import OutOfMemory
-from ..explain.requests import is_then
-from ..explain.result import Candidate, Explanation
+from ..explain.requests import Candidate, Explanation, is_then
 from ..plan.plan import Plan
 from ..tape.events import Category
 from .json import way_out_to_json
@@ -37,7 +36,7 @@ from .printing import (
     spaced,
     titled,
 )
-from .ways_out import ways_table
+from .suggestion_words import ways_table
 
 SCHEMA = 1
 _WHEN = {

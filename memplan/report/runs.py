@@ -12,8 +12,7 @@ from rich.text import Text
 from .. import __version__
 from ..device.measured import CONTEXT, NCCL, WORKSPACES, code_of
 from ..plan.errors import one_line
-from ..records.database import Unreadable, shortest
-from ..records.learned import facts_of
+from ..records.database import Unreadable, facts_of, shortest
 from ..records.readings import Failure, Place, RankReading
 from ..records.record import SCHEMA, Difference, Record, differences, judged, worst
 from ..trace.job import MOST_MICROBATCHES

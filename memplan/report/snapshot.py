@@ -11,7 +11,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..explain.compared import Compared, Parting, Same
-from ..explain.result import Explanation
+from ..explain.requests import Explanation
 from ..tape.events import Category
 from .explanation import SCHEMA, explanation_report, explanation_to_json
 from .names import exact, percent, size, unit_for

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import __version__
+from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..search.changes import Method
 from ..search.result import Change, Counts, Found, Offer, Suggestion
 from ..search.time import StepTime, cost_of_step, cost_of_tokens, step_time

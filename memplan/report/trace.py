@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from .. import __version__
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..tape.events import Category, Excursion
 from ..trace.comparison import Comparison, Point, Row
 from ..trace.learned import Learned

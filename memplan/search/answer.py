@@ -14,8 +14,7 @@ from ..device.measured import NOTHING, Measured, least_context
 from ..frameworks import framework
 from ..plan.errors import ABSENT, PlanError, wrong_at
 from ..plan.fields import plan_fields
-from ..plan.plan import Plan
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.sizes import default_reserve, headroom_bytes
 from ..result import Verdict
 from .candidates import Clock

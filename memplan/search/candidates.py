@@ -20,8 +20,8 @@ from math import inf
 from typing import NamedTuple
 
 from ..plan.errors import PlanError
+from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..values import replace
 from .cuts import ChunkLayers, Ratios, StageLayers, fastest, has_place
 from .lower_bounds import Needs

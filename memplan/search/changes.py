@@ -18,9 +18,8 @@ from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.lora import ALL_LINEAR, default_targets, last_names
 from ..plan.loss_checks import FUSED
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.tuning_checks import is_tuned
 from ..result import Verdict
 from ..values import dataclass

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from ..frameworks import framework
 from ..plan.errors import PlanError
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..values import dataclass
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..estimate import fold
 from ..frameworks import framework
 from ..plan.errors import PlanError
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from .cuts import Criteria, Fields, Holds, Ratios, StageLayers
 from .lower_bounds import Beside, LayerNeeds, LowerBounds, States
 from .point import NO_RECOMPUTE, Extra, Point, Recomputing

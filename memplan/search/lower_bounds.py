@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..estimate import programs_of
 from ..layers.module import Options
 from ..plan.errors import PlanError
+from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from ..frameworks import framework
 from ..frameworks.base import Framework
 from ..plan.errors import PlanError
-from ..plan.plan import Layout, Plan
+from ..plan.plan import Layout, Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.section import MOST_CHUNKS, MOST_STAGES
 from ..values import dataclass
 from .cuts import StageLayers, norm_behind_layers

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from ..device.measured import Measured, least_context
 from ..estimate import judged_ends
 from ..plan.errors import PlanError
-from ..plan.flags import flags_of
-from ..plan.plan import Plan
+from ..plan.fields import flags_of
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.sizes import headroom_bytes
 from ..result import Estimate, Verdict, WayOut
 from ..values import replace

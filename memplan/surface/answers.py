@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from .. import result
 from ..device.measured import NOTHING, Measured
-from ..explain import result as explanations
+from ..explain import requests as explanations
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..records import record as records
 from ..report.suggestion import Answer
@@ -37,8 +37,7 @@ class Shown:
 
     def to_html(self) -> str:
         """The page that the command writes with ``--html``."""
-        from ..report.html.page import page
-        from ..report.html.reports import converted, wide_console
+        from ..report.html.page import converted, page, wide_console
 
         return page(repr(self).strip("<>"), *converted(self._report(wide_console())), data={}).decode()
 
@@ -201,7 +200,7 @@ def estimate(plan: Given = None, /, *, records: bool = True, **fields: object) -
     """The memory of every stage, with what and when. ``records``: with what your own runs measured of GPUs, as the
     command has it without ``--no-records``."""
     from ..commands.estimate import estimated
-    from ..commands.recorded import measured_of, warned
+    from ..commands.output import measured_of, warned
 
     with as_arguments():
         read, known, problem = read_any(plan, flags_of(fields), traced=True), *measured_of(no_records=not records)
@@ -225,7 +224,7 @@ def suggest(
     its layout is where the search starts, as on the command line.
     """
     from ..commands.fixed import fixes_of, with_fixes
-    from ..commands.recorded import measured_of, warned
+    from ..commands.output import measured_of, warned
     from ..commands.suggest_partition import answered, check_search
 
     with as_arguments():
@@ -242,7 +241,7 @@ def suggest(
 def explain(message: str, plan: Given = None, /, *, records: bool = True, **fields: object) -> Explanation:
     """What the out-of-memory ``message`` was about: a line, a traceback or a log's text. With a plan it names the
     tensor that asked, what else was in memory then, and the smallest changes that end it."""
-    from ..commands.recorded import measured_of
+    from ..commands.output import measured_of
     from ..explain import explain as explained
 
     with as_arguments():

@@ -163,8 +163,8 @@ def _parts(given: Sequence[Path_ | Mapping[str, object]]) -> list[Part]:
 def _source(plan: _Plan) -> Source:
     """A plan that was made by itself, as written."""
     from ..plan.normalise import normalised
+    from ..plan.text import parse_yaml
     from ..plan.write import plan_yaml
-    from ..plan.yaml_events import parse_yaml
 
     return Source(normalised(parse_yaml(plan_yaml(plan), "the plan", line=False)), Path())
 

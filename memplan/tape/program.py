@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..values import dataclass
 from .events import (
     GRAD_OUTPUT,

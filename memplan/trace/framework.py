@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..frameworks import framework, frameworks
 from ..plan.checks import listed
-from ..plan.plan import Plan
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import Plan, ResolvedPlan
 from .job import Job, Replicated, Sharded, check_stage, transformers_job
 
 if TYPE_CHECKING:

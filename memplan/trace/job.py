@@ -13,7 +13,7 @@ from ..plan.block_configs import KEY as BLOCKS
 from ..plan.block_configs import written
 from ..plan.errors import PlanError, wrong_at
 from ..plan.huggingface import ACTIVATIONS, known_types
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..plan.tuning_checks import is_tuned
 from ..values import dataclass

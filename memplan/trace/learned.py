@@ -20,10 +20,9 @@ from ..plan.fields import Kind, PlanField, plan_fields
 from ..plan.library import LEARNED, learned_models
 from ..plan.lora import ALL_LINEAR
 from ..plan.models import load_spec
-from ..plan.plan import Batch, Optimizer, Plan
+from ..plan.plan import Batch, Optimizer, Plan, ResolvedPlan
 from ..plan.releases import parsed
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
 from ..tape.program import Program, fold_program
 from ..values import dataclass

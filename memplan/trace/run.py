@@ -23,9 +23,9 @@ from ..plan import traced_spec
 from ..plan.errors import ABSENT, LackingError, Origin, PlanError, wrong_at
 from ..plan.fields import by_flag
 from ..plan.models import model_path
+from ..plan.plan import ResolvedPlan
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.spec import MOST_LAYERS
 from ..plan.text import is_folder, is_there, read_text
 from ..tape.program import Program

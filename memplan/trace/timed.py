@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..layers.module import Counted, Passes, joined
-from ..layers.shapes import ITEMSIZE
-from ..layers.work import Alone, Product, Stream, fused
+from ..layers.work import ITEMSIZE, Alone, Product, Stream, fused
 from ..values import dataclass
 from .fit import Piece, PieceWork, Places, Worked
 from .recording import EMBEDDING, FINAL_NORM, HEAD

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..estimate import detail
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..records.readings import Failure
 from ..report.names import MIB, size
 from ..tape.events import Hold

@@ -17,9 +17,8 @@ from ..layers.coverage import applying
 from ..layers.module import Options
 from ..plan.errors import PlanError
 from ..plan.framework_sections import Fsdp
-from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Recompute
+from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Recompute, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..plan.section import Section
 from ..records.readings import Code, World
 from ..values import dataclass

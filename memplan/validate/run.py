@@ -20,9 +20,8 @@ from .. import __version__
 from ..estimate import estimate
 from ..plan.environment import READ, REFUSED
 from ..plan.errors import LackingError, PlanError, wrong_at
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
-from ..plan.resolved import ResolvedPlan
 from ..records.readings import Code, RankReading, Run, Versions, World
 from ..report.names import size
 from ..result import Estimate

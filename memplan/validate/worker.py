@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ..plan.errors import LackingError
-from ..plan.resolved import ResolvedPlan
+from ..plan.plan import ResolvedPlan
 from ..records.readings import Code, Place, RankReading, World
 from ..tape.events import Category, Excursion, compose, fold
 from ..tape.program import Program

@@ -242,7 +242,7 @@ def test_recorded_from_pytorch(conf: str) -> None:
 
 
 def test_the_message_is_pytorchs(build: Path) -> None:
-    from memplan.report.out_of_memory import printed
+    from memplan.report.estimate import printed
 
     asked = [Request("allocate", 1, 65 * MIB), Request("allocate", 2, 40 * MIB - 100)]
     _, (message,) = counted(build, asked, "", 100 * MIB)

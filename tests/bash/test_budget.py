@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.bash.budget import MOST_MEMORY, MOST_STEPS, Budget
-from memplan.bash.origin import Origin, ScriptError
+from memplan.bash.origin import MOST_MEMORY, MOST_STEPS, Budget, Origin, ScriptError
 from memplan.bash.shell import read_script
 
 ROUNDS = " ".join(map(str, range(300)))

@@ -20,8 +20,8 @@ import pytest
 
 import memplan
 from memplan.cli import main
-from memplan.commands import files
-from memplan.commands.files import check_writable, write_whole
+from memplan.commands import output
+from memplan.commands.output import check_writable, write_whole
 from memplan.plan.errors import PlanError
 from memplan.records.record import read_record, to_text
 from tests.records.made import record_of
@@ -231,7 +231,7 @@ def test_a_fifo_waits_for_its_reader_and_not_for_ever(tmp_path: Path, monkeypatc
     write_whole(str(path), b"x" * 200_000, force=False)
     timer.join()
     assert got == [b"x" * 200_000]
-    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(output, "PATIENCE", 0.1)
     with pytest.raises(PlanError, match=r"fifo: cannot be written: is a pipe that nothing read for 0\.1 s"):
         write_whole(str(path), b"x", force=False)
 
@@ -288,7 +288,7 @@ def test_every_command_writes_in_that_way(
 def test_no_other_place_writes_a_users_file() -> None:
     """Others write files of memplan's own: a run's folder, the cache of traces, the database, the details of a fault;
     and a closed standard stream is /dev/null."""
-    own = {"commands/files.py", "records/database.py", "trace/cache.py", "faults.py", "streams.py"}
+    own = {"commands/output.py", "records/database.py", "trace/cache.py", "faults.py", "streams.py"}
     own |= {f"validate/{name}.py" for name in ("guards", "launch", "run_files")}
     writes = re.compile(r"\.write_(text|bytes)\(|mkstemp|TemporaryFile|O_CREAT|open\([^)]*[\"'][wax]b?\+?[\"']")
     found = {

@@ -12,7 +12,7 @@ from memplan.explain.message import OutOfMemory, parse, size_of
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
-from memplan.report.out_of_memory import out_of_memory
+from memplan.report.estimate import out_of_memory
 
 GIB = 1 << 30
 

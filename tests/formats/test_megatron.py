@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from memplan.formats.exported import Exported, exported
 from memplan.formats.megatron.script import TARGET
-from memplan.formats.rows import Table, arguments_of
+from memplan.formats.settings import Table, arguments_of
 from memplan.plan.errors import PlanError
 from memplan.plan.megatron_layout import layout_string, stages
 from memplan.plan.plan import Plan

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from memplan.families import family
 from memplan.formats.deepspeed.config import configuration_of
-from memplan.formats.rows import Building
+from memplan.formats.settings import Building
 from memplan.frameworks.deepspeed import engine as deepspeed
 from memplan.frameworks.deepspeed import states as zero_states
 from memplan.frameworks.deepspeed import step as zero_step
@@ -34,12 +34,11 @@ from memplan.layers.tuning import Adapters, Tuning
 from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Trainer
 from memplan.plan.models import load_spec
-from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Precision, Recompute
+from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Precision, Recompute, ResolvedPlan
 from memplan.plan.read import read_plan
-from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.spec import ModelSpec
+from memplan.plan.text import parse_yaml
 from memplan.plan.tuning_sections import Lora
-from memplan.plan.yaml_events import parse_yaml
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
 

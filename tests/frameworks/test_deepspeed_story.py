@@ -14,8 +14,8 @@ from memplan.frameworks.deepspeed.buckets import ScatteringBucket
 from memplan.frameworks.deepspeed.config import Zero
 from memplan.frameworks.deepspeed.engine import model_of
 from memplan.frameworks.deepspeed.hooks import Inserted, insert_hooks
+from memplan.frameworks.deepspeed.notices import gathering, layer_shards
 from memplan.frameworks.deepspeed.states import groups, sub_groups
-from memplan.frameworks.deepspeed.traffic import gathering, layer_shards
 from memplan.frameworks.plain.hooked import Model
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options

@@ -21,10 +21,9 @@ from memplan.frameworks.fsdp.units import Sharding, Unit, shard, size
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Fsdp
-from memplan.plan.plan import Plan
+from memplan.plan.plan import Plan, ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Drop, Hold, compose, fold
 from memplan.tape.program import Folded, Program, fold_program, static
 

@@ -17,9 +17,9 @@ from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.float8 import Float8
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND, Drop, Hold
 from memplan.tape.program import fold_program
 from memplan.trace.framework import job_of_plan

@@ -16,9 +16,9 @@ from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtit
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND, Category, Hold
 from memplan.tape.program import fold_program
 

@@ -18,9 +18,9 @@ from memplan.layers.module import Options
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category
 from memplan.tape.program import fold_program
 

@@ -19,9 +19,9 @@ from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.module import Interface, Options, Run, build
 from memplan.layers.titan_models import cudnn_attention
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND, Category, Hold
 from memplan.tape.program import fold_program
 

@@ -12,9 +12,9 @@ from memplan.frameworks.fsdp.programs import sharding_of
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category
 from memplan.tuning_notices import of_tuning
 

@@ -15,9 +15,9 @@ from memplan.layers.module import Counted, Options
 from memplan.layers.work import Product
 from memplan.plan.errors import PlanError
 from memplan.plan.lora import adapter_parameters
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Drop, Hold, Stretch, rounded
 from memplan.tape.program import Program, fold_program, static
 

@@ -9,9 +9,9 @@ from memplan.allocator.replay import replay
 from memplan.frameworks.megatron.modules import is_layer, layer_shape_in, layers_module, module_shapes, recomputed
 from memplan.frameworks.megatron.programs import programs, stages_of
 from memplan.layers.module import Module, Options, Tapes
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Stretch
 from memplan.tape.program import Chunk, Kept, Program, Span, fold_evaluation, fold_program
 from memplan.values import replace

@@ -22,9 +22,9 @@ from memplan.layers.megatron_core.ends import WORD
 from memplan.layers.module import Options, joined
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_fold import MegatronOrder
 from memplan.search.changes import proposals, stated
 from memplan.search.ways_out import ways_out

@@ -16,8 +16,7 @@ from benchmarks.arguments import plan_of_arguments
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, laid_out, sites_of
-from memplan.frameworks.megatron.fsdp_buffers import persistent
-from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead
+from memplan.frameworks.megatron.fsdp_hooks import Hooks, ahead, persistent
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Module, Options, Parameter, Tapes
 from memplan.plan.errors import PlanError

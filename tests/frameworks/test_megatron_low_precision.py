@@ -16,9 +16,9 @@ from memplan.frameworks.megatron.states import Rules, keep
 from memplan.layers.megatron_core.precision import Low, Recipe
 from memplan.layers.module import Options, Parameter
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.search.time import step_time
 from memplan.tape.events import Category, Drop, Hold, Tape, rounded
 

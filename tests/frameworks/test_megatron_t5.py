@@ -13,8 +13,8 @@ from memplan.estimate import estimate
 from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Hold
 from memplan.tape.program import Program, fold_program
 

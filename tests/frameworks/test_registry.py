@@ -19,10 +19,9 @@ from memplan.layers.module import Module, Options, Tapes
 from memplan.optimizers.base import State, full
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import plan_fields
-from memplan.plan.plan import Plan
+from memplan.plan.plan import Plan, ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.schema import plan_schema
 from memplan.result import Notice
 from memplan.schedules.one_chunk import one_chunk

@@ -24,9 +24,9 @@ from memplan.layers.titan_low import MXFP8, NVFP4, Blocks
 from memplan.layers.torchtitan import Policy
 from memplan.layers.work import Kernel, Product, Stream
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import ROUND, Category, Drop, Hold
 from memplan.tape.program import fold_program
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from memplan.formats.rows import Argument, arguments_of
+from memplan.formats.settings import Argument, arguments_of
 
 from .texts import NUMBERS, repeated, text
 

@@ -14,9 +14,9 @@ from memplan.layers.module import Options, Passes
 from memplan.layers.work import Product, Stream
 from memplan.plan.errors import PlanError
 from memplan.plan.models import load_spec
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 
 LLAMA = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan", "compile": "true", "gpus": "8"}
 B, S, H, F = 2, 8192, 4096, 14336

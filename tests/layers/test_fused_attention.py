@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.flash_kernels import Call, Release, inside
-from memplan.layers.fused_attention import allocates, efficient_attention
+from memplan.layers.fused_attention import Call, Release, allocates, efficient_attention, inside
 from memplan.layers.module import Interface, Options, Run, Tapes, build
 from memplan.tape.events import Category, Hold
 

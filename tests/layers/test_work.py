@@ -31,9 +31,9 @@ from memplan.layers.work import (
     Work,
     windowed,
 )
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.search.time.shape import Entries
 
 from ..oracle.kernels import step

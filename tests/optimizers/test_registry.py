@@ -11,8 +11,7 @@ import pytest
 from memplan.cli import main
 from memplan.layers.autograd import Recorder
 from memplan.optimizers import ROOMS, algorithm, algorithms, trainer_names
-from memplan.optimizers.base import Algorithm, FieldsByName, Parameters, State, Steps, full
-from memplan.optimizers.steps import like
+from memplan.optimizers.base import Algorithm, FieldsByName, Parameters, State, Steps, full, like
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Optimizer, Plan
 from memplan.plan.read import read_plan

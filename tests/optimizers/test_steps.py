@@ -14,9 +14,8 @@ from transformers import optimization
 
 from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Options, Parameter
-from memplan.optimizers.base import optimizer_states
+from memplan.optimizers.base import optimizer_states, step_tape, step_temporaries
 from memplan.optimizers.muon import is_hidden_matrix
-from memplan.optimizers.steps import step_tape, step_temporaries
 from memplan.plan.plan import Optimizer
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve

@@ -214,7 +214,7 @@ class Setting:
     recompute: bool = False
     """Every layer is a region of its own that is recomputed (``tensor_parallel.checkpoint``)."""
     block: str = ""
-    """``ATTENTION:MLP`` of layers that differ (``plan.layer_blocks``)."""
+    """``ATTENTION:MLP`` of layers that differ (``plan.spec``)."""
     config: dict[str, Any] = field(default_factory=dict, hash=False)
     """Arguments of ``TransformerConfig``."""
 

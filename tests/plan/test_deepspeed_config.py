@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.formats.deepspeed.config import Configuration, configuration_of
-from memplan.formats.rows import Building
+from memplan.formats.settings import Building
 from memplan.plan.errors import Node, PlanError
-from memplan.plan.yaml_events import parse_yaml
+from memplan.plan.text import parse_yaml
 
 from .outcomes import error_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memplan.plan.flags import flags_between, flags_of
+from memplan.plan.fields import flags_between, flags_of
 from memplan.plan.read import read_plan
 from memplan.search.point import changed
 

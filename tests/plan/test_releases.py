@@ -6,10 +6,10 @@ import pytest
 
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.releases import TRANSFORMERS_OF_TRL, needed, prefers_cudnn, transformers_of
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.trace.framework import job_of_plan
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from memplan.plan.fields import plan_fields
 from memplan.plan.read import read_plan
-from memplan.plan.template import plan_template
+from memplan.plan.write import plan_template
 
 
 def test_it_reads_back_as_the_plan_of_its_defaults(tmp_path: Path) -> None:

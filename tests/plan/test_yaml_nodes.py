@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.plan.library import examples, model_specs
-from memplan.plan.yaml_events import _simple, parse_yaml
+from memplan.plan.text import _simple, parse_yaml
 from memplan.plan.yaml_parser import parse_events
 
 from .outcomes import error_of

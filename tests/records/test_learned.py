@@ -19,9 +19,8 @@ from memplan.device.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured
 from memplan.estimate import estimate, judged_stage
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.records.database import open_database
+from memplan.records.database import facts_of, open_database
 from memplan.records.known import known_measurements
-from memplan.records.learned import facts_of
 from memplan.records.place import NAME
 from memplan.records.readings import Failure
 from memplan.records.record import Record

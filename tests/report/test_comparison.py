@@ -1,4 +1,4 @@
-"""Variants beside the first plan (``memplan/report/comparison.py``)."""
+"""Variants beside the first plan (``memplan/report/stages.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.report.comparison import by_category, by_stage, print_comparison
+from memplan.report.stages import by_category, by_stage, print_comparison
 from memplan.result import Estimate
 from memplan.tape.events import Category
 

@@ -24,7 +24,7 @@ from memplan.report.html import markup, page
 from memplan.report.html.estimate import estimate_page, suggestion_page
 from memplan.report.html.markup import Markup, tag
 from memplan.report.html.page import run_page, runs_page
-from memplan.report.html.timelines import MOST
+from memplan.report.html.stages import MOST
 from memplan.report.suggestion import Answer
 from memplan.result import Estimate
 from memplan.search.result import Suggestion

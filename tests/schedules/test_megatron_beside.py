@@ -12,9 +12,9 @@ import pytest
 from memplan.frameworks.megatron import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_beside_fold import EMBEDDED, BesideOrder
 from memplan.schedules.megatron_fold import graphed_in_flight, most_in_flight
 from memplan.schedules.megatron_schedule import schedule, trace

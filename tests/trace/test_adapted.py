@@ -19,9 +19,9 @@ from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED
 from memplan.plan.lora import ALL_LINEAR
 from memplan.plan.models import load_spec
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.traced_spec import STAND_IN, TracedSpec
 from memplan.tape.program import fold_program
 from memplan.trace import cache

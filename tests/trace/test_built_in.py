@@ -19,9 +19,9 @@ from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, learned_models
 from memplan.plan.models import load_spec
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.plan.traced_spec import STAND_IN
 from memplan.tape.events import Hook, Seam
 from memplan.tape.program import fold_program

@@ -21,10 +21,9 @@ from memplan.families import family as family_of
 from memplan.frameworks import framework
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
-from memplan.plan.plan import Plan
+from memplan.plan.plan import Plan, ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.events import Category, Hold
 from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace.comparison import compared

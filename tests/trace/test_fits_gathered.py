@@ -22,9 +22,9 @@ from memplan.cli import main
 from memplan.estimate import programs_of
 from memplan.frameworks.deepspeed import learned
 from memplan.layers.module import Options
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.tape.program import Program, fold_evaluation, fold_program
 from memplan.trace import cache
 from memplan.trace import learned as lookup

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from memplan.frameworks.plain import learned_time
+from memplan.frameworks.plain import timing
 from memplan.layers.module import Counted
 from memplan.layers.work import Attention, Product, Stream
-from memplan.plan.resolved import ResolvedPlan
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.traced_spec import TracedSpec
 from memplan.search.time import shape_of, step_time
 from memplan.trace.fit import Fit, Polynomial
@@ -31,7 +31,7 @@ def both(family: str, b: int, s: int, monkeypatch: pytest.MonkeyPatch) -> tuple[
     """A plan with the recipe, and the same of an architecture that only traces know."""
     plan: Any = plan_of(family, b, s, gpu="h100-80gb")
     fit = fit_of(family)
-    monkeypatch.setattr(learned_time, "fit_of", lambda plan: fit)
+    monkeypatch.setattr(timing, "fit_of", lambda plan: fit)
     names: dict[str, Any] = {"name": "x", "family": family, "source": "x", "reason": "", "digest": family}
     spec = TracedSpec.model_construct(**names, layers=7, config={}, counted=True, positions_max=1 << 20)
     return plan, plan.model_copy(update={"model": spec})
@@ -101,9 +101,9 @@ def test_without_work_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in data["pieces"]:
         del piece["work"]
     old = Fit.from_json(data)
-    monkeypatch.setattr(learned_time, "fit_of", lambda plan: old)
-    monkeypatch.setattr(learned_time, "checked_fit", lambda plan: old)
-    assert not learned_time.has_work(plan)
+    monkeypatch.setattr(timing, "fit_of", lambda plan: old)
+    monkeypatch.setattr(timing, "checked_fit", lambda plan: old)
+    assert not timing.has_work(plan)
     assert step_time(plan).total == step_time(plan).optimizer > 0
 
 

@@ -17,8 +17,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, Value, guessed, near
 from ...plan.framework_sections import Deepspeed
 from ...plan.plan import Plan
 from ...values import dataclass
-from ..rows import Building, Reader, Row, elsewhere, positive, read_rows
-from ..settings import Keys
+from ..settings import Building, Keys, Reader, Row, elsewhere, positive, read_rows
 
 AUTO = "auto"
 

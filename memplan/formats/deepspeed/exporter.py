@@ -11,9 +11,8 @@ import json
 from typing import Any
 
 from ...plan.framework_sections import Deepspeed
-from ...plan.plan import Plan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.read import Flags
-from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Draft, Target, model_flags
 from ..launch import Asked, launched_plan
 from .config import ROWS, ZERO

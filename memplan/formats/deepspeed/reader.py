@@ -11,11 +11,10 @@ from ...plan.fields import by_flag
 from ...plan.normalise import normalised
 from ...plan.notes import Note
 from ...plan.read import ReadPlan, Source, build_plan
-from ...plan.text import text_at
+from ...plan.text import parse_yaml, text_at
 from ...plan.traced_spec import TracedSpec
-from ...plan.yaml_events import parse_yaml
 from ..launch import Asked, Launch, data_parallel, left_out, with_sizes
-from ..rows import Building, positive
+from ..settings import Building, positive
 from .config import AUTO, NOT_MODELLED, Configuration, configuration_of, integer
 
 KNOWN = frozenset(

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
 
-from ...bash.budget import Budget
-from ...bash.origin import ScriptError
+from ...bash.origin import Budget, ScriptError
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, wrong_at
 from ...plan.text import is_there, read_text
 from ..python_text import parsed_python

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 from ...plan.block_configs import KEY, blocks_of, require, written
 from ...plan.errors import ABSENT, Node, PlanError
-from ...plan.layer_blocks import block_of
 from ...plan.plan import Plan
-from ...plan.text import read_text
-from ...plan.yaml_events import parse_yaml
-from ..rows import Reader, Row, elsewhere
+from ...plan.spec import block_of
+from ...plan.text import parse_yaml, read_text
+from ..settings import Reader, Row, elsewhere
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
 ALIKE = "layers-alike"

@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping
 
 from ...plan.errors import Node
-from ...plan.text import read_text
-from ...plan.yaml_events import parse_yaml
-from ..rows import Reader
+from ...plan.text import parse_yaml, read_text
+from ..settings import Reader
 
 NAME = "--nccl-communicator-config-path"
 MOST = 999

@@ -10,7 +10,7 @@ from ...bash.values import Value
 from ...plan.errors import Node
 from ...plan.text import is_there
 from ...values import dataclass
-from ..rows import Building
+from ..settings import Building
 
 Family = Literal["gpt", "bert", "t5", "hybrid"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import LEFT, Reader, Row, elsewhere, switch
+from ..settings import LEFT, Reader, Row, elsewhere, switch
 from . import hybrid
 
 NUMBER = "--num-experts"

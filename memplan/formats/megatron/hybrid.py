@@ -10,7 +10,7 @@ from ...plan.errors import Node, PlanError
 from ...plan.megatron_layout import Stages, layout_text, stages
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import NEEDED, Reader, Row, elsewhere, switch
+from ..settings import NEEDED, Reader, Row, elsewhere, switch
 
 PATTERN, OLDER = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 FURTHER = "--mtp-num-layers"

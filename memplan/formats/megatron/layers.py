@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
-from ..rows import OFF, Reader, Row, elsewhere, switch
+from ..settings import OFF, Reader, Row, elsewhere, switch
 from . import channels, hybrid
 from .experts import COLUMNS, INTERLEAVED
 from .low_precision import FP8, PARAMETERS, RECIPE

@@ -7,7 +7,7 @@ import re
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.megatron_layout import virtual_stages, written_out
 from ...plan.plan import Plan
-from ..rows import NEEDED, OFF, Reader, Row, elsewhere, positive, switch
+from ..settings import NEEDED, OFF, Reader, Row, elsewhere, positive, switch
 from . import hybrid
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...plan.errors import Node
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import Reader, Row, elsewhere
+from ..settings import Reader, Row, elsewhere
 from .experts import evaluated
 
 VARIANT, FREQUENCY = "--experimental-attention-variant", "--linear-attention-freq"

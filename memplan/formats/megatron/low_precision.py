@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...plan.errors import Node
 from ...plan.plan import Plan
-from ..rows import Reader, Row, elsewhere, switch
+from ..settings import Reader, Row, elsewhere, switch
 from . import module_precision
 from .sharding import TORCH, runs_torch
 

@@ -6,7 +6,7 @@ from ...plan.errors import Node, PlanError
 from ...plan.notes import VOCAB_UNUSED
 from ...plan.plan import Plan
 from ...plan.spec import MOST_LAYERS
-from ..rows import LEFT, NEEDED, OFF, Reader, Row, elsewhere, switch
+from ..settings import LEFT, NEEDED, OFF, Reader, Row, elsewhere, switch
 from . import blocks, experts, hybrid
 from .vocabulary import tokens_of
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.module_precision import LOW, WIDE
-from ...plan.text import read_text
-from ...plan.yaml_events import parse_yaml
-from ..rows import Reader, Row
+from ...plan.text import parse_yaml, read_text
+from ..settings import Reader, Row
 
 NAME = "--te-precision-config-file"
 TYPE, KIND = "transformer_engine_config_type", "TEQuantizationParams"

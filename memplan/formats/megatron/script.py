@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...plan.plan import Plan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.read import Flags
-from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Arguments, Draft, Script, Target, sizes_of
 from ..training_scripts import read_back
 from . import blocks

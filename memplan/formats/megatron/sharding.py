@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.plan import Plan
-from ..rows import Reader, Row, elsewhere, switch
+from ..settings import Reader, Row, elsewhere, switch
 
 RUNS = "--use-megatron-fsdp"
 STRATEGY = "--data-parallel-sharding-strategy"

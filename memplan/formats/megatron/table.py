@@ -8,9 +8,8 @@ Defaults and derivations are those of ``validate_args`` (``megatron/training/arg
 from __future__ import annotations
 
 from ..forks import OF_MEGATRON_LM as FORKS  # noqa: F401  read beside ROWS
-from ..rows import Building, Reader, read_rows
-from ..settings import Settings
-from . import experts, graphs, hybrid, linear_attention, low_precision, sharding
+from ..settings import Building, Reader, Settings, read_rows
+from . import experts, hybrid, linear_attention, low_precision, sharding, training
 from .context import Context, start
 from .layers import LAYERS
 from .layout import BATCH, LAYOUT
@@ -45,6 +44,6 @@ ROWS = (
     *TRAINING,
     *low_precision.ROWS,
     *LAYERS,
-    *graphs.ROWS,
+    *training.ROWS,
     *sharding.ROWS,
 )

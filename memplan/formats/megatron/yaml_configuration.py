@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from ...plan.errors import Node, PlanError
 from ...plan.notes import Note
-from ...plan.text import text_at
-from ...plan.yaml_events import parse_yaml
+from ...plan.text import parse_yaml, text_at
 from ..files import Words, words_of_node
 from ..megatron_bridge.arguments import arguments
 from ..megatron_bridge.table import BY_ITSELF, WITHOUT_ARGUMENT

@@ -8,7 +8,7 @@ from ...plan.errors import Node, Origin, PlanError, guessed, is_slip
 from ...plan.notes import Note
 from ..launch import left_out
 from ..megatron.hybrid import SPEC
-from ..rows import Argument, arguments_of, nearest_argument
+from ..settings import Argument, arguments_of, nearest_argument
 from . import table
 
 FRAMEWORK = "megatron"

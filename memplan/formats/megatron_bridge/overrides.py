@@ -14,7 +14,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, together
 from ...plan.fields import by_flag
 from ...plan.hub import twin
 from ...plan.notes import Note
-from ...plan.yaml_events import parse_yaml
+from ...plan.text import parse_yaml
 from ...values import dataclass
 from ..launch import Asked
 from ..megatron.context import Family

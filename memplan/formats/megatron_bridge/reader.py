@@ -13,8 +13,7 @@ from pathlib import Path
 from ...plan.errors import Node, PlanError
 from ...plan.notes import Note
 from ...plan.spoken import Spoken
-from ...plan.text import folder_of, path_of, text_at
-from ...plan.yaml_events import parse_yaml
+from ...plan.text import folder_of, parse_yaml, path_of, text_at
 from ..files import Words, words_of_node
 from ..launch import Asked, Launch
 from ..megatron.context import Family

@@ -20,7 +20,7 @@ from ...plan.text import is_there, read_text
 from ...values import dataclass
 from ..followed.following import LONGEST, Following, Raised
 from ..followed.python_values import Dialect, Elsewhere, Function, Kept, Made, Module, Unknown, Value, with_parts
-from ..rows import Table, arguments_of
+from ..settings import Table, arguments_of
 from . import table
 
 INSTEAD = "give the run_config.yaml that a run writes (ConfigContainer.to_yaml)"

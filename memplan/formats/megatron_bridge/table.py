@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...plan.errors import Node
-from ..rows import Table, parsed_line
+from ..settings import Table, parsed_line
 
 SECTIONS = ("model", "ddp", "optimizer", "train")
 """Sections whose fields are arguments; of others memory does not depend, or they are read by themselves."""

@@ -11,9 +11,8 @@ import json
 from typing import Any
 
 from ...frameworks import framework
-from ...plan.plan import Plan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.read import Flags
-from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Arguments, Draft, Script, Target, heredoc, sizes_of
 from ..megatron.script import names_settled
 from ..megatron.vocabulary import GPT2_TOKENS

@@ -14,8 +14,7 @@ from typing import Any
 from ...bash.values import origin_of, text
 from ...plan.errors import Node, PlanError, wrong_at
 from ...plan.plan import Plan
-from ...plan.text import read_text
-from ...plan.yaml_events import parse_yaml
+from ...plan.text import parse_yaml, read_text
 from ..files import node_of_written
 from ..forks import OF_MEGATRON_DEEPSPEED as FORKS  # noqa: F401  read beside ROWS
 from ..megatron.context import Context, start
@@ -23,8 +22,7 @@ from ..megatron.layout import PARALLEL
 from ..megatron.model import DROPOUTS, SIZES
 from ..megatron.training import in_full, its_optimizer, put_dtype
 from ..megatron.vocabulary import tokens_of
-from ..rows import NEEDED, Building, Reader, Row, elsewhere, positive, read_rows, switch
-from ..settings import Settings
+from ..settings import NEEDED, Building, Reader, Row, Settings, elsewhere, positive, read_rows, switch
 
 _PADDING = 128
 """What the estimate pads a vocabulary to a multiple of (times the tensor-parallel size)."""

@@ -15,9 +15,8 @@ from typing import Any
 from ...plan.errors import PlanError
 from ...plan.fields import by_flag
 from ...plan.models import load_spec
-from ...plan.plan import Plan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.read import Flags
-from ...plan.resolved import ResolvedPlan
 from ..exported import PLACE, Draft, Target, comment, head, model_flags, sizes_of
 from ..launch import Asked, launched_plan
 from .keys import RELEASES, configuration_of

@@ -16,13 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ...bash.budget import Budget
-from ...bash.origin import ScriptError
+from ...bash.origin import Budget, ScriptError
 from ...plan.errors import Node, Origin, PlanError, nearest, refused, wrong_at
-from ...plan.text import text_at
-from ...plan.yaml_events import parse_yaml
+from ...plan.text import parse_yaml, text_at
 from ...values import dataclass
-from ..rows import Table
+from ..settings import Table
 
 RELEASES = MappingProxyType(
     {"0.1.0": "2025-06-17", "0.2.0": "2025-10-17", "0.2.1": "2025-12-26", "0.2.2": "2026-02-20"}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...frameworks import framework
 from ...plan.errors import Node
-from ..rows import Reader
+from ..settings import Reader
 from .settings import Settings
 
 FLOAT8 = ("quantize.linear.float8", "quantize.dense.float8", "float8")

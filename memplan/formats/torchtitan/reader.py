@@ -40,8 +40,7 @@ from ...values import dataclass
 from ..launch import PUSHES, Asked, Explained, Launch, data_parallel, left_out
 from ..launchers import beside, found_from, gpus_of, runs_torchtitan
 from ..recognised import is_python, is_script
-from ..rows import Building, Table
-from ..settings import needed, taken_apart
+from ..settings import Building, Table, needed, taken_apart
 from .keys import NO_TOML, Key, era_of, key_of, keys, nearest_key, read_configuration
 from .low_precision import CONVERTERS, adapters_alone, low_keys
 from .registry import CONFIG, chosen, found_at, is_registry, place_of, written_in

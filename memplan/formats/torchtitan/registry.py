@@ -17,7 +17,7 @@ from ...plan.models import load_spec
 from ...plan.text import is_there, path_of, read_text, text_at
 from ..followed.following import Following
 from ..followed.python_values import Dialect, Kept, Made, Unknown, Value, with_parts
-from ..rows import Table
+from ..settings import Table
 from .keys import NEWEST, key_of
 from .stages import DECODERS, FLAVOURS, flavour_of, without_recipe
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ...plan.errors import Node, Origin, PlanError, Scalar, guessed, scalar, shown, wrong_at
 from ...values import dataclass
-from ..rows import Kind, Row
-from ..settings import Keys, typed
+from ..settings import Keys, Kind, Row, typed
 from .keys import RELEASES, Era, Key, key_of, keys, nearest_key, sections
 
 _OFF: tuple[object, ...] = (None, False, "", [], {})

@@ -13,7 +13,7 @@ from ...frameworks import framework
 from ...plan.errors import ABSENT, Node, PlanError, wrong_at
 from ...plan.models import load_spec
 from ...plan.plan import Plan
-from ..rows import Building, Reader, Row, elsewhere, later, read_rows, switch
+from ..settings import Building, Reader, Row, elsewhere, later, read_rows, switch
 from .keys import NO_FSDP2, NO_TOML, key_of
 from .low_precision import CONVERTERS, read_adapters, read_low
 from .settings import Settings

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...plan.errors import Node
-from ..rows import Reader, Row
-from ..settings import Keys
+from ..settings import Keys, Reader, Row
 
 
 class Arguments(Keys):

@@ -16,8 +16,7 @@ from ...plan.releases import LIBRARIES, Version, parsed
 from ...plan.releases import shown as written
 from ...plan.text import is_there, path_of, read_bytes, read_text
 from ...plan.training_loops import Releases, TrainingLoop
-from ..notebook import ENDING, LARGEST_NOTEBOOK
-from ..recognised import is_python
+from ..recognised import ENDING, LARGEST_NOTEBOOK, is_python
 
 Pins = Mapping[str, tuple[str, str]]
 """The release of each library, and the name of the file that asks for it."""

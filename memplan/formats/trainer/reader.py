@@ -18,21 +18,17 @@ from ...frameworks import framework
 from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note
-from ...plan.read import Source
-from ...plan.saved_dtype import SAVED
-from ...plan.text import folder_of, path_of
+from ...plan.read import SAVED, Source
+from ...plan.text import folder_of, parse_yaml, path_of
 from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
-from ...plan.yaml_events import parse_yaml
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
 from ..deepspeed.reader import ds_config_in
 from ..elsewhere import ELSEWHERE, OF_SCRIPTS
 from ..in_flags import in_flags, with_engine
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
-from ..notebook import source_at
-from ..recognised import is_python, is_script
-from ..rows import Building, Reader, read_rows
-from ..settings import Keys
+from ..recognised import is_python, is_script, source_at
+from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments
 from .examples import said_by

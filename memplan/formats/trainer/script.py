@@ -19,8 +19,7 @@ from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, s
 from ...plan.notes import Note
 from ...plan.text import is_there, read_text
 from ...values import dataclass
-from ..accelerate import Accelerated, file_named
-from ..accelerate_flags import changes_memory, configured, split_off
+from ..accelerate import Accelerated, changes_memory, configured, file_named, split_off
 from ..files import node_of_written
 from ..launch import Asked
 from ..launchers import MAPPINGS, RUNNERS, Training, beside, found_from, is_trainer, training_in, unread

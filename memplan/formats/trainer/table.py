@@ -8,9 +8,9 @@ from typing import Any
 from ...optimizers import trainer_names
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.near_misses import OTHER_EXPERTS
-from ...plan.saved_dtype import SAVED, TAKEN
-from ..compiler import of_trainer
-from ..rows import Building, Reader, Row
+from ...plan.read import SAVED, TAKEN
+from ..exported import of_trainer
+from ..settings import Building, Reader, Row
 from .arguments import Arguments
 from .keys import K_BIT, RESIZED
 

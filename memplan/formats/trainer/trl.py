@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
+from ...plan.read import SAVED
 from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown, transformers_of
-from ...plan.saved_dtype import SAVED
 from ...values import dataclass, replace
 from ..launch import Asked
-from ..rows import Reader, Row
+from ..settings import Reader, Row
 from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
 from .keys import FROM_SCRATCH, LOADED_BY
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import ResolvedPlan
     from ..base import Communicator
 
 

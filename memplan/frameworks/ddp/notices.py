@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 
 COPIES = "DDP with gradient_as_bucket_view=False: buckets are a second copy of the gradients"
 VIEWS = (

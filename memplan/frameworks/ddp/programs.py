@@ -10,18 +10,16 @@ from typing import NamedTuple
 from ...layers.edges import TIED_GRADIENT
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
 from ...optimizers import algorithms
-from ...optimizers.base import State, full, optimizer_states
-from ...optimizers.steps import step_temporaries
-from ...plan.plan import Optimizer
-from ...plan.resolved import ResolvedPlan
+from ...optimizers.base import State, full, optimizer_states, step_temporaries
+from ...plan.plan import Optimizer, ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Drop, Hold, Hook, Scope, Seam, Stretch, Tape, cut, insert, renamed
 from ...tape.program import Program, Span, drop_all, fold_program
 from ...values import replace
 from ..plain import programs as plain
-from ..plain.buffers import buffers
 from ..plain.hooked import TIED
+from ..plain.programs import buffers
 from . import reducer as ddp
 
 # -- zero ------------------------------------------------------------------------------------------------

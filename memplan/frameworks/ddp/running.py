@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from ...layers.module import Module, Tapes
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Span, drop_all
 from ...trace.job import Replicated

@@ -13,8 +13,7 @@ from ...layers.coverage import TRANSFORMERS, check_covered, check_recompute
 from ...plan.errors import PlanError
 from ...plan.framework_sections import Deepspeed
 from ...plan.lora import refuse_apart
-from ...plan.plan import Optimizer
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Optimizer, ResolvedPlan
 from ..plain import preferences
 from ..plain.programs import check_flash, check_release
 from ..plain.tuned import check_tuned

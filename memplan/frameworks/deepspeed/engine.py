@@ -25,16 +25,14 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import Module, Options
 from ...layers.tuning import Tuning
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...plan.plan import Optimizer
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Optimizer, ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Program, Span, fold_program
 from ...values import dataclass, replace
 from ..plain import hooked, preferences, trainer
-from ..plain.buffers import buffers, inputs
 from ..plain.hooked import Model
-from ..plain.programs import head_loss, layer_shape
+from ..plain.programs import buffers, head_loss, inputs, layer_shape
 from ..plain.recipes import EMBEDDED, keeps_embedded
 from ..plain.returned import NOTHING, Returned, kept
 from ..plain.tuned import frozen_layer, kept_beside, shared_table, tuning_of

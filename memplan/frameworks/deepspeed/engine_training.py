@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Category
 from ...tape.program import Program
 from ...trace.models import example_inputs, made, outline_of, randomise

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from ..base import Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...plan.plan import Plan
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import Plan, ResolvedPlan
     from ...plan.section import Dtype
     from ..base import Communicator
 

@@ -15,7 +15,7 @@ from itertools import chain
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter, Tapes
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape
 from ...tape.program import Chunk, Program, Span, fold_program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...layers.module import Options
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.program import Program
 from ...values import replace
 from . import engine as deepspeed

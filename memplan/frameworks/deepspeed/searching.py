@@ -9,16 +9,15 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.huggingface import LayerShape
 from ...layers.module import Options
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.framework import FrameworkSearch, eight_bit_adam, fused_losses
 from ...search.lower_bounds import Kept, LowerBounds, peaks, raised
 from ...search.point import Extra
 from ...search.space import Space
 from ...tape.events import Category, change, compose, fold, rounded
 from ...values import replace
-from ..plain.buffers import buffers
 from ..plain.hooked import Model
-from ..plain.programs import layer_shape
+from ..plain.programs import buffers, layer_shape
 from . import engine
 from .config import check, zero_of
 from .states import touched

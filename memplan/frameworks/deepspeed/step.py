@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...optimizers.steps import step_temporaries
+from ...optimizers.base import step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Drop, Event, Hold, Scope, Tape, drops, fold, rounded
 from ...values import dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.time.shape import ITEMSIZE
 from ...search.time.updates import HOST_ADAM, NVME, Exchange, Replicas, beside, node_gpus, sharded
 from ..plain.timing import PlainTime

@@ -17,9 +17,8 @@ from ...formats.deepspeed.exporter import configuration
 from ...layers.module import Options
 from ...optimizers import algorithms
 from ...plan.errors import LackingError, PlanError, wrong_at
-from ...plan.plan import Optimizer, Precision
+from ...plan.plan import Optimizer, Precision, ResolvedPlan
 from ...plan.resolve import resolve
-from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import first_frozen, is_tuned
 from ...records.readings import World
 from ...tape.program import Program
@@ -272,7 +271,7 @@ class DeepspeedRunning(OtherRunning):
         return plan.layout.zero == 3
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
-        from ..plain.learned_time import has_work
+        from ..plain.timing import has_work
 
         return has_work(plan)
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
+from ...plan.plan import ResolvedPlan
 from ...plan.resolve import resolve
-from ...plan.resolved import ResolvedPlan
 from ...schedules.torch_schedules import ACTIVE, Place, passes
 from ...search.lower_bounds import TENSORS, Growing, Kept, LowerBounds, peaks
 from ...search.point import Extra, Point

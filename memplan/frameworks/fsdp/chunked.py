@@ -16,7 +16,7 @@ from functools import cached_property
 
 from ...layers.fused_losses import CHUNKS, HeadLoss
 from ...layers.module import Parameter
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Hold, Scope, Tape
 from ...values import replace
 from .hooks import GRADIENTS, Explicit, Gradient, Role

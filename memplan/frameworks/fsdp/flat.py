@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 from ...families import family
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter
+from ...optimizers.base import step_temporaries
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...optimizers.steps import step_temporaries
 from ...plan.framework_sections import Fsdp
+from ...plan.plan import ResolvedPlan
 from ...plan.releases import WEIGHTS_ON_META, release
-from ...plan.resolved import ResolvedPlan
 from ...plan.section import Dtype
 from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
@@ -41,7 +41,7 @@ from ...tape.program import Program, Span, drop_all
 from ...values import dataclass, replace
 from ..plain import preferences, trainer
 from ..plain import programs as plain
-from ..plain.buffers import buffers, inputs
+from ..plain.programs import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
 from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held

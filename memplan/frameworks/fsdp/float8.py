@@ -11,7 +11,7 @@ from ...layers.float8 import MULTIPLE, Float8
 from ...layers.module import hold_bytes
 from ...layers.titan_low import LowLinear
 from ...plan.framework_sections import SMALL
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Hold
 from .titan import titan_of_plan

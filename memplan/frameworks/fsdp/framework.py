@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ...layers.module import Options
-    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
     from ...plan.section import Dtype
     from ...tape.program import Program
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ...layers.autograd import GRAPHS
 from ...layers.module import Module, Tapes
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Hold, Stretch, Tape
 from ...tape.program import Span
 from ...values import replace

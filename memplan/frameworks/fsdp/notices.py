@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...assumptions import plain
 from ...layers import compiled
 from ...layers.autograd import ITEMSIZE
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...result import Notice
 from ...schedules.torch_schedules import Pipelined
 from ...tape.events import Category

@@ -13,17 +13,17 @@ from ...layers.coverage import TRANSFORMERS, check_covered, covered
 from ...layers.module import Module, Options, Parameter
 from ...layers.tuning import ADAPTERS
 from ...plan.framework_sections import Fsdp
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Stretch
 from ...tape.program import Program, Span
 from ...values import replace
 from ..plain import preferences
 from ..plain import programs as plain
-from ..plain.buffers import buffers, inputs
+from ..plain.programs import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
-from . import chunked, ends, graphs, titan_lora
+from . import chunked, graphs, reference, titan_lora
 from .modules import MODEL, Model, sharded, unsynced, with_parameters, with_seams, with_stored
 from .reference import sharded_pass, sharded_reference, with_pass, without_pass
 from .stages import check_no_pipeline, stage_programs
@@ -188,7 +188,7 @@ def transformers_model(
     """``fully_shard`` on every layer, then on the model. ``plan.precision.dtype`` is the dtype of compute.
 
     ``reshard``: ``reshard_after_forward`` of the layers; ``reshard_root`` that of the root, which PyTorch
-    by itself keeps (``_lazy_init``). ``ends_apart``: before the model, embedding and head have units (``ends.py``).
+    by itself keeps (``_lazy_init``). ``ends_apart``: before the model, embedding and head have units (``reference.py``)
     """
     spans = model_spans(plan, with_seams(options))
     modules = [(span.module, name) for span in spans for name in span.names]
@@ -201,12 +201,15 @@ def transformers_model(
         if name.startswith("layer.")
     ]
     if ends_apart:
-        spans = ends.with_seams(plan, spans)
-        units = ends.units(plan, spans, units, reshard=bool(reshard), among=among)
+        spans = reference.with_seams(plan, spans)
+        units = reference.units(plan, spans, units, reshard=bool(reshard), among=among)
     storage = "" if leaves_4bit(plan) else plan.precision.dtype
     owned = with_parameters(spans, units, family(plan.model.family).registered, storage)
-    if ends_apart and ends.gathers_itself(plan, units):
-        spans, owned = ends.with_gathered_head(plan, spans), tuple(one for one in owned if one.name != chunked.ENDS)
+    if ends_apart and reference.gathers_itself(plan, units):
+        spans, owned = (
+            reference.with_gathered_head(plan, spans),
+            tuple(one for one in owned if one.name != chunked.ENDS),
+        )
     return Model(spans, owned, names[-1], tuple(buffers(plan, 0)))
 
 
@@ -308,8 +311,8 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     model, sharding = model_of(plan, options, given), sharding_of(plan, given)
     if plan.runs_reference:
         own = sharded_pass(_of_one_device(plan), with_seams(options), model.units, sharding)
-        if plan.lora.rank is not None and ends.holds_gathered_head(model.spans):  # the policy's own, once more
-            own = ends.with_gathered_head(plan, own)
+        if plan.lora.rank is not None and reference.holds_gathered_head(model.spans):  # the policy's own, once more
+            own = reference.with_gathered_head(plan, own)
         model = replace(model, reference=own)
     made = program(plan, model, sharding)
     if not given.gradient_sync and made.microbatches > 1:

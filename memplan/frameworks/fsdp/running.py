@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...layers.module import Options
 from ...plan.errors import PlanError
-from ...plan.plan import Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.tuning_checks import first_frozen, is_tuned
 from ...tape.program import Program
 from ...trace.fit import Fit
@@ -15,8 +14,7 @@ from ...trace.learned import assumptions, fit_of, learnt_programs
 from ...values import replace
 from ..plain import trainer
 from . import flat
-from .learned import assumptions_of, lacks, program_of
-from .learned_flat import flat_program_of
+from .learned import assumptions_of, flat_program_of, lacks, program_of
 from .notices import FSDP
 from .programs import check_settings, recompute_of
 from .stages import check_no_pipeline, partition
@@ -74,7 +72,7 @@ class FsdpRunning(FrameworkRunning):
         return plan if plan.fsdp.version == "1" else in_compute(plan)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
-        from ..plain.learned_time import has_work
+        from ..plain.timing import has_work
 
         return has_work(plan)
 

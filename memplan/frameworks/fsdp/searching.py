@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.framework import FrameworkSearch, divisors, fused_losses
 from ...search.lower_bounds import LowerBounds
 from ...search.point import NO_RECOMPUTE, Extra, Point, Recomputing

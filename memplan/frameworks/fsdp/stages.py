@@ -24,8 +24,7 @@ from functools import lru_cache
 from ...layers.fused_losses import CHUNKS
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
 from ...plan.framework_sections import Fsdp
-from ...plan.plan import Pipeline, Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Pipeline, Plan, ResolvedPlan
 from ...schedules.partition import of_entries, split_points, weighted
 from ...schedules.torch_schedules import Pipelined, Place, folded, rounds, shortened
 from ...tape.events import GRAD_OUTPUT, Category, Drop, Event, Hold, Stretch, Tape, insert, renamed

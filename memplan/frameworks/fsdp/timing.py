@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ...layers.autograd import GRAPHS
 from ...layers.module import Options, Passes, joined
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed

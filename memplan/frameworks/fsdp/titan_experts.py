@@ -8,7 +8,7 @@ from ...layers import titan_moe
 from ...layers.huggingface import LayerShape
 from ...layers.module import hold_bytes
 from ...plan.framework_sections import Fsdp
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Hold
 from ...values import replace
 from .titan import Titan, titan_of

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 from ...layers.tuning import Adapters, Tuning
 from ...plan.lora import HEAD, adapted, linear_sizes
-from ...plan.plan import Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from ..base import Adaptable
 from .titan import Titan, newest, titan_of_plan
 

@@ -10,7 +10,7 @@ from ...layers.float8 import MULTIPLE
 from ...layers.module import Module
 from ...layers.titan_low import MXFP8, NVFP4, Blocks, LowLinear
 from ...plan.errors import PlanError
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...values import dataclass, replace
 from . import float8
 from .titan import OF_CONVERTER, newest, titan_of_plan

@@ -23,8 +23,8 @@ from ...layers.huggingface import LayerShape
 from ...layers.module import LEFT, Interface, Module, Options, Run, build
 from ...layers.titan_low import LowLinear
 from ...layers.titan_models import TABLE
+from ...plan.plan import ResolvedPlan
 from ...plan.releases import FP32_HEAD_MULTIPLE
-from ...plan.resolved import ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...tape.events import Category, Drop, Hold, Stretch, Tape, ahead, behind
 from ...tape.program import Span

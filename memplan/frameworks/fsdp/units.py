@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...optimizers.base import State, full, optimizer_states
-from ...optimizers.steps import step_temporaries
+from ...optimizers.base import State, full, optimizer_states, step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all

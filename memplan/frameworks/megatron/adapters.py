@@ -23,8 +23,7 @@ from ...plan.lora import PARTS, adapted
 from ..base import Adaptable
 
 if TYPE_CHECKING:
-    from ...plan.plan import Plan
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import Plan, ResolvedPlan
     from ...plan.spec import ModelSpec
 
 

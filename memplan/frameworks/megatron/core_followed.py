@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what is not installed: apex, Transformer Engine
     from megatron.core import parallel_state
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Drop
 from ...tape.program import Program
 from ...trace.distributed import categories_of_fsdp

@@ -26,7 +26,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...trace.storages import Follow
 from ...trace.substitutions import cuda_behaviour_of_real
 from .states import bucket_size

@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...trace.recording import BACKWARD, BETWEEN, FORWARD, OPTIMIZER
 from ...trace.step import Watch
 from ...trace.storages import Follow

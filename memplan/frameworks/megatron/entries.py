@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...plan import megatron_layout
-from ...plan.plan import Pipeline
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Pipeline, ResolvedPlan
 from .modules import DECODER, DECODER_EMBEDDING
 
 

@@ -10,14 +10,12 @@ from ..base import SHARDED, Framework, Parts, Supports
 
 if TYPE_CHECKING:
     from ...device.facts import Cause
-    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
     from ...plan.section import Dtype
     from ..base import Adaptable
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
-from .memory_rules import COMPARED
-from .part_rules import CHAIN
+from .memory_rules import CHAIN, COMPARED
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
-from ...layers.flash_kernels import Release
+from ...layers.fused_attention import Release
 from ...layers.megatron_core import (
     te_facts,
 )
@@ -14,11 +14,11 @@ from ...layers.megatron_core.precision import Low, LowAttention, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...plan.errors import PlanError
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...plan.spec import of_any_depth
 from .entries import stage_entries
 from .fsdp import Sharding
-from .part_rules import counts_on_device
+from .memory_rules import counts_on_device
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size
 
 HOPPER = (9, 0)

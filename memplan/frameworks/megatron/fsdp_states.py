@@ -14,7 +14,7 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core.precision import Part
 from ...tape.events import Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
-from .casting import cast
+from .clipping import cast
 from .fsdp import Bucket, Sharding, doubled
 from .states import Piece, Rules, optimized
 

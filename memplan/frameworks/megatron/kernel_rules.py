@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...device.gpus import GPUS
-from ...layers.megatron_core import te_low_attention
+from ...layers.megatron_core import te_low_context
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.checks import listed
 from ...plan.errors import PlanError
-from ...plan.layer_blocks import block_of, kinds_of
 from ...plan.module_precision import EXPERTS, wide_modules
+from ...plan.spec import block_of, kinds_of
 from .from_plan import OF_ATTENTION, low_attention, padded_vocab
 
 if TYPE_CHECKING:
     from ...plan.megatron_section import Megatron as MegatronSection
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import ResolvedPlan
 
 
 SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
@@ -153,7 +153,7 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false with mxfp8 scaling of other than multiples of 128 tokens and features of all heads": (
             recipe == "mxfp8" and not whole
         ),
-        "must be false before Transformer Engine 2.18, whose tensors are others": version < te_low_attention.OLDEST,
+        "must be false before Transformer Engine 2.18, whose tensors are others": version < te_low_context.OLDEST,
         "must be false with megatron.attention_backend flash or unfused, which have 16 bits": (
             megatron.attention_backend not in ("auto", "fused")
         ),

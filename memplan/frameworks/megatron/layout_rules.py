@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...plan.errors import ABSENT, PlanError
-from ...plan.layer_blocks import LINEAR, block_of, kinds_of
 from ...plan.megatron_layout import further_stage, written_out
+from ...plan.spec import LINEAR, block_of, kinds_of
 
 if TYPE_CHECKING:
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import ResolvedPlan
 
 
 def check_distributed(plan: ResolvedPlan) -> None:

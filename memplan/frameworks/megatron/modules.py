@@ -23,9 +23,9 @@ from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, forward_alone
 from ...layers.recompute import RERUN, recomputed_reentrant
-from ...plan.layer_blocks import LayerBlock
 from ...plan.module_precision import wide_modules
 from ...plan.plan import Recompute
+from ...plan.spec import LayerBlock
 from ...tape.events import Category, Hook
 from ...values import replace
 from .torch_fsdp import LOSS

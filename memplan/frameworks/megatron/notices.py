@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ...layers.megatron_core import offload
 from ...layers.module import Options
 from ...notices import tied_head
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...report.names import size
 from ...result import Notice
 from ...tape.events import Hold

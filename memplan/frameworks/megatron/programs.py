@@ -17,7 +17,7 @@ from ...device.measured import cublas_workspaces
 from ...layers.autograd import Shape
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core import (
-    block,
+    coverage,
     ends,
     graphs,
     mtp,
@@ -28,8 +28,7 @@ from ...layers.megatron_core import (
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Module, Options, Parameter, hold_bytes
 from ...plan.errors import PlanError
-from ...plan.plan import Pipeline, Recompute
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Pipeline, Recompute, ResolvedPlan
 from ...schedules.megatron_beside_fold import BesideOrder
 from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
@@ -39,8 +38,7 @@ from ...values import dataclass, replace
 from . import captures, clipping
 from .adapters import tuning_of
 from .fsdp import Sharding, buckets_of
-from .fsdp_buffers import persistent
-from .fsdp_hooks import ahead, with_hooks
+from .fsdp_hooks import ahead, persistent, with_hooks
 from .fsdp_states import keep as keep_sharded
 from .gradients import received, with_fp32
 from .layer_offload import with_offload
@@ -52,7 +50,7 @@ from .torch_fsdp import with_hooks as with_torch_hooks
 from .workspaces import Contents, Libraries, contents_of, copies_of, with_static, workspaces_of
 
 if TYPE_CHECKING:
-    from ...plan.resolved import ResolvedLayout
+    from ...plan.plan import ResolvedLayout
 
 from .entries import stage_entries
 from .from_plan import core_shape, rules, sharding_of
@@ -301,7 +299,7 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
     layout = plan.layout
     shape = core_shape(plan)
     for reason in (
-        *block.uncovered(shape),
+        *coverage.uncovered(shape),
         *mtp.uncovered(shape, recomputes_layers=plan.recompute.mode == "full"),
         *overlapped.uncovered(shape),
     ):

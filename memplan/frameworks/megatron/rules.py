@@ -28,16 +28,19 @@ from .layout_rules import (
     check_virtual_stages,
 )
 from .memory_rules import (
+    check_chain,
     check_deferral,
+    check_delta,
     check_graphs,
+    check_grouped_tensor,
     check_layer_offload,
     check_offloading,
     check_optimizer,
     check_recomputed,
+    check_router,
     check_saved,
     check_step_graph,
 )
-from .part_rules import check_chain, check_delta, check_grouped_tensor, check_router
 
 RULES = (
     check_low_precision,

@@ -13,8 +13,7 @@ from ...layers.module import Options
 from ...plan.checks import listed
 from ...plan.errors import PlanError
 from ...plan.megatron_layout import layout_text
-from ...plan.plan import Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from ...plan.spec import ModelSpec
 from ...schedules import megatron_flight
 from ...schedules.megatron_flight import Range

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
-from ...optimizers.steps import step_temporaries
+from ...optimizers.base import step_temporaries
 from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
 from ...values import dataclass, replace
 from . import clipping
-from .casting import cast
+from .clipping import cast
 
 if TYPE_CHECKING:
     from ...plan.plan import Optimizer

@@ -8,14 +8,11 @@ from functools import lru_cache
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import NO_PASSES, Counted, Options, Passes, joined, regrouped, run_again
-from ...layers.shapes import size_of
 from ...layers.tuning import Tuning
-from ...layers.work import Exchange, Kernel, Together
-from ...plan.layer_blocks import block_of
+from ...layers.work import Exchange, Kernel, Together, size_of
 from ...plan.module_precision import names_layers, wide_modules
-from ...plan.plan import Recompute
-from ...plan.resolved import ResolvedPlan
-from ...plan.spec import ModelSpec
+from ...plan.plan import Recompute, ResolvedPlan
+from ...plan.spec import ModelSpec, block_of
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import DIVIDED, before
@@ -26,8 +23,8 @@ from ...values import replace
 from .adapters import tuning_of
 from .entries import stage_entries
 from .from_plan import core_shape
+from .memory_rules import counts_on_device
 from .modules import end_module, layers_module, module_shapes, mtp_module, recomputes_further
-from .part_rules import counts_on_device
 from .states import bucket_size
 
 SCATTERED = (1, 13)

@@ -28,7 +28,7 @@ from ..fsdp.units import Sharding, Unit, shard, size
 from .states import Piece, Rules, optimized
 
 if TYPE_CHECKING:
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import ResolvedPlan
 
 BUILDING = 3
 """The stream on which ``fully_shard`` is called (``training.py``, ``ddp_stream``)."""

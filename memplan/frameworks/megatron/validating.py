@@ -7,8 +7,8 @@ from importlib.util import find_spec
 
 from ...layers.megatron_core.local import softmax_is_fused
 from ...plan.errors import LackingError, PlanError
+from ...plan.plan import ResolvedPlan
 from ...plan.resolve import resolve
-from ...plan.resolved import ResolvedPlan
 from ...records.readings import World
 from ...trace.framework import OtherRunning
 from ...trace.run import check_packages, installed

@@ -19,7 +19,7 @@ from ...layers.megatron_core import (
     mtp,
     t5,
     te_facts,
-    te_low_attention,
+    te_low_context,
 )
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import hold_bytes
@@ -93,7 +93,7 @@ def workspaces_of(
         if kind.low_attention and "attn" in graphs.blocks(kind):
             holds += [
                 Hold(0, hold_bytes(one.shape, one.dtype), Category.BUFFERS, f"attention_{one.name}", *one[1:])
-                for one in te_low_attention.state(kind)
+                for one in te_low_context.state(kind)
             ] * count
     kinds = {kind for kind, _ in layers}
     kinds |= {t5.decoder_shape(kind) for kind in kinds if kind.decoder}

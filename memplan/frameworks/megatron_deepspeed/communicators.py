@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ..base import Communicator, world
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ..base import OLD_BLOCK_SIZE, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...plan.plan import AttentionImplementation, LossKind, Plan
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import AttentionImplementation, LossKind, Plan, ResolvedPlan
     from ...schedules.partition import Entry
 
 

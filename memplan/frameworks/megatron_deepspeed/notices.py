@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...notices import tied_head
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...result import Notice
 from ...tape.program import Program
 

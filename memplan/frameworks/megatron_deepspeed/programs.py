@@ -17,8 +17,7 @@ from ...layers.edges import pipe_ends, pipe_receive, pipe_send, with_waiting_gra
 from ...layers.megatron import ParallelShape, layer, softmax_is_fused
 from ...layers.module import Interface, Module, Options, Recipe, Run, build, hold_bytes
 from ...layers.recompute import recomputed_reentrant
-from ...plan.plan import Loss, Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Loss, Plan, ResolvedPlan
 from ...plan.spec import of_any_depth
 from ...schedules.one_chunk import OneChunk, in_flight
 from ...schedules.partition import Entry, partition

@@ -9,7 +9,7 @@ from math import inf
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Options
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.cuts import ChunkLayers, Criteria, Fields, Holds, Ratios, StageLayers, contiguous, fastest
 from ...search.framework import FrameworkSearch, Proposal, eight_bit_adam
 from ...search.lower_bounds import LayerNeeds, States

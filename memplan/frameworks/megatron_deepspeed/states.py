@@ -23,12 +23,10 @@ from itertools import chain
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
-from ...optimizers.base import State, full, optimizer_states
+from ...optimizers.base import State, full, optimizer_states, step_temporaries
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...optimizers.steps import step_temporaries
 from ...plan.errors import PlanError
-from ...plan.plan import Optimizer, Precision
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Optimizer, Precision, ResolvedPlan
 from ...tape.events import Category, Drop, Hold, Stretch, Tape, rounded
 from ...tape.program import drop_all
 from ...values import dataclass

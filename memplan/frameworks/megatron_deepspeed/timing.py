@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ...layers.module import Options, joined, run_again
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import PYTHON_MODULES, Host
 from ...search.time.rates import DIVIDED

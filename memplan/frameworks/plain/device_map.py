@@ -10,8 +10,7 @@ from ...plan.errors import ABSENT, PlanError
 from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports
 
 if TYPE_CHECKING:
-    from ...plan.plan import Hardware, Layout, Plan
-    from ...plan.resolved import ResolvedPlan
+    from ...plan.plan import Hardware, Layout, Plan, ResolvedPlan
 
 
 class DeviceMap(Framework):

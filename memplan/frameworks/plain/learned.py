@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from ...layers.module import Options, Parameter
-from ...layers.shapes import ITEMSIZE
 from ...layers.tuning import FourBit
+from ...layers.work import ITEMSIZE
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.errors import PlanError
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...plan.traced_spec import TracedSpec
 from ...schedules.one_chunk import OneChunk
 from ...tape.events import Category, Hold, rounded
@@ -24,7 +24,7 @@ from ...trace.job import MOST_MICROBATCHES
 from ...trace.tapes import FIRST, spans, whole
 from ...values import replace
 from . import trainer
-from .step import optimizer_step, tensors_of, trainer_step
+from .trainer import optimizer_step, tensors_of, trainer_step
 from .tuned import four_bit_of, shared_table, trained_only, tuned_states
 
 PACKED = "uint8"

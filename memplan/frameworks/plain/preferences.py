@@ -34,9 +34,9 @@ from ...families import family
 from ...layers.fused_losses import WHOLE_LOGITS, HeadLoss
 from ...layers.module import Module, Parameter, hold_bytes
 from ...layers.whole_logits import hidden_ended, hooked_behind_loss
-from ...plan.kernels import LOSSES
+from ...plan.plan import ResolvedPlan
 from ...plan.releases import has_trl, release
-from ...plan.resolved import ResolvedPlan
+from ...plan.resolve import LOSSES
 from ...plan.spec import ModelSpec
 from ...tape.events import INPUT, Category, Drop, Event, Hold, Scope, Tape, drops, rounded
 from ...tape.program import Span

@@ -3,25 +3,28 @@
 One micro-batch at a time: forward, backward, and after the last one the optimizer step and
 ``zero_grad(set_to_none=True)``. As in transformers' Trainer, the model's output (and its logits) is
 gone before backward begins.
+
+What a model of transformers holds besides parameters: its inputs and its registered buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...families import family
 from ...layers.coverage import TRANSFORMERS, check_covered, check_kernel, check_recompute
 from ...layers.edges import arrive, depart, with_waiting_gradient
-from ...layers.flash_kernels import Release
+from ...layers.fused_attention import Release
 from ...layers.fused_losses import LOG_PROBABILITIES, HeadLoss
 from ...layers.huggingface import LayerShape
 from ...layers.kernels import LIGER_ROPE, UNSLOTH_ROPE, Kernels, RmsNorm, liger_swiglu
-from ...layers.module import Module, Options
+from ...layers.module import Module, Options, hold_bytes
 from ...optimizers.base import full, optimizer_states
 from ...optimizers.bitsandbytes import managed_bytes, quantisation_maps
 from ...plan.loss_checks import FUSED, liger_version
+from ...plan.plan import ResolvedPlan
 from ...plan.releases import (
     CLAMPED_SLICES,
     MASKS,
@@ -33,16 +36,15 @@ from ...plan.releases import (
     sdpa_kernel,
     shown,
 )
-from ...plan.resolved import ResolvedPlan
 from ...plan.spec import of_any_depth
+from ...plan.training_loops import NONE
 from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
-from ...tape.events import Category, Stretch
+from ...tape.events import Category, Hold, Stretch, rounded
 from ...tape.program import Program, Span
 from ...values import replace
 from .. import framework
 from . import preferences, returned, trainer
-from .buffers import buffers, inputs
 from .contexts import outlived
 from .recipes import (
     EMBEDDED,
@@ -58,8 +60,62 @@ from .recipes import (
     with_kept_input,
 )
 from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
-from .step import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
+from .trainer import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
 from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of, warmup
+
+
+def inputs(shape: LayerShape, stage: int, names: Sequence[str] = NONE.inputs) -> list[Hold]:
+    """Token ids and labels, (b, s) int64 each, on the first device."""
+    if stage:
+        return []
+    size = hold_bytes((shape.b, shape.s), "int64")
+    return [Hold(0, size, Category.INPUTS, name, (shape.b, shape.s), "int64") for name in names]
+
+
+def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
+    """Registered buffers: rotary frequencies, BERT's position and token-type ids, the masks of 2020's GPT-2."""
+    spec = plan.model
+    kept = Category.BUFFERS
+    result: list[Hold] = []
+    if plan.code == "2020":
+        assert plan.device_map is not None or plan.framework != "device-map"
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        n = spec.positions_max
+        for _ in range(count):
+            result.append(Hold(0, hold_bytes((n, n), "uint8"), kept, "causal_mask", (1, 1, n, n), "uint8"))
+            result.append(Hold(0, rounded(4), kept, "masked_bias", (), "fp32"))
+    if spec.router_expert_bias:
+        placed = plan.device_map[stage] if plan.device_map is not None else range(spec.layers)
+        size = (spec.experts,)
+        bias = Hold(0, hold_bytes(size, "fp32"), kept, "e_score_correction_bias", size, "fp32")
+        result += [bias] * sum(map(spec.has_experts, placed))
+    if family(spec.family).tables_in_layers:
+        count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
+        table = (spec.positions_max, spec.rotary_features)
+        result += [Hold(0, hold_bytes(table, "fp32"), kept, "embed_positions", table, "fp32") for _ in range(count)]
+        return result
+    if stage:
+        return result
+    if spec.positions == "rotary":
+        pairs = ((spec.rope_head_dim or spec.rotary_features) // 2,)
+        older = release(plan, "transformers") < family(spec.family).as_llama_since
+        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
+        result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
+    if family(spec.family).scale_in_embedding:
+        result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
+    if family(spec.family).mask_buffer:
+        n = spec.positions_max
+        result.append(Hold(0, hold_bytes((n, n), "bool"), kept, "bias", (n, n), "bool"))
+    if spec.token_types:
+        n = spec.positions_max
+        result += [
+            Hold(0, hold_bytes((n,), "int64"), kept, name, (1, n), "int64")
+            for name in ("position_ids", "token_type_ids")
+        ]
+    return result
+
+
+# -- programs ------------------------------------------------------------------------------------------
 
 
 def _everything(embedding: Module) -> frozenset[int]:
@@ -292,7 +348,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     shape, options = layer_shape(plan), recipe_options(plan, options)
     compiled_parts = None
     if plan.compile and framework(plan.framework).supports.compiled_as == "layers":
-        from .compiled_parts import compiled_of
+        from .compiled import compiled_of
 
         compiled_parts = compiled_of(plan, shape, options)
     elif plan.compile:

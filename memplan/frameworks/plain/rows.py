@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ...layers.module import Module, Options
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace

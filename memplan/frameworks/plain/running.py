@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...layers.module import Options
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...tape.events import Hold
 from ...tape.program import Program, Span
 from ...trace.fit import Fit
@@ -29,7 +29,7 @@ class PlainRunning(FrameworkRunning):
         return (0,)
 
     def learnt_work(self, plan: ResolvedPlan) -> bool:
-        from .learned_time import has_work
+        from .timing import has_work
 
         return has_work(plan)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...estimate import programs_of
 from ...layers.module import Options
+from ...plan.plan import ResolvedPlan
 from ...plan.resolve import resolve
-from ...plan.resolved import ResolvedPlan
 from ...search.cuts import (
     ChunkLayers,
     Criteria,

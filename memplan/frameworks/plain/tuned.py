@@ -10,17 +10,14 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
-from ...layers.awq import Awq
-from ...layers.gptq import Gptq
-from ...layers.int8 import Int8
+from ...layers.gptq import Awq, Gptq, Int8
 from ...layers.module import Parameter, hold_bytes
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import HEAD, WORD, adapted, of_experts, saved
-from ...plan.plan import Optimizer
+from ...plan.plan import Optimizer, ResolvedPlan
 from ...plan.releases import CODE_COPIED, FLUSHES_MIB, GPTQ_CASTS, casts_back, parsed, release
-from ...plan.resolved import ResolvedPlan
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, Tape, rounded
 from ...tape.program import drop_all

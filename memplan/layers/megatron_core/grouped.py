@@ -19,8 +19,7 @@ from ...values import replace
 from .. import ops, selecting
 from ..autograd import Gradients, Leaf, Recorder, Shape, Tensor
 from ..gradients import fresh, fresh_each, viewed
-from ..shapes import ITEMSIZE
-from ..work import NOTHING, SUM_OF_ROWS, Operator, Product, Stream, issued
+from ..work import ITEMSIZE, NOTHING, SUM_OF_ROWS, Operator, Product, Stream, issued
 from . import adapters, grouped_chain, local, offload, te, te_facts
 from .operands import members
 from .precision import up

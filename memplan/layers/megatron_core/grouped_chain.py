@@ -19,8 +19,7 @@ from math import prod
 from ...values import dataclass
 from ..autograd import Gradients, Recorder, Shape, Tensor
 from ..graph import Delayed
-from ..shapes import ITEMSIZE
-from ..work import Operator, Product, Stream
+from ..work import ITEMSIZE, Operator, Product, Stream
 from .precision import BYTE, Copy, Low, up
 from .shape import CoreShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ...plan.layer_blocks import LINEAR
+from ...plan.spec import LINEAR
 from ...tape.events import Category
 from .. import ops, selecting
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of

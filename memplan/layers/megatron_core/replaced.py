@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...plan.layer_blocks import LINEAR, NONE
+from ...plan.spec import LINEAR, NONE
 from ..autograd import Recorder, Tensor
 from ..gradients import fresh
 from . import local, te

@@ -12,8 +12,7 @@ from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from ..gradients import fresh
 from ..selecting import top_k_issue
-from ..shapes import ITEMSIZE, size_of
-from ..work import WIDENED, Operator, Product, Stream, Work
+from ..work import ITEMSIZE, WIDENED, Operator, Product, Stream, Work, size_of
 from .shape import CoreShape
 
 WEIGHT = "mlp.router.weight"

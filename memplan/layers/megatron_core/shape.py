@@ -6,12 +6,10 @@ from dataclasses import field
 from math import ceil
 from typing import Literal
 
-from ...plan.layer_blocks import LayerBlock
-from ...plan.spec import ModelSpec
+from ...plan.spec import LayerBlock, ModelSpec
 from ...values import HashedOnce, dataclass, replace
-from ..flash_kernels import Release
-from ..shapes import ITEMSIZE
-from ..work import Ranks
+from ..fused_attention import Release
+from ..work import ITEMSIZE, Ranks
 from .precision import Low, LowAttention, up
 
 TransformerImpl = Literal["local", "transformer_engine"]
@@ -212,7 +210,7 @@ class CoreShape(HashedOnce):
     decoder: int = 0
     """Tokens of the decoder's sequence, where there is an encoder, whose sequence has ``s``."""
     replaced: tuple[str, str] = ("", "")
-    """What stands in place of this layer's attention and of its MLP (``plan.layer_blocks.OTHERS``), if anything."""
+    """What stands in place of this layer's attention and of its MLP (``plan.spec.OTHERS``), if anything."""
     linear: bool = False
     """This layer has a gated delta net in place of attention, as one of kind G has."""
     turns: bool = True

@@ -20,7 +20,7 @@ from ...tape.events import Category
 from .. import ops, work
 from ..autograd import Backward, Gradients, Recorder, Shape, Tensor, size_of
 from ..gradients import fresh
-from . import local, te_context, te_facts, te_low_attention, te_low_context
+from . import local, te_context, te_facts, te_low_context
 from .ends import DOCUMENTS
 from .shape import CoreAttention, CoreShape, Version
 
@@ -48,7 +48,7 @@ def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShap
         if shape.low_attention is not None and shape.low is not None:
             sinks = te_context.sinks(r, shape)
             wide = _gradients(q, k, v, shape)
-            return te_low_attention.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
+            return te_low_context.fused(r, (q, k, v), lengths, sinks, shape, _work(shape, q, k, v), wide)
         return fused(r, q, k, v, lengths, shape)
     assert not lengths  # ``from_plan`` refuses flash attention behind a padding mask
     return flash(r, q, k, v, shape)

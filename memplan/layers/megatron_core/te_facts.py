@@ -11,7 +11,7 @@ from typing import Literal
 
 from ...tape.events import rounded
 from ..autograd import Shape, size_of
-from ..flash_kernels import Call, Release, inside
+from ..fused_attention import Call, Release, inside
 from .shape import CoreShape, Version
 
 OLDEST, NEWEST = (2, 0), (2, 20)

@@ -8,7 +8,7 @@ gathered inputs then lie in these buffers.
 
 from __future__ import annotations
 
-from ..shapes import ITEMSIZE
+from ..work import ITEMSIZE
 from .shape import CoreShape
 
 SOURCE = "Transformer Engine, initialize_ub: one buffer for every exchange of a layer, with its default ways"

@@ -17,13 +17,21 @@ from ..estimate import first_failure, verdict
 from ..names import plan_text, size, stage_word
 from ..stages import unit_of
 from ..suggestion import Answer, suggestion_report
-from ..suggestion_words import difference_pieces, layout_pieces, same_layout, time_unit
-from ..ways_out import ways_table
+from ..suggestion_words import difference_pieces, layout_pieces, same_layout, time_unit, ways_table
 from .markup import Markup, join, section, tag
-from .page import page
-from .reports import converted, wide_console
-from .stages import TONES, breakdown, every_reading, legend, notices, plan_part, readings, stage_rows, verdict_line
-from .timelines import chart_data
+from .page import converted, page, wide_console
+from .stages import (
+    TONES,
+    breakdown,
+    chart_data,
+    every_reading,
+    legend,
+    notices,
+    plan_part,
+    readings,
+    stage_rows,
+    verdict_line,
+)
 
 
 def estimate_page(estimate: Estimate, lines: Sequence[Timeline]) -> bytes:

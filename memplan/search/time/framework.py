@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from .host import Host
 from .shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from .updates import Exchange, Replicas

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...frameworks import framework
 from ...layers.module import Counted, Passes
 from ...layers.work import NO_CALLS, Calls, Exchange, Product
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...values import dataclass
 from . import kernels, power
 from .collectives import collective, group, send

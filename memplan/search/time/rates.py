@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
+from ...plan.plan import ResolvedPlan
 from ...plan.releases import CUDNN_ATTENTION, DEPRIORITIZED
-from ...plan.resolved import ResolvedPlan
 from ...values import dataclass
 from .attention import MEMORY_EFFICIENT, Fused
 from .efficiency import SAME_CHIP, Efficiency, Power, default, unmeasured

@@ -8,14 +8,12 @@ from typing import NamedTuple
 
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
-from ...layers.shapes import ITEMSIZE as ITEMSIZE
+from ...layers.work import ITEMSIZE as ITEMSIZE
 from ...layers.work import Attention
-from ...plan.layer_blocks import LINEAR, NONE, block_of
-from ...plan.layer_blocks import kinds_of as blocks_of
 from ...plan.lora import saved
-from ...plan.plan import Recompute
-from ...plan.resolved import ResolvedPlan
-from ...plan.spec import ModelSpec, of_any_depth
+from ...plan.plan import Recompute, ResolvedPlan
+from ...plan.spec import LINEAR, NONE, ModelSpec, block_of, of_any_depth
+from ...plan.spec import kinds_of as blocks_of
 from ...values import dataclass, replace
 from .host import Host
 from .kernels import Ranks

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from ...device.gpus import MULTIPROCESSORS
 from ...plan.errors import ABSENT, PlanError
-from ...plan.plan import Plan
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from .hardware import GIGA, SPEEDS
 from .shape import Shape
 from .step import StepTime, step_time, step_total

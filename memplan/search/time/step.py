@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...frameworks import framework
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...values import dataclass, replace
 from .efficiency import Efficiency
 from .layer import EntryTimes, entry_times

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...frameworks import framework
-from ...plan.resolved import ResolvedPlan
+from ...plan.plan import ResolvedPlan
 from ...values import dataclass
 from .collectives import Group, collective, group
 from .kernels import overlapped, streamed

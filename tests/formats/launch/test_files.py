@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from memplan.bash.values import text
 from memplan.formats.files import not_in, read_words, words_of
 from memplan.formats.launch import Asked, completed
-from memplan.formats.rows import arguments_of
+from memplan.formats.settings import arguments_of
 from memplan.formats.training_scripts import read as read_script
 from memplan.plan.errors import MOST_GUESSES, PlanError
 from memplan.plan.notes import MOST_OF_A_CODE

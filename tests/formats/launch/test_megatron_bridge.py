@@ -14,7 +14,7 @@ from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.megatron_bridge import table
 from memplan.formats.megatron_bridge.overrides import is_override
 from memplan.formats.megatron_bridge.reader import ENGINE
-from memplan.formats.rows import arguments_of
+from memplan.formats.settings import arguments_of
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan

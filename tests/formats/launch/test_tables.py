@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.formats.rows import Table, arguments_of, nearest_argument, parsed_line
+from memplan.formats.settings import Table, arguments_of, nearest_argument, parsed_line
 
 PARSERS: list[tuple[str, str]] = [
     ("megatron", "megatron_parser.txt"),

@@ -10,9 +10,9 @@ import pytest
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from memplan.formats.accelerate_flags import OF_TRL
+from memplan.formats.accelerate import OF_TRL
 from memplan.formats.launch import Asked, Launch, launched_plan
-from memplan.formats.rows import LEFT
+from memplan.formats.settings import LEFT
 from memplan.formats.trainer.arguments import EVALUATION
 from memplan.formats.trainer.keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from memplan.formats.trainer.reader import launched, read
@@ -23,7 +23,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, build_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.yaml_events import parse_yaml
+from memplan.plan.text import parse_yaml
 
 
 def launch(folder: Path, arguments: object, strict: bool = False, **flags: str) -> Launch:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.launch import Asked
-from memplan.formats.megatron.tokenizer_json import tokens_in
+from memplan.formats.megatron.vocabulary import tokens_in
 from memplan.formats.training_scripts import read as read_script
 from memplan.plan.errors import Origin
 from memplan.plan.read import build_plan

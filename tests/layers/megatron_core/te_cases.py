@@ -16,7 +16,7 @@ from memplan.layers.megatron_core import (
     te,
     te_attention,
     te_facts,
-    te_low_attention,
+    te_low_context,
 )
 from memplan.layers.megatron_core.adapters import of_attention, of_gated
 from memplan.layers.megatron_core.precision import Low, LowAttention, Recipe
@@ -401,7 +401,7 @@ def covered(case: Case, version: Version) -> bool:
     """A recipe covers ``case`` in this release."""
     if case.recipe is not None and version < te_facts.OLDEST_LOW_PRECISION:
         return False
-    if case.recipe is not None and case.module == "attention" and version < te_low_attention.OLDEST:
+    if case.recipe is not None and case.module == "attention" and version < te_low_context.OLDEST:
         return False
     if case.module == "chain" and version < (grouped_chain.OLDEST if case.count > 1 else grouped_chain.OLDEST_SHARED):
         return False

@@ -20,9 +20,9 @@ from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
 from memplan.layers.megatron_core.distributed import distributed
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.search.time.step import step_time
 from memplan.tape.events import fold
 

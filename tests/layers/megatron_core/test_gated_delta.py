@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.megatron_core import block, gated_delta_torch
+from memplan.layers.megatron_core import block, gated_delta
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.plan.count import parameters
@@ -67,7 +67,7 @@ def test_golden_figures_are_those_of_the_source(tmp_path: Path) -> None:
 
 
 def in_torch(size: TorchSize) -> list[list[int]]:
-    return recorded(torch_inputs(size), gated_delta_torch.chunked)
+    return recorded(torch_inputs(size), gated_delta.chunked)
 
 
 def test_deterministic_rule_is_megatron_cores() -> None:

@@ -9,9 +9,9 @@ from memplan.frameworks.megatron.programs import programs
 from memplan.layers.megatron_core.graphs import POOL
 from memplan.layers.module import Module, Options
 from memplan.plan.errors import PlanError
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.schedules.megatron_fold import layers_in_flight
 from memplan.schedules.megatron_schedule import schedule
 from memplan.tape.events import Drop, Hold, Tape

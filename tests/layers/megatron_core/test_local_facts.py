@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memplan.layers.megatron_core import block, local
+from memplan.layers.megatron_core import block, coverage, local
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Options, Run, build
 from memplan.plan.spec import ModelSpec
@@ -82,7 +82,7 @@ def test_one_dummy_gradient_a_shape() -> None:
     ],
 )
 def test_uncovered(spec: dict[str, Any], shape: dict[str, Any], reasons: int) -> None:
-    assert len(list(block.uncovered(shape_of(spec, **shape)))) == reasons
+    assert len(list(coverage.uncovered(shape_of(spec, **shape)))) == reasons
 
 
 def test_fused_accumulation_leaves_no_weight_gradient() -> None:

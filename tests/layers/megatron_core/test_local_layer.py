@@ -18,8 +18,7 @@ from memplan.layers.megatron_core import block, replaced
 from memplan.layers.megatron_core.shape import CoreShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.layers.recompute import recomputed_reentrant
-from memplan.plan.layer_blocks import block_of
-from memplan.plan.spec import ModelSpec
+from memplan.plan.spec import ModelSpec, block_of
 from memplan.tape.events import Drop, Hold, Tape
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-Core is not installed")

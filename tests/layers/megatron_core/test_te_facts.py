@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from memplan.layers.flash_kernels import Call, Release, inside
+from memplan.layers.fused_attention import Call, Release, inside
 from memplan.layers.megatron_core import te_attention, te_facts
 from memplan.layers.module import Interface, Options, build
 from memplan.plan.errors import PlanError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.search.time import step_time, work_of
 from memplan.search.time.shape import KINDS, model_flops, shape_of
 

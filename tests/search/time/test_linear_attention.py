@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memplan.layers.gated_delta import Sizes, work_of
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.plan.resolved import ResolvedPlan
 from memplan.search.time import step_time
 from memplan.search.time import work_of as stages_of
 from memplan.search.time.shape import WITH_DELTA, model_flops, shape_of
