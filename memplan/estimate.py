@@ -323,7 +323,7 @@ def timelines(
 
 
 def lines(estimated: Estimate, stages: Iterable[int], known: Measured = NOTHING) -> Iterator[Line]:
-    """How much ``stages`` of an estimate hold through an iteration, of which nobody asks what it is."""
+    """How many bytes ``stages`` of an estimate hold through an iteration, whatever they are."""
     from .allocator.levels import line
 
     plan = estimated.plan

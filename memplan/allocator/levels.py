@@ -1,4 +1,4 @@
-"""How much a rank holds through one iteration, of which nobody asks what it is: the line in a report.
+"""How many bytes a rank holds through one iteration, whatever they are: the line in a report.
 
 The events are those that ``replay`` runs, in the same order. Sizes are requested bytes, each tensor rounded up to 512.
 """

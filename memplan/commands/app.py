@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -91,11 +92,7 @@ def _with_settings(asked: str, words: list[str]) -> list[str]:
     """``words`` with flags of other tools' own as ``--set``, if the command ``asked`` has that."""
     from ..formats import as_settings
 
-    meant = as_settings(words)
-    if meant == words:
-        return words
-    every = typer.main.get_command(_app(asked, None)).commands[asked].params  # type: ignore[attr-defined]
-    return meant if any("--set" in one.opts for one in every) else words
+    return as_settings(words) if "set_" in inspect.signature(_function(asked)).parameters else words
 
 
 def _run(words: list[str], flags: set[str] | None) -> int:
@@ -154,11 +151,17 @@ def _app(asked: str, flags: set[str] | None, *, completion: bool = False) -> typ
     )
     app.callback(invoke_without_command=True)(_memplan)
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        function = getattr(import_module(f".{COMMANDS[name]}", __package__), name.replace("-", "_"))
+        function = _function(name)
         command = with_plan_flags(function, flags if asked in COMMANDS or completion else ())
         shown = _Common if flags is not None and "flags" in inspect.signature(function).parameters else _ByPanel
         app.command(name, cls=shown, epilog=_EXAMPLES if name == "estimate" else None)(command)
     return app
+
+
+def _function(name: str) -> Callable[..., int]:
+    """What the command ``name`` runs."""
+    found: Callable[..., int] = getattr(import_module(f".{COMMANDS[name]}", __package__), name.replace("-", "_"))
+    return found
 
 
 class _ByPanel(TyperCommand):

@@ -16,8 +16,8 @@ AXES = frozenset(
         *(f"layout.{name}" for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "ep", "etp", "sequence_parallel")),
         "batch.mbs",
         *(f"recompute.{name}" for name in ("mode", "method", "layers", "modules")),
-        "optimizer.name",
-        "optimizer.precision_aware",
+        *(f"optimizer.{name}" for name in ("name", "implementation", "embeddings_32bit")),
+        *(f"optimizer.{name}" for name in ("precision_aware", "exp_avg", "exp_avg_sq")),
         "loss.kind",
         *(f"pipeline.{name}" for name in ("partition", "first_layers", "last_layers", "layout", "group")),
         *(f"pipeline.{name}" for name in ("count_embedding", "count_loss")),
@@ -25,7 +25,9 @@ AXES = frozenset(
         "deepspeed.offload_optimizer",
         "deepspeed.offload_param",
         "fsdp.offload",
+        "fsdp.replicas",
         "megatron.cross_entropy_fusion",
+        "megatron.attention_mask_in_dataloader",
     }
 )
 """Fields that a search chooses values of, by their paths."""

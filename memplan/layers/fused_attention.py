@@ -1,10 +1,7 @@
 """The kernels that PyTorch's ``scaled_dot_product_attention`` takes on CUDA without a mask: flash attention's, and the
 memory-efficient one in fp32 (``sdp_utils.cpp``, ``check_tensor_dtype``) and where values have heads of another size
-(``check_head_dim_size_flash``), which the other does not run.
-
-Shapes: b micro-batch, a heads, s sequence, d features of a head.
-
-What flash-attention's backward kernels allocate inside, release by release.
+(``check_head_dim_size_flash``), which the other does not run; and what flash-attention's backward kernels allocate
+inside, release by release.
 
 2: ``csrc/flash_attn/flash_api.cpp``, ``mha_bwd``, which PyTorch has, too; 3: ``hopper/flash_api.cpp``, ``mha_bwd``; 4:
 ``flash_attn/cute/interface.py``, ``_flash_attn_bwd`` (August 2026). Each sums the gradient of the queries in fp32 in
@@ -149,7 +146,7 @@ def flash_attention(
     """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
-    gradients. For what it allocates inside see ``flash_kernels``.
+    gradients. For what it allocates inside see ``allocates``.
     """
     q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
     b, a, s, _ = q.shape

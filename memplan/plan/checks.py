@@ -286,7 +286,7 @@ def check_versions(plan: Plan) -> None:
         library, by = LIBRARIES[name], ""
         spans: tuple[Releases, ...] = ((library.oldest, library.newest),)
         if name == "trl" and plan.trainer.kind.run_by_trl:
-            spans, by = plan.trainer.kind.follows, f" of trl's {plan.trainer.loop}"
+            spans, by = plan.trainer.kind.follows, f" of trl in trainer.loop {plan.trainer.loop}"
         if not any(oldest <= parsed(version)[:2] <= newest for oldest, newest in spans):
             known = " or ".join(f"{shown(oldest)} to {shown(newest)}" for oldest, newest in spans)
             raise plan.wrong(f"versions.{name}", f"must be {known}: the releases that are followed{by}")

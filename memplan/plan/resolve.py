@@ -168,6 +168,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
     if layout.dp is None and 1 < dp == gpus:  # nobody named its size
         require(plan, "hardware.gpus", gpus, "1", "sizes", "dp", SIZES["dp"])
     layout = layout.model_copy(update={"dp": dp})
+    sections = own.default_sections(plan, hardware, layout)
     resolved = _with(
         plan,
         {
@@ -178,12 +179,12 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "optimizer": _optimizer(plan, own),
             "recompute": _recompute(plan, own),
             "loss": _loss(plan, own),
-            "lora": _lora(plan, own),
+            "lora": _lora(plan.model_copy(update={"layout": layout, **sections}), own),
             "quantisation": _quantisation(plan),
             "kernels": of_set(plan),
             "attention": _named(plan, own) or own.default_attention(plan) or _attention(plan),
             "torch": plan.torch or plan.versions.get("torch") or ("1.6" if plan.code == "2020" else own.default_torch),
-            **own.default_sections(plan, hardware, layout),
+            **sections,
         },
     )
     for check in CHECKS:

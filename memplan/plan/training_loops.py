@@ -4,8 +4,7 @@ reference runs, and which fields of a plan belong to it alone.
 trl 1.15 and 1.16: ``trainer/sft_trainer.py``, ``trainer/dpo_trainer.py``, ``trainer/kto_trainer.py``,
 ``trainer/grpo_trainer.py``, ``trainer/rloo_trainer.py``, ``trainer/reward_trainer.py``,
 ``experimental/cpo/cpo_trainer.py``, ``experimental/orpo/orpo_trainer.py``. ``formats/trainer/trl.py`` reads their
-arguments. LLaMA-Factory of August 2026:
-``train/dpo/trainer.py``.
+arguments. LLaMA-Factory of August 2026: ``train/dpo/trainer.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ Releases = tuple[Version, Version]
 LossOf = Literal["model", "log-probabilities", "whole-logits", "all-logits", "scores", "labels"]
 
 Reduced = Literal["rows", "rows-of-copy", "rows-and-likelihood", "rows-alone", "tokens", "clipped", "clipped-rows"]
-"""What becomes of labels' log-probabilities: sums of rows beside a reference's, the same by Axolotl's kernel,
-sums of rows alone with a cross entropy
-of the chosen sequences or without, the mean of tokens, clipped ratios of tokens (GRPO), or of rows (RLOO)."""
+"""What becomes of labels' log-probabilities: sums of rows beside a reference's, the same by Axolotl's kernel, sums of
+rows alone with a cross entropy of the chosen sequences or without, the mean of tokens, clipped ratios of tokens (GRPO),
+or of rows (RLOO)."""
 
 
 @dataclass(frozen=True, slots=True)

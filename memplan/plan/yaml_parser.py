@@ -22,7 +22,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_events(text: str, source: str, line: bool) -> Node:
-    """As ``yaml_events.parse_yaml``."""
+    """As ``text.parse_yaml``."""
     builder = _Builder(source, line)
     if source.endswith(".json"):
         text = text.replace("\t", " ")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..frameworks import framework
+from ..plan.errors import shown
 from ..plan.fields import plan_fields
 from ..plan.notes import SEQ_DEFAULT, VOCAB_UNUSED, says_choice
 from ..plan.resolve import resolve
@@ -270,7 +271,7 @@ def _field_name(path: str) -> str:
 
 
 def _short(value: object) -> str:
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else shown(value)
     return text if len(text) <= 24 else f"{text[:23]}…"
 
 

@@ -112,7 +112,7 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
             yield extra.label
     for extra in theirs.extras:
         if extra not in mine.extras and not _has(other.plan, extra.fields):
-            yield f"without {extra.label}"
+            yield extra.lacking or f"without {extra.label}"
     same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.cut and than.cut
     if same_stages and cut_words(other.cut) != cut_words(than.cut):
         yield "another cut"

@@ -46,6 +46,8 @@ class Extra(NamedTuple):
     """States or parameters are kept elsewhere than on the GPU."""
     groups: int = 1
     """Groups of replicas that it makes, each of two or more."""
+    lacking: str = ""
+    """What is said of a layout that lacks it; empty: that it is without what the label says."""
 
 
 _KEEPS_NUMERICS = attrgetter("keeps_numerics")

@@ -265,7 +265,7 @@ def space_of(base: Plan, resolved: ResolvedPlan, fixed: Mapping[str, Any], gpus:
         recompute=recompute,
         extras=_combined(search.free(resolved), search.extras(resolved), fixed),
         dp=(int(fixed["layout.dp"]),) if "layout.dp" in fixed else None,
-        per_operator=not any(path.startswith(("recompute.", "fsdp.")) for path in fixed),
+        per_operator=not any(path.startswith(("recompute.", "fsdp.per_operator", "fsdp.recompute")) for path in fixed),
         sequence_parallel=resolved.layout.sequence_parallel if "layout.sequence_parallel" in fixed else None,
         cut=cut,
     )

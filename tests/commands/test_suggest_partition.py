@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.frameworks import ROOMS
+from memplan.commands.fixed import AXES
+from memplan.frameworks import ROOMS, framework
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -440,3 +441,30 @@ def test_an_architecture_that_a_framework_lacks_is_refused_at_once(model: str, f
     with pytest.raises(PlanError, match=f"has no recipe in framework {framework}"):
         search_for(read_plan(None, flags).plan, {}, report=lambda what, done, of: considered.append(what))
     assert len(considered) < 10
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"framework": "megatron", "seq": "8192"},
+        {"framework": "fsdp", "gpus": "32"},
+        {"framework": "deepspeed", "zero": "3"},
+        {"framework": "ddp"},
+        {"framework": "megatron-deepspeed", "model": "bigscience-104b", "dtype": "fp16", "tp": "4"},
+    ],
+    ids=lambda job: job["framework"],
+)
+def test_whatever_a_search_changes_can_be_fixed(job: dict[str, str]) -> None:
+    """``--fix`` keeps fields of ``AXES``: each that a search's choices set is one of them."""
+    plan = resolve(read_plan(None, {"model": "llama-3-8b", "gpu": "h100-80gb", "gpus": "8", "gbs": "64", **job}).plan)
+    search = framework(plan.framework).search
+    groups = (search.free(plan), *search.extras(plan))
+    assert {path for group in groups for one in group for path, _ in one.fields} <= AXES
+
+
+def test_a_mask_that_is_fixed_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model=llama-3-8b", "--framework=megatron", "--gpus=2", "--gpu=h200", "--gbs=4", "--seq=8192"]
+    words += ["--layers=2", "--fix=tp=2,pp=1,mbs=1"]
+    found = [answer(capsys, *words, *fix) for fix in ([], ["--fix=attention-mask-in-dataloader=true"])]
+    masks = [one["recommended"]["plan"]["megatron"]["attention_mask_in_dataloader"] for one in found]
+    assert masks == [False, True]

@@ -169,6 +169,7 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
     [
         (QLORA + "rl: grpo\n", "rl = grpo: must be left out: Axolotl puts kernels of its own into this loss"),
         (QLORA + "rl: dpo\n", "sample_packing = true: must be left out with rl dpo"),
+        (PAIRS + "reward_model: true\n", "reward_model = true: must be left out with rl dpo"),
         (PAIRS + "dpo_padding_free: true\n", "dpo_padding_free = true: must be left out with rl dpo"),
         (PAIRS + "rl_adapter_ref_model: true\n", "rl_adapter_ref_model = true: must be left out with rl dpo"),
         (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO's loss in the trl that it pins"),

@@ -120,3 +120,12 @@ def test_what_adapters_are_not_modelled_with(flags: dict[str, str], line: str) -
     with pytest.raises(PlanError) as caught:
         programs_of(resolve(read_plan(None, job).plan), Options())
     assert line in str(caught.value)
+
+
+def test_layers_by_default_are_those_of_the_code_that_runs() -> None:
+    """The newest code has one projection of queries, keys and values, whether or not the plan names what it needs
+    besides: units apart at both ends, which torchtitan has by default."""
+    job = {name: value for name, value in JOB.items() if name != "ends-apart"}
+    job |= {"model": "llama-3-8b", "layers": "2", "fsdp-newest": "true", "lora-rank": "16"}
+    with pytest.raises(PlanError, match=r"lora.targets = \[wqkv, wo, w1, w2, w3, lm_head\]: must not name lm_head"):
+        programs_of(resolve(read_plan(None, job).plan), Options())

@@ -92,15 +92,13 @@ def test_a_plan_needs_what_it_needs_with_every_layer_built_alone(case: str) -> N
         assert replay((other,), AllocatorSettings(), ()) == replay((program,), AllocatorSettings(), ())
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", [name for name, flags in PLANS.items() if "pp" not in flags])
 def test_every_layer_runs_what_its_own_shape_says(case: str) -> None:
     """Of stages that have both ends, so that no layer's input or output is another stage's; each layer is recorded
     anew, from its number in the model."""
     plan, options = resolved(case), Options(kernel_workspaces=True)
     job = stages_of(plan, options).job
-    (program, *others) = programs(plan, options)
-    if others:
-        return
+    (program,) = programs(plan, options)
     again = recomputed(plan.recompute, program.entries)
     layers = [(span.module, name) for span in program.spans for name in span.names if is_layer(name)]
     assert sum(len(names_of(name)) for _, name in layers) == plan.model.layers

@@ -465,9 +465,12 @@ def test_batches_are_of_pairs() -> None:
         ({"loss": "liger"}, "must be plain"),
         (
             {"versions": "trl=1.14.0"},
-            r"must be 0\.10 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl's dpo",
+            r"must be 0\.10 to 1\.13 or 1\.15 to 1\.16: the releases .* followed of trl in trainer.loop dpo",
         ),
-        ({"versions": "trl=1.14.0", **GROUPED}, r"must be 0\.15 to 1\.13 or 1\.15 to 1\.16: .* of trl's grpo"),
+        (
+            {"versions": "trl=1.14.0", **GROUPED},
+            r"must be 0\.15 to 1\.13 or 1\.15 to 1\.16: .* of trl in trainer.loop grpo",
+        ),
         ({"lora_rank": 8, "use_dora": "true"}, "both together are not modelled"),
         ({"trainer": "llama-factory-dpo", "eval_mbs": 3}, r"evaluation_mbs = 3: must be at most batch\.mbs, 2"),
         ({"eval_batches": 3}, "evaluation_batches = 3: must be left out with trainer.loop dpo"),

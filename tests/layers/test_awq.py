@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memplan.estimate import estimate
-from memplan.layers.gptq import Awq
+from memplan.layers.quantised import Awq
 from memplan.plan import tuning_checks
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan

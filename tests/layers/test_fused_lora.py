@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.gptq import Gptq
+from memplan.layers.quantised import Gptq
 from memplan.layers.tuning import Adapters, FourBit, Layer, Packed, Tuning, fused
 from memplan.tape.events import Drop, Hold, Seam, Tape, fold
 from tests.oracle.optimizer_step import DTYPES

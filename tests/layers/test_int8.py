@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from memplan.frameworks.fsdp.framework import NO_INTEGERS
-from memplan.layers.gptq import Int8
+from memplan.layers.quantised import Int8
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve

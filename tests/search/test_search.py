@@ -44,6 +44,10 @@ SPACES = {
     "fsdp": {**LLAMA, "framework": "fsdp", "gpus": "4", "gbs": "64"},
     "fsdp, nodes": {**LLAMA, "framework": "fsdp", "gpus": "8", "gpus-per-node": "2", "gbs": "64"},
     "fsdp, torchtitan": {**LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "4", "gbs": "16"},
+    "fsdp, torchtitan's adapters": {
+        **LLAMA, "framework": "fsdp", "fsdp-code": "torchtitan", "fsdp-newest": "true", "gpus": "4", "gbs": "16",
+        "lora-rank": "8", "lora-targets": "wqkv,wo",
+    },
     "device-map": {**LLAMA, "framework": "device-map", "gpus": "4", "gbs": "16"},
 }  # fmt: skip
 _EXPERTS = {

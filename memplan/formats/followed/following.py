@@ -472,7 +472,9 @@ class Following:
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))
         if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):
-            raise self._refused(f"{called}(…) may change the configuration, and is not found", given, module)
+            raise self._refused(
+                f"{written(given.func)}(…) may change the configuration, and is not found", given, module
+            )
         return Unknown(given, where)
 
     def _asked(

@@ -47,6 +47,7 @@ class Job:
     sizes: Mapping[str, Node]
     """``tp``, ``pp``, ``vpp`` …, as flags give them."""
     gpus: int | None
+    dp: int | None
     gpu: str | None
     batched: bool
     """Whether a flag says the global batch size."""
@@ -54,7 +55,8 @@ class Job:
     @staticmethod
     def asked(asked: Asked, gpu: str | None) -> Job:
         sizes = {name: node for name in _SIZES if (node := asked.whole(name)) is not None}
-        return Job(sizes, asked.gpus.whole if asked.gpus is not None else None, gpu, "gbs" in asked.names)
+        gpus, dp = (one.whole if one is not None else None for one in (asked.gpus, asked.whole("dp")))
+        return Job(sizes, gpus, dp, gpu, "gbs" in asked.names)
 
     def over(self, root: Node) -> Node:
         """``root`` with the sizes as the overrides that say the same."""
@@ -136,12 +138,13 @@ def _scaled(recipe: Recipe, root: Node, job: Job, *, canonical: int) -> tuple[No
     """As many sequences for each data-parallel rank as the recipe has on the GPUs of its name
     (``_apply_benchmark_weak_scaling``), unless a global batch size is said."""
     said = root.at(_GBS)
-    if job.batched or job.gpus is None or said is None or said is not recipe.root.at(_GBS):
-        return root, ()
     own, now = _ranks(recipe.root), _ranks(root)
-    if not isinstance(said.value, int) or canonical % own or job.gpus % now:
+    gpus = job.dp * now if job.dp is not None else job.gpus
+    if job.batched or gpus is None or said is None or said is not recipe.root.at(_GBS):
+        return root, ()
+    if not isinstance(said.value, int) or canonical % own or gpus % now:
         return root, ()  # refused later, with the sizes' own names
-    base, dp = canonical // own, job.gpus // now
+    base, dp = canonical // own, gpus // now
     if dp == base:
         return root, ()
     if said.value * dp % base:

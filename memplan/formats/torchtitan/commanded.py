@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from ...plan.errors import Origin
@@ -25,7 +26,8 @@ def as_settings(words: Sequence[str], ours: str) -> list[str]:
     are where nothing says that a job of torchtitan's is meant: its module, a file, or ``--from`` with the name
     ``ours``."""
     names = {word.partition("=")[0] for word in words}
-    meant = bool({_MODULE, _FILE} & names) or (_FROM in names and any(ours in word for word in words))
+    read_as = {after if word == _FROM else word.removeprefix(f"{_FROM}=") for word, after in pairwise([*words, ""])}
+    meant = bool({_MODULE, _FILE} & names) or (_FROM in names and ours in read_as)
     if not meant and not any(map(_is_file, words)):
         return [*words]
     made, rest, said = list[str](), list(words), dict[str, str]()

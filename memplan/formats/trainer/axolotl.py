@@ -73,6 +73,7 @@ _NOT_OF_PAIRS = MappingProxyType(
         "sample_packing": "its collator pads both of a pair, and Axolotl refuses packing there",
         "dpo_padding_free": "batches without padding are not modelled in DPO",
         "dpo_use_liger_kernel": "Liger's loss of pairs is not modelled",
+        "reward_model": "a model of scores has no log-probabilities of labels",
         "rl_adapter_ref_model": "a reference that is a second model beside adapters is not modelled",
     }
 )

@@ -360,12 +360,12 @@ _ORPO = Loop(
 _CPO = replace(
     _ORPO,
     name="cpo",
-    scripts=("cpo",),
+    scripts=("cpo", "simpo"),
     alone=("cpo_alpha", "simpo_gamma"),
     without_effect=_ORPO.without_effect | {"cpo_alpha", "simpo_gamma", "alpha", "label_smoothing", "loss_type"},
 )
-_SIMPO = replace(_CPO, name="simpo", scripts=("simpo",), alone=())
-"""With a weight of 0 CPOTrainer computes no cross entropy."""
+_SIMPO = replace(_CPO, name="simpo", scripts=(), alone=())
+"""With a weight of 0 CPOTrainer computes no cross entropy; SimPO's own loss alone (``loss_type``) has one of 1."""
 
 
 def _weighed(loop: Loop, written: Node) -> Loop:

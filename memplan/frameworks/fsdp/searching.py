@@ -15,7 +15,8 @@ from .titan import titan_of
 
 class FsdpSearch(FrameworkSearch):
     def sizes(self, plan: ResolvedPlan) -> frozenset[str]:
-        """Only torchtitan has more than data parallelism. Bounds are of ``fully_shard``."""
+        """Only torchtitan has more than data parallelism, and its adapters are modelled without (``titan_lora.check``).
+        Bounds are of ``fully_shard``."""
         if plan.fsdp.version == "1":
             raise plan.wrong("fsdp.version", "must be 2 in a search: FSDP1 is modelled in estimates alone")
         if plan.fsdp.code != "torchtitan":
@@ -23,6 +24,7 @@ class FsdpSearch(FrameworkSearch):
         titan, tied = titan_of(plan.model), plan.model.tied_embeddings
         cut = titan.complete and plan.loss.kind != "chunked"  # whose chunks take a fold three times as long
         untried = frozenset() if cut else {"pp", "vpp"}
+        untried |= {"tp", "pp", "vpp"} if plan.lora.rank is not None else set()
         return super().sizes(plan) - untried - {"cp"} - ({"tp"} if titan.norm_of_parts is None or tied else frozenset())
 
     def recomputing(self, plan: ResolvedPlan) -> tuple[Recomputing, ...]:

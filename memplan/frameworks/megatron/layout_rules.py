@@ -331,15 +331,11 @@ def check_experts(plan: ResolvedPlan) -> None:
         for name, _ in given.changed():
             raise plan.wrong(f"experts.{name}", f"must be left out: {model.name} has no experts")
         return
-    plan.refuse(
-        ("layout.ep", model.experts % layout.ep, f"must divide the {model.experts} experts of {model.name}"),
-        (
-            "layout.ep",
-            ranks % (layout.ep * etp),
-            f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
-            f"{_possible(plan, ranks, etp)}",
-        ),
-    )
+    if model.experts % layout.ep:
+        raise plan.wrong("layout.ep", f"must divide the {model.experts} experts of {model.name}")
+    if ranks % (layout.ep * etp):  # no rule of a table: what is possible takes long to find where ranks are many
+        problem = f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
+        raise plan.wrong("layout.ep", f"{problem}{_possible(plan, ranks, etp)}")
     if model.expert_ffn % etp:
         raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
     plan.refuse(

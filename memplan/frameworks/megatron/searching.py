@@ -80,7 +80,9 @@ def _by_kinds(spec: ModelSpec) -> bool:
     return bool(spec.layer_pattern or spec.layer_blocks or spec.linear_interval)
 
 
-NO_MASK = Extra("no attention mask", (("megatron.attention_mask_in_dataloader", False),))
+NO_MASK = Extra(
+    "no attention mask", (("megatron.attention_mask_in_dataloader", False),), lacking="with an attention mask"
+)
 WORTH_LEAVING_OUT = 1 << 26
 """Bytes of one sequence's mask, of 8,192 tokens, below which a search does not name one more flag."""
 

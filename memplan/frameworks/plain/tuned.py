@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
-from ...layers.gptq import Awq, Gptq, Int8
 from ...layers.module import Parameter, hold_bytes
+from ...layers.quantised import Awq, Gptq, Int8
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
 from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError

@@ -1,6 +1,6 @@
 """Gated delta nets in Megatron-Core: ``ssm/gated_delta_net/gdn.py`` (``GatedDeltaNet.forward``) and ``common.py``
 (``_GDNBase``), over the kernels of flash-linear-attention (``layers/gated_delta.py``), or in deterministic mode over
-PyTorch's operators (``gated_delta_torch``).
+PyTorch's operators (``chunked``).
 
 What the projection gives is saved whole: the convolution, which is made again in backward, and the compiled function
 that prepares the rule's inputs (``jit_fuser``) read parts of it. The gated norm saves its input, the norm and the gate.

@@ -181,10 +181,10 @@ class CoreShape(HashedOnce):
     mamba_apart: bool = False
     """Convolution and scan of Mamba layers are operators of their own (``use_mamba_mem_eff_path=False``)."""
     mamba_states: str | None = None
-    mamba_chunk: int = 128
-    """Tokens that a Mamba-2 layer's scan takes at once."""
-    """Dtype of the states between their chunks, where it is not that of activations
+    """Dtype of the states between chunks of their scan, where it is not that of activations
     (``mamba_training_ssm_states_dtype``)."""
+    mamba_chunk: int = 128
+    """Tokens that their scan takes at once."""
     packed: int = 0
     """Sequences that are one behind the other in the one of a micro-batch, each of documents that do not attend to one
     another; 0: none are."""

@@ -114,7 +114,7 @@ def backward_workspaces(
     deterministic (⌈multiprocessors / (b a)⌉ splits), and with fewer key heads (``grouped``) dk and dv of
     every query head. cuDNN: Σ dO·O and, unless deterministic, the accumulator of dQ, which its front end adds
     (``node/scaled_dot_product_flash_attention.h``, ``get_fe_workspace_size_node``); what the engine inside cuDNN
-    asks for besides is not published. Later releases of flash-attn: ``flash_kernels``.
+    asks for besides is not published. Later releases of flash-attn: ``fused_attention.allocates``.
     """
     if shape.attention == "flash" and shape.flash.number > SECOND:
         heads = shape.spec.kv_heads * a // shape.spec.heads if grouped else a

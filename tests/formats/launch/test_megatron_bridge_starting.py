@@ -78,6 +78,7 @@ def test_benchmarks_have_as_many_sequences_a_rank_on_other_gpus(checkout: Path) 
     assert read.plan.batch.gbs == 256
     (note,) = [one for one in read.warnings if one.code == "batch-scaled"]
     assert "256 sequences a step: the recipe has 128 for dp 32, and its launcher scales them to dp 64" in note.message
+    assert started(checkout, LOW, dp="64").plan.batch.gbs == 256
     assert started(checkout, LOW, tp="4").plan.batch.gbs == 64
     assert started(checkout, LOW, "-tp 4", "-gb 32").plan.batch.gbs == 32
     assert started(checkout, LOW, gpus="128", gbs="512").plan.batch.gbs == 512

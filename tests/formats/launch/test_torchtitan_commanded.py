@@ -36,6 +36,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("job.py --training.seq-len=4096", "job.py --set=training.seq_len=4096"),
         ("job.py --training.local_batch_size 2", "job.py --set=training.local_batch_size=2"),
         ("--job.config_file a.toml --metrics.x 1", "--set=metrics.x=1 --from=torchtitan a.toml"),
+        ("--from megatron torchtitan/a.txt --config x", "--from megatron torchtitan/a.txt --config x"),
         ("train.py --config accelerate.yaml", "train.py --config accelerate.yaml"),
         ("train.py --model.foo 1", "train.py --model.foo 1"),
         ("gpt2 --training.seq_len 4096", "gpt2 --training.seq_len 4096"),
@@ -79,6 +80,10 @@ def test_one_line_for_what_is_not_there(
     assert told.count("\n") == 1
 
 
-def test_a_command_without_settings_has_none_of_its_flags(capsys: pytest.CaptureFixture[str], checkout: Path) -> None:
-    assert main(["validate", "--module", "llama3", "--config", "selective"]) == 2
+@pytest.mark.parametrize("module", ["llama3", "llama9"])
+def test_a_command_without_settings_has_none_of_its_flags(
+    capsys: pytest.CaptureFixture[str], checkout: Path, module: str
+) -> None:
+    """Whether the module's file is there or not."""
+    assert main(["validate", "--module", module, "--config", "selective"]) == 2
     assert "--module: is not a flag of memplan validate" in capsys.readouterr().err

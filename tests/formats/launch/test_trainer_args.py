@@ -463,6 +463,14 @@ def test_trainers_of_trl_are_loops(trainer: str, said: str, loop: str, tmp_path:
     )
 
 
+@pytest.mark.parametrize(("weight", "loop"), [("", "cpo"), (" --cpo_alpha 0.0", "simpo")])
+def test_a_script_is_simpo_without_a_cross_entropy_alone(weight: str, loop: str, tmp_path: Path) -> None:
+    """Whatever it is called: ``CPOConfig.cpo_alpha`` is 1 by default."""
+    command = f"python simpo.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --loss_type simpo{weight}\n"
+    (tmp_path / "train.sh").write_text(command)
+    assert build_plan(read(str(tmp_path / "train.sh"), Asked()).source, {}).plan.trainer.loop == loop
+
+
 def test_orpos_four_bits_are_prepared(tmp_path: Path) -> None:
     """``experimental/orpo/orpo_trainer.py``: adapters stay in fp32 there."""
     (tmp_path / "own.py").write_text(

@@ -1,4 +1,6 @@
-"""GPTQ's weights: packed to 4 bits, with a scale and a zero for every group of inputs.
+"""Frozen weights of a base model that are kept quantised under adapters: GPTQ's, LLM.int8's and AWQ's.
+
+GPTQ's weights: packed to 4 bits, with a scale and a zero for every group of inputs.
 
 auto_gptq 0.7, and its copy in fms-acceleration: ``nn_modules/qlinear/qlinear_tritonv2.py`` (``QuantLinear``),
 ``nn_modules/triton_utils/dequant.py`` (``dequant248``, ``QuantLinearFunction``). peft: ``tuners/lora/gptq.py``
