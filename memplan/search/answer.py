@@ -22,7 +22,7 @@ from .changes import changes_of, measured, without_retries
 from .result import Found, Offer, Suggestion
 from .search import Report, Search, alike
 from .space import Space, filled, nearest_counts, space_of
-from .time import check_timed, published_error
+from .time import check_timed, error_between_layouts, published_error
 
 Objective = Literal["time", "memory", "gpus"]
 
@@ -69,7 +69,7 @@ class Sought:
             check_timed(resolved)
         self._space = _space(self.base, resolved, fixed)
         self.error = published_error(resolved)
-        self.within = min(EQUALLY_FAST, self.error)
+        self.within = min(EQUALLY_FAST, error_between_layouts(resolved))
         self.gain = headroom_bytes(default_reserve(self.capacity), self.capacity)
         self._search: Search | None = None
         self.seconds = perf_counter() - started

@@ -6,7 +6,7 @@
 
 from .efficiency import Efficiency, Fraction
 from .layer import EntryTimes, LayerTimes, entry_times, times_of
-from .rates import Rates, best_published, published_error, rates_of
+from .rates import Rates, best_published, error_between_layouts, published_error, rates_of
 from .shape import Shape, StageWork, shape_of, work_of
 from .stand_in import check_timed, is_timed, lacks_network, on_timed_gpu, ranking_seconds, ranking_time
 from .step import StepTime, assemble, cost_of_step, cost_of_tokens, step_seconds, step_time
@@ -29,6 +29,7 @@ __all__ = [
     "cost_of_step",
     "cost_of_tokens",
     "entry_times",
+    "error_between_layouts",
     "is_timed",
     "lacks_network",
     "on_timed_gpu",

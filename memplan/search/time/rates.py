@@ -83,6 +83,16 @@ def published_error(plan: ResolvedPlan) -> float:
     return max(error, adapted.get(gpu, max(adapted.values())))
 
 
+def error_between_layouts(plan: ResolvedPlan) -> float:
+    """How far two layouts of ``plan`` may be apart whose times are equal: the least median error of dense steps on its
+    GPU. By what all steps of some code are wrong alike, as Megatron's on thousands of H100 are, their order is not."""
+    own = published_error(plan)
+    if compared(plan) == EXPERTS:
+        return own
+    gpu = plan.hardware.gpu or ""
+    return min([own, *(of_code[gpu] for of_code in PUBLISHED_ERRORS.values() if gpu in of_code)])
+
+
 _FOUNDRY = "MPT-3B of 512 tokens on 8 GPUs, https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md"
 _GPT3 = Figure(
     0.54, "GPT-3 175B on 128 H100, https://newsletter.semianalysis.com/p/h100-vs-gb200-nvl72-training-benchmarks"
