@@ -205,8 +205,8 @@ _COMMON = {"cross_entropy_loss_fusion": True}
 _HYBRID = {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False}
 _FURTHER = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E", "mtp_use_repeated_layer": True}
 """Layers that predict further tokens, in ``config.json`` of Nemotron 3 Super and Ultra (``nemotron_h_bridge.py``:
-``_hf_mtp_config``): one block of attention and experts, which recipes run twice. Megatron-LM's own test of Super has the
-same layers (``nemotron3_super_release_gb200/model_config.yaml``: ``…/*E/*E``)."""
+``_hf_mtp_config``): one block of attention and experts, which recipes run twice. Megatron-LM's own test of Super has
+the same layers (``nemotron3_super_release_gb200/model_config.yaml``: ``…/*E/*E``)."""
 BRIDGES: Mapping[str, Mapping[str, object]] = {
     "llama": {**_COMMON, **_FUSED, "apply_rope_fusion": True},
     "deepseek-v3": {**_COMMON, **_LATENT, "mtp_num_layers": 1},
