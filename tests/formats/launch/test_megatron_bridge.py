@@ -546,6 +546,15 @@ def test_a_hybrids_configuration_says_what_predicts_further_tokens(name: str) ->
         assert model.mtp_shared
 
 
+def test_a_number_beside_a_pattern_of_its_own_is_told_as_read(capsys: pytest.CaptureFixture[str]) -> None:
+    from memplan.cli import main
+
+    words = ["--model", "nemotron-3-super-120b-a12b", "--gpus", "16", "model.mtp_num_layers=2"]
+    assert main(["estimate", *words, "--explain-args"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--mtp-num-layers")]
+    assert "model.mtp_pattern" in row
+
+
 def test_layers_on_the_host_and_fused_operations_are_the_arguments_of_megatron(tmp_path: Path) -> None:
     """``cpu_offloading`` turns layers on the host on; the number alone does nothing (``TransformerConfig``)."""
     alone = {"pipeline_model_parallel_size": 1, "recompute_granularity": None, "recompute_modules": None}
