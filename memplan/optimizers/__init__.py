@@ -59,6 +59,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("distributedoptimizer", "distopt", "distadam"), "is Megatron's ZeRO-1: --framework megatron --zero 1"
     ),
+    "distmuon": "is Muon whose whole parameters are dealt out to ranks: --framework megatron --optimizer muon --zero 1",
 }
 """What says more than an optimizer, written plainly."""
 

@@ -182,6 +182,8 @@ NOT_MODELLED: Mapping[str, str] = {
         "is not modelled of trl's trainers: --trainer sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are",
     ),
     "--experts-implementation": f"is no flag: experts run as transformers takes by itself, grouped_mm; {OTHER_EXPERTS}",
+    "--recipe": "names a recipe of Megatron-Bridge as its checkout does, such as "
+    "llama3_8b_pretrain_2gpu_h100_bf16_config; every name ends in _config",
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(

@@ -295,6 +295,7 @@ def test_every_model_has_its_repository() -> None:
     [
         ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
         ("optimizer", "adamw_torch_4bit", "torchao"),
+        ("optimizer", "dist_muon", "--optimizer muon --zero 1"),
         ("trainer", "BCO", "classifier of prompts"),
         ("trainer", "prm", "scores of steps"),
         ("trainer", "ppo", "generation"),
@@ -326,6 +327,13 @@ def test_a_name_of_nothing_here_says_what_is_built_in(name: str, ends: str) -> N
     with pytest.raises(PlanError) as caught:
         read_plan(None, {"model": name})
     assert str(caught.value).endswith(ends)
+
+
+def test_a_recipe_that_is_none_says_how_recipes_are_called(capsys: pytest.CaptureFixture[str]) -> None:
+    from memplan.cli import main
+
+    assert main(["estimate", "--recipe", "llama3_8b_pretrain"]) == 2
+    assert "every name ends in _config" in capsys.readouterr().err
 
 
 def test_losses_of_trl_that_are_not_modelled_name_those_that_are() -> None:

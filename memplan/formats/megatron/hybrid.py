@@ -14,6 +14,7 @@ from ..settings import NEEDED, Reader, Row, elsewhere, switch
 
 PATTERN, OLDER = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 FURTHER = "--mtp-num-layers"
+OLDER_FURTHER = "--mtp-hybrid-override-pattern"
 RATIOS = ("--hybrid-attention-ratio", "--hybrid-mlp-ratio")
 SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 STACKS = (SPEC[1], "mamba_stack_spec")
@@ -46,6 +47,7 @@ def _pattern(reader: Reader) -> None:
     node = settings.word(names[0]) if names and names[0] in (PATTERN, OLDER) else _of_ratios(reader)
     name, text = (names or [PATTERN])[0], str(node.value)
     main, *further = text.split("/")
+    said = (name,) if any(further) else (OLDER_FURTHER, FURTHER)
     further = [one for one in further if one] or _older_further(reader)
     if len(set(further)) > 1:
         problem = "has different layers behind each /, which Megatron-Core refuses"
@@ -66,8 +68,8 @@ def _pattern(reader: Reader) -> None:
     building.put("model.layer_pattern", Node(pattern, node.origin), *(names or [PATTERN]))
     building.items["model.layers"] = Node(len(pattern), node.origin)
     if further:
-        building.put("model.mtp_pattern", Node(further[0], node.origin), name)
-        building.put("model.mtp_layers", Node(len(further), node.origin), name)
+        building.put("model.mtp_pattern", Node(further[0], node.origin), *said)
+        building.put("model.mtp_layers", Node(len(further), node.origin), *said)
     if len(segments) > 1:
         layout = "E" + "|".join("t" * len(segment) for segment in segments) + "L"
         building.put("pipeline.layout", Node(layout, node.origin), name)
@@ -75,16 +77,16 @@ def _pattern(reader: Reader) -> None:
 
 def _older_further(reader: Reader) -> list[str]:
     """Layers of multi-token prediction in an argument of their own, as before 2026."""
-    settings, name = reader.settings, "--mtp-hybrid-override-pattern"
-    pattern, count = settings.word(name), settings.integer(FURTHER)
+    pattern, count = reader.settings.word(OLDER_FURTHER), reader.settings.integer(FURTHER)
     return [] if pattern is None or count is None else [str(pattern.value)] * int(str(count.value))
 
 
 def further_layers(reader: Reader) -> None:
-    """``--mtp-num-layers``; of a hybrid its pattern says how many."""
+    """``--mtp-num-layers``; of a hybrid its pattern says how many, unless these layers have one of their own."""
     node = reader.settings.integer(FURTHER)
     if reader.context.family == "hybrid":
-        reader.building.because(FURTHER, f"not read: {PATTERN} says how many")
+        if FURTHER not in reader.building.became:
+            reader.building.because(FURTHER, f"not read: {PATTERN} says how many")
     elif node is not None:
         reader.building.put("model.mtp_layers", node, FURTHER)
 

@@ -202,6 +202,11 @@ _UNFUSED = {"bias_activation_fusion": False, "bias_dropout_fusion": False, "appl
 _OF_EXPERTS = {"moe_router_dtype": "fp32", "moe_shared_expert_overlap": True}
 _LATENT = {**_UNFUSED, **_FUSED, **_OF_EXPERTS, "cross_entropy_fusion_impl": "te"}
 _COMMON = {"cross_entropy_loss_fusion": True}
+_HYBRID = {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False}
+_FURTHER = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E", "mtp_use_repeated_layer": True}
+"""Layers that predict further tokens, in ``config.json`` of Nemotron 3 Super and Ultra (``nemotron_h_bridge.py``:
+``_hf_mtp_config``): one block of attention and experts, which recipes run twice. Megatron-LM's own test of Super has
+the same layers (``nemotron3_super_release_gb200/model_config.yaml``: ``…/*E/*E``)."""
 BRIDGES: Mapping[str, Mapping[str, object]] = {
     "llama": {**_COMMON, **_FUSED, "apply_rope_fusion": True},
     "deepseek-v3": {**_COMMON, **_LATENT, "mtp_num_layers": 1},
@@ -210,7 +215,9 @@ BRIDGES: Mapping[str, Mapping[str, object]] = {
     "kimi": {**_COMMON, **_LATENT},
     "glm-4.5": {**_COMMON, **_UNFUSED, **_FUSED, **_OF_EXPERTS, "mtp_num_layers": 1},
     "gpt-oss": {**_COMMON, **_UNFUSED, "bias_activation_fusion": True},
-    "nemotron": {**_COMMON, **_OF_EXPERTS, "bias_activation_fusion": False},
+    "nemotron-3-super": {**_HYBRID, **_FURTHER},
+    "nemotron-3-ultra": {**_HYBRID, **_FURTHER},
+    "nemotron": _HYBRID,
     "qwen3-next": {**_COMMON, **_UNFUSED, "moe_router_dtype": "fp32"},
     "qwen3.5": {**_COMMON, **_UNFUSED, "moe_router_load_balancing_type": "global_aux_loss", "mtp_num_layers": 1},
     "olmoe": {

@@ -536,6 +536,25 @@ def test_a_hybrid_is_named_too() -> None:
     assert plan.model.mamba_heads == named.model.mamba_heads
 
 
+@pytest.mark.parametrize("name", ["nemotron-3-super-120b-a12b", "nemotron-3-ultra-550b-a55b"])
+def test_a_hybrids_configuration_says_what_predicts_further_tokens(name: str) -> None:
+    """``config.json`` has one shared block of attention and experts; recipes say alone that it runs twice
+    (``nemotron_3_super_pretrain_config``: ``mtp_num_layers = 2``)."""
+    for words, count in (("train.train_iters=1", 1), ("model.mtp_num_layers=2", 2), ("model.mtp_num_layers=0", 0)):
+        model = overridden(words, model=name).plan.model
+        assert (model.mtp_layers, model.mtp_pattern) == (count, "*E" if count else "")
+        assert model.mtp_shared
+
+
+def test_a_number_beside_a_pattern_of_its_own_is_told_as_read(capsys: pytest.CaptureFixture[str]) -> None:
+    from memplan.cli import main
+
+    words = ["--model", "nemotron-3-super-120b-a12b", "--gpus", "16", "model.mtp_num_layers=2"]
+    assert main(["estimate", *words, "--explain-args"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--mtp-num-layers")]
+    assert "model.mtp_pattern" in row
+
+
 def test_layers_on_the_host_and_fused_operations_are_the_arguments_of_megatron(tmp_path: Path) -> None:
     """``cpu_offloading`` turns layers on the host on; the number alone does nothing (``TransformerConfig``)."""
     alone = {"pipeline_model_parallel_size": 1, "recompute_granularity": None, "recompute_modules": None}
