@@ -106,6 +106,8 @@ def test_adapters_alone_are_trained() -> None:
             {"lora-targets": "wo", "tp": "2", "loss": "plain"},
             "lora.rank = 16: must be left out, or with --fsdp-newest of Llama",
         ),
+        ({"lora-targets": "wqkv", "fsdp-newest": "false"}, "lora.rank = 16: must be left out, or with --fsdp-newest"),
+        ({"lora-targets": "wqkv", "quantisation": "nf4"}, "quantisation.kind = nf4: must be none with torchtitan's"),
         ({"lora-targets": "wo", "lora-dropout": "0.1"}, "lora.dropout = 0.1: must be 0 with torchtitan's adapters"),
         ({"lora-targets": "wo", "lora-dtype": "bf16"}, "lora.dtype = bf16: must be fp32"),
         (
@@ -120,3 +122,10 @@ def test_what_adapters_are_not_modelled_with(flags: dict[str, str], line: str) -
     with pytest.raises(PlanError) as caught:
         programs_of(resolve(read_plan(None, job).plan), Options())
     assert line in str(caught.value)
+
+
+def test_layers_that_nobody_names_are_those_of_the_newest_code() -> None:
+    """``--lora-rank`` with ``--fsdp-newest`` alone: one product for queries, keys and values, as torchtitan has it."""
+    flags = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "8", "lora-rank": "16"}
+    plan = resolve(read_plan(None, {**flags, "fsdp-newest": "true", "seq": "2048"}).plan)
+    assert plan.lora.targets == ("wqkv", "wo", "w1", "w2", "w3", "lm_head")

@@ -153,6 +153,12 @@ def test_what_the_script_does_by_itself_is_asked_for(text: str, part: str, way_o
     script_in(text, "train.py", [way_out])
 
 
+@pytest.mark.parametrize("loop", ["dpo", "kto"])
+def test_a_reference_that_is_another_has_the_trainer_s_own_way_out(loop: str) -> None:
+    text = DPO.format(size="1.5B").replace("DPO", loop.upper())
+    assert f"--trainer {loop} takes such a one in its place" in refusal(text)
+
+
 def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
     same = plan_of(tmp_path, "train.json", json.dumps(SAID))
     assert plan_of(tmp_path, "train.py", TRAIN.replace("Trainer(model", LOGGING.lstrip() + "model")) == same
