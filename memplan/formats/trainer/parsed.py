@@ -19,6 +19,7 @@ LOADED = {
 }
 FLAGS = {
     "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
+    "per_device_eval_batch_size": "eval-mbs",
     "model_name_or_path": "model", "num_labels": "labels", "bf16": "dtype bf16 --autocast",
     "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",

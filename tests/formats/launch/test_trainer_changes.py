@@ -12,6 +12,7 @@ import pytest
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.trainer.python import script_in
 from memplan.formats.trainer.settled import Settled
+from memplan.formats.trainer.syntax import UNKNOWN
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
@@ -246,6 +247,15 @@ SFTTrainer(model=model.model_name_or_path, args=args, peft_config=get_peft_confi
 def test_conditions(test: str, holds: bool | None) -> None:
     settled = Settled(ast.parse(""), {}, {}, {"x": True, "z": None, "n": 4, "name": "Llama-70B"})
     assert settled.holds(ast.parse(test, mode="eval").body) is holds
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [("a.n * 2 - 1", 7), ("64 // a.n + 1", 17), ("a.n // 0", UNKNOWN), ("a.other * 2", UNKNOWN), ("a.n / 2", UNKNOWN)],
+)
+def test_numbers_of_arguments(said: str, value: object) -> None:
+    """``per_device_eval_batch_size=args.bs * 2``."""
+    assert Settled(ast.parse(""), {}, {}, {"n": 4}).value(ast.parse(said, mode="eval").body) is value
 
 
 def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) -> None:
