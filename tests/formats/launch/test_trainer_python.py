@@ -341,3 +341,12 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     assert holds_arguments(text)
     assert script_in(text, "train.py", ()).arguments.value == {}
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B"])
+def test_routers_without_their_loss(tmp_path: Path, model: str) -> None:
+    """``SFTTrainer`` writes its ``router_aux_loss_coef`` over the model's, 0.001 of Qwen 3 with experts."""
+    text = f'args = SFTConfig("out", router_aux_loss_coef={{}})\nSFTTrainer("{model}", args=args).train()\n'
+    assert plan_of(tmp_path, "train.py", text.format("0.0")).model.router_aux_loss == 0
+    loss = plan_of(tmp_path, "train.py", text.format("0.001")).model.router_aux_loss
+    assert loss == (0.001 if "30B" in model else 0)
