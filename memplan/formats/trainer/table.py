@@ -276,4 +276,4 @@ ROWS = (
 )
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
-OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
+OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer, without_effect=_given_by("optimizer")),)
