@@ -59,6 +59,8 @@ Strict = Annotated[
     typer.Option("--strict", help="refuse arguments that are unknown or not modelled", rich_help_panel=LAUNCH),
 ]
 
+_LAUNCHED = (".py", ".sh", ".toml", ".json", ".yaml", ".yml", ".ipynb", ".slurm", ".sbatch", ".bash")
+"""Endings of launch files."""
 MEANINGS = {
     "--from": f"the framework whose launch file PLAN is, {', '.join(READ[:-1])} or {READ[-1]}",
     "--set": "a variable that the launch script does not set, or a key of torchtitan's, as --set NAME=value",
@@ -160,9 +162,12 @@ def flags_of_launch(
             raise wrong_at("command line", f"{' and '.join(given[1:])}: {problem}")
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise wrong_at("command line", f"{' and '.join(given)} {problem}")
+    missing = [one for one in given if Path(one).suffix in _LAUNCHED and not Path(one).exists()]
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None
     for flag, is_given in others.items():
+        if is_given and missing:
+            raise wrong_at(missing[0], "no such file")
         if is_given and not (beside and flag == "--set"):
             other = "; --vocab is the field of a plan" if flag == "--vocab-size" else ""
             said_by = _flag_of(variables[0]) if flag == "--set" and variables else None

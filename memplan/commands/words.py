@@ -68,7 +68,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
     end = words.index("--") if "--" in words else len(words)
     made: list[str] = []
     left_out: list[str] = []
-    given: dict[str, tuple[str, str]] = {}
+    given: dict[str, tuple[str, str, str]] = {}
     rest = list(words[:end])
     while rest:
         word = rest.pop(0)
@@ -91,12 +91,12 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
         else:
             own = SAME.get(flag, flag if flag[2:] in by_flag() else word.partition("=")[0])
             if flag.startswith("--"):
-                said = value if equals or not rest else rest[0]
-                before = given.setdefault(own.partition("=")[0], (flag, said))
+                field, fixed, of_itself = own.partition("=")
+                said = of_itself if fixed else value if equals or not rest else rest[0]
+                before = given.setdefault(field, (flag, said, flag if fixed else f"{flag} {said}"))
                 if before[0] != flag and before[1] != said:
-                    raise wrong_at(
-                        flag, f"{said} says another thing than {before[0]} {before[1]}, which is the same field"
-                    )
+                    problem = f"says another thing than {before[2]}, which is the same field"
+                    raise wrong_at(flag, problem if fixed else f"{said} {problem}")
             if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
                 value = value if equals else rest.pop(0)
                 off = own.replace("--", "--no-", 1)

@@ -179,7 +179,7 @@ def resolve(plan: Plan) -> ResolvedPlan:
             "optimizer": _optimizer(plan, own),
             "recompute": _recompute(plan, own),
             "loss": _loss(plan, own),
-            "lora": _lora(plan.model_copy(update={"layout": layout, **sections}), own),
+            "lora": _lora(plan, own, {"layout": layout, **sections}),
             "quantisation": _quantisation(plan),
             "kernels": of_set(plan),
             "attention": _named(plan, own) or own.default_attention(plan) or _attention(plan),
@@ -322,13 +322,13 @@ def _precision(plan: Plan) -> Precision:
     return precision.model_copy(update={"parameters": precision.dtype})
 
 
-def _lora(plan: Plan, own: Framework) -> Lora:
+def _lora(plan: Plan, own: Framework, resolved: Mapping[str, object]) -> Lora:
     """peft's targets for the family, and its adapters' dtype: fp32, but that newer trl casts those beside 4-bit weights
-    to bf16. A framework's own adapters are in the model's."""
+    to bf16. A framework's own adapters are in the model's, on layers that ``resolved`` sections tell."""
     lora = plan.lora
     if lora.rank is None:
         return lora
-    if (known := own.adaptable(plan)) is not None:
+    if (known := own.adaptable(plan.model_copy(update=resolved))) is not None:
         every = tuple(name for name, layers in known.items() if any(one.unasked for one in layers))
         named = every if lora.targets is None else lora.targets
         return lora.model_copy(update={"targets": named, "dtype": lora.dtype or own.adapter_dtype(plan)})

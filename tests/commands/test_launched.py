@@ -57,6 +57,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["odd.sh"], "odd.sh: starts no training that can be read"),
         (["--from", "megatron", "plan.yaml"], "plan.yaml:1: is a plan, not a launch file; leave out --from"),
         (["--from", "megatron", "train.sh", "--set", "GPU_PER_NODE=7", "--strict"], "--set: GPU_PER_NODE is nowhere in train.sh"),
+        (["nowhere.py", "--set", "CONFIG=x"], "nowhere.py: no such file"),
         (["--model", "gpt2", "--strict"], "--strict: belongs to --from, which reads a launch file"),
         (["--model", "gpt2", "--vocab-size", "9"], "--vocab-size: belongs to --from, which reads a launch file; --vocab is"),
         (["--from", "megatron", "train.sh", "--set", "GPUS_PER_NODE=7"], "hardware.gpus = 14: must be a multiple of tp x pp x cp"),

@@ -8,6 +8,7 @@ import pytest
 
 from memplan.cli import main
 from memplan.commands.words import expanded, spelled, with_file_of_csv
+from memplan.plan.errors import PlanError
 
 
 @pytest.mark.parametrize(
@@ -152,3 +153,19 @@ def test_a_script_asks_for_all_of_its_variables(tmp_path: Path, capsys: pytest.C
 def test_a_switch_with_a_value_stands_over_the_one_before(words: list[str], read: list[str]) -> None:
     """As ``--mbs 4 --mbs 2`` does, so that a way out can be pasted behind the command that it is for."""
     assert spelled(words, ()) == (read, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--orpo --cpo", "--cpo: says another thing than --orpo, which is the same field"),
+        ("--orpo --trainer cpo", "--trainer: cpo says another thing than --orpo, which is the same field"),
+        ("--trainer cpo --orpo", "--orpo: says another thing than --trainer cpo, which is the same field"),
+    ],
+)
+def test_words_of_one_field_that_differ(words: str, line: str) -> None:
+    """A word that is a whole setting (``--orpo`` is ``--trainer orpo``) is compared by what it says."""
+    with pytest.raises(PlanError) as caught:
+        spelled(words.split(), ())
+    assert str(caught.value) == line
+    assert spelled(["--orpo", "--trainer", "orpo"], ()) == (["--trainer=orpo", "--trainer", "orpo"], [])

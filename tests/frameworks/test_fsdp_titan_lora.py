@@ -106,6 +106,8 @@ def test_adapters_alone_are_trained() -> None:
             {"lora-targets": "wo", "tp": "2", "loss": "plain"},
             "lora.rank = 16: must be left out, or with --fsdp-newest of Llama",
         ),
+        ({"lora-targets": "wqkv", "fsdp-newest": "false"}, "lora.rank = 16: must be left out, or with --fsdp-newest"),
+        ({"lora-targets": "wqkv", "quantisation": "nf4"}, "quantisation.kind = nf4: must be none with torchtitan's"),
         ({"lora-targets": "wo", "lora-dropout": "0.1"}, "lora.dropout = 0.1: must be 0 with torchtitan's adapters"),
         ({"lora-targets": "wo", "lora-dtype": "bf16"}, "lora.dtype = bf16: must be fp32"),
         (
@@ -129,3 +131,10 @@ def test_layers_by_default_are_those_of_the_code_that_runs() -> None:
     job |= {"model": "llama-3-8b", "layers": "2", "fsdp-newest": "true", "lora-rank": "16"}
     with pytest.raises(PlanError, match=r"lora.targets = \[wqkv, wo, w1, w2, w3, lm_head\]: must not name lm_head"):
         programs_of(resolve(read_plan(None, job).plan), Options())
+
+
+def test_layers_that_nobody_names_are_those_of_the_newest_code() -> None:
+    """``--lora-rank`` with ``--fsdp-newest`` alone: one product for queries, keys and values, as torchtitan has it."""
+    flags = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "8", "lora-rank": "16"}
+    plan = resolve(read_plan(None, {**flags, "fsdp-newest": "true", "seq": "2048"}).plan)
+    assert plan.lora.targets == ("wqkv", "wo", "w1", "w2", "w3", "lm_head")

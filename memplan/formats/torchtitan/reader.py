@@ -234,7 +234,8 @@ def _asking(plan: Plan) -> Plan:
 def _with_adapters(placed: Plan, plan: Plan) -> tuple[Plan, tuple[Note, ...]]:
     """``plan`` with those layers of ``lora.targets`` that its model has, and what is told of others
     (``LoRAConverter.convert``: a warning)."""
-    known, targets = framework(plan.framework).adaptable(placed), plan.lora.targets
+    known = framework(plan.framework).adaptable(placed) if _runs_newest(placed) else None
+    targets = plan.lora.targets
     there = tuple(one for one in targets or () if known is None or one in known)
     if targets is None or not there or there == targets:
         return plan, ()

@@ -29,9 +29,25 @@ MODULE = ("MODULE", "module")
 INSTEAD = "give the config.json that a run saves (debug.save_config_file)"
 
 
+_MADE_OVER = {"to_graph_trainer_config": "GraphTrainer.Config"}
+"""Functions that make another trainer's configuration of a job's (``experiments/graph_trainer/configs.py``)."""
+
+
 def is_job(made: Made) -> bool:
     """Whether it is a configuration of a whole job: ``Trainer.Config``, or a class of that kind."""
-    return made.name.replace(".", "").endswith("TrainerConfig")
+    return _kind(made).replace(".", "").endswith("TrainerConfig")
+
+
+def _kind(made: Made) -> str:
+    return _MADE_OVER.get(made.name.partition(":")[0], made.name)
+
+
+def _check_trainer(made: Made, name: str) -> None:
+    """Refuses the job of a trainer that runs other code."""
+    if _kind(made).removesuffix(".Config").rpartition(".")[2] == "GraphTrainer":
+        problem = "makes a GraphTrainer.Config: that trainer traces a whole step into one graph, which it changes and "
+        problem += "partitions itself, and is not modelled; a configuration of torchtitan/models is"
+        raise PlanError("CONFIG", name, problem, origin=made.origin)
 
 
 def _unset(made: Made, name: str) -> Value | None:
@@ -43,7 +59,7 @@ def _unset(made: Made, name: str) -> Value | None:
     return Made("model", {} if layers is None else {"layers": Node([one] * layers, made.origin)}, made.origin)
 
 
-_DIALECT = Dialect(INSTEAD, is_job, kept=frozenset({"model_registry"}), unset=_unset)
+_DIALECT = Dialect(INSTEAD, is_job, kept=frozenset({"model_registry", *_MADE_OVER}), unset=_unset)
 _IMPORTS = re.compile(r"^\s*(?:from|import) torchtitan", re.MULTILINE)
 _MODULES = ("torchtitan/models/{}/config_registry.py", "torchtitan/experiments/{}/config_registry.py")
 _MOST = 100
@@ -96,8 +112,8 @@ def place_of(module: str, folders: Sequence[Path], origin: Origin) -> str:
         raise PlanError("--module", module, "must be a model of torchtitan's, or a Python module", origin=origin)
     inside = "/".join(parts)
     names = [f"{inside}/config_registry.py", f"{inside}.py"]
-    if len(parts) == 1:
-        names = [one.format(module) for one in _MODULES] + names
+    own = [one.format(inside) for one in _MODULES]
+    names = own + names if len(parts) == 1 else names + own
     for folder in folders:
         for name in names:
             if is_there(folder / name):
@@ -138,6 +154,7 @@ def written_in(place: str, name: str, overridden: Collection[str]) -> Node:
         raise made.why
     if not isinstance(made, Made) or not is_job(made):
         raise PlanError("CONFIG", name, f"makes no Trainer.Config; {INSTEAD}", origin=Origin(source))
+    _check_trainer(made, name)
     return _Written(overridden).whole(made)
 
 

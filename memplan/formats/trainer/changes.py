@@ -184,7 +184,7 @@ def liger(script: Parsed) -> None:
 # -- beside the model ------------------------------------------------------------------------------------
 
 
-_ALIKE = "a reference of the policy's size and dtype is modelled; --trainer dpo takes such a one in its place"
+_ALIKE = "a reference of the policy's size and dtype is modelled; --trainer {} takes such a one in its place"
 
 
 _REFERENCE_SECOND = ("DPOTrainer", "KTOTrainer")
@@ -204,12 +204,13 @@ def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | Non
         named, policy = script.value(made) if made is not None else None, script.found.get("model_name_or_path")
         if "trainer" in script.asked:
             continue
+        alike = _ALIKE.format("kto" if name_of(call) == "KTOTrainer" else "dpo")
         if isinstance(named, str) and made is not None and (policy is None or named != policy.value):
-            script.ask("ref_model", f"is another model than the policy: {_ALIKE}", made.lineno)
+            script.ask("ref_model", f"is another model than the policy: {alike}", made.lineno)
         if not loaded or model is None:
             continue
         if any(said_of(script, loaded[0], name) != said_of(script, model, name) for name in ("", *LOADED, *WEIGHTS)):
-            script.ask("ref_model", f"is loaded otherwise than the model: {_ALIKE}", loaded[0].lineno)
+            script.ask("ref_model", f"is loaded otherwise than the model: {alike}", loaded[0].lineno)
 
 
 def said_of(script: Parsed, call: ast.Call, name: str) -> object:

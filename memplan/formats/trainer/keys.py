@@ -35,6 +35,7 @@ READ = frozenset(
         "max_prompt_length",
         "beta",
         "loss_type",
+        "router_aux_loss_coef",
         "use_vllm",
         "vllm_mode",
         "vllm_enable_sleep_mode",

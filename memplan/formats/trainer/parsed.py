@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, wrong_at
 from .keys import READ
 from .settled import Settled, conditions
-from .syntax import UNKNOWN, bound_once, constants, imports, name_of, pairs_of
+from .syntax import UNKNOWN, bound_once, constants, imports, name_of, pairs_of, untaken
 
 LOADED = {
     name: name
@@ -19,6 +19,7 @@ LOADED = {
 }
 FLAGS = {
     "per_device_train_batch_size": "mbs", "gradient_accumulation_steps": "accumulation", "optim": "optimizer",
+    "per_device_eval_batch_size": "eval-mbs",
     "model_name_or_path": "model", "num_labels": "labels", "bf16": "dtype bf16 --autocast",
     "fp16": "dtype fp16 --autocast", "max_length": "seq", "max_seq_length": "seq",
     "gradient_checkpointing": "recompute", "attn_implementation": "attention", "lora_r": "lora-rank",
@@ -28,6 +29,8 @@ FLAGS = {
     "lora_alpha": "lora-alpha", "lora_dropout": "lora-dropout", "lora_target_parameters": "lora-target-parameters",
 }  # fmt: skip
 """Flags that say what a keyword does."""
+_OF_OTHERS = ("LoraConfig", "BitsAndBytesConfig")
+"""What does nothing by itself: beside a trainer, one that nothing is given is no part of the job."""
 INSTEAD = (
     "give what TrainingArguments.to_json_string() writes, or the job in flags, as --model llama-3-8b --mbs 1 --seq 4096"
 )
@@ -52,7 +55,12 @@ class Parsed:
         self.settled = Settled(module, constants(self.once), self.once, said)
         self.tests = conditions(module)
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        self.calls = [call for call in calls if self.stands(call) is not False]
+        idle = untaken(module) if any(name_of(call).endswith("Trainer") for call in calls) else ()
+        self.calls = [
+            call
+            for call in calls
+            if self.stands(call) is not False and not (id(call) in idle and name_of(call) in _OF_OTHERS)
+        ]
         self.imported = {name.partition(".")[0] for name in imports(module)}
         self.assigned: dict[int, list[str]] = {}
         """Names that calls are given to, by the call's identity."""

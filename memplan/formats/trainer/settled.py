@@ -4,7 +4,9 @@ defaults, and the conditions under which its calls stand."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from .syntax import UNKNOWN, imports, literal, name_of
 
@@ -108,6 +110,15 @@ def conditions(module: ast.Module) -> dict[int, tuple[tuple[ast.expr, bool], ...
     return found
 
 
+_OF_NUMBERS: Mapping[type[ast.operator], Callable[[Any, Any], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_LARGEST = 1 << 31
+
+
 class Settled:
     """Values of expressions, with ``flags`` of the command line."""
 
@@ -159,9 +170,10 @@ class Settled:
         if isinstance(given, ast.Compare) or (isinstance(given, ast.UnaryOp) and isinstance(given.op, ast.Not)):
             holds = self.holds(given, depth + 1)
             return UNKNOWN if holds is None else holds
-        if isinstance(given, ast.BinOp) and isinstance(given.op, ast.FloorDiv):
+        if isinstance(given, ast.BinOp) and type(given.op) in _OF_NUMBERS:
             left, right = self.value(given.left, depth + 1), self.value(given.right, depth + 1)
-            return left // right if isinstance(left, int) and isinstance(right, int) and right > 0 else UNKNOWN
+            small = all(isinstance(one, int) and 0 <= one < _LARGEST for one in (left, right)) and bool(right)
+            return _OF_NUMBERS[type(given.op)](left, right) if small else UNKNOWN
         if isinstance(given, ast.Name) and given.id in self.once:
             return self.value(self.once[given.id], depth + 1)
         if isinstance(given, ast.IfExp):

@@ -96,6 +96,18 @@ def _size(value: object) -> int:
     return 1 + sum(map(_size, items))
 
 
+def untaken(module: ast.AST) -> set[int]:
+    """Identities of calls whose value goes to a name that nothing in ``module`` reads."""
+    nodes = [*ast.walk(module)]
+    read = {one.id for one in nodes if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Store)}
+    given = [node for node in nodes if isinstance(node, ast.Assign)]
+    return {
+        id(node.value)
+        for node in given
+        if all(isinstance(one, ast.Name) and one.id not in read for one in node.targets)
+    }
+
+
 def _bound_otherwise(node: ast.AST, simple: Collection[str]) -> Iterator[str]:
     """Names that ``node`` binds as no assignment of one value does."""
     if isinstance(node, ast.arg):

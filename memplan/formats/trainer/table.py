@@ -32,7 +32,7 @@ def _labels(reader: Reader) -> None:
         return
     if not _counts(node):
         raise node.wrong("num_labels", "must be at least 1")
-    _of_model(building, "labels", node, "num_labels")
+    of_model(building, "labels", node, "num_labels")
 
 
 def _counts(node: Node) -> bool:
@@ -40,7 +40,7 @@ def _counts(node: Node) -> bool:
     return not isinstance(node.value, (int, bool)) or (type(node.value) is int and node.value > 0)
 
 
-def _of_model(building: Building, name: str, node: Node, key: str) -> None:
+def of_model(building: Building, name: str, node: Node, key: str) -> None:
     """A field of the model beside its name."""
     if "model" in building.items:
         building.items["model.base"] = building.items.pop("model")
@@ -55,7 +55,7 @@ def _resized(reader: Reader) -> None:
     if not _counts(node):
         raise node.wrong(RESIZED, "must be at least 1")
     if isinstance(node.value, int):
-        _of_model(reader.building, "vocab", node, RESIZED)
+        of_model(reader.building, "vocab", node, RESIZED)
         return
     reader.building.note(
         "embedding-resized",
@@ -276,4 +276,4 @@ ROWS = (
 )
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
-OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer),)
+OPTIMIZER = (Row("optim", "optimizer.name", read=_optimizer, without_effect=_given_by("optimizer")),)

@@ -23,6 +23,7 @@ from ..launch import Asked
 from ..settings import Reader, Row
 from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
 from .keys import FROM_SCRATCH, LOADED_BY
+from .table import of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,13 @@ def _negative_likelihood(reader: Reader) -> None:
         raise node.wrong("loss_type", "must be nll: other losses of SFT are not modelled")
 
 
+def _balanced(reader: Reader) -> None:
+    """``SFTTrainer`` puts its own coefficient into the model's configuration: 0 leaves out the routers' loss."""
+    node = reader.settings.node("router_aux_loss_coef")
+    if node is not None and node.value == 0:
+        of_model(reader.building, "router_aux_loss", Node(0.0, node.origin), "router_aux_loss_coef")
+
+
 def _saved_head(reader: Reader) -> None:
     """For sequence classification peft trains a copy of the head (``PeftModelForSequenceClassification``); for any
     other task, as ``ModelConfig`` has it by default, the head is frozen as it was made."""
@@ -226,12 +234,13 @@ _SFT = Loop(
     "sft",
     scripts=("sft",),
     alone=("packing", "packing_strategy", "eval_packing", "completion_only_loss", "assistant_only_loss"),
-    without_effect=_BEFORE_TILES.without_effect,
+    without_effect=_BEFORE_TILES.without_effect - {_DATA.strip()},
     defaults=_BEFORE_TILES.defaults,
     earlier=_EARLIER,
     rows=(
         Row("use_liger_kernel", "loss.kind", read=_liger_of_layers),
         Row("loss_type", "", read=_negative_likelihood),
+        Row("router_aux_loss_coef", "model.router_aux_loss", read=_balanced),
         *EVALUATION_OF_LOSS,
     ),
 )

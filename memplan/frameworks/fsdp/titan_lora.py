@@ -24,7 +24,11 @@ LAST_NAMES = {HEAD: "lm_head", ROUTER: "gate"}
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     """By the last part of their names in torchtitan; all have an adapter where none is named."""
-    spec = plan.model
+    spec, titan = plan.model, titan_of_plan(plan)
+    if not newest(plan):
+        problem = "must be left out, or with --fsdp-newest of Llama, Qwen 3 or DeepSeek V3 in bf16, with layers that "
+        problem += "are not compiled, without tensor parallelism: no others are modelled "
+        raise plan.wrong("lora.rank", f"{problem}(this is {titan.title} of {titan.release})")
     h, shared = spec.hidden, spec.shared_expert_ffn
     mixed = sum(map(spec.has_experts, range(spec.layers))) if spec.experts else 0
     sizes = {**linear_sizes(spec), ROUTER: (h, spec.experts)}
@@ -32,7 +36,7 @@ def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:
     times = {**dict.fromkeys(("gate", "up", "down"), spec.layers - mixed), HEAD: 1}
     times |= dict.fromkeys(("shared_gate", "shared_up", "shared_down"), mixed if shared else 0) | {ROUTER: mixed}
     found: dict[str, tuple[Adaptable, ...]] = {}
-    for part, name in (*titan_of_plan(plan).linears, *LAST_NAMES.items()):
+    for part, name in (*titan.linears, *LAST_NAMES.items()):
         if part in sizes and times.get(part, spec.layers):
             last, (inputs, outputs) = name.rpartition(".")[2], sizes[part]
             layer = Adaptable(part, outputs, inputs, times.get(part, spec.layers))
@@ -52,18 +56,16 @@ def check(plan: ResolvedPlan) -> None:
     if plan.lora.rank is None:
         return
     layout, given = plan.layout, plan.fsdp
-    titan, told = titan_of_plan(plan), "with torchtitan's adapters"
-    if not newest(plan):
-        problem = "must be left out, or with --fsdp-newest of Llama, Qwen 3 or DeepSeek V3 in bf16, with layers that "
-        problem += "are not compiled, without tensor parallelism: no others are modelled "
-        raise plan.wrong("lora.rank", f"{problem}(this is {titan.title} of {titan.release})")
+    told = "with torchtitan's adapters"
     wrong = [name for part, name in LAST_NAMES.items() if part in adapted(plan)]
     if wrong:
         others = [one for one in plan.lora.targets or () if one not in LAST_NAMES.values()]
         others = others or [one for one in adaptable(plan) if one not in LAST_NAMES.values()]
         problem = f"must not name {wrong[0]} {told}: none is modelled on it (--lora-targets {','.join(others)})"
         raise plan.wrong("lora.targets", problem)
+    quantised = plan.quantisation.kind
     plan.refuse(
+        ("quantisation.kind", quantised != "none", f"must be none {told}: its frozen weights are not quantised"),
         ("lora.dora", plan.lora.dora, f"must be false {told}: there are none of that kind"),
         ("lora.dropout", plan.lora.dropout > 0, f"must be 0 {told}, which have none"),
         ("layout.pp", layout.pp > 1, f"must be 1 {told}: stages of frozen layers are not modelled"),

@@ -67,6 +67,10 @@ def test_it_is_the_job_that_the_file_and_settings_are(checkout: Path, capsys: py
     [
         ("--from torchtitan nowhere", "nowhere: no such file, and no configuration of torchtitan's here"),
         ("--module llama9 --config x", "--module = llama9: is in torchtitan/models/llama9/config_registry.py, which"),
+        (
+            "--module graph_trainer.llama3 --config x",
+            "graph_trainer.llama3: is in graph_trainer/llama3/config_registry.py",
+        ),
         ("--module llama3 --config selectiv", "CONFIG = selectiv: is no function of this file that is followed; did"),
         ("--module llama3 --config selective --training.seqlen 1", "training.seqlen is no key of torchtitan's"),
     ],
@@ -87,3 +91,11 @@ def test_a_command_without_settings_has_none_of_its_flags(
     """Whether the module's file is there or not."""
     assert main(["validate", "--module", module, "--config", "selective"]) == 2
     assert "--module: is not a flag of memplan validate" in capsys.readouterr().err
+
+
+def test_a_module_of_an_experiment_is_found(checkout: Path) -> None:
+    """``graph_trainer.llama3`` of ``torchtitan/experiments`` (``ConfigManager``)."""
+    file = "torchtitan/experiments/graph_trainer/llama3/config_registry.py"
+    Path(file).parent.mkdir(parents=True)
+    Path(file).write_text(checkout.read_text(encoding="utf-8"), encoding="utf-8")
+    assert as_settings(["--module", "graph_trainer.llama3"]) == ["--from=torchtitan", file]

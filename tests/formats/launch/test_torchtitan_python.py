@@ -328,6 +328,8 @@ def one(*lines: str, **fields: str) -> str:
         (one(model_spec='model_registry("8B", converters=[LoRAConverter.Config(rank=8), NVFP4LinearConverter.Config(fqns=["a"]), MXFP8LinearConverter.Config()])'), (), "model_spec.converters = [LoRAConverter, NVFP4LinearConverter, MXFP8LinearConverter]: is not modelled: torchao's float8"),
         (one(model_spec='model_registry("8B", num_mtp_layers=1)'), (), "model_spec.num_mtp_layers = 1: has no recipe: layers that predict further tokens"),
         (one(), ("activation_checkpoint.mode=full", "training.max_context_length=2048"), "says which code is meant; --recompute says it in any code"),
+        (one().replace("= Trainer.C", "= GraphTrainer.C"), (), "job.py:12: CONFIG = job: makes a GraphTrainer.Config: that trainer traces a whole step"),
+        (one("config = to_graph_trainer_config(config, spec)").replace("\n\n\ndef", "\nfrom torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config\n\n\ndef"), (), "makes a GraphTrainer.Config: that trainer traces"),
         (one(model_spec="own_spec()"), (), "model_spec: is own_spec(), which only running code knows: give the config.json"),
         (one(training="TrainingConfig(disable_cuda_graphs=True, max_contxt_length=4096)"), (), "training.max_contxt_length = 4096: is no key of torchtitan of 2026-08-21; did you mean training.max_context_length?"),
         (one(model_spec='model_registry("8B", attn_backend="varlen")', parallelism="ParallelismConfig(context_parallel_degree=2)"), (), "model_spec.attn_backend = varlen: must be flex with context parallelism"),

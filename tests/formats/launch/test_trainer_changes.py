@@ -12,6 +12,7 @@ import pytest
 from memplan.commands.launched import flags_of_launch, read_given
 from memplan.formats.trainer.python import script_in
 from memplan.formats.trainer.settled import Settled
+from memplan.formats.trainer.syntax import UNKNOWN
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.resolve import resolve
@@ -153,6 +154,12 @@ def test_what_the_script_does_by_itself_is_asked_for(text: str, part: str, way_o
     script_in(text, "train.py", [way_out])
 
 
+@pytest.mark.parametrize("loop", ["dpo", "kto"])
+def test_a_reference_that_is_another_has_the_trainer_s_own_way_out(loop: str) -> None:
+    text = DPO.format(size="1.5B").replace("DPO", loop.upper())
+    assert f"--trainer {loop} takes such a one in its place" in refusal(text)
+
+
 def test_what_changes_nothing_is_passed_over(tmp_path: Path) -> None:
     same = plan_of(tmp_path, "train.json", json.dumps(SAID))
     assert plan_of(tmp_path, "train.py", TRAIN.replace("Trainer(model", LOGGING.lstrip() + "model")) == same
@@ -240,6 +247,15 @@ SFTTrainer(model=model.model_name_or_path, args=args, peft_config=get_peft_confi
 def test_conditions(test: str, holds: bool | None) -> None:
     settled = Settled(ast.parse(""), {}, {}, {"x": True, "z": None, "n": 4, "name": "Llama-70B"})
     assert settled.holds(ast.parse(test, mode="eval").body) is holds
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [("a.n * 2 - 1", 7), ("64 // a.n + 1", 17), ("a.n // 0", UNKNOWN), ("a.other * 2", UNKNOWN), ("a.n / 2", UNKNOWN)],
+)
+def test_numbers_of_arguments(said: str, value: object) -> None:
+    """``per_device_eval_batch_size=args.bs * 2``."""
+    assert Settled(ast.parse(""), {}, {}, {"n": 4}).value(ast.parse(said, mode="eval").body) is value
 
 
 def test_an_earlier_release_of_trl_as_the_command_line_has_it(tmp_path: Path) -> None:

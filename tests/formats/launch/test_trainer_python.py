@@ -341,3 +341,25 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     assert holds_arguments(text)
     assert script_in(text, "train.py", ()).arguments.value == {}
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B"])
+def test_routers_without_their_loss(tmp_path: Path, model: str) -> None:
+    """``SFTTrainer`` writes its ``router_aux_loss_coef`` over the model's, 0.001 of Qwen 3 with experts."""
+    text = f'args = SFTConfig("out", router_aux_loss_coef={{}})\nSFTTrainer("{model}", args=args).train()\n'
+    assert plan_of(tmp_path, "train.py", text.format("0.0")).model.router_aux_loss == 0
+    loss = plan_of(tmp_path, "train.py", text.format("0.001")).model.router_aux_loss
+    assert loss == (0.001 if "30B" in model else 0)
+
+
+@pytest.mark.parametrize("written", ["paged_adamw_8bit", "adamw_torch_fused", "adafactor", "rmsprop"])
+@pytest.mark.parametrize(
+    ("said", "implementation", "paged"), [("adamw_bnb_8bit", None, False), ("paged_adamw_8bit", None, True)]
+)
+def test_an_optimizer_that_a_flag_says_is_the_flag_s_alone(
+    tmp_path: Path, written: str, said: str, implementation: str | None, paged: bool
+) -> None:
+    """Of ``optim`` in the script nothing is left, neither pages nor an implementation."""
+    text = f'args = SFTConfig("out", optim="{written}")\nSFTTrainer("gpt2", args=args).train()\n'
+    found = plan_of(tmp_path, "train.py", text, optimizer=said).optimizer
+    assert (found.name, found.implementation, found.paged) == ("adam8bit", implementation, paged)

@@ -61,7 +61,7 @@ def test_a_trainer_behind_the_training_evaluates(tmp_path: Path) -> None:
 
 
 def test_adapters_made_otherwise_or_perhaps_are_asked_for(tmp_path: Path) -> None:
-    two = f"{HEAD}one = LoraConfig(r=8)\ntwo = LoraConfig(r=64)\n{SFT[:-1]}, peft_config=one)\n"
+    two = f"{HEAD}one = LoraConfig(r=8)\ntwo = LoraConfig(r=64)\n{SFT[:-1]}, peft_config=one if SMALL else two)\n"
     assert (
         "train.py:6: LoraConfig: is made in line 5, too, and otherwise: keep one, or say it with --lora-rank"
         in refusal(two)
@@ -222,3 +222,11 @@ def test_a_place_whose_word_is_not_known_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text('python train.py "$(cat name)" 16\n', encoding="utf-8")
     with pytest.raises(PlanError, match="model_name_or_path: is base_model, which only the running script knows"):
         read_given(str(tmp_path / "train.sh"), flags_of_launch(str(tmp_path / "train.sh"), None), {})
+
+
+@pytest.mark.parametrize("made", ["LoraConfig(r=64)", "BitsAndBytesConfig(load_in_4bit=True)"])
+def test_what_nothing_is_given_is_no_part_of_the_job(tmp_path: Path, made: str) -> None:
+    """A configuration of adapters, or of weights, that neither trainer nor model takes changes nothing."""
+    assert plan_of(tmp_path, f"{HEAD}unused = {made}\n{SFT}.train()\n") == plan_of(tmp_path, f"{HEAD}{SFT}.train()\n")
+    taken = f"{HEAD}lora = LoraConfig(r=64)\n{SFT[:-1]}, peft_config=lora).train()\n"
+    assert plan_of(tmp_path, taken).lora.rank == 64
