@@ -1,4 +1,7 @@
-"""``memplan validate`` on a CPU: real processes that meet by gloo, and ranks that are played one by one."""
+"""``memplan validate`` on a CPU: real processes that meet by gloo, and ranks that are played one by one.
+
+On fake tensors without a process of its own: ``tests/trace/test_run.py`` starts those.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from memplan.cli import main
 from memplan.estimate import estimate
 from memplan.plan.read import read_plan
 from memplan.validate.cluster import Elastic
@@ -101,18 +105,28 @@ def test_ranks_that_are_played() -> None:
         assert rank["losses"] == []
 
 
-def test_categories_of_two_moments_are_said_to_be() -> None:
+@pytest.mark.usefixtures("here")
+def test_categories_of_two_moments_are_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     """Two layers of GPT-2 on 64 tokens: most is requested in the optimizer's step over the embedding (102.2 MiB of
     temporaries), and most is allocated in another moment, beside workspaces. With 1,024 tokens both are one moment, and
     nothing is to be said."""
     told = "estimated: where most is allocated, which is another moment, with 482.3 MiB requested"
-    flags = "--model gpt2 --layers 2 --mbs 1 --device fake"
-    assert told in " ".join(run(f"{flags} --no-records --seq 64").stdout.split())
-    assert "another moment" not in " ".join(run(f"{flags} --no-records --seq 1024").stdout.split())
+    flags = ["validate", "--model", "gpt2", "--layers", "2", "--mbs", "1", "--device", "fake", "--no-records"]
+    assert main([*flags, "--seq", "64"]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert main([*flags, "--seq", "1024"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "measured" in shown
+    assert "another moment" not in shown
 
 
-def test_fake_tensors_of_a_stage_alone_need_no_device() -> None:
-    record = validated(f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4 --device fake --stage 1")
+@pytest.mark.usefixtures("here")
+def test_fake_tensors_of_a_stage_alone_need_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{TITAN} --gpus 4 --pp 2 --tp 2 --gbs 4 --device fake --stage 1 --json --no-records"
+    assert main(["validate", *words.split()]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    record = json.loads(captured.out)
     assert record["run"]["device"] == "fake"
     assert record["verdict"] == "agrees"
     (rank,) = record["run"]["ranks"]
