@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -82,6 +83,15 @@ def test_what_is_fixed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     kept = answer(capsys, str(tmp_path / "plan.yaml"), "--fix", "pp,mbs")
     assert kept["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
     assert (kept["recommended"]["layout"]["pp"], kept["recommended"]["layout"]["mbs"]) == (2, 1)
+
+
+def test_flags_have_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    """``estimate`` takes the same words without ``--fix``: values that it alone says are among the flags."""
+    found = answer(capsys, *JOB, "--fix", "tp=2,recompute=full,mbs=2", "--mbs=2")
+    words = shlex.split(found["flags"])
+    assert "--mbs" not in words
+    assert main(["estimate", *JOB, "--mbs=2", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == found["recommended"]["plan"]
 
 
 def test_a_flag_and_the_same_field_in_a_file_have_one_answer(
