@@ -53,6 +53,8 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     plan = resolve(given.plan)
     search = framework(plan.framework).search
     yield from _smaller_batches(plan)
+    if given.worst_moment[0] == "evaluation":
+        yield Proposal("no evaluation", {"trainer.evaluation_mbs": 0}, "training is not evaluated")
     yield from _more_recompute(plan)
     yield from _more_sharding(plan)
     yield from search.elsewhere(plan)

@@ -317,6 +317,20 @@ def test_evaluation_has_its_own() -> None:
     assert ways[0].slower == 0
 
 
+def test_a_job_need_not_evaluate() -> None:
+    """65,536 tokens of 128,256 logits in fp32, 31.3 GiB twice, are evaluation's: Liger's loss trains without them."""
+    flags = {"model": "llama-3-8b", "layers": "2", "framework": "fsdp", "gpus": "2", "gpu": "h100", "seq": "65536"}
+    plan = read_plan(None, {**flags, "mbs": "1", "recompute": "full", "loss": "liger"}).plan
+    (way,) = [one for one in ways_out(plan, estimate(plan), NOTHING) if one.what == "no evaluation"]
+    assert (way.flags, way.fits, way.slower) == ("--eval-mbs 0", True, 0)
+    after = estimate(changed(plan, dict(way.fields)))
+    assert (after.judged.verdict, after.worst[0]) == (Verdict.FITS, "steady")
+    assert way.needs == after.peak
+    assert way.gained > 31 << 30
+    (said,) = [notice.message for notice in after.warnings if notice.code == "evaluation-exceeds-steady"]
+    assert said.endswith("the verdict leaves evaluation out, of which the plan has none")
+
+
 def test_where_none_is_enough_the_most_that_is_gained_is_named() -> None:
     plan = read_plan(None, {"model": "llama-3-70b", "gpu": "rtx-4090", "seq": "8192"}).plan
     ways = ways_out(plan, estimate(plan), NOTHING)
