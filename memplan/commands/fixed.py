@@ -99,7 +99,7 @@ def starts(flags: Flags, fixes: Mapping[str, str | None]) -> tuple[str, ...]:
 
 
 def kept_beside(flags: Flags, fixes: Mapping[str, str | None]) -> Iterator[str]:
-    """Paths of fields whose values ``fixes`` alone says: ``memplan estimate`` needs their flags, having no ``--fix``."""
+    """Paths of fields whose values only ``fixes`` says: ``memplan estimate`` has no ``--fix``, but their flags."""
     for name, value in fixes.items():
         if value is not None and name not in flags:
             yield by_flag()[name].path
