@@ -331,6 +331,29 @@ def test_a_job_need_not_evaluate() -> None:
     assert said.endswith("the verdict leaves evaluation out, of which the plan has none")
 
 
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (
+            {"model": "llama-3-70b", "tp": "4", "gpus": "64", "gpu": "b200", "seq": "32768", "gbs": "128"},
+            "tp 4 → 8 and distributed optimizer",
+        ),
+        (
+            {"model": "gpt3-175b", "tp": "8", "pp": "8", "gpus": "64", "gpu": "a100-40gb", "seq": "2048", "gbs": "64"},
+            "full recompute and pp 8 → 16 on 128 GPUs",
+        ),
+    ],
+)
+def test_models_of_many_layers_have_ways_together(flags: dict[str, str], what: str) -> None:
+    """80 layers left so few folds that pairs were not tried; and one replica cannot give half of itself to a model:
+    175 billion parameters with 18 bytes each on 64 GPUs are 45.8 GiB of 39.4, whatever is recomputed."""
+    plan = read_plan(None, {"framework": "megatron", **flags}).plan
+    ways = {way.what: way for way in ways_out(plan, estimate(plan), NOTHING)}
+    assert ways[what].fits
+    assert ways[what].costs == ("twice the GPUs" if "128 GPUs" in what else "")
+    assert estimate(changed(plan, dict(ways[what].fields))).judged.verdict is Verdict.FITS
+
+
 def test_where_none_is_enough_the_most_that_is_gained_is_named() -> None:
     plan = read_plan(None, {"model": "llama-3-70b", "gpu": "rtx-4090", "seq": "8192"}).plan
     ways = ways_out(plan, estimate(plan), NOTHING)
