@@ -108,8 +108,8 @@ BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType({"h100-80gb": _MIXT
 
 
 def best_published(gpu: str, dtype: str, mfu: float, *, experts: bool = False) -> Figure | None:
-    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it by a tenth of a per cent at least: of
-    models with ``experts``, if one is known, or of those without."""
+    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it by a tenth of a per cent at least:
+    of models with ``experts``, if one is known, or of those without."""
     known = {**BEST_MFU, **(BEST_MFU_OF_EXPERTS if experts else {})}
     best = known.get(SAME_CHIP.get(gpu, gpu)) if dtype in ("bf16", "fp16") else None
     return best if best is not None and round(mfu, 3) > best.value else None
