@@ -26,6 +26,7 @@ AXES = frozenset(
         "deepspeed.offload_param",
         "fsdp.offload",
         "megatron.cross_entropy_fusion",
+        "megatron.attention_mask_in_dataloader",
     }
 )
 """Fields that a search chooses values of, by their paths."""

@@ -85,6 +85,16 @@ def test_what_is_fixed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert (kept["recommended"]["layout"]["pp"], kept["recommended"]["layout"]["mbs"]) == (2, 1)
 
 
+def test_an_attention_mask_that_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Left out from 8,192 tokens on, but where the user keeps it."""
+    long = [*JOB[:-1], "--seq=8192", "--top=1"]
+    path = ("megatron", "attention_mask_in_dataloader")
+    for words, left in ((["--fix", "attention-mask-in-dataloader=true"], True), ([], False)):
+        found = answer(capsys, *long, *words)
+        assert found["recommended"]["plan"][path[0]][path[1]] is left
+        assert found["fixed"] == ({".".join(path): True} if left else {})
+
+
 def test_flags_have_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
     """``estimate`` takes the same words without ``--fix``: values that it alone says are among the flags."""
     found = answer(capsys, *JOB, "--fix", "tp=2,recompute=full,mbs=2", "--mbs=2")
