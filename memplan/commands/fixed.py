@@ -25,6 +25,7 @@ AXES = frozenset(
         "deepspeed.offload_optimizer",
         "deepspeed.offload_param",
         "fsdp.offload",
+        "fsdp.replicas",
         "megatron.cross_entropy_fusion",
         "megatron.attention_mask_in_dataloader",
     }

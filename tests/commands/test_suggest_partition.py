@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
-from memplan.frameworks import ROOMS
+from memplan.commands.fixed import AXES
+from memplan.frameworks import ROOMS, framework
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
@@ -93,6 +94,17 @@ def test_an_attention_mask_that_is_fixed_is_kept(capsys: pytest.CaptureFixture[s
         found = answer(capsys, *long, *words)
         assert found["recommended"]["plan"][path[0]][path[1]] is left
         assert found["fixed"] == ({".".join(path): True} if left else {})
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "megatron"])
+def test_whatever_a_search_adds_can_be_fixed(name: str) -> None:
+    """Of each extra the field that it is named after: groups of shards, offload, losses, masks."""
+    flags = {"model": "llama-3-8b", "framework": name, "gpus": "32", "gpu": "h100-80gb", "gbs": "64", "seq": "8192"}
+    plan = resolve(read_plan(None, flags).plan)
+    search = framework(name).search
+    added = [*search.free(plan), *(extra for group in search.extras(plan) for extra in group)]
+    assert added
+    assert {next(iter(extra.fields))[0] for extra in added} <= AXES
 
 
 def test_flags_have_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
