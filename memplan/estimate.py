@@ -223,7 +223,7 @@ def estimate(
     )
     capacity = plan.hardware.capacity
     headroom = headroom_bytes(plan.headroom, capacity)
-    notices = (*warnings(plan, programs), *reading_warnings(plan, stages), *_moment_warnings(stages))
+    notices = (*warnings(plan, programs), *reading_warnings(plan, stages), *_moment_warnings(plan, stages))
     taken = (*taken_assumptions(plan, known, stages), *assumptions(plan), *outside_assumptions(plan, stages))
     return Estimate(plan, capacity, headroom, stages, notices, taken)
 
@@ -240,7 +240,7 @@ def _replayed(
 def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
     """``programs``, or those with evaluation's own batch size."""
     mbs, batch = plan.trainer.evaluation_mbs, plan.batch
-    if mbs is None or mbs == batch.mbs:
+    if not mbs or mbs == batch.mbs:
         return programs
     if fold_evaluation(programs[0]) is None:
         raise plan.wrong(
@@ -508,7 +508,7 @@ def _is_bound(plan: ResolvedPlan, program: Program) -> bool:
     return plan.loss.kind == "adaptive-softmax" and "head" in program.entries
 
 
-def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
+def _moment_warnings(plan: ResolvedPlan, stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
     """Moments that need more than the headline."""
     found = []
     for stage in stages:
@@ -518,11 +518,12 @@ def _moment_warnings(stages: Sequence[StageEstimate]) -> tuple[Notice, ...]:
     if not found:
         return ()
     evaluation, steady, where = max(found)
+    covered = "covers both" if plan.trainer.evaluated else "leaves evaluation out, of which the plan has none"
     return (
         Notice(
             "evaluation-exceeds-steady",
             f"evaluation on stage {where} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
-            "readings are training's, the verdict covers both",
+            f"readings are training's, the verdict {covered}",
         ),
     )
 

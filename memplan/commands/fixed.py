@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.errors import Origin, PlanError, guessed, wrong_at
@@ -98,6 +98,13 @@ def starts(flags: Flags, fixes: Mapping[str, str | None]) -> tuple[str, ...]:
     """Flags whose values a search may change: ``mbs 8``."""
     free = [name for name in flags if name not in fixes and by_flag()[name].path in AXES]
     return tuple(f"{name} {flags[name]}" for name in free)
+
+
+def kept_beside(flags: Flags, fixes: Mapping[str, str | None]) -> Iterator[str]:
+    """Paths of fields whose values only ``fixes`` says: ``memplan estimate`` has no ``--fix``, but their flags."""
+    for name, value in fixes.items():
+        if value is not None and name not in flags:
+            yield by_flag()[name].path
 
 
 def fixed_values(plan: Plan, fixes: Mapping[str, str | None]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import Report, progress
 from ..values import replace
-from .fixed import fixed_values, fixes_of, located, starts, with_fixes, without_open
+from .fixed import fixed_values, fixes_of, kept_beside, located, starts, with_fixes, without_open
 from .launched import (
     From,
     LaunchFlags,
@@ -206,7 +206,8 @@ def answered(
             found = _found(read, asked, _sought(read, asked))
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
-    added = flags_between(typed, found.best[0].plan, ("framework",) if offers else ()) if found.best else ""
+    unsaid = {*kept_beside(flags, fixes), *(("framework",) if offers else ())}
+    added = flags_between(typed, found.best[0].plan, unsaid) if found.best else ""
     return Answer(
         found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes), flags=added
     )

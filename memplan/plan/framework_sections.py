@@ -427,16 +427,20 @@ class Trainer(FrameworkSection):
         description="batches whose logits evaluation keeps on the device for compute_metrics; default: none",
         json_schema_extra={"flag": "--eval-batches"},
     )
-    evaluation_mbs: Count | None = Field(
+    evaluation_mbs: int | None = Field(
         None,
-        description="sequences per forward pass of evaluation on one rank; default: mbs",
+        ge=0,
+        le=2**31,
+        description="sequences per forward pass of evaluation on one rank; 0: the job makes none; default: mbs",
         json_schema_extra={"flag": "--eval-mbs"},
     )
 
     @property
     def evaluated(self) -> bool:
         """Whether the plan includes an evaluation. Of the Trainer's it says so, with the size of its batches or their
-        number; another loop is taken to evaluate with the micro-batches that it trains with."""
+        number; another loop is taken to evaluate with the micro-batches that it trains with, unless 0 of them."""
+        if self.evaluation_mbs == 0:
+            return False
         return self.loop == "none" or self.evaluation_mbs is not None or self.evaluation_batches is not None
 
     @property

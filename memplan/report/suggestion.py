@@ -110,11 +110,12 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
     dtype, experts = plan.precision.low or plan.precision.dtype, plan.model.experts > 0
     best = best_published(plan.hardware.gpu or "", dtype, stated.step.mfu_halved, experts=experts)
     if best is not None:
+        mfu, published = 100 * stated.step.mfu_halved, 100 * best.value
+        digits = 0 if round(mfu) > round(published) else 1
         yield Notice(
             "mfu-above-published",
-            f"an MFU of {100 * stated.step.mfu_halved:.0f} %, with half of causal scores, is above the best published "
-            f"one that was found for {plan.hardware.gpu} in 16 bits, {100 * best.value:.0f} % ({best.source}): expect "
-            "a slower step",
+            f"an MFU of {mfu:.{digits}f} %, with half of causal scores, is above the best published one that was found "
+            f"for {plan.hardware.gpu} in 16 bits, {published:.{digits}f} % ({best.source}): expect a slower step",
         )
 
 

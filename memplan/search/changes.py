@@ -52,6 +52,8 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     plan = resolve(given.plan)
     search = framework(plan.framework).search
     yield from _smaller_batches(plan)
+    if given.worst_moment[0] == "evaluation":
+        yield Proposal("no evaluation", {"trainer.evaluation_mbs": 0}, "training is not evaluated")
     yield from _more_recompute(plan)
     yield from _more_sharding(plan)
     yield from search.elsewhere(plan)
@@ -133,12 +135,15 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
             yield Proposal(own.zero_words(zero), {"layout.zero": zero})
     shards_sequence = own.search.chooses_cut and own.supports.sequence_parallel
     for name in ("tp", "pp", "cp") if own.search.chooses_cut else ():
-        size = 2 * getattr(layout, name)
-        if dp % 2 == 0 and name in own.supports.sizes:
-            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS, **batch}
+        size, gpus = 2 * getattr(layout, name), plan.hardware.gpus
+        if gpus is not None and dp % 2:  # replicas cannot be fewer
+            gpus *= 2
+        if name in own.supports.sizes and (dp % 2 == 0 or gpus is not None):
+            fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS, **batch, "hardware.gpus": gpus}
             if name == "tp" and shards_sequence:
                 fields["layout.sequence_parallel"] = True
-            yield Proposal(f"{name} {size // 2} → {size}", {**fields, "hardware.gpus": plan.hardware.gpus})
+            more, costs = (f" on {gpus:,} GPUs", "twice the GPUs") if dp % 2 else ("", "")
+            yield Proposal(f"{name} {size // 2} → {size}{more}", fields, costs)
     yield from _experts(plan)
     if layout.tp > 1 and not layout.sequence_parallel and shards_sequence:
         yield Proposal("sequence parallelism", {"layout.sequence_parallel": True})

@@ -34,7 +34,7 @@ TOGETHER = 3
 MOST_REPLAYED = 12
 """Changes, of all rounds together: no bound tells before a replay what the allocator's cache adds to tensors that fit,
 and of 173 plans that did not fit none had to replay more than eight to name its ways."""
-LAYERS = 1500
+LAYERS = 6000
 """Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
 
 COSTS_BESIDE_TIME = 0.25
@@ -180,8 +180,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
         tried = list(islice(changes.on_top_of(starts, others), max(0, folds)))
         folds -= len(tried)
     whole = [one for one in folded if one.on_another or one.proposed[0] in by_gain]
-    best = [one for one in sorted(whole, key=_least)[:WAYS] if one.after.requested < given.requested]
-    found = found or [one for one in best if changes.replay(one)]
+    kinds = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
+    best = [one for one in sorted(kinds.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
+    less = [one for one in folded if one.after.requested < given.requested]
+    elsewhere = [one for one in less if one.on_another and one not in best]
+    found = found or [one for one in (*best, *elsewhere) if changes.replay(one)]
     if found or changes.retrying:
         return tuple(one.way(given) for one in _cheapest(found, changes.retrying))
     for one in best:

@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -83,6 +84,36 @@ def test_what_is_fixed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     kept = answer(capsys, str(tmp_path / "plan.yaml"), "--fix", "pp,mbs")
     assert kept["fixed"] == {"layout.pp": 2, "batch.mbs": 1}
     assert (kept["recommended"]["layout"]["pp"], kept["recommended"]["layout"]["mbs"]) == (2, 1)
+
+
+def test_an_attention_mask_that_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Left out from 8,192 tokens on, but where the user keeps it."""
+    long = [*JOB[:-1], "--seq=8192", "--top=1"]
+    path = ("megatron", "attention_mask_in_dataloader")
+    for words, left in ((["--fix", "attention-mask-in-dataloader=true"], True), ([], False)):
+        found = answer(capsys, *long, *words)
+        assert found["recommended"]["plan"][path[0]][path[1]] is left
+        assert found["fixed"] == ({".".join(path): True} if left else {})
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "megatron"])
+def test_whatever_a_search_adds_can_be_fixed(name: str) -> None:
+    """Of each extra the field that it is named after: groups of shards, offload, losses, masks."""
+    flags = {"model": "llama-3-8b", "framework": name, "gpus": "32", "gpu": "h100-80gb", "gbs": "64", "seq": "8192"}
+    plan = resolve(read_plan(None, flags).plan)
+    search = framework(name).search
+    added = [*search.free(plan), *(extra for group in search.extras(plan) for extra in group)]
+    assert added
+    assert {next(iter(extra.fields))[0] for extra in added} <= AXES
+
+
+def test_flags_have_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    """``estimate`` takes the same words without ``--fix``: values that it alone says are among the flags."""
+    found = answer(capsys, *JOB, "--fix", "tp=2,recompute=full,mbs=2", "--mbs=2")
+    words = shlex.split(found["flags"])
+    assert "--mbs" not in words
+    assert main(["estimate", *JOB, "--mbs=2", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == found["recommended"]["plan"]
 
 
 def test_a_flag_and_the_same_field_in_a_file_have_one_answer(

@@ -318,6 +318,43 @@ def test_evaluation_has_its_own() -> None:
     assert ways[0].slower == 0
 
 
+def test_a_job_need_not_evaluate() -> None:
+    """65,536 tokens of 128,256 logits in fp32, 31.3 GiB twice, are evaluation's: Liger's loss trains without them."""
+    flags = {"model": "llama-3-8b", "layers": "2", "framework": "fsdp", "gpus": "2", "gpu": "h100", "seq": "65536"}
+    plan = read_plan(None, {**flags, "mbs": "1", "recompute": "full", "loss": "liger"}).plan
+    (way,) = [one for one in ways_out(plan, estimate(plan), NOTHING) if one.what == "no evaluation"]
+    assert (way.flags, way.fits, way.slower) == ("--eval-mbs 0", True, 0)
+    after = estimate(changed(plan, dict(way.fields)))
+    assert (after.judged.verdict, after.worst[0]) == (Verdict.FITS, "steady")
+    assert way.needs == after.peak
+    assert way.gained > 31 << 30
+    (said,) = [notice.message for notice in after.warnings if notice.code == "evaluation-exceeds-steady"]
+    assert said.endswith("the verdict leaves evaluation out, of which the plan has none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (
+            {"model": "llama-3-70b", "tp": "4", "gpus": "64", "gpu": "b200", "seq": "32768", "gbs": "128"},
+            "tp 4 → 8 and distributed optimizer",
+        ),
+        (
+            {"model": "gpt3-175b", "tp": "8", "pp": "8", "gpus": "64", "gpu": "a100-40gb", "seq": "2048", "gbs": "64"},
+            "full recompute and pp 8 → 16 on 128 GPUs",
+        ),
+    ],
+)
+def test_models_of_many_layers_have_ways_together(flags: dict[str, str], what: str) -> None:
+    """80 layers left so few folds that pairs were not tried; and one replica cannot give half of itself to a model:
+    175 billion parameters with 18 bytes each on 64 GPUs are 45.8 GiB of 39.4, whatever is recomputed."""
+    plan = read_plan(None, {"framework": "megatron", **flags}).plan
+    ways = {way.what: way for way in ways_out(plan, estimate(plan), NOTHING)}
+    assert ways[what].fits
+    assert ways[what].costs == ("twice the GPUs" if "128 GPUs" in what else "")
+    assert estimate(changed(plan, dict(ways[what].fields))).judged.verdict is Verdict.FITS
+
+
 def test_where_none_is_enough_the_most_that_is_gained_is_named() -> None:
     plan = read_plan(None, {"model": "llama-3-70b", "gpu": "rtx-4090", "seq": "8192"}).plan
     ways = ways_out(plan, estimate(plan), NOTHING)

@@ -269,7 +269,7 @@ BATCH = (
         "--eval-micro-batch-size",
         "trainer.evaluation_mbs",
         "BATCH",
-        when=lambda plan: plan.trainer.evaluation_mbs is not None,
+        when=lambda plan: bool(plan.trainer.evaluation_mbs),
     ),
     Row("--seq-length", "batch.seq", "BATCH", default=NEEDED, older=("--encoder-seq-length",)),
     Row(

@@ -31,5 +31,6 @@ def _under(plan: ResolvedPlan, what: str, fields: Mapping[str, object]) -> Itera
     elif (plan.trainer.evaluation_mbs or 0) > plan.batch.mbs:
         return
     else:
-        trainer = {"trainer.loop": "none", "trainer.evaluation_mbs": None, "trainer.evaluation_batches": None}
+        evaluated = 0 if plan.trainer.evaluation_mbs == 0 else None
+        trainer = {"trainer.loop": "none", "trainer.evaluation_mbs": evaluated, "trainer.evaluation_batches": None}
     yield Proposal(what, {**fields, **trainer, "precision.autocast": False, "precision.parameters": None})

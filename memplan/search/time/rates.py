@@ -64,13 +64,15 @@ def compared(plan: ResolvedPlan) -> str:
 def published_error(plan: ResolvedPlan) -> float:
     """Median relative error of a step's time on the plan's GPU; the largest published one of its code where none on it
     was compared, none of its layout, none on more than one GPU where the plan has more, or none of its loop (one of
-    trl's). Where not even products were measured on it, how far those of other GPUs are from what stands in."""
+    trl's); of adapters beside experts, of which none was, the larger of the two. Where not even products were measured
+    on it, how far those of other GPUs are from what stands in."""
     gpu, kind = plan.hardware.gpu or "", compared(plan)
     unknown = unmeasured(gpu) if gpu in SPEEDS else None
     if unknown is not None:
         return unknown
     if kind == EXPERTS:
-        return ERROR_OF_EXPERTS
+        adapts = plan.lora.rank is not None
+        return max(ERROR_OF_EXPERTS, max(PUBLISHED_ERRORS[ADAPTERS].values()) if adapts else 0.0)
     code, alone = framework(plan.framework).time.compared or REPLICAS, plan.hardware.gpus == 1
     dense = {
         **PUBLISHED_ERRORS.get(code if kind == ADAPTERS else kind, {}),
@@ -116,11 +118,11 @@ BEST_MFU_OF_EXPERTS: Mapping[str, Figure] = MappingProxyType({"h100-80gb": _MIXT
 
 
 def best_published(gpu: str, dtype: str, mfu: float, *, experts: bool = False) -> Figure | None:
-    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it: of models with ``experts``, if one
-    is known, or of those without."""
+    """The highest published MFU of ``gpu``, where ``mfu`` in ``dtype`` is above it by a tenth of a per cent at least:
+    of models with ``experts``, if one is known, or of those without."""
     known = {**BEST_MFU, **(BEST_MFU_OF_EXPERTS if experts else {})}
     best = known.get(SAME_CHIP.get(gpu, gpu)) if dtype in ("bf16", "fp16") else None
-    return best if best is not None and mfu > best.value else None
+    return best if best is not None and round(mfu, 3) > best.value else None
 
 
 RACK = 8

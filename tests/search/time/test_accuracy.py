@@ -88,6 +88,10 @@ def test_experts_and_hybrids_have_an_error_of_their_own(name: str) -> None:
     assert found == ERROR_OF_EXPERTS > PUBLISHED_ERRORS[DIVIDED]["a100-80gb"]
 
 
+def test_adapters_beside_experts_have_the_larger_of_both() -> None:
+    assert of("h200", model="mixtral-8x7b", lora_rank=16) == PUBLISHED_ERRORS[ADAPTERS]["h200"] > ERROR_OF_EXPERTS
+
+
 def test_adapters_and_trls_loops_have_no_more_than_was_compared() -> None:
     """Four runs with LoRA on A100, two on H200, whose error others have; none of DPO."""
     assert of("a100-80gb", lora_rank=16) == of("a100-80gb") > PUBLISHED_ERRORS[ADAPTERS]["a100-80gb"]
