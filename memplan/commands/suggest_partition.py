@@ -207,6 +207,8 @@ def answered(
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
     unsaid = {*kept_beside(flags, fixes), *(("framework",) if offers else ())}
+    if read.spoken is not None:  # a launcher may choose the batch by the sizes
+        unsaid.add("batch.gbs")
     added = flags_between(typed, found.best[0].plan, unsaid) if found.best else ""
     return Answer(
         found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes), flags=added
