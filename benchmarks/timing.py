@@ -117,6 +117,7 @@ def published_plan(row: Row) -> Plan:
         overlapped = {"zero": 1, "overlap_grad_reduce": "true", "overlap_param_gather": "true"}
         ends = {"count_embedding": "true", "count_loss": "true"}
         job = {"model": row["model"], "dtype": "bf16", "torch": "2.4"}  # of the paper's months
+        job["attention_mask_in_dataloader"] = "false"  # documents are masked in the kernel (section 3.2)
         if "cp" in row:
             job |= {"cp": row["cp"], "cp_communication": "all_gather"}
         return resolve(plan_of(None, **job, **flags, **overlapped, **ends))

@@ -178,6 +178,7 @@ _LLAMA = (
 CAUSES = {
     "llama-3-2024/8192": _LLAMA,
     "llama-3-2024/16384": _LLAMA,
+    "llama-3-2024/16384-131072": _LLAMA,
     "bigscience-2022/h14400-l80-a96-pp10-dp4-mbs8": (
         "before PyTorch 2.13 equal free blocks go by falling addresses, which are known of one driver of 2025 alone; "
         "by age this run fits, with retries"

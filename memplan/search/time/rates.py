@@ -42,7 +42,7 @@ are those of H100 in 16 bits under Megatron, three on 8,192 and 16,384 GPUs, and
 ERRORS_OF_ONE: Mapping[str, float] = MappingProxyType({"h200": 0.027})
 """The same where steps on one GPU alone were compared; some of H200's gave figures (``efficiency.POWER``)."""
 
-ERROR_OF_EXPERTS = 0.094
+ERROR_OF_EXPERTS = 0.095
 """The same of models with experts and of hybrids, over all GPUs: each has too few of them for a median of its own."""
 
 
