@@ -16,6 +16,7 @@ from ...bash.origin import Budget, ScriptError
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, wrong_at
 from ...plan.text import is_there, read_text
 from ..python_text import parsed_python
+from .names import catches, classes, dotted, last_name, loaded, needs
 from .python_values import (
     LARGEST,
     Dialect,
@@ -95,7 +96,7 @@ class Following:
         except SyntaxError as error:
             problem = f"is no Python that can be read ({one_line(error.msg)}); {self.dialect.instead}"
             raise wrong_at(Origin(source, error.lineno), problem) from None
-        functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not _needs(one))
+        functions = tuple(one.name for one in tree.body if isinstance(one, ast.FunctionDef) and not needs(one))
         module = Module(source, path, _package_of(path), {}, functions)
         if path is not None:
             self.modules[path] = module
@@ -165,7 +166,7 @@ class Following:
                 if statement.value is not None:
                     self._assign(statement.target, self.value(statement.value, module, names), module, names)
             case ast.AugAssign():
-                changed = ast.BinOp(_loaded(statement.target), statement.op, statement.value)
+                changed = ast.BinOp(loaded(statement.target), statement.op, statement.value)
                 value = self.value(ast.copy_location(changed, statement), module, names)
                 self._assign(statement.target, value, module, names)
             case ast.FunctionDef():
@@ -187,7 +188,7 @@ class Following:
                 problem = f"raises {written(statement.exc)}" if statement.exc is not None else "raises an exception"
                 raised = Raised("", ABSENT, problem, origin=Origin(module.source, statement.lineno))
                 made = statement.exc.func if isinstance(statement.exc, ast.Call) else statement.exc
-                raised.kind = _last_name(made)
+                raised.kind = last_name(made)
                 raise raised
             case ast.Pass() | ast.Assert() | ast.ClassDef() | ast.Global():
                 return None
@@ -208,7 +209,7 @@ class Following:
         finally:
             self.tries -= 1
         if raised is not None:
-            handler = next((one for one in statement.handlers if _catches(one, raised.kind)), None)
+            handler = next((one for one in statement.handlers if catches(one, raised.kind)), None)
             if handler is None:
                 raise raised
             returned = self._body(handler.body, module, names)
@@ -431,7 +432,7 @@ class Following:
     # -- calls ----------------------------------------------------------------------------------------
 
     def _call(self, given: ast.Call, module: Module, names: Names, where: Origin) -> Value:
-        called = _dotted(given.func)
+        called = dotted(given.func)
         last = given.func.attr if isinstance(given.func, ast.Attribute) else called.rpartition(".")[2]
         arguments = [self.value(one, module, names) for one in given.args if not isinstance(one, ast.Starred)]
         keywords = self._keywords(given, module, names)
@@ -489,7 +490,7 @@ class Following:
         if len(arguments) < 2:
             return None
         if last == "isinstance":
-            return is_instance(arguments[0], _classes(given.args[1]), where)
+            return is_instance(arguments[0], classes(given.args[1]), where)
         owner, name = arguments[0], arguments[1]
         if not isinstance(owner, Made) or not isinstance(name, Node):
             return None
@@ -545,33 +546,6 @@ class Following:
         return wrong_at(origin, f"{problem}; {self.dialect.instead}")
 
 
-def _last_name(given: ast.expr | None) -> str:
-    """``Config`` of ``Trainer.Config``; empty where ``given`` is no name."""
-    if isinstance(given, ast.Attribute):
-        return given.attr
-    return given.id if isinstance(given, ast.Name) else ""
-
-
-def _classes(given: ast.expr) -> tuple[str, ...]:
-    """Names of the classes in ``str``, ``(str, int)`` and ``str | int``."""
-    if isinstance(given, ast.Tuple):
-        return tuple(name for one in given.elts for name in _classes(one))
-    if isinstance(given, ast.BinOp):
-        return (*_classes(given.left), *_classes(given.right))
-    return (_last_name(given),)
-
-
-def _catches(handler: ast.ExceptHandler, kind: str) -> bool:
-    """Whether ``handler`` is for exceptions of the class ``kind``, by its name."""
-    return handler.type is None or bool({kind, "Exception", "BaseException"} & {*_classes(handler.type)} - {""})
-
-
-def _needs(definition: ast.FunctionDef) -> bool:
-    """Whether a function cannot be called without arguments."""
-    taken = definition.args
-    return len(taken.posonlyargs) + len(taken.args) > len(taken.defaults) or None in taken.kw_defaults
-
-
 def _imported(statement: ast.Import | ast.ImportFrom, module: Module) -> Names:
     if isinstance(statement, ast.Import):
         whole = [(one.asname, one.name) if one.asname else (one.name.partition(".")[0],) * 2 for one in statement.names]
@@ -600,20 +574,3 @@ def _from_here(path: Path) -> str:
     """``path`` as errors call it."""
     here = Path().absolute()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """``target`` as it is read."""
-    found = copy(target)
-    if isinstance(found, (ast.Name, ast.Attribute, ast.Subscript)):
-        found.ctx = ast.Load()
-    return found
-
-
-def _dotted(given: ast.expr) -> str:
-    """``a.b.c`` of names; what is no name is left out."""
-    names = []
-    while isinstance(given, ast.Attribute):
-        names.append(given.attr)
-        given = given.value
-    return ".".join([*([given.id] if isinstance(given, ast.Name) else [""]), *reversed(names)])
