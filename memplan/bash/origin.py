@@ -1,6 +1,7 @@
-"""Where text was written, and the error of a script that cannot be followed.
+"""Where a piece of a user's text was written, and what reading it may cost.
 
-What reading one file may cost: a number of steps, and an amount of memory.
+An origin stands in every error, also in that of a script that cannot be followed. A budget is a number of steps and an
+amount of memory for one file.
 
 Whoever reads a file charges each character and element that it handles. A step is about a tenth of a microsecond, so
 that a file over the limit is refused within a second, whatever is in it; a real one needs a hundredth of it.

@@ -1,6 +1,6 @@
-"""Reading a plan: a file, a built-in example, standard input or nothing, then flags over it.
+"""Reading a plan: a file, a built-in example, standard input or nothing, flags over it, and a record that one names.
 
-Where tokens went in a run: a record of the tokens of every expert, layer by layer, as ``--experts-imbalance FILE``.
+The record says where tokens went in a run: the tokens of every expert, layer by layer (``--experts-imbalance FILE``).
 
 A JSON file is a list with a list for each layer that has experts, or a mapping of such layers' numbers, from 0, to
 lists. A CSV file has a line for each of them, with a number for each expert, and may have a heading. Counts may be of

@@ -1,6 +1,7 @@
-"""Which parts of a model can be frozen, adapted or quantised, where, and what contradicts that.
+"""What of a model is trained, and by which optimizer: what contradicts that.
 
-Which optimizer there is where, in which implementation, and which of its fields belong together.
+Parts of a model can be frozen, adapted or quantised under some frameworks; optimizers are there in some
+implementations, with fields that belong together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """``memplan estimate``: the verdict in a sentence, the stages, what the worst stage's memory is for (the categories,
-then what PyTorch cannot see), and what was assumed.
-
-What PyTorch prints where a request fails.
+then what PyTorch cannot see), what was assumed, and, where a request fails, what PyTorch prints.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The table of stages: what each needs, when and for what, and what is left; a row for each stage, or for a run of
-stages that are built alike.
+"""Stages in the terminal: their table, one of them over an iteration, and what a variant changes.
 
-A stage over one iteration in a line of the terminal.
-
-What a variant changes against the first plan: by category where it matters, and by stage.
+The table says what each needs, when and for what, and what is left, in a row for each stage, or for a run of stages
+that are built alike. An iteration is a line. A variant stands beside the first plan by category where it matters, and
+by stage.
 """
 
 from __future__ import annotations

@@ -116,6 +116,15 @@ def test_flags_have_what_is_fixed(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["plan"] == found["recommended"]["plan"]
 
 
+def test_flags_over_another_tools_file_say_the_batch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Launchers of Megatron-Bridge scale a recipe's batch to the sizes: what was searched is said."""
+    text = "model: {tensor_model_parallel_size: 2}\ntrain: {micro_batch_size: 1, global_batch_size: 32}\n"
+    (tmp_path / "overrides.yaml").write_text(text, encoding="utf-8")
+    job = ("--model=llama-3-8b", "--layers=2", "--seq=2048", "--gpus=4", "--gpu=h100-80gb")
+    found = answer(capsys, str(tmp_path / "overrides.yaml"), *job)
+    assert "--gbs 32" in found["flags"]
+
+
 def test_a_flag_and_the_same_field_in_a_file_have_one_answer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

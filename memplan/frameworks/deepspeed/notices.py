@@ -1,6 +1,6 @@
 """What the report says of ZeRO: what ZeRO-3 gathers and moves, what is on the host, and what is taken for granted.
 
-What ZeRO-3 gathers in one micro-batch: how much is whole at once, what is copied, and what is moved.
+Traffic is that of one micro-batch: how much is whole at once, what is copied, and what is moved.
 
 Bytes are those of the parameters' dtype, per rank, unrounded. A ring moves (dp − 1) / dp of a gathered tensor into
 every rank, and as much for a reduce-scatter.
