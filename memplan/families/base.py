@@ -50,8 +50,6 @@ class Config:
     activations: tuple[str, ...] = ()
     gated_gelu: bool = False
     """The activation is that of a gate."""
-    rotary_in_features: bool = False
-    """It names the features that rotary positions turn, not their part of a head."""
     refused: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings that change the model in ways that are not modelled, with the value that is."""
     published_in: tuple[str, ...] = ()
@@ -158,6 +156,8 @@ class Family:
     """In which order queries, keys and values are made, if not as Llama's."""
     rotary: Callable[[Recorder, Tensor, Tensor, Shared], tuple[Tensor, Tensor]] | None = None
     """How queries and keys turn, if not as Llama's: they are laid out head by head then."""
+    scaled_queries: Callable[[Recorder, Tensor, Shared], Tensor] | None = None
+    """What becomes of queries once they have turned, in a layer like Llama's."""
     tables: Literal["whole", "half", "complex"] = "whole"
     """Rotary tables have an angle for each feature, for two, or are complex numbers."""
     attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None

@@ -146,7 +146,6 @@ GPTJ = Family(
         },
         activation=key("activation_function", default="gelu_new"),
         activations=("gelu", "gelu_new", "gelu_pytorch_tanh"),
-        rotary_in_features=True,
     ),
     covers={
         **reads(GPT2, "rotary_fraction", "head_bias"),

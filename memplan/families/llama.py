@@ -139,6 +139,8 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
     spec = shape.spec
     q, k, v = projected(r, hidden, shape)
     q, k = turned(r, q, k, shared, shape)
+    if (scaled := family(spec.family).scaled_queries) is not None:
+        q = scaled(r, q, shared)
     seen = family(spec.family).rotary is None
     keys, values = Heads(k, seen), Heads(v, True)
     if shape.older:  # its variables are bound anew, ``key_states = repeat_kv(key_states, …)``

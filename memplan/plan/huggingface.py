@@ -25,6 +25,10 @@ LARGEST = 2**31
 _HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
 """Classes with the head that is estimated, or with none."""
 _CLASSIFIER = pattern(r"ForSequenceClassification$")
+ROTARY_FEATURES = "rotary_dim"
+"""It names the features that rotary positions turn, not their part of a head."""
+MIXED = "sparse"
+"""A layer with experts (``mlp_layer_types``)."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -69,7 +73,9 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["dense_layers"] = _dense_layers(config, items)
     if (labels := _labels(config, family_name)) is not None:
         items["labels"] = labels
-    return Node(_with_rotary_fraction(items) if family.rotary_in_features else items, origin)
+    if (rotary := family.keys.get("rotary_fraction")) is not None and _found(config, rotary) == ROTARY_FEATURES:
+        items = _with_rotary_fraction(items)
+    return Node(items, origin)
 
 
 def _labels(config: Node, family: str) -> Node | None:
@@ -334,8 +340,8 @@ def _kinds(node: Node) -> str:
 
 def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
     """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
-    ``mlp_only_layers``, those that ``moe_layers`` leaves out, and those between every ``moe_layer_freq``-th,
-    ``decoder_sparse_step``-th or ``interleave_moe_layer_step``-th layer."""
+    ``mlp_only_layers`` and ``mlp_layer_types``, those that ``moe_layers`` leaves out, and those between every
+    ``moe_layer_freq``-th, ``decoder_sparse_step``-th or ``interleave_moe_layer_step``-th layer."""
     layers = items["layers"].whole
 
     def number(name: str, default: int) -> int:
@@ -357,12 +363,29 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
         named = [one.value for one in mixed] if isinstance(mixed, list) else None
         listed = [i for i in range(layers) if i not in named] if named is not None else []
         step = 1 if named is not None else step
+    if (kinds := items.pop("mlp_kinds", None)) is not None:
+        listed = [i for i, one in enumerate(_mlp_kinds(kinds, layers)) if one != MIXED]
     dense = [i for i in range(layers) if i < dense_first or (i + 1) % step or i % every or i in listed]
     return Node([Node(i, config.origin) for i in dense], config.origin)
 
 
+def _mlp_kinds(given: Node, layers: int) -> list[object]:
+    """What each layer has behind its attention; experts in all but the first unless it is said."""
+    if given.value is None:
+        return ["dense", *[MIXED] * (layers - 1)]
+    kinds: list[object] = [one.value for one in given.value] if isinstance(given.value, list) else []
+    if len(kinds) != layers:
+        raise given.lacks("mlp_layer_types", f"must name all {layers} layers, not {len(kinds)}")
+    return kinds
+
+
+def _found(config: Node, key: Key) -> str:
+    """The name by which the configuration says what ``key`` reads, or the first of them."""
+    return next((name for name in key.names if config.at(name) is not None), key.names[0])
+
+
 def _value(config: Node, spec_field: str, key: Key) -> Node:
-    name = next((name for name in key.names if config.at(name) is not None), key.names[0])
+    name = _found(config, key)
     node = config.at(name)
     if node is None:
         if key.default is REQUIRED:
@@ -415,7 +438,11 @@ _RULES: Mapping[str, _Rule] = {
     "layers": _whole(1, MOST_LAYERS),
     "token_types": _whole(0, LARGEST),
     "rotary_fraction": _FRACTION_RULE,
-    "rotary_dim": _SIZE_RULE,
+    ROTARY_FEATURES: _SIZE_RULE,
+    "mlp_layer_types": (
+        f"a list of {MIXED} and dense",
+        lambda value: isinstance(value, list) and all(one.value in (MIXED, "dense") for one in value),
+    ),
     "expert_layers": (
         "a list of layers, numbered from 0",
         lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),

@@ -12,7 +12,7 @@ from ..optimizers import algorithm, algorithms
 from ..plan.block_configs import KEY as BLOCKS
 from ..plan.block_configs import written
 from ..plan.errors import PlanError, wrong_at
-from ..plan.huggingface import ACTIVATIONS, known_types
+from ..plan.huggingface import ACTIVATIONS, MIXED, ROTARY_FEATURES, known_types
 from ..plan.plan import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..plan.tuning_checks import is_tuned
@@ -33,7 +33,7 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
     for name, key in family.keys.items():
         if _of_experts_alone(spec, name):
             continue
-        turned = name == "rotary_fraction" and family.rotary_in_features
+        turned = key.names[0] == ROTARY_FEATURES
         _put(config, key.names[0], spec.rotary_features if turned else _written(spec, name))
     if family.layers_differ:
         config[BLOCKS] = written(spec.layer_blocks, spec.heads)
@@ -71,6 +71,7 @@ _TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
     "first_dense": _first_dense,
     "router_normalises": lambda spec: not spec.router_score_first,
     "expert_layers": lambda spec: [i for i in range(spec.layers) if spec.has_experts(i)],
+    "mlp_kinds": lambda spec: [MIXED if spec.has_experts(i) else "dense" for i in range(spec.layers)],
     "shared_experts": lambda spec: spec.shared_expert_ffn // spec.expert_ffn,
     "router_method": lambda spec: "group_limited_greedy" if spec.router_groups else "greedy",
     "router_groups": lambda spec: spec.router_groups or 1,

@@ -57,6 +57,7 @@ GPTJ = {**GPT2, "rotary_dim": 16}
 TIED = {"tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
 QWEN3_MOE: dict[str, Any] = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
+MINIMAX = {**MIXTRAL, "num_experts_per_tok": 3, "bos_token_id": 0, "eos_token_id": 0}
 OLMOE = {**QWEN3_MOE, "num_key_value_heads": 3, "head_dim": 32, "norm_topk_prob": False}
 SCALES = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0}
 GRANITE_MOE = {**MIXTRAL, **SCALES, **TIED}
@@ -121,6 +122,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2-lite": ("deepseek_v2", DEEPSEEK),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPS),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 56}),
+    "glm4_moe_lite-groups-dropout": ("glm4_moe_lite", DEEPSEEK | GROUPS | {"attention_dropout": 0.1}),
+    "minimax_m2": ("minimax_m2", MINIMAX | PARTIAL),
+    "minimax_m2-whole-tied-dropout": ("minimax_m2", MINIMAX | TIED | {"attention_dropout": 0.1}),
+    "ministral3": ("ministral3", LLAMA),
+    "ministral3-window-tied": ("ministral3", LLAMA | TIED | {"sliding_window": 160, "num_key_value_heads": 6}),
     "glm4_moe-air-groups": (
         "glm4_moe",
         GLM4_MOE | {"use_qk_norm": False, "attention_bias": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
@@ -161,7 +168,7 @@ class Case:
 
 DROPS_SCORES = {
     "llama-tied-dropout", "qwen2-tied-dropout", "granite-dropout-biased", "qwen3_moe-unnormed-tied-dense",
-    "gpt_bigcode", "gpt_bigcode-untied-fast",
+    "gpt_bigcode", "gpt_bigcode-untied-fast", "minimax_m2-whole-tied-dropout",
 }  # fmt: skip
 """With fewer heads of keys: ``_scaled_dot_product_attention_math``'s dropout is several operators on a CPU."""
 SETTINGS = tuple((*mode, recompute) for recompute in ("none", "full") for mode in MODES)

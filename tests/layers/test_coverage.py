@@ -22,6 +22,7 @@ BASE = {
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
+    "glm4_moe_lite": "glm-4.7-flash", "minimax_m2": "minimax-m2", "ministral3": "ministral-3-8b",
     "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""
@@ -76,12 +77,12 @@ LINEAR = {"linear_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4, 
           "linear_value_head_dim": 16}  # fmt: skip
 
 OF_FAMILY = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), LATENT),
     "falcon": {"kv_heads": 1},
     "gpt_bigcode": {"kv_heads": 1},
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
-    **dict.fromkeys(("gpt_oss", "olmoe", "granitemoe"), ALL_EXPERTS),
+    **dict.fromkeys(("gpt_oss", "olmoe", "granitemoe", "minimax_m2"), ALL_EXPERTS),
     "glm4_moe": {**EXPERTS, "shared_expert_ffn": 64},
     "llama4_text": {**EXPERTS, "expert_top_k": 1, "shared_expert_ffn": 64},
     **dict.fromkeys(("hybrid", "nemotron_h"), MIXER | {"layers": 3, "layer_pattern": "M*-"}),

@@ -79,8 +79,11 @@ sizes = st.integers(1, 9)
 
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
+    *("minimax_m2", "ministral3"),
 }
 """Families with fewer key heads than query heads by default."""
+
+LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
 
 
 @st.composite
@@ -143,6 +146,13 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             }
             for version in (2, 3)
         },
+        "glm4_moe_lite": {
+            "q_lora_rank": st.none() | sizes,
+            "n_shared_experts": st.integers(1, 2),
+            "tie_word_embeddings": st.booleans(),
+        },
+        "minimax_m2": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
+        "ministral3": {"head_dim": st.just(4), "tie_word_embeddings": st.booleans()},
         "qwen3_moe": {
             "num_experts": sizes,
             "moe_intermediate_size": sizes,
@@ -186,14 +196,14 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "falcon": {"ffn_hidden_size": st.none() | sizes, "tie_word_embeddings": st.booleans()},
     }
     chosen = {name: draw(value) for name, value in optional[family].items() if draw(st.booleans())}
-    if family.startswith("deepseek"):
+    if family in LATENT:
         required |= {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6,
             "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6, "head_dim": 2,
             "routed_scaling_factor": 2.0,
         }  # fmt: skip
         chosen["num_key_value_heads"] = heads
-    if "experts" in FAMILIES[family].keys and not family.startswith("deepseek"):
+    if "experts" in FAMILIES[family].keys and family not in LATENT:
         chosen["num_experts_per_tok"] = 1
     if family in GROUPED:
         chosen["num_key_value_heads"] = kv_heads
@@ -352,9 +362,10 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
-        "gpt_bigcode, bert, bloom, llama, mistral, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, falcon, "
-        "mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, llama4_text, llama4, "
-        "olmoe, granite, granitemoe, nemotron-nas, nemotron_h, mamba2"
+        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, "
+        "falcon, mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, "
+        "glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
+        "nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

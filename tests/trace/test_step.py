@@ -52,6 +52,9 @@ FAMILIES = {
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
     "glm4_moe": "glm-4.5-air",
+    "glm4_moe_lite": "glm-4.7-flash",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "ministral-3-8b",
     "llama4_text": "llama-4-scout",
 }
 SCALARS = 1024
@@ -68,7 +71,7 @@ def model_flags(family: str) -> dict[str, str]:
     sizes = SIZES | ({"kv-heads": "1"} if family in ("falcon", "gpt_bigcode") else {})
     if family_of(family).mixture is not None:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family == "glm4_moe_lite":
         sizes |= LATENT
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
@@ -77,7 +80,7 @@ def model_flags(family: str) -> dict[str, str]:
 
 def targets_of(family: str) -> dict[str, str]:
     """Adapters are refused of experts, and those of attention taken."""
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family == "glm4_moe_lite":
         return {"lora-targets": "q_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
     return {"lora-targets": "q_proj,k_proj,v_proj,o_proj"} if family_of(family).mixture is not None else {}
 
