@@ -229,6 +229,30 @@ def test_deepseek_v2_chooses_from_groups_only_where_it_says_so(tmp_path: Path) -
         spec_of(config | {"topk_method": "noaux_tc"}, tmp_path)
 
 
+def test_minimax_says_what_turns_as_a_part_or_as_features(tmp_path: Path) -> None:
+    """``MiniMaxM2Config.convert_rope_params_to_dict``: ``rotary_dim / head_dim``, unless a factor is there."""
+    config: dict[str, Any] = {"model_type": "minimax_m2", "vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 2, "intermediate_size": 8, "head_dim": 128}
+    assert spec_of(config, tmp_path).rotary_features == 128
+    assert spec_of(config | {"rotary_dim": 64}, tmp_path).rotary_features == 64
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    assert spec_of(config | {"rotary_dim": 64, "rope_parameters": rope}, tmp_path).rotary_features == 32
+    with pytest.raises(PlanError, match="rotary_dim = 130: must be even and at most 128"):
+        spec_of(config | {"rotary_dim": 130}, tmp_path)
+
+
+def test_glm_4_7_flash_names_its_layers_with_experts(tmp_path: Path) -> None:
+    """``Glm4MoeLiteConfig``: the first is dense unless ``mlp_layer_types`` says; no ``first_k_dense_replace`` does."""
+    config = config_of_spec(load_spec("glm-4.7-flash")) | {"model_type": "glm4_moe_lite", "num_hidden_layers": 3}
+    types = {"mlp_layer_types": ["sparse", "dense", "sparse"]}
+    assert spec_of(config | {"mlp_layer_types": None}, tmp_path).dense_layers == (0,)
+    assert spec_of(config | types, tmp_path).dense_layers == (1,)
+    with pytest.raises(PlanError, match="must name all 4 layers, not 3"):
+        spec_of(config | types | {"num_hidden_layers": 4}, tmp_path)
+    with pytest.raises(PlanError, match="first_k_dense_replace = 3: is not modelled; only 1 is"):
+        spec_of(config | types | {"first_k_dense_replace": 3}, tmp_path)
+
+
 NO_MODEL = {"deepseek_v2", "glm4_moe"}
 """Families whose class has defaults that make no model: experts of a token are None, heads do not divide hidden."""
 
