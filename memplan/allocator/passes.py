@@ -17,35 +17,47 @@ from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
 from ..values import dataclass
-from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, SegmentPool, Step
+from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, SegmentPool, Step, Stretch
 from .caching import AllocatorSettings
 from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over
 from .requests import Requests
 from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
 
+FEW = 4
+"""Runs of steps in a row that take less time than to find what of them free blocks may serve."""
+
+
 class Row:
     """Steps in a row on one stream."""
 
     def __init__(self, steps: Sequence[Step], *, small: bool = False) -> None:
+        self.steps, self.small = steps, small
         self.length = len(steps)
-        self.stretches = stretches(steps, small=small)
+        self.runs = 0
+        """So far."""
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
         """As ``SegmentPool.run_all``."""
+        self.runs += 1
+        if self.runs <= FEW:
+            return pool.run(self.steps, blocks, limit)
         return pool.run_all(self.stretches, blocks, limit)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        return stretches(self.steps, small=self.small)
 
     @cached_property
     def slots(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Slots of blocks that were taken before and are given back, and of those that stay."""
         before: list[int] = []
         taken: dict[int, int] = {}
-        for stretch in self.stretches:
-            for slot, units, _, _, _ in stretch.steps:
-                if units > 0:
-                    taken[slot] = units
-                elif units and not taken.pop(slot, 0):
-                    before.append(slot)
+        for slot, units, _, _, _ in self.steps:
+            if units > 0:
+                taken[slot] = units
+            elif units and not taken.pop(slot, 0):
+                before.append(slot)
         return tuple(before), tuple(taken)
 
 
@@ -54,6 +66,7 @@ class ModuleRow(Row):
 
     def __init__(self, placed: Sequence[tuple[_ModuleSteps, Placed]]) -> None:
         self.placed = [(own, one) for own, one in placed if own.length]
+        self.runs = 0
         self.length = sum([own.length for own, _ in self.placed])
         self.parts = [
             (own.small, one.offset, one.offset + own.size, [one.outer[id] for id in own.outer])
@@ -69,6 +82,7 @@ class ModuleRow(Row):
         )
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
+        self.runs += 1
         requests, given = self.given
         for place, (small, start, end, outer) in enumerate(self.parts):
             looks = place in given and not pool.picky

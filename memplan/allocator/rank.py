@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..tape.events import Bytes, Category
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
-from .passes import Pass, Row
+from .passes import FEW, Pass, Row
 
 NO_BLOCK = 0
 """An empty tensor's, which never reaches the allocator."""
@@ -162,7 +162,7 @@ class Rank:
 
     def _serve(self, pool: SegmentPool, row: Row, frame: list[int], limit: int) -> tuple[int, int, int]:
         """``run_all`` of ``pool``, or what it came to the last time."""
-        if row.length < WORTH_KNOWING or self.in_vain.get(row, 0) == IN_VAIN:
+        if row.length < WORTH_KNOWING or row.runs < FEW or self.in_vain.get(row, 0) == IN_VAIN:
             return row.run(pool, frame, limit)
         given, staying = row.slots
         before = pool.free, pool.holes, pool.top, [*map(frame.__getitem__, given)]
