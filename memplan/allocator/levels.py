@@ -5,8 +5,8 @@ The events are those that ``replay`` runs, in the same order. Sizes are requeste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from ..tape.events import END_OF_GRADIENT, Drop, Event, Hold
 from ..tape.program import SLOT, WHOLE, Action, Program, What, forward_passes
@@ -22,6 +22,8 @@ MOST_POINTS = 600
 HELD = 1
 """In the place of a block: something is held, whatever it is."""
 
+P = TypeVar("P")
+
 
 class Level(NamedTuple):
     """A moment of an iteration."""
@@ -35,11 +37,11 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Followed(Generic[P]):
     """One iteration of a stage's most loaded rank in steady state."""
 
     stage: int
-    levels: tuple[Level, ...]
+    points: tuple[P, ...]
     events: int
     """Of the iteration."""
     shown: int
@@ -48,25 +50,70 @@ class Line:
     """and of the whole iteration: those left out do what others have done."""
 
 
+Line = Followed[Level]
+
+
 def line(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold]) -> Line:
     """``program`` is one with its kernels' workspaces, as ``replay`` runs it."""
     rank = _Levels(settings)
-    run = _Counting(program, rank, workspaces_of(program, workspaces))
+    return follow(_Counting(program, rank, workspaces_of(program, workspaces)), rank.points)
+
+
+class Points(Generic[P]):
+    """Of each group of an iteration's events in a row, the fullest moment."""
+
+    def __init__(self) -> None:
+        self.width = 0
+        """Events of a group; 0 while none is followed."""
+        self.event = 0
+        """Events so far."""
+        self.found: list[P] = []
+        self._highest = -1
+        """Bytes of the fullest moment of the group that is under way,"""
+        self._fullest: P | None = None
+        """and that moment."""
+
+    def follow(self, total: int, held: Sequence[int], moment: Callable[[int, int], P]) -> None:
+        """Events come while ``total`` bytes are held; behind each, so many more are as ``held`` says. A moment is
+        made of its place in ``held`` and its bytes."""
+        before = self.event
+        start, end = 0, self.width - before % self.width
+        while start < len(held):
+            highest = max(held[start:end])
+            if total + highest > self._highest:
+                self._highest = total + highest
+                self._fullest = moment(held.index(highest, start), self._highest)
+            if end <= len(held):
+                self.flush()
+            start, end = end, end + self.width
+        self.event = before + len(held)
+
+    def flush(self) -> None:
+        """Ends a group."""
+        if self._fullest is not None:
+            self.found.append(self._fullest)
+        self._fullest, self._highest = None, -1
+
+
+def follow(run: Run, points: Points[P]) -> Followed[P]:
+    """Runs the first iteration that is as those after it; ``run``'s rank tells ``points`` of its events."""
+    program = run.program
     actions = list(program.order.shortened)
     run.begin()
     if run.second_differs:
         run.iterate(actions)
         run.first_step()
         run.begin()
-    rank.width = width_of(run, actions)
+    points.width = _width(run, actions)
     run.iterate(actions)
-    rank.flush()
+    points.flush()
     run.step()
-    rank.flush()
-    return Line(program.stage, tuple(rank.levels), rank.event, shown_of(actions), program.microbatches)
+    points.flush()
+    shown = sum(not chunk for chunk, _ in forward_passes(actions))
+    return Followed(program.stage, tuple(points.found), points.event, shown, program.microbatches)
 
 
-def width_of(run: Run, actions: Iterable[Action]) -> int:
+def _width(run: Run, actions: Iterable[Action]) -> int:
     """How many events of an iteration are one point."""
     program = run.program
     passes = (
@@ -78,27 +125,31 @@ def width_of(run: Run, actions: Iterable[Action]) -> int:
     return max(1, -(-(sum(passes) + len(program.step) + len(program.late_step)) // MOST_POINTS))
 
 
-def shown_of(actions: Iterable[Action]) -> int:
-    """Micro-batches that run through the first chunk."""
-    return sum(not chunk for chunk, _ in forward_passes(actions))
+class FollowedRun(Run):
+    """A run in which equal tensors that begin together are one."""
+
+    def begin_all(self, chunk: int, tensor: str, count: int) -> None:
+        size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
+        together = size * count, category, stream
+        block = self.receive(f"{tensor} of {count:,} micro-batches", chunk, -1, together)
+        self.between[tensor, chunk, -1] = block, *together
+
+    def end_all(self, chunk: int, tensor: str, count: int) -> None:
+        found = self.between.pop((tensor, chunk, -1), None)
+        if found is not None:
+            self.rank.drop(*found)
 
 
 class _Levels(Rank):
     """A rank that has no allocator, and counts bytes."""
 
-    __slots__ = ("event", "highest", "largest", "levels", "phase", "total", "width")
+    __slots__ = ("phase", "points", "total")
 
     def __init__(self, settings: AllocatorSettings) -> None:
         super().__init__(settings)
-        self.event = self.total = 0
+        self.total = 0
         self.phase = ""
-        self.width = 0
-        """Events of a point; 0 while none is recorded."""
-        self.levels: list[Level] = []
-        self.highest = -1
-        """Bytes of the fullest moment since the last point,"""
-        self.largest: Level | None = None
-        """and that moment."""
+        self.points = Points[Level]()
 
     def hold(self, size: int, category: int, stream: int = 0) -> int:
         self.change(size)
@@ -109,41 +160,23 @@ class _Levels(Rank):
             self.change(-size)
 
     def run(self, events: Pass, frame: list[int], start: int = 0) -> None:
-        if self.width:
-            self._follow(events.operations.held)
+        if self.points.width:
+            self.points.follow(self.total, events.operations.held, self._level)
         for slot in events.operations.begun:
             frame[slot] = HELD
         self.total += sum([size for _, size in events.net_by])
 
     def change(self, size: int) -> None:
         """An event of so many bytes, fewer than none where a tensor ends."""
-        if self.width and size:
-            self._follow((size,))
+        if self.points.width and size:
+            self.points.follow(self.total, (size,), self._level)
         self.total += size
 
-    def _follow(self, held: Sequence[int]) -> None:
-        """Events that are about to come, with the bytes ``held`` behind each more than now: of each point that ends
-        with one of them, and behind the last, the fullest moment."""
-        before = self.event
-        start, end = 0, self.width - before % self.width
-        while start < len(held):
-            highest = max(held[start:end])
-            if self.total + highest > self.highest:
-                self.highest = self.total + highest
-                self.largest = Level(before + held.index(highest, start) + 1, self.highest, self.phase)
-            if end <= len(held):
-                self.flush()
-            start, end = end, end + self.width
-        self.event = before + len(held)
-
-    def flush(self) -> None:
-        """Ends a point."""
-        if self.largest is not None:
-            self.levels.append(self.largest)
-        self.largest, self.highest = None, -1
+    def _level(self, place: int, total: int) -> Level:
+        return Level(self.points.event + place + 1, total, self.phase)
 
 
-class _Counting(Run):
+class _Counting(FollowedRun):
     """A run that tells its rank in which phase it is."""
 
     rank: _Levels
@@ -156,7 +189,7 @@ class _Counting(Run):
         return ()
 
     def keep(self, tape: Iterable[Event]) -> None:
-        self.rank.phase = "step" if self.rank.width else ""
+        self.rank.phase = "step" if self.rank.points.width else ""
         self.take(tape)
 
     def take(self, tape: Iterable[Event]) -> None:
@@ -179,13 +212,3 @@ class _Counting(Run):
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
         self.rank.phase = phase_between(tensor)
         return super().receive(tensor, chunk, number, known)
-
-    def begin_all(self, chunk: int, tensor: str, count: int) -> None:
-        size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
-        together = size * count, category, stream
-        self.between[tensor, chunk, -1] = self.receive(tensor, chunk, -1, together), *together
-
-    def end_all(self, chunk: int, tensor: str, count: int) -> None:
-        found = self.between.pop((tensor, chunk, -1), None)
-        if found is not None:
-            self.rank.drop(*found)

@@ -15,7 +15,7 @@ from ..tape.events import END_OF_GRADIENT, NOTHING, Bytes, Category, Drop, Event
 from ..tape.program import SLOT, Program
 from ..values import dataclass
 from .caching import AllocatorSettings
-from .levels import shown_of, width_of
+from .levels import Followed, FollowedRun, Points, follow
 from .named import NamedRun, NamingRank, Tensor, static_tensor
 from .passes import Pass
 from .rank import NO_BLOCK
@@ -47,41 +47,20 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """One iteration of a stage's most loaded rank in steady state."""
+class Timeline(Followed[Point]):
+    """One iteration of a stage's most loaded rank in steady state, and what its peak consists of."""
 
-    stage: int
-    points: tuple[Point, ...]
-    events: int
-    """Of the iteration."""
     contents: tuple[Live, ...]
     """What is live at the peak of allocated bytes; sums to the stage's breakdown, category by category, but for
     block rounding. Empty where nobody asked."""
-    shown: int
-    """Micro-batches that were run;"""
-    microbatches: int
-    """and of the whole iteration: those left out do what others have done."""
 
 
 def timeline(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hold], peak: Bytes | None) -> Timeline:
     """``program`` is one with its kernels' workspaces, as ``replay`` runs it; ``peak`` the bytes by category that it
     found, ``None`` where nobody asks what they are."""
     rank = _Recorder(settings, None if peak is None else (*peak[: Category.BLOCK_ROUNDING], 0))
-    run = _Recording(program, rank, workspaces_of(program, workspaces))
-    actions = list(program.order.shortened)
-    run.begin()
-    if run.second_differs:
-        run.iterate(actions)
-        run.first_step()
-        run.begin()
-        rank.found = ()
-    rank.record(width_of(run, actions))
-    run.iterate(actions)
-    rank.flush()
-    run.step()
-    rank.flush()
-    shown = shown_of(actions)
-    return Timeline(program.stage, tuple(rank.points), rank.event, rank.found, shown, program.microbatches)
+    one = follow(_Recording(program, rank, workspaces_of(program, workspaces)), rank.points)
+    return Timeline(one.stage, one.points, one.events, one.shown, one.microbatches, rank.found)
 
 
 class _Summary:
@@ -155,39 +134,26 @@ class _Kept(NamedTuple):
 class _Recorder(NamingRank):
     """A rank that has no allocator, and keeps what is live under numbers."""
 
-    __slots__ = (
-        "count", "event", "found", "highest", "largest", "live", "most", "points", "summaries", "total",
-        "wanted", "width",
-    )  # fmt: skip
+    __slots__ = ("count", "found", "live", "most", "points", "summaries", "total", "wanted")
 
     def __init__(self, settings: AllocatorSettings, wanted: Bytes | None) -> None:
         super().__init__(settings)
         self.live: dict[int, _Together | _Kept] = {}
         """By number, in order."""
-        self.count = self.event = self.total = 0
+        self.count = self.total = 0
         self.wanted = list(wanted or ())
         """Bytes by category when the peak is reached,"""
         self.most = -1 if wanted is None else sum(wanted)
         """and their sum;"""
         self.found: tuple[Live, ...] = ()
         """and what they are, once it has been."""
-        self.width = 0
-        """Events of a point; 0 while none is recorded."""
-        self.points: list[Point] = []
-        self.highest = -1
-        """Bytes of the fullest moment since the last point,"""
-        self.largest: Point | None = None
-        """and that moment."""
+        self.points = Points[Point]()
         self.summaries: dict[tuple[Pass, int], _Summary] = {}
         """Of passes with these names, by the ids of the latter."""
 
-    def record(self, width: int) -> None:
-        """Records an iteration from here on, of which so many events are one point."""
-        self.width, self.event = width, 0
-
     @property
     def steps(self) -> bool:
-        return self.width > 0
+        return self.points.width > 0
 
     def room(self, units: int) -> int:
         return 0
@@ -207,7 +173,7 @@ class _Recorder(NamingRank):
             known = self.summaries[key] = _Summary(events, names)
         if not self.found and events.operations.reach(self.most - self.total):
             self._find(known, events, frame)
-        if self.width:
+        if self.points.width:
             self._follow_pass(known, events, frame)
         slots, begun, ended = known.changes
         for slot in ended:
@@ -243,24 +209,16 @@ class _Recorder(NamingRank):
     def _follow_pass(self, known: _Summary, events: Pass, frame: list[int]) -> None:
         """The events of a pass that is about to run: of each point that ends in it, and behind the last, the fullest
         moment."""
-        held, before = events.operations.held, self.event
-        start, end = 0, self.width - before % self.width
         last = -1, NOTHING
-        while start < len(held):
-            part = held[start:end]
-            highest = max(part)
-            if self.total + highest > self.highest:
-                place = start + part.index(highest)
-                self.highest = self.total + highest
-                until = known.by.get(place) or known.by.setdefault(place, events.until(place, last))
-                last = place, until
-                by = tuple(map(int.__add__, self.by, until))
-                one, begins = self._at(place, known, events, frame)
-                self.largest = Point(before + place + 1, by, one, begins, self.phase)
-            if end <= len(held):
-                self.flush()
-            start, end = end, end + self.width
-        self.event = before + len(held)
+
+        def moment(place: int, _: int) -> Point:
+            nonlocal last
+            until = known.by.get(place) or known.by.setdefault(place, events.until(place, last))
+            last = place, until
+            by = tuple(map(int.__add__, self.by, until))
+            return Point(self.points.event + place + 1, by, *self._at(place, known, events, frame), self.phase)
+
+        self.points.follow(self.total, events.operations.held, moment)
 
     def _at(self, place: int, known: _Summary, events: Pass, frame: list[int]) -> tuple[Live, bool]:
         """What the operation at ``place`` begins or ends, and whether it begins."""
@@ -279,34 +237,27 @@ class _Recorder(NamingRank):
         self.total += size
         if self.total == self.most and not self.found and self.by == self.wanted:
             self.found = tuple([together.live(number) for number, together in self.live.items()])
-        if self.width:
-            self._follow(one.live(self.count), begins=True)
+        if self.points.width:
+            self._follow(one.live(self.count), size)
         return self.count
 
     def _end(self, number: int, size: int, category: int) -> None:
         one = self.live.pop(number)
         self.by[category] -= size
         self.total -= size
-        if self.width:
-            self._follow(one.live(number), begins=False)
+        if self.points.width:
+            self._follow(one.live(number), -size)
 
-    def _follow(self, one: Live, *, begins: bool) -> None:
-        """An event of the iteration that is recorded."""
-        self.event += 1
-        if self.total > self.highest:
-            self.highest = self.total
-            self.largest = Point(self.event, tuple(self.by), one, begins, self.phase)
-        if not self.event % self.width:
-            self.flush()
+    def _follow(self, one: Live, size: int) -> None:
+        """A tensor of so many bytes has begun, or has ended if they are fewer than none."""
 
-    def flush(self) -> None:
-        """Ends a point."""
-        if self.largest is not None:
-            self.points.append(self.largest)
-        self.largest, self.highest = None, -1
+        def moment(_: int, __: int) -> Point:
+            return Point(self.points.event + 1, tuple(self.by), one, size > 0, self.phase)
+
+        self.points.follow(self.total - size, (size,), moment)
 
 
-class _Recording(NamedRun):
+class _Recording(FollowedRun, NamedRun):
     """A run of an iteration whose events are counted first."""
 
     rank: _Recorder
@@ -340,13 +291,6 @@ class _Recording(NamedRun):
                     by[category] -= size
                     rank.total -= size
 
-    def begin_all(self, chunk: int, tensor: str, count: int) -> None:
-        size, category, stream = self.begun.get((chunk, tensor)) or self._known(chunk, tensor)
-        self._between(f"{tensor} of {count:,} micro-batches", None)
-        block = self.rank.hold(size * count, category)
-        self.between[tensor, chunk, -1] = block, size * count, category, stream
-
-    def end_all(self, chunk: int, tensor: str, count: int) -> None:
-        found = self.between.pop((tensor, chunk, -1), None)
-        if found is not None:
-            self.rank.drop(*found)
+    def first_step(self) -> None:
+        super().first_step()
+        self.rank.found = ()  # a peak of the first iteration

@@ -324,9 +324,9 @@ COLOURS = {"forward": "#7aa6d8", "backward": "#d39a5b", "step": "#8f7cc8"}
 def drawn_lines(estimate: Estimate, lines: Sequence[Line], console: Console) -> Iterator[RenderableType]:
     """For each of ``lines`` its bytes from left to right, and below where passes begin."""
     for line in lines:
-        if not line.levels:
+        if not line.points:
             continue
-        totals = [level.bytes for level in line.levels]
+        totals = [level.bytes for level in line.points]
         highest = max(totals)
         of = next(stage for stage in estimate.stages if stage.stage == line.stage)
         name = (
@@ -343,12 +343,12 @@ def drawn_lines(estimate: Estimate, lines: Sequence[Line], console: Console) -> 
 def _cells(line: Line, count: int) -> list[Level]:
     """The fullest moment of each of ``count`` equal stretches of the iteration's events, or the one before it."""
     cells: list[Level | None] = [None] * count
-    for level in line.levels:
+    for level in line.points:
         at = min((level.event - 1) * count // max(line.events, 1), count - 1)
         before = cells[at]
         if before is None or level.bytes > before.bytes:
             cells[at] = level
-    last, found = line.levels[0], []
+    last, found = line.points[0], []
     for cell in cells:
         last = cell or last
         found.append(last)

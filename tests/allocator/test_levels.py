@@ -16,6 +16,6 @@ def test_a_line_has_the_timeline_s_sums(case: str) -> None:
     found = estimate(read_plan(None, {**SMALL, **PLANS[case]}).plan)
     stages = range(len(found.stages))
     for line, whole in zip(lines(found, stages), timelines(found, contents=False), strict=True):
-        assert list(line.levels) == [Level(one.event, sum(one.by), one.phase) for one in whole.points]
+        assert list(line.points) == [Level(one.event, sum(one.by), one.phase) for one in whole.points]
         assert (line.stage, line.events) == (whole.stage, whole.events)
         assert (line.shown, line.microbatches) == (whole.shown, whole.microbatches)
