@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache as once
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,15 @@ def peft_job(plan: ResolvedPlan) -> Job:
     return job_of_plan(plan.model_copy(update={"model": load_spec(STAND_IN)}), plan.model.config)
 
 
+@once
+def settings_of(name: str) -> dict[str, dict[str, Any]]:
+    """Those of every fit that ships whole with the model, by digests. A file is a second to read and to check."""
+    return {key: one["settings"] for key, one in cache.shipped_together(ADAPTED[name]).items()}
+
+
 def targets_of(name: str) -> list[str]:
     """Those that ship with the model."""
-    found = (one["settings"]["tuned"]["targets"] for one in cache.shipped_together(ADAPTED[name]).values())
-    return sorted({",".join(one) for one in found})
+    return sorted({",".join(one["tuned"]["targets"]) for one in settings_of(name).values()})
 
 
 def sizes_of(name: str, b: int) -> dict[str, str]:
@@ -204,8 +210,8 @@ def test_what_ships(name: str) -> None:
     """Every fit is of this tracer, of settings that a plan asks for, and whole."""
     path = ADAPTED[name]
     assert not cache.is_stale(path), f"python -m benchmarks.learned --adapters --again {name}"
-    there = cache.shipped_together(path)
-    drops = any(one["settings"]["tuned"]["dropout"] for one in there.values())
+    there = dict(settings_of(name))
+    drops = any(one["tuned"]["dropout"] for one in there.values())
     for targets, recompute, dtype, dropout in product(
         targets_of(name), ("none", "full"), ("fp32", "bf16"), ("0", "0.05")[: 1 + drops]
     ):
