@@ -216,15 +216,15 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's ORPOTrainer and CPOTrainer."""
-    name = "ORPOTrainer" if plan.trainer.loop == "orpo" else "CPOTrainer"
     likelihood = "with a cross entropy of the chosen sequences"
     if plan.trainer.kind.reduced == "rows-alone":
         likelihood = "without a cross entropy of the chosen sequences (cpo_alpha 0)"
     how = form(POLICY_ALONE, release(plan, "trl"))
     made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.kernel else "row by row"
     return (
-        f"{name} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both sequences of each, "
-        f"{plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE auxiliary loss",
+        f"{plan.trainer.kind.trainer} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both "
+        f"sequences of each, {plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; "
+        "no MoE auxiliary loss",
         f"the loss is taken of all logits, {likelihood}; log-probabilities of labels are made {made}",
     )
 

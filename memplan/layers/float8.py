@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..tape.events import Category, Drop, Hold, Seam
 from ..values import dataclass, replace
 from .autograd import Gradients, Recorder, Tensor, incoming
+from .low_linear import LowLinear, as_given
 from .work import ITEMSIZE, Operator, Product, Shape, Stream
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
+class Float8(LowLinear):
     """Which linear layers are converted, and how."""
 
     recipe: str
@@ -78,7 +79,25 @@ class Float8:
         category: Category = Category.TEMPORARIES,
     ) -> Tensor:
         """``Float8Linear.forward`` of (…, k) with a weight (n, k), without bias."""
-        return _product_with(r, x, weight, name, self, policy, category)
+        shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
+        t, rows = prod(shape[:-1]), self.by_rows
+        taken = scaled(r, shape, dtype, self, len(shape) - 1 if rows else None, f"{name}_input", policy)
+        along = 0 if rows else None
+        weights = None if self.gathered else scaled(r, (k, n), dtype, self, along, f"{name}_weight", policy)
+        kept = policy.counted()
+        made = not (kept and policy.keeps and policy.again)
+        inverse = [r.empty((size,) if rows else (), "fp32", f"{name}_scale_inverse") for size in (t, n)] if made else []
+        full = (*shape[:-1], n)
+        if kept:
+            out = policy.run(r, lambda r: r.empty(full, dtype, name, category))
+        else:
+            out = r.empty(full, dtype, name, category)
+        del inverse, weights, taken
+
+        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+            return _backward(r, shape, n, incoming(gradients).dtype, self, f"grad_{name}")
+
+        return out.by(r.node((x, weight), (x, weight), backward, work=_work(t, n, k, dtype, self, made=made)))
 
     def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
         """Rows (L, k) of experts times their transposed weights (e, n, k), with a scale for every row
@@ -95,12 +114,7 @@ class Float8:
         return out.by(r.node((x, weight), (x, weight, offsets), backward, work=work))
 
     def leaving(self, skips: frozenset[str]) -> Float8:
-        """The same where ``skips`` stay."""
         return replace(self, skips=skips)
-
-    def beside(self, count: int) -> tuple[Hold, ...]:
-        """Nothing but the scales that gathered weights bring."""
-        return ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -178,28 +192,6 @@ def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple
     return events, r.hand_over(data), r.hand_over(scale) if scale is not None else 0
 
 
-def _product_with(
-    r: Recorder, x: Tensor, weight: Tensor, name: str, of: Float8, policy: Policy, category: Category
-) -> Tensor:
-    shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
-    t, rows = prod(shape[:-1]), of.by_rows
-    taken = scaled(r, shape, dtype, of, len(shape) - 1 if rows else None, f"{name}_input", policy)
-    weights = None if of.gathered else scaled(r, (k, n), dtype, of, 0 if rows else None, f"{name}_weight", policy)
-    kept = policy.counted()
-    made = not (kept and policy.keeps and policy.again)
-    inverse = [r.empty((size,) if rows else (), "fp32", f"{name}_scale_inverse") for size in (t, n)] if made else []
-    full = (*shape[:-1], n)
-    out = (
-        policy.run(r, lambda r: r.empty(full, dtype, name, category)) if kept else r.empty(full, dtype, name, category)
-    )
-    del inverse, weights, taken
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return _backward(r, shape, n, incoming(gradients).dtype, of, f"grad_{name}")
-
-    return out.by(r.node((x, weight), (x, weight), backward, work=_work(t, n, k, dtype, of, made=made)))
-
-
 def _backward(r: Recorder, shape: Shape, n: int, dtype: str, of: Float8, name: str) -> Sequence[Tensor | None]:
     k, t, rows = shape[-1], prod(shape[:-1]), of.by_rows
     gradient = scaled(r, (t, n), dtype, of, 1 if rows else None, name)
@@ -211,7 +203,7 @@ def _backward(r: Recorder, shape: Shape, n: int, dtype: str, of: Float8, name: s
     repeated = None if of.weight_gradient else r.empty((k,), "fp32", f"{name}_weight_scales")
     made = _product(r, (t, k), of, dtype, f"{name}_input")
     del repeated, turned
-    of_input = made.view(*shape) if len(shape) != 2 and r.views_products else Tensor(made.storage, shape, dtype)
+    of_input = as_given(r, made, shape)
     del made
     if not of.weight_gradient:
         return [of_input, r.empty((n, k), dtype, f"{name}_weight")]

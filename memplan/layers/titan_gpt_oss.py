@@ -22,8 +22,8 @@ from .fused_attention import Call, Release, allocates
 from .gradients import fresh
 from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables
+from .low_linear import LowLinear
 from .tensor_parallel import tagged
-from .titan_low import LowLinear
 from .titan_moe import (
     divided,
     fused_rms_norm,

@@ -18,8 +18,8 @@ from .fused_attention import efficient_attention, flash_attention
 from .fused_losses import head_weight
 from .huggingface import LayerShape, silu
 from .huggingface import linear as plain_linear
+from .low_linear import LowLinear
 from .recompute import Frame
-from .titan_low import LowLinear
 
 Operator = Callable[[Recorder], Tensor]
 

@@ -70,6 +70,15 @@ class TrainingLoop:
     """Evaluation of a batch size of its own is modelled."""
     untimed: str = ""
     """What it runs that no step's time counts."""
+    titled: str | None = None
+    """What reports call it, where that is not trl and its name."""
+    trainer: str = ""
+    """The class that runs it, where several loops share what is assumed of them."""
+
+    @property
+    def title(self) -> str:
+        """What reports call it; empty of a loop of the plan's own."""
+        return f"trl {self.name}" if self.titled is None else self.titled
 
     @property
     def own_loss(self) -> bool:
@@ -104,8 +113,8 @@ their loss."""
 ALONE: Releases = ((1, 0), TRL_NEWEST)
 """Releases whose CPOTrainer and ORPOTrainer are followed."""
 
-NONE = TrainingLoop("none")
-TRANSFORMERS = TrainingLoop("transformers", evaluates=True)
+NONE = TrainingLoop("none", titled="")
+TRANSFORMERS = TrainingLoop("transformers", evaluates=True, titled="Trainer")
 SFT = TrainingLoop(
     "sft",
     loss_of="log-probabilities",
@@ -138,6 +147,7 @@ OF_LLAMA_FACTORY = TrainingLoop(
     masks=("attention_mask", "input_ids_cloned", "attention_mask_cloned", "labels_cloned"),
     reference="in-step",
     untimed=DPO.untimed,
+    titled="LLaMA-Factory DPO",
 )
 """``concatenated_forward`` clones the batch (``nested_detach``)."""
 KTO = replace(
@@ -164,9 +174,10 @@ ORPO = TrainingLoop(
     masks=("attention_mask", "labels"),
     follows=(ALONE,),
     evaluates=True,
+    trainer="ORPOTrainer",
 )
-CPO = replace(ORPO, name="cpo")
-SIMPO = replace(ORPO, name="simpo", reduced="rows-alone")
+CPO = replace(ORPO, name="cpo", trainer="CPOTrainer")
+SIMPO = replace(CPO, name="simpo", reduced="rows-alone")
 """``CPOTrainer`` with ``cpo_alpha`` 0, which SimPO's loss is used with."""
 OF_AXOLOTL = replace(
     DPO,
@@ -174,6 +185,7 @@ OF_AXOLOTL = replace(
     loss_of="whole-logits",
     reduced="rows-of-copy",
     follows=(((1, 8), (1, 9)),),
+    titled="Axolotl DPO",
 )
 """``AxolotlDPOTrainer`` (``core/trainers/dpo/trainer.py``): trl's of all logits with kernels in two of its functions
 (``loaders/patch_manager.py``, ``_apply_trl_trainer_utils_patches``)."""

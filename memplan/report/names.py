@@ -185,9 +185,8 @@ def plan_text(plan: Plan) -> str:
 def _who(plan: Plan) -> list[str]:
     """The framework, and what of it makes another plan."""
     parts = [plan.framework, *framework(plan.framework).described(plan), *(["compiled"] if plan.compile else [])]
-    names = {"none": [], "transformers": ["Trainer"], "llama-factory-dpo": ["LLaMA-Factory DPO"]}
-    names["axolotl-dpo"] = ["Axolotl DPO"]
-    return [*parts, *names.get(plan.trainer.loop, [f"trl {plan.trainer.loop}"])]
+    title = plan.trainer.kind.title
+    return [*parts, title] if title else parts
 
 
 def _tuning(plan: Plan) -> list[str]:

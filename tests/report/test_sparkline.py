@@ -33,14 +33,14 @@ def test_a_line_is_as_long_as_there_is_room_and_reaches_the_top_once(width: int)
     assert cell_len(bars) == min(width, 100)
     assert LEVELS[-1] in bars
     # The fullest moment of all is where the bars are highest.
-    top = max(line.levels, key=lambda level: level.bytes)
+    top = max(line.points, key=lambda level: level.bytes)
     assert bars[(top.event - 1) * len(bars) // line.events] == LEVELS[-1]
     assert width < 80 or phases.split() == ["forward", "backward", "forward", "backward", "step"]
 
 
 def test_it_says_what_the_least_and_the_most_are() -> None:
     line, shown = lines_of(120)
-    totals = [level.bytes for level in line.levels]
+    totals = [level.bytes for level in line.points]
     assert shown[0] == f"Over one iteration: live tensors, {size(min(totals))} to {size(max(totals))}"
     _, of_many = lines_of(120, gbs="64")
     assert of_many[0].endswith("3 of 64 micro-batches")

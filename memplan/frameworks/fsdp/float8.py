@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...device.gpus import GPUS
 from ...layers import compiled
 from ...layers.float8 import MULTIPLE, Float8
+from ...layers.low_linear import LowLinear
 from ...layers.module import hold_bytes
-from ...layers.titan_low import LowLinear
 from ...plan.framework_sections import SMALL
 from ...plan.plan import ResolvedPlan
 from ...plan.spec import ModelSpec

@@ -20,8 +20,8 @@ from ...layers.autograd import Recorder, Shape, Tensor
 from ...layers.edges import with_waiting_gradient
 from ...layers.fused_losses import HeadLoss, chunked_head
 from ...layers.huggingface import LayerShape
+from ...layers.low_linear import LowLinear
 from ...layers.module import LEFT, Interface, Module, Options, Run, build
-from ...layers.titan_low import LowLinear
 from ...layers.titan_models import TABLE
 from ...plan.plan import ResolvedPlan
 from ...plan.releases import FP32_HEAD_MULTIPLE
