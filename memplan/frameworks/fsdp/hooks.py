@@ -122,8 +122,6 @@ class Hooks:
         """Outputs that all-reduces across replicas hold on to."""
         self.events: list[Event] = []
         self.ids: dict[tuple[str, int, int], int] = {}
-        self.known: dict[object, list[Hold]] = {}
-        """Unsharded parameters."""
         counts: Counter[bool] = Counter()
         self.turns: list[int] = []
         """Of each unit, which of its kind's two buffers is its own."""
@@ -162,8 +160,7 @@ class Hooks:
         if state.gathered is not None or state.whole or self.shards(at) == 1:
             return
         ranks = self._ranks(at)
-        shards = self.shards(at)
-        pieces = [one * shards // ranks for one in unit.shard_elements(sharding.shards)]
+        pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
         low = any(one.gathered for one in unit.parameters)
         converted = sum(compress(pieces, [sharding.casts(one) and not one.gathered for one in unit.parameters]))
         cast: list[Hold] = []
@@ -241,14 +238,28 @@ class Hooks:
 
     def wait_for_unshard(self, at: int, *, forward: bool) -> None:
         """Copied out: one tensor for each parameter. Forward leaves the output to the next unit's turn."""
-        state = self.states[at]
+        state, sharding, unit = self.states[at], self.sharding, self.units[at]
         if state.whole:
             return
-        state.whole = self._whole(at)
-        if self.shards(at) > 1 and not any(self.units[at].crosswise):
-            self.events += state.whole
-        else:
-            self._copy_out(at, state.whole)
+        cast: Hold | None = None
+        beside: list[Hold] = []
+        for index, parameter in enumerate(unit.parameters):
+            elements, id = self._padded(at, index), self.id("whole", at, index)
+            before, cast = cast, None
+            if self.shards(at) == 1 and sharding.casts(parameter):
+                cast = self.hold(
+                    Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
+                )
+            if before is not None:
+                self.drop(before)
+            state.whole.append(self.hold(id, elements, sharding.gathers(parameter), GATHERED, parameter.name))
+            if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
+                number = Scope.HOOKS.id(PIECES + index)
+                beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
+        if cast is not None:
+            self.drop(cast)
+        for one in beside:
+            self.drop(one)
         for piece in state.resharded:
             self.drop(piece)
         state.resharded.clear()
@@ -261,42 +272,6 @@ class Hooks:
         for scale in state.scales:  # takes the place of the last one's
             self.drop(scale)
         state.scales.clear()
-
-    def _whole(self, at: int) -> list[Hold]:
-        """A unit's unsharded parameters, which are those of each unit with the same ones."""
-        unit, sharding = self.units[at], self.sharding
-        key = (id(unit.parameters), unit.cut, unit.of_experts) if unit.alone else at
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = []
-            for index, parameter in enumerate(unit.parameters):
-                elements, own, dtype = self._padded(at, index), self.id("whole", at, index), sharding.gathers(parameter)
-                found.append(Hold(own, size(elements, dtype), GATHERED, parameter.name, (elements,), dtype))
-        return [*found]
-
-    def _copy_out(self, at: int, whole: Sequence[Hold]) -> None:
-        """``whole`` begins, beside what it is copied from where one rank casts it or pieces are of another dimension
-        than the first."""
-        sharding, unit = self.sharding, self.units[at]
-        cast: Hold | None = None
-        beside: list[Hold] = []
-        for index, parameter in enumerate(unit.parameters):
-            elements = self._padded(at, index)
-            before, cast = cast, None
-            if self.shards(at) == 1 and sharding.casts(parameter):
-                cast = self.hold(
-                    Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
-                )
-            if before is not None:
-                self.drop(before)
-            self.events.append(whole[index])
-            if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
-                number = Scope.HOOKS.id(PIECES + index)
-                beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
-        if cast is not None:
-            self.drop(cast)
-        for one in beside:
-            self.drop(one)
 
     def flush(self) -> None:
         """Ends the output that forward left."""
@@ -313,7 +288,8 @@ class Hooks:
             if width != self.sharding.shards:
                 self._reshard_to(at, width)
                 return
-        self.events += [one.end for one in (*state.whole, *state.resharded)]
+        for one in (*state.whole, *state.resharded):
+            self.drop(one)
         state.whole.clear()
         state.resharded.clear()
 
