@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
-from typing import Any
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
@@ -63,15 +62,6 @@ def beside_another(layer: Passes, attention: Passes) -> Passes:
 
 def _alone(kernels: Counter[Kernel]) -> Together:
     return Together(tuple((kernel, times) for kernel, times in kernels.items() if not isinstance(kernel, Exchange)))
-
-
-def _with_ends(shape: CoreShape, *settings: Any) -> Entries:
-    """``_entries`` of ``shape``, with those of layers at the ends in 16 bits."""
-    made = _entries(shape, *settings)
-    if not any(shape.sixteen_bit):
-        return made
-    wide = _entries(replace(shape, low=None, wide=frozenset(), sixteen_bit=(0, 0), layers=0), *settings)
-    return made._replace(sixteen=((wide.layer, wide.recomputed), (wide.dense, wide.dense_recomputed), *wide.kinds))
 
 
 @lru_cache(maxsize=4096)
@@ -146,12 +136,8 @@ def _entries(
 
 
 @lru_cache(maxsize=4096)
-def _work(
-    entries: tuple[tuple[tuple[str, ...], ...], ...], spec: ModelSpec, recompute: Recompute, sixteen: tuple[int, int]
-) -> Work:
-    """``sixteen``: layers in 16 bits at the beginning, and at the end."""
-    wide = frozenset((*range(sixteen[0]), *range(spec.layers - sixteen[1], spec.layers)))
-    return tuple(tuple(named(chunk, spec, recompute, wide) for chunk in stage) for stage in entries)
+def _work(entries: tuple[tuple[tuple[str, ...], ...], ...], spec: ModelSpec, recompute: Recompute) -> Work:
+    return tuple(tuple(named(chunk, spec, recompute) for chunk in stage) for stage in entries)
 
 
 def _needed(spec: ModelSpec, kind: str) -> bool:
@@ -177,7 +163,7 @@ class MegatronTime(FrameworkTime):
         shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
         buffers = plan.megatron.tp_comm_overlap
         again = recomputes_further(plan.recompute)
-        return _with_ends(shape, plan.precision.gradients, recent, full, again, apart, buffers, tuning_of(plan))
+        return _entries(shape, plan.precision.gradients, recent, full, again, apart, buffers, tuning_of(plan))
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
@@ -202,8 +188,7 @@ class MegatronTime(FrameworkTime):
         return super().overlapped_sends(plan, vpp) and not before(plan, SCATTERED)
 
     def stages(self, plan: ResolvedPlan) -> Work:
-        ends = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
-        return _work(stage_entries(plan), plan.model, plan.recompute, ends)
+        return _work(stage_entries(plan), plan.model, plan.recompute)
 
     def gradient_dtype(self, plan: ResolvedPlan) -> str:
         return plan.precision.gradients or "fp32"

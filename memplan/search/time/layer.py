@@ -120,18 +120,12 @@ class EntryTimes:
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[LayerTimes, ...] = ()
     """A hybrid's layers of every kind, in place of ``layer``."""
-    sixteen: tuple[LayerTimes, ...] = ()
-    """Layers in 16 bits where others have products in 8 or 4, as ``Entries.sixteen``."""
 
     def layers(self, work: StageWork) -> list[tuple[LayerTimes, int, int]]:
         """Each kind of layer in ``work``, how many there are, and how many of them are recomputed."""
         dense, again = work.dense, work.dense_recomputed
         alike = [(self.layer, work.layers - dense, work.recomputed - again), (self.dense, dense, again)]
-        found = alike + [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
-        if not work.sixteen:
-            return found
-        low = [(one, n - wide, m - more) for (one, n, m), (wide, more) in zip(found, work.sixteen, strict=True)]
-        return low + [(one, *counts) for one, counts in zip(self.sixteen, work.sixteen, strict=True)]
+        return alike + [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
 
 
 def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | None = None) -> EntryTimes:
@@ -147,7 +141,7 @@ def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | N
 def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> EntryTimes:
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
-    work = [entries.recomputed, *(again for _, again in (*entries.kinds, *entries.sixteen))]
+    work = [entries.recomputed, *(again for _, again in entries.kinds)]
     lower = power.at(rates, min(_clock(one, rates, shape.ranks, shape.host) for one in work))
 
     def of(once: Passes, again: Passes, rates: Rates = lower) -> LayerTimes:
@@ -163,7 +157,6 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
         of(entries.dense, entries.dense_recomputed),
         of(entries.further, entries.further),
         tuple(of(*kind) for kind in entries.kinds),
-        tuple(of(*one) for one in entries.sixteen),
     )
 
 

@@ -56,8 +56,6 @@ class Entries(NamedTuple):
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[tuple[Passes, Passes], ...] = ()
     """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``."""
-    sixteen: tuple[tuple[Passes, Passes], ...] = ()
-    """Layers in 16 bits where others have products in 8 or 4: ``layer``, ``dense``, and of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +128,12 @@ class Shapes:
 
     def _grown(self, b: int) -> Shape | None:
         two, four = self.of(2), self.of(4)
-        if two.entries.kinds or two.entries.sixteen:
+        if two.entries.kinds:
             return None
-        entries = [grown(one, other, b) for one, other in zip(two.entries[:-2], four.entries[:-2], strict=True)]
+        entries = [grown(one, other, b) for one, other in zip(two.entries[:-1], four.entries[:-1], strict=True)]
         if None in entries:
             return None
-        made = Entries._make((*entries, (), ()))
+        made = Entries._make((*entries, ()))
         return replace(two, entries=made, tokens=two.tokens * b // 2)
 
 
@@ -167,8 +165,6 @@ class StageWork(NamedTuple):
     """What predicts further tokens, where that is not with the head."""
     kinds: tuple[tuple[int, int], ...] = ()
     """Of a hybrid's layers, how many are of each kind, and how many of these are recomputed."""
-    sixteen: tuple[tuple[int, int], ...] = ()
-    """Of all these, how many are in 16 bits, and how many of them are recomputed: as ``Entries.sixteen``."""
 
 
 Work = tuple[tuple[StageWork, ...], ...]
@@ -180,26 +176,16 @@ def work_of(plan: ResolvedPlan) -> Work:
     return framework(plan.framework).time.stages(plan)
 
 
-def named(
-    names: Sequence[str], spec: ModelSpec, recompute: Recompute, sixteen: Collection[int] = frozenset()
-) -> StageWork:
-    """Entries of these ``names``, whose layers are in 16 bits where ``sixteen`` has their numbers."""
+def named(names: Sequence[str], spec: ModelSpec, recompute: Recompute) -> StageWork:
+    """Entries of these ``names``."""
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     again = recomputed(recompute, len(layers))
-    plain, dense, *kinds = _counts(spec, layers, again)
-    wide = [layer for layer in layers if layer in sixteen]
-    apart = _counts(spec, wide, len([layer for layer in layers[:again] if layer in sixteen])) if wide else ()
+    dense = [bool(spec.experts) and not spec.has_experts(layer) for layer in layers]
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    return StageWork(plain[0] + dense[0], again, *ends, *dense, further, tuple(kinds), apart)
-
-
-def _counts(spec: ModelSpec, layers: Sequence[int], again: int) -> tuple[tuple[int, int], ...]:
-    """Of ``layers``, the first of which run ``again``, how many there are and do, as ``Entries.sixteen`` tells them."""
-    dense = [bool(spec.experts) and not spec.has_experts(layer) for layer in layers]
     held = held_kinds(spec, layers)
-    kinds = [(held.count(kind), held[:again].count(kind)) for kind in kinds_of(spec)]
-    return (dense.count(False), dense[:again].count(False)), (sum(dense), sum(dense[:again])), *kinds
+    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(spec))
+    return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
 
 
 def recomputed(recompute: Recompute, layers: int) -> int:

@@ -23,7 +23,7 @@ from memplan.search.time import (
 )
 from memplan.search.time.efficiency import default
 from memplan.search.time.kernels import GAP
-from memplan.search.time.shape import KINDS, model_flops, named
+from memplan.search.time.shape import model_flops
 from memplan.search.time.step import step_total
 
 from .plans import EVERY_FRAMEWORK, megatron_22b, plan
@@ -210,41 +210,6 @@ def test_the_last_bucket_of_ddp_is_not_hidden() -> None:
 def test_autocast_casts_weights() -> None:
     flags = {"model": "gpt2-xl", "gpu": "a100-80gb", "dtype": "bf16"}
     assert step_time(plan(**flags, autocast="true")).compute > 1.05 * step_time(plan(**flags)).compute
-
-
-def test_layers_at_the_ends_keep_16_bits() -> None:
-    """Of four layers two in 16 bits lie in the middle between all in 8 and all in 16, which is a step in bf16 (a B300's
-    products in 16 bits have one rate, beside others in 8 or not)."""
-    job = {"model": "llama-3-8b", "layers": 4, "seq": 4096, "framework": "megatron", "gpu": "b300", "gpus": 2}
-    job |= {"tp": 2, "sequence_parallel": "true", "gbs": 4, "dtype": "bf16"}
-
-    def compute(first: int, last: int) -> float:
-        ends = {"first_16bit_layers": first, "last_16bit_layers": last}
-        return step_time(plan(**job, fp8="tensorwise", **ends)).compute
-
-    sixteen = step_time(plan(**job)).compute
-    assert compute(2, 2) == compute(4, 0) == pytest.approx(sixteen, rel=1e-12)
-    assert compute(1, 1) == compute(0, 2) == pytest.approx((compute(0, 0) + sixteen) / 2, rel=1e-12)
-    assert compute(0, 0) < 0.9 * sixteen
-
-
-def test_layers_in_16_bits_are_counted_by_kind() -> None:
-    """A hybrid's last two of M, E, * and M, whose first three are recomputed: one of M and one of *, which is again."""
-    model = plan(model="nemotron-3-nano-30b-a3b", framework="megatron").model
-    spec = model.model_copy(update={"layers": 4, "layer_pattern": "ME*M"})
-    names = ("embedding", *(f"layer.{at}" for at in range(4)))
-    block = plan(model="llama-3-8b", framework="megatron", recompute="full").recompute
-    three = block.model_copy(update={"method": "block", "layers": 3})
-    work = named(names, spec, three, {2, 3})
-    assert dict(zip(KINDS, work.kinds, strict=True)) == {
-        "M": (2, 1),
-        "*": (1, 1),
-        "-": (0, 0),
-        "G": (0, 0),
-        "E": (1, 1),
-    }
-    apart = dict(zip(KINDS, work.sixteen[2:], strict=True))
-    assert apart == {"M": (1, 0), "*": (1, 1), "-": (0, 0), "G": (0, 0), "E": (0, 0)}
 
 
 def test_frozen_layers_are_refused() -> None:
