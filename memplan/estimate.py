@@ -347,28 +347,25 @@ class Reading(NamedTuple):
         return self.device + self.worst[1]
 
 
-def judged_stages(
+def judged_stage(
     plan: ResolvedPlan,
-    stages: Iterable[int],
+    stage: int,
     known: Measured = NOTHING,
     replays: Replays | None = None,
     *,
     tells_tight: bool = False,
-) -> Iterator[Reading]:
-    """``stages`` of a resolved plan, of which negative ones are counted from the last, each once; the same as in the
-    whole report, but that without ``tells_tight`` what is tight there does not fit here."""
-    programs = kernel_programs(plan)
-    moments = evaluation_programs(plan, programs_of(plan, Options()))
+) -> Reading:
+    """One stage of a resolved plan; the same as in the whole report, but that without ``tells_tight`` what is tight
+    there does not fit here."""
+    program = kernel_programs(plan)[stage]
+    evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    replays = {} if replays is None else replays
-    for stage in {at % len(programs) for at in stages}:
-        program, evaluated = programs[stage], moments[stage]
-        (replayed,) = _replayed((program,), settings, workspaces, replays)
-        outside = causes(plan, stage, known)
-        judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=tells_tight)
-        reserved = _reserved(program, replayed, settings, workspaces).middle
-        needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
-        yield Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
+    (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
+    outside = causes(plan, stage, known)
+    judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=tells_tight)
+    reserved = _reserved(program, replayed, settings, workspaces).middle
+    needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
+    return Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
 
 
 def judged_ends(
@@ -382,9 +379,14 @@ def judged_ends(
     """The most that some stages of a resolved plan take, and the verdict on the worst of them: the ``fullest`` by its
     tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
     layers do."""
-    found = [*judged_stages(plan, (0, fullest, -1), known, replays, tells_tight=tells_tight)]
+    ends = _ends(plan, fullest)
+    found = [judged_stage(plan, stage, known, replays, tells_tight=tells_tight) for stage in ends]
     device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
     return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
+
+
+def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
+    return {0, fullest, len(kernel_programs(plan)) - 1}
 
 
 # -- readings ---------------------------------------------------------------------------------------
@@ -553,7 +555,7 @@ __all__ = [
     "evaluation_programs",
     "fold",
     "judged_ends",
-    "judged_stages",
+    "judged_stage",
     "lines",
     "programs_of",
     "timelines",

@@ -105,19 +105,11 @@ def compact_ids(module: Module, ids: Ids, arounds: tuple[Around, Around], beside
 
 
 def sharded(
-    spans: tuple[Span, ...],
-    units: tuple[Unit, ...],
-    end: str,
-    sharding: Sharding,
-    *,
-    adds: bool = False,
-    alone: bool = False,
+    spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, *, adds: bool = False
 ) -> tuple[Span, ...]:
     """``spans`` with the hooks of ``units``, every micro-batch reducing its gradients; the model's own
-    modules end with the one called ``end``. The first one ``adds`` to gradients, too, where they stay behind a step.
-    ``alone``: no other follows it."""
-    first = Role.STEADY if adds else Role.FIRST
-    return _with_hooks(spans, units, end, sharding, (first, first if alone else Role.STEADY))
+    modules end with the one called ``end``. The first one ``adds`` to gradients, too, where they stay behind a step."""
+    return _with_hooks(spans, units, end, sharding, (Role.STEADY if adds else Role.FIRST, Role.STEADY))
 
 
 def unsynced(
@@ -202,13 +194,13 @@ def _with_hooks(
     rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
     passes = [
         pass_through(hooks_of(units, sharding, gradients, role), len(modules), last, lowest, again, rerun)
-        for role in dict.fromkeys(roles)
+        for role in roles
     ]
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
         Span(hooked(module, ids, (one, two), adds), (name,))
-        for (module, name), ids, one, two in zip(modules, own.renamed, passes[0], passes[-1], strict=True)
+        for (module, name), ids, one, two in zip(modules, own.renamed, *passes, strict=True)
     )
 
 

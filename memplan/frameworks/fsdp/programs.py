@@ -259,8 +259,7 @@ def recompute_of(plan: ResolvedPlan, given: Fsdp) -> ActivationCheckpointing:
 def program(plan: ResolvedPlan, model: Model, sharding: Sharding) -> Program:
     """What every rank runs, each micro-batch reducing its gradients."""
     graphed = plan.fsdp.cuda_graphs
-    alone = plan.microbatches == 1
-    spans = sharded(model.spans, model.units, model.end, sharding, adds=graphed, alone=alone)
+    spans = sharded(model.spans, model.units, model.end, sharding, adds=graphed)
     return _program(plan, model, graphs.pooled(spans) if graphed else spans, sharding)
 
 
