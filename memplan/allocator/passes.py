@@ -23,7 +23,6 @@ from .operations import Listed, Operation, Operations, Placed, alone, ends, list
 from .requests import Requests
 from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
-
 FEW = 4
 """Runs of steps in a row that take less time than to find what of them free blocks may serve."""
 
