@@ -60,7 +60,7 @@ def line(program: Program, settings: AllocatorSettings, workspaces: Sequence[Hol
 
 
 class Points(Generic[P]):
-    """Of each group of an iteration's events in a row, the fullest moment."""
+    """The fullest moment of each group of ``width`` successive events of an iteration."""
 
     def __init__(self) -> None:
         self.width = 0
@@ -74,8 +74,8 @@ class Points(Generic[P]):
         """and that moment."""
 
     def follow(self, total: int, held: Sequence[int], moment: Callable[[int, int], P]) -> None:
-        """Events come while ``total`` bytes are held; behind each, so many more are as ``held`` says. A moment is
-        made of its place in ``held`` and its bytes."""
+        """Counts events: ``total`` bytes are held before the first, and ``held[i]`` more than that after event i.
+        ``moment(i, bytes)`` makes the moment after event i."""
         before = self.event
         start, end = 0, self.width - before % self.width
         while start < len(held):

@@ -124,7 +124,7 @@ class NamedRun(Run):
         super().run(what, number, microbatch)
 
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
-        self._between(tensor, number if number >= 0 else None)  # those of all are of none
+        self._between(tensor, number if number >= 0 else None)  # -1: one for all micro-batches
         return super().receive(tensor, chunk, number, known)
 
     def _between(self, tensor: str, microbatch: int | None) -> None:

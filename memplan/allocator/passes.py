@@ -24,7 +24,7 @@ from .requests import Requests
 from .stretches import FIRST_PART, NEVER, order_of, requests_of, stretches
 
 FEW = 4
-"""Runs of steps in a row that take less time than to find what of them free blocks may serve."""
+"""In its first runs, so many, a row takes its steps one by one: to find its stretches would take longer."""
 
 
 class Row:
