@@ -72,15 +72,25 @@ def judge(
     settings: AllocatorSettings,
     workspaces: Sequence[Hold],
     tells_tight: bool = True,
+    tells_retries: bool = True,
 ) -> Judged:
     """The verdict on a rank that runs ``program``, of which ``replayed`` is the replay without a limit.
 
     ``evaluated`` is what evaluation runs, if there is one; ``outside`` the least and the most bytes outside PyTorch's
     allocator; ``all_known`` says that they leave nothing out. ``capacity`` and ``headroom`` in bytes. Without
-    ``tells_tight`` what fits beside the least alone does not fit, which takes half the time.
+    ``tells_tight`` what fits beside the least alone does not fit, which takes half the time. Without ``tells_retries``
+    nor does what fits with retries alone: what would reserve more than there is gives back or fails, so that nothing is
+    replayed within the device's memory.
     """
     room = capacity - headroom
     least, most = room - outside[1], room - outside[0]
+
+    def is_short(limit: int) -> bool:
+        memory = DeviceMemory(max(limit - program.set_aside, 0), capacity)
+        return replayed.reserved - program.set_aside > _most(memory, settings)
+
+    if not (tells_retries or settings.gives_back_early) and is_short(least):
+        return Judged(Verdict.DOES_NOT_FIT)
 
     def within(limit: int) -> Judged:
         left = limit - program.set_aside
@@ -91,8 +101,7 @@ def judge(
         )
         failures = [one for one in summed if one is not None]
         memory = DeviceMemory(max(left, 0), capacity)
-        short = replayed.reserved - program.set_aside > _most(memory, settings)
-        found = replay_within(program, settings, workspaces, memory) if short else SUFFICES
+        found = replay_within(program, settings, workspaces, memory) if is_short(limit) else SUFFICES
         if found.failure is not None:
             failures.append(found.failure)
         if failures:
@@ -270,6 +279,7 @@ def _judged(
     evaluated: Program,
     *,
     tells_tight: bool = True,
+    tells_retries: bool = True,
 ) -> Judged:
     """The verdict on a stage; ``program`` with its kernels' workspaces, ``outside`` what is not the allocator's."""
     capacity = plan.hardware.capacity
@@ -286,6 +296,7 @@ def _judged(
         settings=allocator_settings(plan),
         workspaces=held_workspaces(plan, known),
         tells_tight=tells_tight,
+        tells_retries=tells_retries,
     )
 
 
@@ -354,15 +365,17 @@ def judged_stage(
     replays: Replays | None = None,
     *,
     tells_tight: bool = False,
+    tells_retries: bool = True,
 ) -> Reading:
     """One stage of a resolved plan; the same as in the whole report, but that without ``tells_tight`` what is tight
-    there does not fit here."""
+    there does not fit here, and without ``tells_retries`` what fits with retries."""
     program = kernel_programs(plan)[stage]
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
     outside = causes(plan, stage, known)
-    judged = _judged(plan, known, program, replayed, outside, evaluated, tells_tight=tells_tight)
+    telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
+    judged = _judged(plan, known, program, replayed, outside, evaluated, **telling)
     reserved = _reserved(program, replayed, settings, workspaces).middle
     needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
     return Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
@@ -375,12 +388,14 @@ def judged_ends(
     replays: Replays | None = None,
     *,
     tells_tight: bool = False,
+    tells_retries: bool = True,
 ) -> Reading:
     """The most that some stages of a resolved plan take, and the verdict on the worst of them: the ``fullest`` by its
     tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
     layers do."""
     ends = _ends(plan, fullest)
-    found = [judged_stage(plan, stage, known, replays, tells_tight=tells_tight) for stage in ends]
+    telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
+    found = [judged_stage(plan, stage, known, replays, **telling) for stage in ends]
     device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
     return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
 

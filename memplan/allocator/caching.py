@@ -87,6 +87,11 @@ class AllocatorSettings:
     """Between free blocks of one size the one in the older segment is taken, else that in the newer one. Not of the
     variable: torch's release says it."""
 
+    @property
+    def gives_back_early(self) -> bool:
+        """Free blocks may be given back for a request without a retry that counts (``memory.py``, 2 and 4)."""
+        return self.max_split_size is not None or self.garbage_collection_threshold is not None
+
     @classmethod
     def parse(cls, conf: str) -> AllocatorSettings:
         """The value of ``PYTORCH_ALLOC_CONF`` or ``PYTORCH_CUDA_ALLOC_CONF``, such as

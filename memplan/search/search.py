@@ -154,8 +154,9 @@ class Search:
             self._wholes[key] = suggestion
         return self._wholes[key]
 
-    def replayed_fullest(self, suggestion: Suggestion) -> Suggestion:
-        """With the replay of the fullest stage and of those at the ends."""
+    def replayed_fullest(self, suggestion: Suggestion, *, tells_retries: bool = True) -> Suggestion:
+        """With the replay of the fullest stage and of those at the ends. Without ``tells_retries`` what fits with
+        retries alone may count as what does not fit, which takes a part of the time."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self._replayed.add(suggestion.point)
@@ -163,9 +164,12 @@ class Search:
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
-            found = judged_ends(plan, suggestion.fullest, self.known, self._replays[key])
+            replays = self._replays[key]
+            found = judged_ends(plan, suggestion.fullest, self.known, replays, tells_retries=tells_retries)
             suggestion = suggestion.replayed(found)
             suggestion = replace(suggestion, step=step, seconds=step.total)
+            if not (tells_retries or _is_steady(suggestion)):
+                return suggestion
             self._fullest[key] = suggestion
         return self._fullest[key]
 
@@ -193,7 +197,7 @@ class Search:
             if suggestion is not None and suggestion.requested + outside > self.limit:
                 overhead = outside - self.beyond
             elif suggestion is not None:
-                replayed = self.replayed_fullest(suggestion)
+                replayed = self.replayed_fullest(suggestion, tells_retries=not found)
                 if not found and replayed.fits and (self._is_whole(suggestion) or not _is_steady(replayed)):
                     replayed = self.estimated(suggestion)
                 if replayed.fits and _is_steady(replayed):

@@ -10,7 +10,7 @@ import pytest
 
 from memplan.device.gpus import GPUS
 from memplan.device.measured import NOTHING
-from memplan.estimate import Replays, estimate, judged_ends
+from memplan.estimate import Replays, estimate, judged_ends, judged_stage
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
@@ -175,6 +175,30 @@ def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
     assert sorted(replays) == [0, 1, 2, 3]
     assert whole == estimate(plan)
     assert device == max(whole.stages[stage].device or 0 for stage in (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("conf", "steady_at"),
+    [("", {True, False}), ("expandable_segments:True", {True, False}), ("max_split_size_mb:64", {True})],
+)
+def test_what_reserves_more_than_there_is_retries_or_fails(conf: str, steady_at: set[bool]) -> None:
+    """Around the edge, in steps of 16 MiB: the verdict that leaves retries out says that a stage fits exactly where
+    the replay within the device's memory needs none. With ``max_split_size_mb`` the allocator gives large blocks back
+    before it counts a retry."""
+    flags = {"model": "gpt2", "framework": "single", "gpu": "h100-80gb", "mbs": "1", "gbs": "2", "seq": "512"}
+    plan = resolve(read_plan(None, flags | {"headroom": "0"}).plan)
+    plan = plan.model_copy(update={"environment": {"PYTORCH_CUDA_ALLOC_CONF": conf} if conf else {}})
+    (whole,) = estimate(plan).stages
+    assert whole.device_range is not None
+    seen = set()
+    for more in range(-5, 3):
+        hardware = plan.hardware.model_copy(update={"capacity": whole.device_range[1] + more * 2**24})
+        there = plan.model_copy(update={"hardware": hardware})
+        told, untold = (judged_stage(there, 0, tells_retries=tells).judged for tells in (True, False))
+        steady = told.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not told.retries
+        assert (untold.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not untold.retries) == steady
+        seen.add(steady)
+    assert seen == steady_at
 
 
 def test_a_fastest_layout_that_fails_between_its_ends_is_left_out() -> None:
