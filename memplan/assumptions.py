@@ -14,22 +14,22 @@ from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
 
 COMMON = (
-    "each figure is of a stage's most loaded rank, in steady state, after the first applied optimizer step",
+    "figures are for the most loaded rank of each stage, in steady state: after the first applied optimizer step",
     "requested: the sum of live tensors, each rounded up to 512 bytes; allocated and reserved: a replay "
-    "of every allocation through PyTorch's caching allocator (torch 2.13's rules, whatever the plan's "
-    "torch version, but for free blocks of one size)",
-    "readings are of an allocator that never runs out of memory; where it would, the verdict is of one that "
-    "gives cached memory back and tries again; nothing calls empty_cache",
+    "of every allocation through PyTorch's caching allocator (torch 2.13's rules for every torch version, except the "
+    "choice between free blocks of equal size)",
+    "readings assume an allocator that never runs out of memory; the verdict assumes one that gives cached memory "
+    "back and tries again when memory runs out; nothing calls empty_cache",
 )
 BLOCKS_OF_ONE_SIZE = {
-    True: "of free blocks of one size the allocator takes the one in the oldest segment, as torch does from 2.13 on; "
-    "releases before it (--torch) go by addresses, with which reserved memory may differ by some percent",
-    False: "of free blocks of one size the allocator takes the one at the lowest address, as torch does before 2.13; "
-    "each segment lies below those taken before, as most did on an H200 with driver 580 (reserved memory came to "
-    "within 0.6 % of what it is with the addresses that were there)",
+    True: "among free blocks of equal size, the allocator takes the one in the oldest segment, as torch does since "
+    "2.13; older releases (--torch) choose by address, so their reserved memory may differ by a few percent",
+    False: "among free blocks of equal size, the allocator takes the one at the lowest address, as torch did before "
+    "2.13; each new segment is assumed to lie below the earlier ones, as most did on an H200 with driver 580 "
+    "(reserved memory was within 0.6 % of a replay with the real addresses)",
 }
 """By whether the older segment is preferred."""
-EVALUATION = "evaluation runs the same batch without a graph, one micro-batch at a time"
+EVALUATION = "evaluation runs the same batch without gradients, one micro-batch at a time"
 
 PLAIN = (
     "layers as in transformers 5.x, dropout active, no KV cache",
@@ -125,11 +125,11 @@ def _fused(plan: ResolvedPlan) -> str:
 
 
 CUDNN_ATTENTION = (
-    "cuDNN's attention kernel, which PyTorch prefers on Hopper and Blackwell from 2.11 on "
-    "(TORCH_CUDNN_SDPA_DEPRIORITIZED=1 turns it off): its log-sum-exp and gradients are as large as flash attention's, "
-    "and so is the workspace of its front end in backward, dQ and the sums of dO x O in fp32; what the engine inside "
-    "takes is not published, and dK and dV of every query head are counted where heads share keys, as flash attention "
-    "has them"
+    "cuDNN's attention kernel, which PyTorch prefers on Hopper and Blackwell since 2.11 "
+    "(TORCH_CUDNN_SDPA_DEPRIORITIZED=1 turns it off): its log-sum-exp, its gradients and the backward workspace of "
+    "its front end (dQ and the sums of dO x O in fp32) are as large as flash attention's; the workspace of its engine "
+    "is not published; where query heads share keys, dK and dV of every query head are counted, as flash attention "
+    "allocates them"
 )
 """``aten/src/ATen/native/cudnn/MHA.cpp`` (``run_cudnn_SDP_fprop``, ``run_cudnn_SDP_bprop``); cuDNN front end 1.23,
 ``node/scaled_dot_product_flash_attention.h`` (``get_fe_workspace_size_node``)."""
@@ -273,8 +273,8 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
         f"{name} of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
         f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; {loss}",
         *filter(None, (_of_whole_logits(plan),)),
-        f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); what "
-        "it takes while it runs, in evaluation, too, is not estimated, and predicted times are of training alone",
+        f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); "
+        f"memory during generation and evaluation is not estimated, and predicted times cover training only",
     )
 
 

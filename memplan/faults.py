@@ -17,7 +17,7 @@ MOST_FRAMES = 60
 """Calls of a traceback that are kept, the innermost."""
 _NEEDS = ("typer", "rich", "pydantic", "PyYAML", "torch", "transformers")
 _NOTICE = (
-    "memplan came upon a fault of its own. This file holds the command line and the error's message: they may name\n"
+    "memplan found a fault in itself. This file holds the command line and the error's message: they may name\n"
     "your files and models, and repeat values out of them. Read it before you pass it on. It holds no other\n"
     "content of files and nothing of the environment; your home directory is written ~."
 )

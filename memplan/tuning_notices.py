@@ -61,8 +61,8 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
         case "int8":
             return (
                 "8-bit weights by bitsandbytes 0.50 (LLM.int8); embedding, norms and head are not quantised",
-                "no column of a layer's inputs reaches the threshold (6.0): which do is for data to say, and each of "
-                "them adds itself in 16 bits and its weights for as long as a product runs",
+                "no column of a layer's inputs is assumed to reach the threshold (6.0): that depends on the data; "
+                "each column that does adds itself and its weights in 16 bits while a product runs",
                 "inputs of 8-bit layers are kept until backward, recomputed or not: bitsandbytes has them in its "
                 "function's context, which checkpoints leave alone",
             )

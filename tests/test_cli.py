@@ -52,22 +52,26 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
         (["estimate", "--model", "lama-3-8b"], "--model: model = lama-3-8b: is neither a built-in model"),
         (["estimate", "--model", "gpt2", "--tp", "-1"], "--tp: layout.tp = -1: must be at least 1"),
         (["estimate", "--model", "gpt2", "--tp", "1.5"], "--tp: layout.tp = 1.5: must be a whole number"),
-        (["estimate", "--model", "gpt2", "--gbs", "9" * 30], "--gbs: batch.gbs = 999999999999999999999999999999: must be at most"),
+        (["estimate", "--model", "gpt2", "--gbs", "9" * 30], "--gbs: batch.gbs = 999999999999999999999999999999: must "
+        "be at most"),
         (["estimate", "--tpp", "3"], "--tpp: is not a flag of memplan estimate; did you mean --tp?"),
         (["estimate", "--from", "megatron", "x"], "x: no such file"),
         (["estimate", "--model", "gpt2", "--gpu", "A100"], "could be a100-40gb or a100-80gb; name one"),
-        (["estimate", "--model", "gpt2", "--capacity", "3furlongs"], "--capacity: hardware.capacity = 3furlongs: must be bytes, or a size with a unit (KiB"),
-        (["estimate", "--zzzzzz"], "--zzzzzz: is not a flag of memplan estimate; --help lists them"),
+        (["estimate", "--model", "gpt2", "--capacity", "3furlongs"], "--capacity: hardware.capacity = 3furlongs: must "
+        "be bytes, or a size with a unit (KiB"),
+        (["estimate", "--zzzzzz"], "--zzzzzz: is not a flag of memplan estimate; --help-all lists them"),
         (["estimate", "--json=x"], "option '--json' does not take a value"),
         (["estimate", "--tp"], "--tp: needs a value: tensor-parallel size"),
-        (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by side"),
+        (["estimate", "a", "b"], "command line: a and b are no launch files of one job; --compare puts plans side by "
+        "side"),
         (["estimate", "a.json", "b.yaml", "--gpu", "h100"], "a.json: no such file"),
         (["estimat"], "memplan: no such command 'estimat'"),
         (["estimate", "llama-3-8b", "--vary", "optimser=adam"], "--vary: 'optimser' is not a field that can vary"),
         (["estimate", "llama-3-8b", "--vary", "tp"], "--vary: tp: needs values, as --vary tp=A,B"),
         (["estimate", "llama-3-8b", "--compare", "llama-3-8b"], "command line: plan = llama-3-8b: is there twice"),
         (["estimate", "llama-3-8b", "--compare", "nothere.yaml"], "nothere.yaml: no such file"),
-        (["estimate", "llama-3-8b", "--vary", "mbs=" + ",".join(map(str, range(1, 99)))], "--vary: makes 98 variants; at most 64"),
+        (["estimate", "llama-3-8b", "--vary", "mbs=" + ",".join(map(str, range(1, 99)))], "--vary: makes 98 variants; "
+        "at most 64"),
         (["estimate", "llama-3-8b", "--detail", "x"], "memplan estimate: invalid value for '--detail'"),
         (["estimate", "llama-3-8b", "--mbs", "100000000"], "--mbs: batch.mbs = 100000000: needs "),
         (["estimate", "llama-3-8b", "--detail", "0", "--vary", "mbs=1,2"], "--detail shows one plan's stage"),
@@ -102,7 +106,8 @@ BAD_PLANS = {
         "takes more work to read than the limit of 4,000,000 steps",
     ),
     "empty": ("", "plan.yaml: is empty"),
-    "auto_map": ("model: evil\n", "evil/config.json:1: model_type = evil: is not an architecture that is modelled (code"),
+    "auto_map": ("model: evil\n", "evil/config.json:1: model_type = evil: is not an architecture that is modelled "
+    "(code"),
 }  # fmt: skip
 
 
@@ -123,10 +128,14 @@ def test_a_wrong_plan_gives_one_line_and_2(run: Run, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("model: bigscience-104b\nframework: megatron-deepspeed\nlayout:\n  tp: 7\n", "plan.yaml:4: layout.tp = 7: must divide the 80"),
-        ("model: gpt2\nframework: megatron-deepspeed\nlayout: {pp: 13}\n", "plan.yaml:3: layout.pp = 13: must be at most the 12"),
-        ("model: gpt2\nframework: megatron-deepspeed\nlayout: {pp: 2}\npipeline: {partition: '0,9,12'}\n", "plan.yaml:4: pipeline.partition"),
-        ("model: gpt2\nframework: device-map\ndevice_map: {0: 0-4, 1: 6-11}\n", "plan.yaml:3: device_map: misses layer 5"),
+        ("model: bigscience-104b\nframework: megatron-deepspeed\nlayout:\n  tp: 7\n", "plan.yaml:4: layout.tp = 7: "
+        "must divide the 80"),
+        ("model: gpt2\nframework: megatron-deepspeed\nlayout: {pp: 13}\n", "plan.yaml:3: layout.pp = 13: must be at "
+        "most the 12"),
+        ("model: gpt2\nframework: megatron-deepspeed\nlayout: {pp: 2}\npipeline: {partition: "
+        "'0,9,12'}\n", "plan.yaml:4: pipeline.partition"),
+        ("model: gpt2\nframework: device-map\ndevice_map: {0: 0-4, 1: 6-11}\n", "plan.yaml:3: device_map: misses "
+        "layer 5"),
         ("model: gpt2\nhardware: {gpu: h100-80}\n", "plan.yaml:2: hardware.gpu = h100-80: is not a known GPU"),
     ],
 )  # fmt: skip
@@ -218,7 +227,7 @@ def test_what_a_plan_leaves_open_or_says_in_vain_is_told(run: Run) -> None:
             "environment-ignored",
             "PYTORCH_CUDA_ALLOC_CNF is not read by memplan; did you mean PYTORCH_CUDA_ALLOC_CONF?",
         ),
-        ("seq-default", "seq is 4096, since none was given; the model goes to 131072 tokens"),
+        ("seq-default", "seq is 4096, because no length was given; the model's maximum is 131072 tokens"),
     ]
 
 

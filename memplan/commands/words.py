@@ -95,7 +95,7 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
                 said = of_itself if fixed else value if equals or not rest else rest[0]
                 before = given.setdefault(field, (flag, said, flag if fixed else f"{flag} {said}"))
                 if before[0] != flag and before[1] != said:
-                    problem = f"says another thing than {before[2]}, which is the same field"
+                    problem = f"contradicts {before[2]}, which sets the same field"
                     raise wrong_at(flag, problem if fixed else f"{said} {problem}")
             if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
                 value = value if equals else rest.pop(0)
@@ -228,7 +228,7 @@ def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
         problem = own_setting(flag)
     if problem is None:
         guess = guesses.of(flag)
-        hint = f"did you mean {guess}?" if guess else "--help lists them"
+        hint = f"did you mean {guess}?" if guess else "--help-all lists them"
         problem = f"is not a flag of {path}; {hint}"
     return wrong_at(flag, problem)
 

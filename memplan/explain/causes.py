@@ -27,18 +27,18 @@ Told = Iterator[tuple[str, str]]
 _OF_LIBRARIES = {
     "nccl": (
         "nccl",
-        "NCCL, not PyTorch's allocator, found no memory: what the allocator keeps as its cache and leaves unused is "
-        "missing there; leave more room (--headroom), or NCCL_BUFFSIZE and fewer communicators",
+        "NCCL, not PyTorch's allocator, found no memory: it cannot use the memory that the allocator keeps in its "
+        "cache; leave more memory free (--headroom), or NCCL_BUFFSIZE and fewer communicators",
     ),
     "cublas": (
         "libraries",
-        "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and the "
-        "allocator's cache is of no use to it; leave a GiB more room",
+        "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and it "
+        "cannot use the allocator's cache; leave 1 GiB more free",
     ),
     "handle": (
         "libraries",
-        "cuBLAS, cuDNN or another library got no handle: most often the GPU was full, and the allocator's cache is of "
-        "no use to it (leave a GiB more room); else the driver is too old, or an earlier kernel failed "
+        "cuBLAS, cuDNN or another library got no handle: most often the GPU was full, and it cannot use the "
+        "allocator's cache (leave 1 GiB more free); otherwise the driver is too old, or an earlier kernel failed "
         "(CUDA_LAUNCH_BLOCKING=1 shows which)",
     ),
     "shared": (

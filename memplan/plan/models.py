@@ -168,10 +168,12 @@ def _base(base: Node, folder: Path) -> Found:
     if why := why_not(name):
         raise PlanError("model", name, why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
-        raise PlanError("model", name, f"is no built-in model; of that size is {same}", origin=base.origin)
+        raise PlanError(
+            "model", name, f"is not a built-in model; the built-in one of that size is {same}", origin=base.origin
+        )
     problem = (
-        f"is neither a built-in model (`memplan models` lists them{like}) nor a path; of another one give its "
-        "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
+        f"is neither a built-in model (`memplan models` lists them{like}) nor a path; for another model give its "
+        f"config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
     raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
 

@@ -90,6 +90,11 @@ def _sequence(plan: Plan) -> Iterator[Note]:
     longest, seq = plan.model.positions_max, plan.batch.seq
     if seq is not None and seq > longest:
         told = f"seq {seq} is beyond the {longest} tokens of {plan.model.name}'s positions"
-        yield Note(SEQ_BEYOND, f"{told}: it runs so, and takes this memory; what it learns there is another question")
+        yield Note(
+            SEQ_BEYOND,
+            f"{told}: training runs and needs this memory, but the model may not learn well at those positions",
+        )
     if plan.batch.seq is None and longest > DEFAULT_SEQ:
-        yield Note(SEQ_DEFAULT, f"seq is {DEFAULT_SEQ}, since none was given; the model goes to {longest} tokens")
+        yield Note(
+            SEQ_DEFAULT, f"seq is {DEFAULT_SEQ}, because no length was given; the model's maximum is {longest} tokens"
+        )

@@ -268,7 +268,7 @@ def _capacity(hardware: Hardware) -> int | None:
         problem = f"is not listed, for {SHARED[hardware.gpu]}: say what a job may have in its place: --capacity 110GiB"
         raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None and NO_GPU.match(hardware.gpu):
-        problem = "is neither of NVIDIA nor of AMD, whose GPUs alone are modelled"
+        problem = "is not a GPU of NVIDIA or AMD; only those are modelled"
         raise PlanError("hardware.gpu", hardware.gpu, problem)
     if gpu is None:
         from ..device.instances import flags_of
@@ -277,7 +277,7 @@ def _capacity(hardware: Hardware) -> int | None:
             raise PlanError("hardware.gpu", hardware.gpu, f"is no GPU, but means {flags}")
         series = ", ".join(of_series(hardware.gpu))
         known = f": of its series are {series}" if series else f" (`memplan gpus` lists {len(GPUS)})"
-        problem = f"is not a known GPU{known}; of another one give the memory instead: --capacity 24GiB"
+        problem = f"is not a known GPU{known}; for another GPU, give its memory: --capacity 24GiB"
         raise PlanError("hardware.gpu", hardware.gpu, problem, known=alike(hardware.gpu))
     return gpu.process_bytes if hardware.capacity is None else hardware.capacity
 

@@ -74,13 +74,15 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "tf32": "is how products of fp32 tensors are computed, and changes no tensor: --dtype fp32",
         **dict.fromkeys(
             ("fp8", "float8", "e4m3", "fp8e4m3", "float8e4m3fn", "mxfp8"),
-            "is of products of linear layers, beside --dtype bf16: --fp8 delayed, tensorwise, rowwise, blockwise or "
+            "is for matrix products of linear layers, in addition to --dtype bf16: --fp8 delayed, tensorwise, "
+            "rowwise, blockwise or "
             "mxfp8",
         ),
-        **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is of products of linear layers: --dtype bf16 --fp4 nvfp4"),
+        **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is for matrix products of linear layers: --dtype bf16 --fp4 nvfp4"),
         **dict.fromkeys(
             ("int8", "8bit", "int4", "4bit", "nf4"),
-            "is of frozen weights under adapters: --quantisation nf4 --lora-rank 16 has them in 4 bits, int8 in 8",
+            "is a type of frozen weights under adapters: --quantisation nf4 --lora-rank 16 keeps them in 4 bits, int8 "
+            "in 8",
         ),
         "auto": "must be one of fp32, fp16, bf16: in what dtype the model is loaded",
     },
@@ -105,7 +107,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "trainer.loop": {
-        **dict.fromkeys(("bco",), _OF_TRL.format("a classifier of prompts beside the policy")),
+        **dict.fromkeys(("bco",), _OF_TRL.format("a classifier of prompts next to the policy")),
         **dict.fromkeys(("prm",), _OF_TRL.format("a head with scores of steps")),
         **dict.fromkeys(
             ("ppo", "onlinedpo", "gkd", "xpo", "nashmd"),
@@ -115,7 +117,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
     "quantisation.kind": {
         **dict.fromkeys(
             ("hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
-            "is not modelled: of quantised weights under adapters nf4, fp4, gptq, awq and int8 are",
+            "is not modelled: quantised weights under adapters can be nf4, fp4, gptq, awq or int8",
         ),
     },
 }
@@ -212,7 +214,9 @@ def _settings_of(arguments: str, node: Node) -> Iterator[tuple[str, object]]:
             yield name, scalar(value, node.origin).value
         elif name not in _NO_SIZE and value not in ("False", "None"):
             known = ", ".join(sorted({"weight_decay", "momentum", *_NO_SIZE}))
-            raise node.wrong("optimizer.name", f"{name} is not modelled; of an optimizer's arguments {known} are read")
+            raise node.wrong(
+                "optimizer.name", f"{name} is not modelled; memplan reads these arguments of an optimizer: {known}"
+            )
 
 
 def plain(name: str) -> str:

@@ -55,7 +55,7 @@ def verdict(told: Explanation) -> Text:
     if message.who == "killed":
         return Text.assemble(("Killed", f"bold {BAD}"), ": by signal 9, most often because the host has no memory left")
     if message.who == "handle":
-        return Text.assemble(("Most likely out of memory", f"bold {BAD}"), ": a library of CUDA has got no handle")
+        return Text.assemble(("Most likely out of memory", f"bold {BAD}"), ": a CUDA library got no handle")
     return Text.assemble(("Out of memory", f"bold {BAD}"), f": {_what(told)}{_asked(message)}")
 
 
@@ -226,8 +226,8 @@ def _ways_out(told: Explanation) -> Iterator[RenderableType]:
         yield from spaced(
             Text.assemble(
                 ("The plan fits by its estimate", "bold"),
-                ", and the run died: the run is not what the plan says, or memory went elsewhere (see above).",
-                " What follows leaves as much more room as the run lacked." if told.estimate.ways_out else "",
+                ", and the run died: the run differs from the plan, or something else took memory (see above).",
+                " The changes below free as much memory as the run lacked." if told.estimate.ways_out else "",
             )
         )
     yield from ways_table(told.estimate, unit_for(told.estimate.peak))

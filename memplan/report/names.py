@@ -201,7 +201,7 @@ def _tuning(plan: Plan) -> list[str]:
 def retry_words(judged: Judged) -> str:
     """How often cached memory is given back."""
     if not judged.retries_in_iteration:
-        return f"the allocator gives cached memory back {_times(judged.retries)} before it settles, and then no more"
+        return f"the allocator gives cached memory back {_times(judged.retries)} in the first iterations, then no more"
     least = "at least " if judged.at_least else ""
     return f"the allocator gives cached memory back {least}{_times(judged.retries_in_iteration)} in every iteration"
 

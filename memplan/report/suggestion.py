@@ -226,7 +226,7 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         return ("Recommended, may fit", f"bold {CAUTION}"), ": "
     if found.closest is None:
         return ("Nothing fits", f"bold {BAD}"), ", and no layout runs"
-    kept = f"with {found.keeps_free} kept free (--headroom 0: nothing), " if found.keeps_free else ""
+    kept = f"with {found.keeps_free} kept free (--headroom 0 keeps nothing free), " if found.keeps_free else ""
     if found.closest.fits and not found.closest.is_safe:
         return ("Nothing is sure to fit", f"bold {CAUTION}"), f": {kept}the closest is "
     over = found.closest.needs - found.limit
@@ -236,7 +236,7 @@ def _headline(found: Found) -> tuple[tuple[str, str], str]:
         else f"the closest has too little for {_moments(found.closest)}"
     )
     why = (
-        f"with {found.keeps_free} kept free (--headroom 0: nothing), {why}"
+        f"with {found.keeps_free} kept free (--headroom 0 keeps nothing free), {why}"
         if found.keeps_free and _is_almost(found)
         else why
     )
@@ -403,7 +403,7 @@ def _passed_over(found: Found) -> Iterator[Text]:
         yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
     roomier = [one for one in better if one.point.keeps_numerics and one.needs < best.needs]
     if any(one.point.moved - best.point.moved for one in roomier):
-        yield Text("Of layouts as fast, those that keep more off the GPU than the fastest are not recommended.", FAINT)
+        yield Text("Among equally fast layouts, those that offload more than the fastest are not recommended.", FAINT)
 
 
 def _faster_with_retries(found: Found) -> Iterator[Text]:
@@ -415,7 +415,8 @@ def _faster_with_retries(found: Found) -> Iterator[Text]:
     one = min(retrying, key=lambda one: one.seconds)
     yield Text(
         f"{DOT.join(difference_pieces(one, best))} is {speed_words(one.seconds, best.seconds)} and runs, but "
-        f"{retry_words(one.judged)}, which no time counts: a layout that needs no retry is recommended before it."
+        f"{retry_words(one.judged)}; predicted times do not include retries, so a layout without retries is "
+        f"recommended first."
     )
 
 
@@ -438,14 +439,14 @@ def _search(found: Found, verbose: bool, *, one_of_several: bool) -> Iterator[Re
     counts, refused = found.counts, sum(found.counts.refused.values())
     where = f" of {found.base.framework}" if one_of_several else ""
     yield Text(
-        f"Searched {counts.total:,} layouts{where} in {found.seconds:.2f} s: {refused:,} against a framework's rule, "
-        f"{counts.too_large:,} too large by a bound, {counts.slower:,} slower or no smaller, {counts.folded:,} folded "
-        f"to the byte, {counts.replayed:,} replayed in the allocator.",
+        f"Searched {counts.total:,} layouts{where} in {found.seconds:.2f} s: {refused:,} break a framework's rule, "
+        f"{counts.too_large:,} are too large by a lower bound, {counts.slower:,} are slower or no smaller, "
+        f"{counts.folded:,} were computed to the byte, {counts.replayed:,} of these were replayed in the allocator.",
         FAINT,
     )
     if verbose and counts.refused:
         rules = sorted(counts.refused.items(), key=lambda rule: (-rule[1], rule[0]))
-        yield from titled("Left out by a rule", entries([(f"{count:,}", rule) for rule, count in rules], FAINT))
+        yield from titled("Excluded by a rule", entries([(f"{count:,}", rule) for rule, count in rules], FAINT))
 
 
 def _notes(answer: Answer, stated: Suggestion | None, verbose: bool) -> Iterator[RenderableType]:

@@ -121,9 +121,9 @@ def worth(found: Found) -> Iterator[RenderableType]:
     if best.step is not None:
         saved.append(f"{rough(gpu_hours(best, best.step) * lost / best.seconds)} GPU-hours for a billion tokens")
     yield Text(
-        f"The fastest takes {time_unit(lost).text(lost)} less of a step ({', '.join(saved)}) and needs "
+        f"The fastest layout is {time_unit(lost).text(lost)} faster per step ({', '.join(saved)}) and needs "
         f"{size(fastest.needs - best.needs)} more. Layouts within {part(found.within)} of it count as equally fast, "
-        f"and of these the one with most room is recommended, where that is {size(found.gain)} or more.",
+        f"and among these the one with most free memory is recommended, if that is {size(found.gain)} or more.",
         FAINT,
     )
 

@@ -219,14 +219,14 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     ways = estimate.ways_out
     if not ways:
         return
-    told = "cheapest first" if ways[0].helps else "none is enough; what gains most"
+    told = "cheapest first" if ways[0].helps else "none is enough; these gain most"
     yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}; peaks of the worst moment", FAINT)))
     table = plain_table(folded("change"), folded(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
         row = verdict_words(way.judged), unit.figure(way.needs), unit.figure(way.gained), costs(way)
         table.add_row(Text(way.what), *row)
     yield table
-    yield Text("Flags of each, beside the plan's own:", FAINT)
+    yield Text("Flags to add for each:", FAINT)
     for way in ways:
         yield Padding(Text(way.flags), (0, 0, 0, 2))
     if framework(estimate.plan.framework).search.searched(estimate.plan):

@@ -32,7 +32,7 @@ from .search import Report
 from .space import space_of
 from .time import is_timed, lacks_network, ranking_seconds, ranking_time, work_of
 
-OTHER_NUMBERS = "other numbers in training"
+OTHER_NUMBERS = "training gives other numbers"
 """What a change costs that keeps states in fewer bits, or approximates."""
 LORA_RANK = 16
 """The rank of the adapters that are proposed."""
@@ -116,7 +116,7 @@ def _fine_tuning(plan: ResolvedPlan) -> Iterator[Proposal]:
     if default_targets(plan.model) is None:
         targets = last_names(plan.model) if plan.model.experts else (ALL_LINEAR,)
         rank["lora.targets"], named = tuple(targets), f" (--lora-targets {','.join(targets)})"
-    alone = f"adapters of rank {plan.lora.rank or LORA_RANK}{named if plan.lora.rank is None else ''} alone are trained"
+    alone = f"only adapters of rank {plan.lora.rank or LORA_RANK}{named if plan.lora.rank is None else ''} are trained"
     if plan.lora.rank is None:
         yield Proposal("LoRA", rank, alone)
     if plan.quantisation.kind == "none":

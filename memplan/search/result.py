@@ -110,7 +110,7 @@ class Counts:
 
     considered: int
     refused: Mapping[str, int]
-    """Left out by a rule of the framework, by the rule."""
+    """Excluded by a rule of the framework, by the rule."""
     too_large: int
     """Whose bound from below is more than there is, where the search chooses cuts in every cut."""
     slower: int

@@ -63,7 +63,7 @@ def test_all_unknown_flags_and_missing_values_are_told_at_once(capsys: pytest.Ca
     assert line.startswith("6 errors: (1) --modl: is not a flag of memplan estimate; did you mean --model? ")
     assert "--batch-size: is not a flag of memplan estimate; did you mean --mbs?" in line
     assert "--grad-acum: is not a flag of memplan estimate; did you mean --accumulation?" in line
-    assert "--zzz: is not a flag of memplan estimate; --help lists them" in line
+    assert "--zzz: is not a flag of memplan estimate; --help-all lists them" in line
     assert "(5) --gpus: needs a value: number of GPUs" in line
     assert "(6) --mbs: needs a value: " in line
 
@@ -113,7 +113,7 @@ def test_a_number_of_gpus_with_their_name(named: str, capsys: pytest.CaptureFixt
 def test_a_gpu_is_suggested_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "estimate", "--model=gpt2", "--gpu=3050")
     assert "did you mean" not in line
-    assert "of another one give the memory instead: --capacity 24GiB" in line
+    assert "for another GPU, give its memory: --capacity 24GiB" in line
     assert "did you mean rtx-3090?" in refused(capsys, "estimate", "--model=gpt2", "--gpu=rtx3090s")
 
 
@@ -158,9 +158,9 @@ def test_a_switch_with_a_value_stands_over_the_one_before(words: list[str], read
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--orpo --cpo", "--cpo: says another thing than --orpo, which is the same field"),
-        ("--orpo --trainer cpo", "--trainer: cpo says another thing than --orpo, which is the same field"),
-        ("--trainer cpo --orpo", "--orpo: says another thing than --trainer cpo, which is the same field"),
+        ("--orpo --cpo", "--cpo: contradicts --orpo, which sets the same field"),
+        ("--orpo --trainer cpo", "--trainer: cpo contradicts --orpo, which sets the same field"),
+        ("--trainer cpo --orpo", "--orpo: contradicts --trainer cpo, which sets the same field"),
     ],
 )
 def test_words_of_one_field_that_differ(words: str, line: str) -> None:

@@ -166,7 +166,7 @@ def test_mixed_precision_has_fp32_pieces() -> None:
     [
         ({"fsdp_version": "2", **LORA}, "--fsdp-version 1"),
         ({"fsdp_version": "2"}, "must be left out under FSDP2; FSDP1 takes it"),
-        ({"fsdp_offload": "true"}, "with FSDP2 it is (--fsdp-version 2)"),
+        ({"fsdp_offload": "true"}, "it is modelled with FSDP2 only (--fsdp-version 2)"),
         ({"fsdp_code": "torchtitan", "versions": ""}, "must be transformers"),
         ({**FOUR_BIT, "kbit_preparation": "true"}, "unprepared"),
         ({"fsdp_parameters": "fp32"}, "must be bf16 with fsdp.version 1"),

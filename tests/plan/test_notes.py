@@ -54,7 +54,7 @@ def test_every_variable_of_the_table_is_read_somewhere(name: str) -> None:
 
 def test_a_long_default_sequence_is_told() -> None:
     assert messages(model="llama-3-405b") == [
-        ("seq-default", "seq is 4096, since none was given; the model goes to 131072 tokens")
+        ("seq-default", "seq is 4096, because no length was given; the model's maximum is 131072 tokens")
     ]
     assert messages(model="llama-3-405b", seq="4096") == []
     assert messages(model="gpt2") == messages(model="llama-2-7b") == []

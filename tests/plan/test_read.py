@@ -1,7 +1,5 @@
 """Reading plans: every source, every form, and the line that a wrong one gets."""
 
-# ruff: noqa: E501 (tables of inputs and the lines that they get)
-
 from __future__ import annotations
 
 import io
@@ -73,7 +71,8 @@ def test_text_that_looks_like_a_number_is_text_where_text_is_wanted() -> None:
 
 def test_lists_may_be_written_with_commas_and_ranges() -> None:
     plan = read(
-        "model: gpt2\npipeline: {partition: '0,4,12'}\nloss:\n  cutoffs: 10,20\ndevice_map: {0: 0-2, 1: [3, 5-6], 2: '4, 7'}\n"
+        "model: gpt2\npipeline: {partition: '0,4,12'}\nloss:\n  cutoffs: 10,20\ndevice_map: "
+        "{0: 0-2, 1: [3, 5-6], 2: '4, 7'}\n"
     )
     assert plan.pipeline.partition == (0, 4, 12)
     assert plan.loss.cutoffs == (10, 20)
@@ -226,12 +225,12 @@ def test_a_wrong_plan_gets_one_line(text: str, line: str) -> None:
         ({"model": "lama-3-8b"}, "--model: model = lama-3-8b: is neither a built-in model"),
         (
             {"model": "deepseek-v3-671b"},
-            "--model: model = deepseek-v3-671b: is no built-in model; of that size is deepseek-v3",
+            "--model: model = deepseek-v3-671b: is not a built-in model; the built-in one of that size is deepseek-v3",
         ),
         ({"model": "deepseek-v3-16b"}, "--model: model = deepseek-v3-16b: is neither a built-in model"),
         ({"model": "gpt2", "tp": "x"}, "--tp: layout.tp = x: must be a whole number"),
         ({"model": "gpt2", "dtype": "fp7"}, "--dtype: precision.dtype = fp7: must be one of"),
-        ({"model": "gpt2", "dtype": "fp8"}, "--dtype: precision.dtype = fp8: is of products of linear layers"),
+        ({"model": "gpt2", "dtype": "fp8"}, "--dtype: precision.dtype = fp8: is for matrix products of linear layers"),
         ({"model": "gpt2", "env": "A"}, "--env: environment = A: must be NAME=VALUE"),
         ({"model": "gpt2", "device_map": "{0: x}"}, "--device-map: device_map.0.0 = x: must be a whole number"),
         ({"model": "gpt2", "device_map": "map.yaml"}, "map.yaml: device_map: no such file"),

@@ -1,7 +1,5 @@
 """Defaults that depend on other fields, and rules between fields."""
 
-# ruff: noqa: E501 (tables of inputs and the lines that they get)
-
 from __future__ import annotations
 
 from typing import Any
@@ -102,58 +100,89 @@ def test_the_batch_of_a_process_that_sees_several_gpus() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ({**MEGATRON, "tp": "7"}, "--tp: layout.tp = 7: must divide the 80 attention heads (1, 2, 4, 5, 8, 10, 16, 20, 40, 80)"),
-        ({"model": "llama-3-8b", "framework": "megatron-deepspeed", "tp": "16"}, "must divide the 8 key/value heads (1, 2, 4, 8)"),
+        ({**MEGATRON, "tp": "7"}, "--tp: layout.tp = 7: must divide the 80 attention heads (1, 2, 4, 5, 8, 10, 16, "
+        "20, 40, 80)"),
+        ({"model": "llama-3-8b", "framework": "megatron-deepspeed", "tp": "16"}, "must divide the 8 key/value heads "
+        "(1, 2, 4, 8)"),
         ({**MEGATRON, "pp": "65"}, "--pp: layout.pp = 65: must be at most the 64 layers of the model"),
         ({**MEGATRON, "layers": "2", "pp": "4"}, "--pp: layout.pp = 4: must be at most the 2 layers"),
         ({**MEGATRON, "mbs": "3", "gbs": "4"}, "--gbs: batch.gbs = 4: must be a multiple of mbs 3 x dp 1 = 3"),
         ({**MEGATRON, "seq": "4096"}, "--seq: batch.seq = 4096: must be at most 2048, the number of learned positions"),
-        ({**MEGATRON, "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework megatron-deepspeed; deepspeed has ZeRO-2"),
-        ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have context parallelism"),
-        ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have expert parallelism"),
-        ({**MEGATRON, "vpp": "2"}, "--vpp: layout.vpp = 2: must be 1 with framework megatron-deepspeed; megatron and fsdp have virtual stages"),
-        ({**MEGATRON, "tp": "4", "sequence_parallel": "true"}, "--sequence-parallel: layout.sequence_parallel = true: must be false"),
+        ({**MEGATRON, "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework megatron-deepspeed; "
+        "deepspeed has ZeRO-2"),
+        ({**MEGATRON, "cp": "2"}, "--cp: layout.cp = 2: must be 1 with framework megatron-deepspeed; megatron and "
+        "fsdp have context parallelism"),
+        ({**MEGATRON, "ep": "2"}, "--ep: layout.ep = 2: must be 1 with framework megatron-deepspeed; megatron and "
+        "fsdp have expert parallelism"),
+        ({**MEGATRON, "vpp": "2"}, "--vpp: layout.vpp = 2: must be 1 with framework megatron-deepspeed; megatron and "
+        "fsdp have virtual stages"),
+        ({**MEGATRON, "tp": "4", "sequence_parallel": "true"}, "--sequence-parallel: layout.sequence_parallel = true: "
+        "must be false"),
         ({"model": "gpt2", "framework": "fsdp", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework fsdp"),
         ({"model": "gpt2", "framework": "single", "tp": "2"}, "--tp: layout.tp = 2: must be 1 with framework single"),
         ({"model": "gpt2", "framework": "ddp", "pp": "2"}, "--pp: layout.pp = 2: must be 1 with framework ddp"),
-        ({"model": "gpt2", "framework": "single", "zero": "1"}, "--zero: layout.zero = 1: must be 0 with framework single"),
-        ({"model": "gpt2", "framework": "ddp", "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with framework ddp; deepspeed has ZeRO-"),
-        ({"model": "gpt2", "framework": "single", "static-graph": "true"}, "--static-graph: ddp.static_graph = true: must be left out with framework single"),
+        ({"model": "gpt2", "framework": "single", "zero": "1"}, "--zero: layout.zero = 1: must be 0 with framework "
+        "single"),
+        ({"model": "gpt2", "framework": "ddp", "zero": "2"}, "--zero: layout.zero = 2: must be at most 1 with "
+        "framework ddp; deepspeed has ZeRO-"),
+        ({"model": "gpt2", "framework": "single", "static-graph": "true"}, "--static-graph: ddp.static_graph = true: "
+        "must be left out with framework single"),
         ({"model": "gpt2", "framework": "single", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework single"),
         ({"model": "gpt2", "framework": "single", "gpus": "2"}, "--gpus: hardware.gpus = 2: must be 1 with framework"),
-        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with framework device-map"),
-        ({"model": "gpt2", "gpu": "h1000"}, "--gpu: hardware.gpu = h1000: is not a known GPU (`memplan gpus` lists 40); of another one give the memory instead: --capacity 24GiB; did you mean h100-80gb?"),
-        ({"model": "gpt2", "gpu": "p4d.24xlarge"}, "hardware.gpu = p4d.24xlarge: is no GPU, but means 8 x a100-40gb: --gpu a100-40gb --gpus 8"),
-        ({"model": "gpt2", "optimizer_implementation": "apex"}, "must be foreach, for-loop, fused or bitsandbytes for adamw with framework single"),
-        ({**MEGATRON, "optimizer": "sgd", "optimizer_implementation": "apex"}, "must be foreach, for-loop or fused for sgd"),
+        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "dp": "2"}, "--dp: layout.dp = 2: must be 1 with "
+        "framework device-map"),
+        ({"model": "gpt2", "gpu": "h1000"}, "--gpu: hardware.gpu = h1000: is not a known GPU (`memplan gpus` lists "
+        "40); for another GPU, give its memory: --capacity 24GiB; did you mean h100-80gb?"),
+        ({"model": "gpt2", "gpu": "p4d.24xlarge"}, "hardware.gpu = p4d.24xlarge: is no GPU, but means 8 x a100-40gb: "
+        "--gpu a100-40gb --gpus 8"),
+        ({"model": "gpt2", "optimizer_implementation": "apex"}, "must be foreach, for-loop, fused or bitsandbytes for "
+        "adamw with framework single"),
+        ({**MEGATRON, "optimizer": "sgd", "optimizer_implementation": "apex"}, "must be foreach, for-loop or fused "
+        "for sgd"),
         ({"model": "gpt2", "optimizer": "adam8bit", "optimizer_implementation": "fused"}, "must be left out: adam8bit"),
         ({"model": "gpt2", "optimizer_block_size": "256"}, "must be left out: adamw has no 8-bit states"),
-        ({"model": "gpt2", "gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 with framework single"),
+        ({"model": "gpt2", "gradients": "fp32"}, "--gradients: precision.gradients = fp32: must be bf16 with "
+        "framework single"),
         ({**MEGATRON, "dtype": "fp16", "gradients": "bf16"}, "must be fp16 or fp32 with framework megatron-deepspeed"),
-        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain, liger, cut, chunked, liger-cross-entropy or unsloth with framework single; megatron, megatron-deepspeed and fsdp have"),
-        ({"model": "gpt2", "loss": "adaptive-softmax"}, "with framework single; megatron-deepspeed has adaptive-softmax"),
-        ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: needs loss.kind adaptive-softmax, not plain"),
-        ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: must be left out: adamw has no 8-bit states"),
-        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with framework single; megatron-deepspeed and fsdp have it"),
-        ({"model": "gpt2", "framework": "ddp", "partition": "uniform"}, "--partition: pipeline.partition = uniform: must be left out with framework ddp"),
-        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "partition": "0,4,8"}, "must be left out with framework device-map"),
-        ({"model": "gpt2", "env": "PYTORCH_NO_CUDA_MEMORY_CACHING=1"}, "--env: environment.PYTORCH_NO_CUDA_MEMORY_CACHING = 1: must be left out: it turns off the caching allocator"),
+        ({"model": "gpt2", "loss": "vocab-parallel"}, "--loss: loss.kind = vocab-parallel: must be plain, liger, cut, "
+        "chunked, liger-cross-entropy or unsloth with framework single; megatron, megatron-deepspeed and fsdp have"),
+        ({"model": "gpt2", "loss": "adaptive-softmax"}, "with framework single; megatron-deepspeed has "
+        "adaptive-softmax"),
+        ({"model": "gpt2", "div_value": "2"}, "--div-value: loss.div_value = 2.0: needs loss.kind adaptive-softmax, "
+        "not plain"),
+        ({"model": "gpt2", "embeddings_32bit": "false"}, "--embeddings-32bit: optimizer.embeddings_32bit = false: "
+        "must be left out: adamw has no 8-bit states"),
+        ({"model": "gpt2", "schedule": "gpipe"}, "--schedule: pipeline.schedule = gpipe: must be left out with "
+        "framework single; megatron-deepspeed and fsdp have it"),
+        ({"model": "gpt2", "framework": "ddp", "partition": "uniform"}, "--partition: pipeline.partition = uniform: "
+        "must be left out with framework ddp"),
+        ({"model": "gpt2", "framework": "device-map", "gpus": "2", "partition": "0,4,8"}, "must be left out with "
+        "framework device-map"),
+        ({"model": "gpt2", "env": "PYTORCH_NO_CUDA_MEMORY_CACHING=1"}, "--env: "
+        "environment.PYTORCH_NO_CUDA_MEMORY_CACHING = 1: must be left out: it turns off the caching allocator"),
         ({"model": "gpt2", "cutoffs": "10"}, "--cutoffs: loss.cutoffs = [10]: needs loss.kind adaptive-softmax"),
-        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "20,10"}, "must increase and stay below the vocabulary of 50257"),
-        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "50257"}, "must increase and stay below"),
-        ({"model": "bert-large", "framework": "megatron-deepspeed", "loss": "adaptive-softmax"}, "the head of bert-large has no adaptive softmax"),
-        ({"model": "gpt2", "recompute_layers": "2"}, "--recompute-layers: recompute.layers = 2: needs recompute.mode full"),
+        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "20,10"}, "must "
+        "increase and stay below the vocabulary of 50257"),
+        ({"model": "gpt2", "framework": "megatron-deepspeed", "loss": "adaptive-softmax", "cutoffs": "50257"}, "must "
+        "increase and stay below"),
+        ({"model": "bert-large", "framework": "megatron-deepspeed", "loss": "adaptive-softmax"}, "the head of "
+        "bert-large has no adaptive softmax"),
+        ({"model": "gpt2", "recompute_layers": "2"}, "--recompute-layers: recompute.layers = 2: needs recompute.mode "
+        "full"),
         ({"model": "gpt2", "recompute_method": "block"}, "needs recompute.mode full, not none"),
         ({"model": "gpt2", "recompute": "full", "recompute_layers": "13"}, "must be at most the 12 layers"),
         ({"model": "llama-3-8b", "code": "2020"}, "--code: code = 2020: must be current"),
         ({"model": "gpt2", "code": "2020", "attention": "flash"}, "must be eager with code 2020"),
         ({"model": "gpt2", "code": "2020", "attention": "eager"}, "must be fp32 with code 2020"),
-        ({"model": "gpt2", "partition": "even"}, "--partition: pipeline.partition = even: must be uniform, parameters, type:REGEX"),
+        ({"model": "gpt2", "partition": "even"}, "--partition: pipeline.partition = even: must be uniform, "
+        "parameters, type:REGEX"),
         ({"model": "gpt2", "partition": "type:("}, "is not a regular expression"),
         ({"model": "gpt2", "headroom": "lots"}, "--headroom: headroom = lots: must be bytes"),
-        ({"model": "llama-3-8b", "kv_heads": "7"}, "--kv-heads: model.kv_heads = 7: must divide the 32 attention heads"),
+        ({"model": "llama-3-8b", "kv_heads": "7"}, "--kv-heads: model.kv_heads = 7: must divide the 32 attention "
+        "heads"),
         ({"model": "llama-3-8b", "head_dim": "3"}, "must be even: rotary positions"),
-        ({"model": "llama-3-8b", "mbs": "2147483648", "seq": "2147483648"}, "is more than 1,099,511,627,776 tokens per micro-batch"),
+        ({"model": "llama-3-8b", "mbs": "2147483648", "seq": "2147483648"}, "is more than 1,099,511,627,776 tokens "
+        "per micro-batch"),
     ],
 )  # fmt: skip
 def test_a_contradiction_gets_one_line(flags: dict[str, str], line: str) -> None:

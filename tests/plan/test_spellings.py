@@ -299,7 +299,7 @@ def test_every_model_has_its_repository() -> None:
         ("trainer", "BCO", "classifier of prompts"),
         ("trainer", "prm", "scores of steps"),
         ("trainer", "ppo", "generation"),
-        ("quantisation", "hqq", "gptq, awq and int8 are"),
+        ("quantisation", "hqq", "gptq, awq or int8"),
     ],
 )
 def test_what_others_have_is_refused_by_name(flag: str, name: str, says: str) -> None:

@@ -411,7 +411,7 @@ def test_a_faster_layout_that_needs_retries_has_a_sentence() -> None:
     text = " ".join(printed(lambda console: print_suggestion(Answer(found), console), 120).split())
     assert (
         "without CPU offload is faster by 84 % and runs, but the allocator gives cached memory back 2 times in every "
-        "iteration, which no time counts: a layout that needs no retry is recommended before it." in text
+        "iteration; predicted times do not include retries, so a layout without retries is recommended first." in text
     )
     assert "without CPU offload · fits with 2 retries an iteration" in text
 
@@ -422,7 +422,7 @@ def test_why_a_layout_with_more_room_is_not_recommended() -> None:
     best = replace(found.best[0], estimate=None, fullest_judged=Judged(Verdict.FITS), device=10)
     offload = Extra("optimizer on the CPU", (("deepspeed.offload_optimizer", "cpu"),), moves_states=True)
     moved = replace(best, device=9, point=best.point._replace(extras=(offload,)))
-    sentence = "Of layouts as fast, those that keep more off the GPU than the fastest are not recommended.\n"
+    sentence = "Among equally fast layouts, those that offload more than the fastest are not recommended.\n"
 
     def text(device: int) -> str:
         beside = Answer(replace(found, best=(best, replace(moved, device=device)), given=None))

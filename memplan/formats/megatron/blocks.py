@@ -47,7 +47,7 @@ def read(reader: Reader) -> None:
         return
     for other in ("--num-experts", "--mtp-num-layers", "--multi-latent-attention"):
         if settings.has(other):
-            raise settings.wrong(other, f"must be left out with {PATH}, beside which it is refused or not modelled")
+            raise settings.wrong(other, f"must be left out with {PATH}: the combination is refused or not modelled")
     sizes = (building.size(f"model.{size}") for size in ("heads", "hidden", "kv_heads", "ffn"))
     blocks = blocks_of(config, *sizes)
     widest = max(block_of(str(block.value)).ffn for block in blocks)

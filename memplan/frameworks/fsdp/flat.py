@@ -68,8 +68,7 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         if name not in FIELDS:
             raise plan.wrong(
                 f"fsdp.{name}",
-                "must be left out with fsdp.version 1, with which it is not modelled; with FSDP2 it is "
-                "(--fsdp-version 2)",
+                "must be left out with fsdp.version 1: it is modelled with FSDP2 only (--fsdp-version 2)",
             )
     if given.code != "transformers":
         raise plan.wrong("fsdp.code", "must be transformers with fsdp.version 1")

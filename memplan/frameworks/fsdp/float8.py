@@ -60,8 +60,8 @@ def check(plan: ResolvedPlan, *, keep_head: bool) -> None:
         return
     problems = {
         "with tensorwise scaling alone: torchao gathers no other": recipe != "tensorwise",
-        "left out with fsdp.offload, with which it is not modelled": given.offload,
-        "left out with pipeline stages, with which it is not modelled": plan.layout.pp > 1,
+        "left out with fsdp.offload: that combination is not modelled": given.offload,
+        "left out with pipeline stages: that combination is not modelled": plan.layout.pp > 1,
     }
     if problem := next((one for one, wrong in problems.items() if wrong), ""):
         raise plan.wrong("fsdp.float8_all_gather", f"must be {problem}")

@@ -163,12 +163,12 @@ def _refuses_norms(plan: ResolvedPlan) -> dict[str, bool]:
     return {
         "must be false with lora.dropout, which runs the base layer twice: it is not modelled yet": plan.lora.dropout
         > 0,
-        "must be false with fp8 or fp4, with which it is not modelled yet": plan.precision.low is not None,
+        "must be false with fp8 or fp4: that combination is not modelled yet": plan.precision.low is not None,
         "must be false with adapters of experts, whose grouped layers have no weight that it reads": bool(
             adapted(plan) & {f"{EXPERTS}.linear_fc1", f"{EXPERTS}.linear_fc2"}
         ),
-        "must be false with latent attention, with which it is not modelled yet": bool(model.latent_kv_rank),
-        "must be false with hybrids, with which it is not modelled yet": bool(model.layer_pattern),
+        "must be false with latent attention: that combination is not modelled yet": bool(model.latent_kv_rank),
+        "must be false with hybrids: that combination is not modelled yet": bool(model.layer_pattern),
     }
 
 

@@ -71,9 +71,9 @@ def _check_package(plan: ResolvedPlan) -> None:
     megatron, model = plan.megatron, plan.model
     refused = {
         "must be 2 with transformer_impl local: Transformer Engine has it": megatron.transformer_impl == "local",
-        "must be 2 with packed sequences (megatron.packed), beside which it is not modelled yet": megatron.packed,
-        "must be 2 with latent attention, with which it is not modelled yet": bool(model.latent_kv_rank),
-        "must be 2 or 4 with context parallelism, beside which 3 is not modelled yet (Transformer Engine takes 2 where "
+        "must be 2 with packed sequences (megatron.packed): that combination is not modelled yet": megatron.packed,
+        "must be 2 with latent attention: that combination is not modelled yet": bool(model.latent_kv_rank),
+        "must be 2 or 4 with context parallelism, where 3 is not modelled yet (Transformer Engine takes 2 where "
         "4 is installed)": plan.layout.cp > 1 and megatron.flash_attention == "3",
     }
     if megatron.flash_attention != "2":
@@ -87,22 +87,22 @@ def check_modules(plan: ResolvedPlan) -> None:
         return
     reasons = {
         "must be left out without precision.fp8 or fp4": plan.precision.low is None,
-        "must be left out with delayed scaling, beside which it is not modelled yet": plan.precision.low == "delayed",
-        "must be left out with precision.fp8_parameters, beside which it is not modelled yet": (
+        "must be left out with delayed scaling: that combination is not modelled yet": plan.precision.low == "delayed",
+        "must be left out with precision.fp8_parameters: that combination is not modelled yet": (
             plan.precision.fp8_parameters
         ),
         "must leave experts as they are (a pattern before it that ends in =low, such as *.experts.*=low): 16 bits in "
         "experts alone are not modelled yet": bool(model.experts)
         and any(not wide_modules(given, at).isdisjoint(EXPERTS) for at in range(model.layers)),
-        "must be left out with experts.overlap_exchange or delay_wgrad, beside which it is not modelled yet": (
+        "must be left out with experts.overlap_exchange or delay_wgrad: that combination is not modelled yet": (
             plan.experts.overlap_exchange or plan.experts.delay_wgrad
         ),
-        "must be left out with multi-token prediction, with which it is not modelled yet": bool(model.mtp_layers),
-        "must be left out with megatron.tp_comm_overlap, beside which it is not modelled yet": (
+        "must be left out with multi-token prediction: that combination is not modelled yet": bool(model.mtp_layers),
+        "must be left out with megatron.tp_comm_overlap: that combination is not modelled yet": (
             plan.megatron.tp_comm_overlap
         ),
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
-        "must be left out with layers that differ (model.layer_blocks), with which it is not modelled yet": bool(
+        "must be left out with layers that differ (model.layer_blocks): that combination is not modelled yet": bool(
             model.layer_blocks
         ),
         "must be left out: only GPT and hybrids have it": model.family in ("bert", "t5"),
@@ -172,16 +172,16 @@ def check_low_attention(plan: ResolvedPlan) -> None:
         "must be false where the largest score is returned, which cuDNN's 8 bits do not do": (
             megatron.largest_logit or megatron.clips_queries
         ),
-        "must be false with megatron.precision_of, beside which it is not modelled yet": (
+        "must be false with megatron.precision_of: that combination is not modelled yet": (
             megatron.precision_of is not None
         ),
-        "must be false with activations on the host, beside which it is not modelled yet": (
+        "must be false with activations on the host: that combination is not modelled yet": (
             megatron.offload_modules is not None or megatron.offload_layers > 0
         ),
-        "must be false with multi-token prediction, of which it is modelled with mxfp8 scaling alone": (
+        "must be false with multi-token prediction: with it, only mxfp8 scaling is modelled": (
             bool(model.mtp_layers) and recipe != "mxfp8"
         ),
-        "must be false where NVTE_DPA_FP8CS_O_in_F16 is set, with which it is not modelled yet": (
+        "must be false where NVTE_DPA_FP8CS_O_in_F16 is set: that combination is not modelled yet": (
             "NVTE_DPA_FP8CS_O_in_F16" in plan.environment
         ),
     }
@@ -202,13 +202,13 @@ def check_low_output(plan: ResolvedPlan) -> None:
         "must be false with megatron.detaches_heads, as in Megatron-Core": megatron.detaches_heads,
         f"must be false with {model.family}: GPT's model alone has it": bool(model.layer_pattern)
         or model.family in ("bert", "t5"),
-        "must be false with megatron.precision_of, beside which it is not modelled yet": (
+        "must be false with megatron.precision_of: that combination is not modelled yet": (
             megatron.precision_of is not None
         ),
-        "must be false with Megatron-FSDP and PyTorch's FSDP 2, beside which it is not modelled yet": (
+        "must be false with Megatron-FSDP and PyTorch's FSDP 2: that combination is not modelled yet": (
             megatron.fsdp != "none" or megatron.torch_fsdp != "none"
         ),
-        "must be false with megatron.tp_comm_overlap, beside which it is not modelled yet": megatron.tp_comm_overlap,
+        "must be false with megatron.tp_comm_overlap: that combination is not modelled yet": megatron.tp_comm_overlap,
         f"needs a vocabulary of a multiple of 32 on a rank, not {padded_vocab(plan) // plan.layout.tp}": (
             padded_vocab(plan) // plan.layout.tp % 32 > 0
         ),
@@ -288,7 +288,7 @@ def _check_fp32_sums(plan: ResolvedPlan) -> None:
         (
             "megatron.sums_in_fp32",
             megatron.overlap_grad_reduce and plan.layout.vpp > 1 and plan.precision.gradients != "fp32",
-            "must be false with overlap_grad_reduce and virtual stages, with which it is not modelled yet",
+            "must be false with overlap_grad_reduce and virtual stages: that combination is not modelled yet",
         ),
     )
 

@@ -218,7 +218,7 @@ def check_blocks(plan: ResolvedPlan) -> None:
         (
             "megatron.clips_queries",
             model.layer_blocks and megatron.clips_queries,
-            "must be false with layers that differ (model.layer_blocks), with which it is not modelled yet",
+            "must be false with layers that differ (model.layer_blocks): that combination is not modelled yet",
         ),
     )
     for text in kinds_of(model.layer_blocks):
@@ -394,11 +394,11 @@ def check_overlap(plan: ResolvedPlan) -> None:
         ),
         "must be false with Megatron-Core's own graphs, which parts of layers do not call": megatron.cuda_graphs
         == "local",
-        "must be false for hybrids, with which it is not modelled yet": bool(plan.model.layer_pattern),
-        "must be false with deferred weight gradients of the head, beside which it is not modelled yet": (
+        "must be false for hybrids: that combination is not modelled yet": bool(plan.model.layer_pattern),
+        "must be false with deferred weight gradients of the head: that combination is not modelled yet": (
             megatron.defer_embedding_wgrad
         ),
-        "must be false with norms that return the residual (megatron.norm_takes_residual), beside which it is not "
+        "must be false with norms that return the residual (megatron.norm_takes_residual): that combination is not "
         "modelled yet": megatron.norm_takes_residual,
         "must be false with Megatron-FSDP's double buffers": megatron.doubles_buffers,
         "must be false with sharded parameters (megatron.fsdp) and several micro-batches: gathers for two at once are "

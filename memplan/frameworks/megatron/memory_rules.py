@@ -114,7 +114,7 @@ def check_chain(plan: ResolvedPlan) -> None:
             plan.environment.get(CHAIN, "0") == "0"
         ),
         "off Blackwell (compute capability 10), whose kernels it is modelled with": gpu is not None and gpu[0] != 10,
-        "with sharded parameters, with which it is not modelled yet": {plan.megatron.fsdp, plan.megatron.torch_fsdp}
+        "with sharded parameters: that combination is not modelled yet": {plan.megatron.fsdp, plan.megatron.torch_fsdp}
         != {"none"},
     }
     for how, applies in reasons.items():
@@ -145,16 +145,16 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
         "must be false before Transformer Engine 2.19, whose grouped layers cannot be told": (
             tuple(map(int, megatron.transformer_engine.split(".")[:2])) < (2, 19)
         ),
-        "must be false with fp8 or fp4, with which it is not modelled yet": plan.precision.low is not None,
+        "must be false with fp8 or fp4: that combination is not modelled yet": plan.precision.low is not None,
         "must be false with fp32, which it does not take": plan.precision.dtype == "fp32",
         "must be false below compute capability 9.0, which it does not run on": gpu is not None and gpu < (9, 0),
         "must be false with DeepEP, whose permutation pads rows then: it is not modelled yet": (
             given.dispatcher == "flex" and given.flex_backend != "hybridep"
         ),
-        "must be false with products for gradients of weights that run later, with which it is not modelled yet": (
+        "must be false with products for gradients of weights that run later: that combination is not modelled yet": (
             given.delay_wgrad or given.wgrad_beside_dispatch
         ),
-        "must be false with activations on the host, with which it is not modelled yet": (
+        "must be false with activations on the host: that combination is not modelled yet": (
             megatron.offload_modules is not None
         ),
     }
@@ -247,7 +247,7 @@ def check_recomputed(plan: ResolvedPlan) -> None:
     if plan.megatron.fsdp != "none":
         raise plan.wrong(
             "recompute.mode",
-            "must not be full with multi-token prediction and megatron.fsdp, with which that is not modelled yet",
+            "must not be full with multi-token prediction and megatron.fsdp: that combination is not modelled yet",
         )
 
 
@@ -270,7 +270,7 @@ def check_offloading(plan: ResolvedPlan) -> None:
         "must be left out with local layers: Transformer Engine's have it": plan.megatron.transformer_impl == "local",
         "must be left out: only GPT's have it here": plan.model.family in ("bert", "t5")
         or bool(plan.model.layer_pattern),
-        "must be left out with full recompute, beside which it is not modelled": recompute.mode == "full",
+        "must be left out with full recompute: that combination is not modelled": recompute.mode == "full",
         "must have core_attn beside attn_proj: core attention's backward reads its output": "attn_proj" in modules
         and "core_attn" not in modules,
         "must not have expert_fc1 or moe_act, whose layer is recomputed whole (recompute.modules moe)": "moe" in again
@@ -342,11 +342,11 @@ def check_graphs(plan: ResolvedPlan) -> None:
         "must be local or none with local layers": megatron.transformer_impl == "local" and kind != "local",
         "must be none: graphs of other models than GPT and hybrids are not modelled": plan.model.family
         in ("bert", "t5"),
-        "must be none with Megatron-FSDP, beside which graphs are not modelled yet": megatron.fsdp != "none",
+        "must be none with Megatron-FSDP: graphs are not modelled with it yet": megatron.fsdp != "none",
         "must not be local with activations on the host other than expert_fc1 and moe_act, as in Megatron-Core": (
             kind == "local" and not {*(megatron.offload_modules or ())} <= {"expert_fc1", "moe_act"}
         ),
-        "must be none with activations on the host, beside which graphs are not modelled yet": megatron.offload_modules
+        "must be none with activations on the host: graphs are not modelled with it yet": megatron.offload_modules
         is not None,
         "needs megatron.check_for_nan false (--no-check-for-nan-in-loss-and-grad), as in Megatron-Core": not of_layers
         and megatron.check_for_nan,
@@ -426,7 +426,7 @@ def check_step_graph(plan: ResolvedPlan) -> None:
             plan.precision.dtype == "fp16"
         ),
         "must be false with states on the host, which steps copy": megatron.optimizer_offload > 0,
-        "must be false with Megatron-FSDP, beside which it is not modelled yet": megatron.fsdp != "none",
+        "must be false with Megatron-FSDP: that combination is not modelled yet": megatron.fsdp != "none",
     }
     if megatron.optimizer_graph:
         plan.refuse_for(field, reasons)
@@ -441,9 +441,9 @@ def check_saved(plan: ResolvedPlan) -> None:
         "must be false without tensor parallelism (tp > 1)": layout.tp == 1,
         "must be false without full recompute": plan.recompute.mode != "full",
         "must be false with sequence parallelism, which divides inputs anyway": layout.sequence_parallel,
-        "must be false with pipeline stages, beside which it is not modelled yet": layout.pp > 1,
+        "must be false with pipeline stages: that combination is not modelled yet": layout.pp > 1,
         "must be false with fp8 and fp4, whose recompute is Transformer Engine's own": low is not None,
-        "must be false with family t5, with which it is not modelled yet": plan.model.family == "t5",
+        "must be false with family t5: that combination is not modelled yet": plan.model.family == "t5",
     }
     plan.refuse_for("megatron.distribute_saved", reasons)
 
@@ -465,7 +465,7 @@ def check_deferral(plan: ResolvedPlan) -> None:
         (
             field,
             megatron.fsdp != "none" or plan.model.mtp_layers,
-            "must be false with Megatron-FSDP or multi-token prediction, beside which it is not modelled",
+            "must be false with Megatron-FSDP or multi-token prediction: that combination is not modelled",
         ),
     )
 

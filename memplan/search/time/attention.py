@@ -97,7 +97,7 @@ def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool, n
         parts = (newer.forward.of(limit * slower), newer.backward.of(limit * slower))
         return Kernels(*parts, newer.source + (_OLDER if slower < 1 else ""))
     half, ratio = 0.5 * matrix, 0.63 / 0.73
-    none = "no fused attention measured on this GPU was found: half of a product's rate"
+    none = "no measured fused attention was found for this GPU: half the rate of a matrix product"
     return Kernels(Fused(half, half), Fused(half * ratio, half * ratio), none)
 
 

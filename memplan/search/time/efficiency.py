@@ -93,7 +93,7 @@ class Efficiency:
 
 _SIMUMAX_A100 = (
     "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/a100_pcie.json (median of a sweep of 183 "
-    "products on the PCIe card, as parts of what tiles and waves leave; on the SXM module 8192^3 on random numbers "
+    "products on the PCIe card, relative to the limit by tiles and waves; on the SXM module 8192^3 on random numbers "
     "reaches 258 of 312, https://www.thonking.ai/p/strangely-matrix-multiplications)"
 )
 _SEMIANALYSIS = (
@@ -103,24 +103,24 @@ _SEMIANALYSIS = (
 )
 _FILE = "benchmarks/measured_kernels_h200.json"
 _OWN = (
-    f"{_FILE} (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 "
-    "products of 10 GFLOP and more that end before the clock falls, as parts of what tiles and waves leave)"
+    f"{_FILE} (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 products of 10 GFLOP and more that "
+    f"end before the clock falls, relative to the limit by tiles and waves)"
 )
 _TRITON = (
     "https://github.com/triton-lang/triton/issues/2339 (H100, September 2023, cuBLAS in fp16: 2,048 x 2,048 x 2,048, "
-    "4,096 x 4,096 and 8,192 x 8,192 reach 515, 614 and 722 TFLOP/s; median, as parts of what tiles and waves leave)"
+    "4,096 x 4,096 and 8,192 x 8,192 reach 515, 614 and 722 TFLOP/s; median, relative to the limit by tiles and waves)"
 )
 _MARKIDIS = "https://arxiv.org/abs/1803.04014 (cuBLAS: 83 TFLOP/s; the PCIe card's peak is 112)"
 _B200 = "https://github.com/MooreThreads/SimuMax/blob/main/configs/system/b200_bf16_ceperm.json"
 _SIMUMAX = (
-    f"{_B200} (median of a sweep of 514 products, as parts of what tiles and waves leave; the best case in the MAMF "
+    f"{_B200} (median of a sweep of 514 products, relative to the limit by tiles and waves; the best case in the MAMF "
     "table is 0.776)"
 )
 _SWEEPS = (
     "https://github.com/ai-dynamo/aiconfigurator/tree/main/aic-core/src/aiconfigurator_core/systems/data (NVIDIA's "
     "own sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
 )
-_SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, as parts of what tiles and waves leave"
+_SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, relative to the limit by tiles and waves"
 _GUIDE = (
     "https://github.com/NVIDIA/TransformerEngine/blob/main/docs/examples/gemm_profiling/gemm_profiling.rst (a layer's "
     "products on B300, 100 times, operands quantised before: 13.10 ms in bf16 and 12.76 in another run, 6.81 in fp8 "
@@ -132,7 +132,7 @@ parts of what tiles and waves leave;"""
 _WHOLE, _BLOCKS, _FOUR = 0.643 / 0.616, 0.611 / 0.735, 0.374 / 0.289
 """fp8, MXFP8 and NVFP4. Other Blackwells: in the same ratio. Of GB200 the authors of its grouped products state 2,672
 TFLOP/s in MXFP8, 0.534 of the peak (NVIDIA/Megatron-LM, docs/discussions/deepseek-v3-gb200-optimization)."""
-_ASSUMED = "no product measured on this GPU was found: the median of those that were"
+_ASSUMED = "no measured matrix product was found for this GPU: the median of the other GPUs"
 
 _MATRIX: Mapping[str, Fraction] = MappingProxyType(
     {
@@ -303,8 +303,8 @@ def default(
         major, matrix.value, fused_kernels=fused_kernels, older=older, newest=newest
     )
     sources = (
-        f"products reach {matrix.value:.0%} of the peak: {matrix.source}",
-        *((f"clocks fall where a layer would take more than {POWER.limit:.0f} W",) if limited else ()),
+        f"matrix products reach {matrix.value:.0%} of the peak: {matrix.source}",
+        *((f"the clock falls where a layer would draw more than {POWER.limit:.0f} W",) if limited else ()),
         f"memory {memory.value:.0%}: {memory.source}",
         f"attention {forward.rate:.0%} and {backward.rate:.0%}: {attention}",
         f"links {link.value:.0%}: {link.source}",
