@@ -1,9 +1,9 @@
-"""Kernels that were timed alone on an H200 beside the time model, and the steps that ran there.
+"""Kernels that were timed alone on an H200 and an H100 beside the time model, and the steps that ran on the first.
 
     python -m benchmarks.kernel_times
 
-``measured_kernels_h200.json`` says how each was timed. Kernels of less than ``LEAST`` are left out of the table: they
-end before the host has started the next.
+``measured_kernels_h200.json`` and ``…_h100.json`` say how each was timed. Kernels of less than ``LEAST`` are left out
+of the table: they end before the host has started the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from memplan.records.record import read_record
 from memplan.search.time.kernels import alone, streamed
 from memplan.search.time.rates import Rates, as_validated, rates_of
 
-FILE = Path(__file__).with_name("measured_kernels_h200.json")
+FILES = {
+    "h200": Path(__file__).with_name("measured_kernels_h200.json"),
+    "h100-80gb": Path(__file__).with_name("measured_kernels_h100.json"),
+}
+"""By GPU."""
 RECORDS = Path(__file__).with_name("records")
 LEAST = 20e-6
 """Seconds."""
@@ -43,15 +47,15 @@ class Timed(NamedTuple):
     modelled: float
 
 
-def measured() -> Mapping[str, Any]:
+def measured(gpu: str = "h200") -> Mapping[str, Any]:
     """The file."""
-    found: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = json.loads(FILES[gpu].read_text(encoding="utf-8"))
     return found
 
 
-def rates(*, flash: bool = False, dtype: str = "bf16") -> Rates:
-    """Of plain PyTorch on an H200; ``flash``: with its own attention."""
-    plan = resolve(plan_of(None, model="gpt2", gpu="h200", framework="single", dtype=dtype))
+def rates(gpu: str = "h200", *, flash: bool = False, dtype: str = "bf16") -> Rates:
+    """Of plain PyTorch; ``flash``: with its own attention."""
+    plan = resolve(plan_of(None, model="gpt2", gpu=gpu, framework="single", dtype=dtype))
     return rates_of(as_validated(plan) if flash else plan)
 
 
@@ -108,15 +112,15 @@ def _adamw(how: str, dtype: str, count: int, size: int, of: Rates) -> float:
     return streamed(of, moved, 1, chosen.algorithm.issue(chosen, element) * n)
 
 
-def kernels() -> list[Timed]:
+def kernels(gpu: str = "h200") -> list[Timed]:
     """Those of the file that the model knows, of ``LEAST`` and more."""
-    plain, flash, wide, found = rates(), rates(flash=True), rates(dtype="fp32"), []
+    plain, flash, wide, found = rates(gpu), rates(gpu, flash=True), rates(gpu, dtype="fp32"), []
 
     def add(group: str, name: str, spent: float, made: Made, of: Rates = plain) -> None:
         if made and spent >= LEAST:
             found.append(Timed(group, name, spent, sum(alone(one, of) for one in made)))
 
-    for name, micro in measured()["kernels"]:
+    for name, micro in measured(gpu)["kernels"]:
         spent = micro * 1e-6
         if at := re.fullmatch(r"(flash|cudnn) b(\d+) h(\d+) kv(\d+) s(\d+) d(\d+) causal(\d) (forward|both)", name):
             kernel, *sizes, causal, passes = at.groups()

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu.py report [FILE…] [--write]
 
-``--write`` keeps what was measured in ``benchmarks/measured_on_gpu.jsonl``, from which both pages are made, and every
-validation that ended as a record in ``benchmarks/records``. What a CPU rehearsed is never kept. Without a file it is
-what is kept. Beside what was measured stands what today's code estimates of the runs, from the plans in their records;
-of libraries and the allocator's programs what was estimated when they ran; of single kernels nothing.
+``--write`` keeps what was measured in ``benchmarks/measured_on_GPU.jsonl``, a file for each kind of GPU, from which
+both pages are made, and every validation that ended as a record in ``benchmarks/records``. What a CPU rehearsed is
+never kept. Without a file it is what is kept. Beside what was measured stands what today's code estimates of the runs,
+from the plans in their records; of libraries and the allocator's programs what was estimated when they ran; of single
+kernels nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from .summary import failures, rows_of, summary
 from .validations import readings_today
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT = ROOT / "benchmarks" / "measured_on_gpu.jsonl"
+KEPT = ROOT / "benchmarks"
+NAMED = "measured_on_{}.jsonl"
+"""Of a GPU, in ``KEPT``."""
 RECORDS = ROOT / "benchmarks" / "records"
 PAGE = ROOT / "docs" / "accuracy.md"
 RESULTS = ROOT / "docs" / "gpu-results.md"
@@ -48,32 +51,38 @@ NOT_KEPT = ("tail", "command")
 def reported(arguments: Sequence[str]) -> int:
     """``gpu.py report``. Exit code 2: a file cannot be read, or nothing in it was measured on a GPU."""
     parser = argparse.ArgumentParser(prog="gpu.py report", description="prints what a campaign measured")
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", default=[KEPT])
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="of one kind of GPU; else all that is kept")
     parser.add_argument("--write", action="store_true", help="keep the figures and records, and write both pages")
     given = parser.parse_args(arguments)
     try:
-        lines = journal.read(given.files)
+        campaigns = [journal.read(given.files)] if given.files else kept()
     except OSError as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
     if not given.write:
-        print("\n".join(summary(lines)))
+        for lines in campaigns:
+            print("\n".join(summary(lines)))
         return 0
-    kept = on_gpu(lines)
-    if not rows_of(kept):
+    records = [record for lines in campaigns for record in records_of(lines)]
+    measured = [found for found in map(on_gpu, campaigns) if rows_of(found)]
+    if not measured:
         print("gpu.py: nothing in these files was measured on a GPU, so nothing is written", file=sys.stderr)
         return 2
-    records = list(records_of(lines))
     for record in records:
         path = RECORDS / f"{record.ran.model.name}_{record.run.gpu or 'cuda'}_{record.id}.json"
         path.write_text(shared_text(record), encoding="utf-8")
-    kept = [today(line) for line in kept]
-    KEPT.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), kept), encoding="utf-8")
-    RESULTS.write_text(whole(kept), encoding="utf-8")
-    named = ", ".join(str(path.relative_to(ROOT)) for path in (KEPT, PAGE, RESULTS))
-    print(f"wrote {named} and {len(records)} records")
+    for found in measured:
+        text = "".join(json.dumps(today(line)) + "\n" for line in found)
+        (KEPT / NAMED.format(gpu_of(found))).write_text(text, encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), kept()), encoding="utf-8")
+    RESULTS.write_text(whole(kept()), encoding="utf-8")
+    print(f"wrote {len(measured)} files of measurements, two pages, and {len(records)} records")
     return 0
+
+
+def gpu_of(lines: Sequence[journal.Line]) -> str:
+    """Its name in memplan's table."""
+    return next((line["machine"]["gpu"] for line in journal.machines(lines)), "gpu")  # type: ignore[no-any-return]
 
 
 def on_gpu(lines: Iterable[journal.Line]) -> list[dict[str, Any]]:
@@ -112,31 +121,33 @@ def records_of(lines: Iterable[journal.Line]) -> Iterator[Record]:
 # -- the page -----------------------------------------------------------------------------------------------
 
 
-def kept() -> list[dict[str, Any]]:
-    """What the repository has of a campaign; nothing where none has been run."""
-    return journal.read([KEPT]) if KEPT.exists() else []
+Campaigns = Sequence[Sequence[journal.Line]]
+"""Each of one kind of GPU."""
 
 
-def page(text: str, lines: Sequence[journal.Line]) -> str:
-    """``text`` of the page with the section as ``lines`` have it."""
+def kept() -> list[list[dict[str, Any]]]:
+    """What the repository has of campaigns; nothing where none has been run. The one with most cases is first."""
+    return sorted((journal.read([path]) for path in sorted(KEPT.glob(NAMED.format("*")))), key=len, reverse=True)
+
+
+def page(text: str, campaigns: Campaigns) -> str:
+    """``text`` of the page with the section as ``campaigns`` have it."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return before + section(lines) + after
+    return before + section(campaigns) + after
 
 
-def section(lines: Sequence[journal.Line]) -> str:
+def section(campaigns: Campaigns) -> str:
     """With its marks."""
-    return "\n".join([BEGIN, "", "## On a GPU of our own", "", *_body(lines), "", END])
+    found = [lines for lines in campaigns if rows_of(lines)]
+    bodies = [line for lines in found for line in ("", *_body(lines))] or ["", NONE]
+    return "\n".join([BEGIN, "", "## On a GPU of our own", *bodies, "", END])
 
 
 def _body(lines: Sequence[journal.Line]) -> Iterator[str]:
-    rows = rows_of(lines)
-    if not rows:
-        yield NONE
-        return
     yield from _machines(lines)
     yield ""
-    yield from results.short(rows)
+    yield from results.short(rows_of(lines), gpu_of(lines))
     yield from _wrong(lines)
 
 
@@ -150,10 +161,16 @@ def _wrong(lines: Sequence[journal.Line]) -> Iterator[str]:
         yield from ("", "Not measured:", "", *(f"- {text}" for text in wrong))
 
 
-def whole(lines: Sequence[journal.Line]) -> str:
+def whole(campaigns: Campaigns) -> str:
     """The page of all results."""
-    shown = results.whole(rows_of(lines))
-    return "\n".join([HEAD, *_machines(lines), "", *shown, *_wrong(lines), ""])
+    shown = [line for lines in campaigns for line in ("", *_whole(lines))]
+    return "\n".join([HEAD.rstrip("\n"), *shown, ""])
+
+
+def _whole(lines: Sequence[journal.Line]) -> Iterator[str]:
+    yield from _machines(lines)
+    yield from results.whole(rows_of(lines), next(iter(journal.machines(lines)))["machine"]["name"])
+    yield from _wrong(lines)
 
 
 def hardware(machine: dict[str, Any]) -> str:

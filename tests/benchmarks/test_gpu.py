@@ -351,7 +351,14 @@ def test_nothing_but_pythons_own_modules_is_needed_to_unpack() -> None:
 
 
 def gpu_lines(**more: Any) -> list[dict[str, Any]]:
-    named = {"name": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0", "driver": "580", "memplan": "0.1.0"}
+    named = {
+        "gpu": "h200",
+        "name": "NVIDIA H200",
+        "torch": "2.11.0",
+        "cuda": "13.0",
+        "driver": "580",
+        "memplan": "0.1.0",
+    }
     described = {**named, "device": "cuda", "began": "2026-11-22T12:00:00Z", "packages": {}}
     readings = [
         {"name": "allocated", "unit": "bytes", "measured": 100 << 20, "estimated": 101 << 20},
@@ -365,7 +372,7 @@ def test_no_campaign_no_figures() -> None:
     text = page.section([])
     assert page.NONE in text
     assert "|" not in text
-    assert page.section([{**line, "device": "cpu", "readings": []} for line in gpu_lines()[1:]]) == text
+    assert page.section([[{**line, "device": "cpu", "readings": []} for line in gpu_lines()[1:]]]) == text
 
 
 def test_the_page_says_what_is_kept() -> None:
@@ -377,18 +384,22 @@ def test_the_page_says_what_is_kept() -> None:
 
 def test_every_reserved_reading_that_is_far_off_has_a_cause_or_is_not_explained() -> None:
     """And no cause is of a reading that is near."""
-    reserved = [row for row in summary.rows_of(page.kept()) if row.reading.name.partition(",")[0] == "reserved"]
+    reserved = [
+        row
+        for row in (row for lines in page.kept() for row in summary.rows_of(lines))
+        if row.reading.name.partition(",")[0] == "reserved"
+    ]
     far = {", ".join(filter(None, (row.case, row.reading.name[10:]))) for row in reserved if row.size > 0.01}
     assert far == set(causes.RESERVED)
 
 
 def test_the_section() -> None:
-    text = page.section(gpu_lines())
+    text = page.section([gpu_lines()])
     assert text.count("- NVIDIA H200, torch 2.11.0, CUDA 13.0, driver 580, memplan 0.1.0, 2026-11-22") == 1
     assert "| allocated | 1 | 0 | 1 | 1 | 1.000% | +1.00% | gpt2 |  |" in text
-    whole = page.whole([*gpu_lines(), *gpu_lines()])
+    whole = page.whole([[*gpu_lines(), *gpu_lines()]])
     assert "| gpt2 | – | 100.0 (+1.0) | – | – | – | 10.0 (–) | – | – | – |" in whole
-    assert whole.count("NVIDIA H200") == 1
+    assert whole.count("- NVIDIA H200") == 1
 
 
 def test_only_what_a_gpu_measured_is_kept(
@@ -397,7 +408,7 @@ def test_only_what_a_gpu_measured_is_kept(
     target = tmp_path / "accuracy.md"
     target.write_text(f"before\n{page.section([])}\nafter\n")
     (tmp_path / "records").mkdir()
-    places = {"ROOT": tmp_path, "KEPT": tmp_path / "kept.jsonl", "PAGE": target, "RESULTS": tmp_path / "results.md"}
+    places = {"ROOT": tmp_path, "KEPT": tmp_path, "PAGE": target, "RESULTS": tmp_path / "results.md"}
     for name, place in places.items():
         monkeypatch.setattr(page, name, place)
     monkeypatch.setattr(page, "RECORDS", tmp_path / "records")
@@ -415,8 +426,8 @@ def test_only_what_a_gpu_measured_is_kept(
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "| gpt2, stage 0 |" in text, "what today estimates of the record"
-    assert "secret" not in (tmp_path / "kept.jsonl").read_text()
-    assert "rehearsed" not in text + (tmp_path / "kept.jsonl").read_text()
+    assert "secret" not in (tmp_path / "measured_on_h200.jsonl").read_text()
+    assert "rehearsed" not in text + (tmp_path / "measured_on_h200.jsonl").read_text()
     assert len(list((tmp_path / "records").glob("*.json"))) == 1
 
 

@@ -1,4 +1,4 @@
-"""Kernels alone on an H200 beside the model, and the steps that ran there."""
+"""Kernels alone on an H200 and an H100 beside the model, and the steps that ran on the first."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def test_kernels_alone() -> None:
     assert sum(map(len, found.values())) > 300
     for group, errors in found.items():
         assert abs(median(errors)) < LIMITS[group], group
+
+
+def test_attention_by_the_size_of_heads() -> None:
+    """On an H100: heads of 64 to 256 features. cuDNN's rates up to 128 are an H200's."""
+    found = kernel_times.groups(kernel_times.kernels("h100-80gb"))
+    cudnn, flash = found["attention, cudnn"], found["attention, flash"]
+    assert abs(median(cudnn)) < 0.03
+    assert -0.22 < cudnn[0] < cudnn[-1] < 0.14
+    assert abs(median(flash)) < 0.1
 
 
 def test_steps_on_an_h200() -> None:

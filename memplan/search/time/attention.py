@@ -16,8 +16,12 @@ from ...layers.work import Attention
 KEYS = 128
 """Keys of a tile."""
 WIDTHS = (32, 64, 96, 128, 192, 256)
-NARROW = 64
-"""Features of heads whose rates are published apart."""
+"""Features of heads that FlashAttention has kernels for (``static_switch.h``, ``HEADDIM_SWITCH``)."""
+CUDNN_WIDTHS = (64, 128, 192, 256)
+"""cuDNN's: on an H100 heads of 80 and 96 features took what heads of 128 take, within 3 %, and 160 what 192 take
+(``benchmarks/measured_kernels_h100.json``)."""
+NARROW, BROAD = 64, 128
+"""Features of heads: up to the first, and beyond the second, rates are apart."""
 
 
 class Fused(NamedTuple):
@@ -33,6 +37,10 @@ class Fused(NamedTuple):
     """Part of a causal block with all tiles in which other multiprocessors are idle."""
     queries: int = 128
     """Of a tile."""
+    widths: tuple[int, ...] = WIDTHS
+    """Features of heads that it is made for; others take as long as the next larger ones."""
+    broad: float = 1.0
+    """Part of the rate that heads of more than 128 features reach."""
 
     def of(self, peak: float) -> Fused:
         """In FLOP/s."""
@@ -61,12 +69,23 @@ AMPERE = Kernels(
 HOPPER = Kernels(
     Fused(0.386, 0.338, 0.9), Fused(0.336, 0.303, 2.0, _TAIL), f"{_FLASH3}: FlashAttention-2 370 and 322 TFLOP/s)"
 )
+HOPPER_NEWEST = Kernels(
+    Fused(0.355, 0.31, 0.9),
+    HOPPER.backward,
+    "benchmarks/measured_kernels_h200.json and _h100.json (FlashAttention-2 of torch 2.11 with CUDA 13: of heads "
+    "of 64 and 128 features forward has 0.92 of what its authors' charts show, backward the same)",
+)
+_BROAD = 0.7
+"""Backward of cuDNN, heads of 160 to 256 features: the median of ``benchmarks/measured_kernels_h100.json``, where 192
+without a mask have 0.53 and 256 with a causal one 0.83."""
 HOPPER_CUDNN = Kernels(
-    Fused(0.62, 0.43, 0.9), Fused(0.538, 0.451, 2.4, _TAIL), f"{_FLASH3}: cuDNN 595 and 516 TFLOP/s)"
+    Fused(0.62, 0.43, 0.9, widths=CUDNN_WIDTHS),
+    Fused(0.538, 0.451, 2.4, _TAIL, widths=CUDNN_WIDTHS, broad=_BROAD),
+    f"{_FLASH3}: cuDNN 595 and 516 TFLOP/s)",
 )
 HOPPER_CUDNN_NEWEST = Kernels(
-    Fused(0.69, 0.455, 0.9),
-    Fused(0.64, 0.475, 2.4, _TAIL),
+    Fused(0.69, 0.455, 0.9, widths=CUDNN_WIDTHS),
+    Fused(0.64, 0.475, 2.4, _TAIL, widths=CUDNN_WIDTHS, broad=_BROAD),
     "benchmarks/measured_kernels_h200.json (an H200, torch 2.11 with cuDNN for CUDA 13: medians of the shapes there)",
 )
 MEMORY_EFFICIENT = Kernels(
@@ -91,7 +110,8 @@ def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool, n
         return BLACKWELL
     if major in (8, 9):
         cudnn = HOPPER_CUDNN_NEWEST if newest else HOPPER_CUDNN
-        newer = AMPERE if major == 8 else cudnn if fused_kernels else HOPPER
+        flash = HOPPER_NEWEST if newest else HOPPER
+        newer = AMPERE if major == 8 else cudnn if fused_kernels else flash
         limit = min(1.0, matrix / 0.8) if major == 8 else 1.0
         slower = 0.5 if older and not fused_kernels else 1.0
         parts = (newer.forward.of(limit * slower), newer.backward.of(limit * slower))
@@ -108,14 +128,14 @@ def beside(kernel: Attention) -> float:
 
 
 def seconds(kernel: Attention, fused: Fused, processors: int) -> float:
-    """Of ``kernel``, in ``fused`` (FLOP/s). Kernels are made for heads of 96, 128, 192 and 256 features
-    (``static_switch.h``, ``HEADDIM_SWITCH``); smaller ones take as long."""
+    """Of ``kernel``, in ``fused`` (FLOP/s)."""
     rows, columns = -(-kernel.queries // fused.queries), -(-kernel.keys // KEYS)
-    wide = next((size for size in WIDTHS if size >= kernel.features), kernel.features) / kernel.features
+    wide = next((size for size in fused.widths if size >= kernel.features), kernel.features) / kernel.features
     tile = wide * kernel.flops / (kernel.heads * kernel.queries * kernel.keys) * fused.queries * KEYS
     if kernel.part < 1:
         every = kernel.heads * (rows * (kernel.part * columns + fused.fixed) + columns / 2)
         tiles = every / processors + fused.tail * columns
     else:
         tiles = -(-kernel.heads * rows // processors) * (columns + fused.fixed)
-    return tiles * tile * processors / (fused.narrow if kernel.features <= NARROW else fused.rate)
+    rate = fused.narrow if kernel.features <= NARROW else fused.rate
+    return tiles * tile * processors / (rate * (fused.broad if kernel.features > BROAD else 1.0))
