@@ -97,8 +97,8 @@ def _by_rows(name: str, rows: int, n: int) -> Made:
     }.get(name, [])
 
 
-def _attention(b: int, heads: int, kv: int, s: int, d: int, *, causal: bool, backward: bool) -> Made:
-    both = work.fused((b, s, heads, d), kv, s, "bf16", causal=causal)
+def _attention(b: int, heads: int, kv: int, s: int, d: int, *, causal: bool, backward: bool, efficient: bool) -> Made:
+    both = [one._replace(efficient=efficient) for one in work.fused((b, s, heads, d), kv, s, "bf16", causal=causal)]
     return both if backward else both[:1]
 
 
@@ -122,9 +122,12 @@ def kernels(gpu: str = "h200") -> list[Timed]:
 
     for name, micro in measured(gpu)["kernels"]:
         spent = micro * 1e-6
-        if at := re.fullmatch(r"(flash|cudnn) b(\d+) h(\d+) kv(\d+) s(\d+) d(\d+) causal(\d) (forward|both)", name):
+        if at := re.fullmatch(
+            r"(flash|cudnn|memory-efficient) b(\d+) h(\d+) kv(\d+) s(\d+) d(\d+) causal(\d) (forward|both)", name
+        ):
             kernel, *sizes, causal, passes = at.groups()
-            made = _attention(*map(int, sizes), causal=causal == "1", backward=passes == "both")
+            efficient = kernel == "memory-efficient"
+            made = _attention(*map(int, sizes), causal=causal == "1", backward=passes == "both", efficient=efficient)
             add(f"attention, {kernel}", name, spent, made, flash if kernel == "flash" else plain)
         elif at := re.fullmatch(r"(?:b?mm)(?: TN| NN)? (bf16|fp32) (?:(\d+)x)?(\d+)x(\d+)x(\d+)", name):
             dtype, batch, *sizes = at.groups()

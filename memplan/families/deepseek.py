@@ -14,7 +14,7 @@ from ..layers.huggingface import (
     Heads,
     LayerShape,
     Shared,
-    eager_attention,
+    attention,
     linear,
     rms_norm,
     rotary_of_halves,
@@ -56,10 +56,10 @@ def latent_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
         q_rot, k_rot = interleaved_rotary(r, q_rot, k_rot, shared)
     query = ops.cat_last(r, q_pass, q_rot, "query_states")
     key, value = expanded(r, last or low, k_rot, shape)
-    if shape.flash:
+    if shape.flash and spec.value_head_dim != spec.head_dim:  # which flash attention cannot
         out, weights = efficient_attention(r, query, key, value), None
     else:
-        out, weights = eager_attention(r, Heads(query, False), Heads(key, False), Heads(value, True), shared, shape)
+        out, weights = attention(r, Heads(query, False), Heads(key, False), Heads(value, True), shared, shape)
     out = out.view(b, s, a * spec.value_head_dim)
     out = linear(r, out, "attention_output", spec.hidden, False)
     return out, weights

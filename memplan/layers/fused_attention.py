@@ -195,7 +195,7 @@ def efficient_attention(
             (_inside if dtype == "fp32" else _inside_16_bits)(r, whole, width)
         return made
 
-    work = attention((b, s, a, d), a, s, dtype, causal=causal, values=width)
+    work = attention((b, s, a, d), a, s, dtype, causal=causal, values=width, efficient=True)
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)
     del offset, seed, logsumexp
     return out

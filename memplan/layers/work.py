@@ -132,6 +132,8 @@ class Attention(NamedTuple):
     """Of each head."""
     features: int
     launches: int = 1
+    efficient: bool = False
+    """PyTorch's memory-efficient kernel runs it."""
 
     @property
     def backward(self) -> bool:
@@ -389,10 +391,19 @@ def parallel_cross_entropy(shape: Shape, t: int, *, cast: bool = False) -> Opera
 
 
 def attention(
-    shape: Shape, kv_heads: int, keys: int, dtype: str, *, causal: bool, values: int = 0, part: float | None = None
+    shape: Shape,
+    kv_heads: int,
+    keys: int,
+    dtype: str,
+    *,
+    causal: bool,
+    values: int = 0,
+    part: float | None = None,
+    efficient: bool = False,
 ) -> Operator:
     """As ``fused``; ``part`` of the scores is computed, where that is less than causality leaves."""
-    kernels = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+    pair = fused(shape, kv_heads, keys, dtype, causal=causal, values=values)
+    kernels = (one._replace(efficient=efficient) for one in pair)
     forward, backward = (one if part is None else one._replace(part=min(part, one.part)) for one in kernels)
     return Operator((forward,), (backward,))
 

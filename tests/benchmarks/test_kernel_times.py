@@ -38,6 +38,8 @@ def test_attention_by_the_size_of_heads() -> None:
     assert abs(median(cudnn)) < 0.03
     assert -0.22 < cudnn[0] < cudnn[-1] < 0.14
     assert abs(median(flash)) < 0.1
+    efficient = found["attention, memory-efficient"]
+    assert -0.06 < efficient[0] < efficient[-1] < 0.15
 
 
 def test_steps_on_an_h200() -> None:

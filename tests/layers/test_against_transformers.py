@@ -123,6 +123,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPS),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 56}),
+    "glm4_moe_lite-one-width": ("glm4_moe_lite", {**DEEPSEEK, "v_head_dim": 48}),
     "glm4_moe_lite-groups-dropout": ("glm4_moe_lite", DEEPSEEK | GROUPS | {"attention_dropout": 0.1}),
     "minimax_m2": ("minimax_m2", MINIMAX | PARTIAL),
     "minimax_m2-whole-tied-dropout": ("minimax_m2", MINIMAX | TIED | {"attention_dropout": 0.1}),

@@ -411,8 +411,8 @@ def test_a_faster_layout_that_needs_retries_has_a_sentence() -> None:
     text = " ".join(printed(lambda console: print_suggestion(Answer(found), console), 120).split())
     assert (
         "without CPU offload is faster by 84 % and runs, but the allocator gives cached memory back 2 times in every "
-        "iteration; predicted times do not include retries (0.04 to 0.15 s each on an H100), so a layout without retries is "
-        "recommended first." in text
+        "iteration; predicted times do not include retries (0.04 to 0.15 s each on an H100), so a layout without "
+        "retries is recommended first." in text
     )
     assert "without CPU offload · fits with 2 retries an iteration" in text
 

@@ -88,12 +88,18 @@ HOPPER_CUDNN_NEWEST = Kernels(
     Fused(0.64, 0.475, 2.4, _TAIL, widths=CUDNN_WIDTHS, broad=_BROAD),
     "benchmarks/measured_kernels_h200.json (an H200, torch 2.11 with cuDNN for CUDA 13: medians of the shapes there)",
 )
-MEMORY_EFFICIENT = Kernels(
+_FP32 = Kernels(
     Fused(0.51, 0.51, 0.9),
     Fused(0.65, 0.65, 2.0, _TAIL),
     "benchmarks/measured_kernels_h200.json (fp32, 8 x 12 causal heads of 64 features and 1,024 tokens in a step of "
     "GPT-2 on an H200, torch 2.11: 635 and 1,290 microseconds, as parts of the ordinary cores' peak)",
 )
+_EFFICIENT = (0.186 / 0.386, 0.150 / 0.336)
+"""Of FlashAttention-2's rates, forward and backward, PyTorch's memory-efficient kernel has this part in 16 bits: on an
+H100 (``benchmarks/measured_kernels_h100.json``: medians of 9 shapes of heads of 112 and 128 features)."""
+_EFFICIENT_BROAD = 0.25
+"""Its backward of wider heads, as a part of that: 16 heads of 192 features (values of 128) and 2,048 tokens took 2.47
+milliseconds there, in a step of DeepSeek V2 Lite: the one shape that was measured."""
 BLACKWELL = Kernels(
     Fused(0.60, 0.34, 0.9, queries=256),
     Fused(0.44, 0.36, 2.4, _TAIL),
@@ -119,6 +125,17 @@ def kernels_of(major: int, matrix: float, *, fused_kernels: bool, older: bool, n
     half, ratio = 0.5 * matrix, 0.63 / 0.73
     none = "no measured fused attention was found for this GPU: half the rate of a matrix product"
     return Kernels(Fused(half, half), Fused(half * ratio, half * ratio), none)
+
+
+def memory_efficient(major: int, dtype: str) -> tuple[Fused, Fused] | None:
+    """Of PyTorch's memory-efficient kernel, forward and backward; ``None``: no rate of it is known."""
+    if dtype == "fp32":
+        return _FP32.forward, _FP32.backward
+    flash = {8: AMPERE, 9: HOPPER}.get(major)
+    if flash is None:
+        return None
+    forward, backward = _EFFICIENT
+    return flash.forward.of(forward), flash.backward.of(backward)._replace(broad=_EFFICIENT_BROAD)
 
 
 def beside(kernel: Attention) -> float:

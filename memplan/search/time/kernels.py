@@ -188,7 +188,8 @@ def alone(kernel: Alone, rates: Rates) -> float:
         spent = matmul(rates, m, n, k, times, element, written or None, tokens=tokens or rows, tf32=tf32)
         return max(spent, times * LAUNCH if rows else 0.0)
     if isinstance(kernel, Attention):
-        fused = rates.attention_backward if kernel.backward else rates.attention_forward
+        rated = rates.efficient if kernel.efficient else (rates.attention_forward, rates.attention_backward)
+        fused = rated[kernel.backward]
         spent = attention.seconds(kernel, fused, rates.processors)
         spent += GAP + streamed(rates, attention.beside(kernel))
         return max(spent, streamed(rates, kernel.bytes, kernel.launches))

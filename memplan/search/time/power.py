@@ -64,5 +64,6 @@ def at(rates: Rates, part: float) -> Rates:
         low=tuple((size, rate * part) for size, rate in rates.low),
         attention_forward=slower(rates.attention_forward),
         attention_backward=slower(rates.attention_backward),
+        efficient=(slower(rates.efficient[0]), slower(rates.efficient[1])),
         issue=rates.issue / part,
     )

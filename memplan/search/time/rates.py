@@ -19,7 +19,7 @@ from ...plan.errors import ABSENT, PlanError
 from ...plan.plan import ResolvedPlan
 from ...plan.releases import CUDNN_ATTENTION, DEPRIORITIZED
 from ...values import dataclass
-from .attention import MEMORY_EFFICIENT, Fused
+from .attention import Fused, memory_efficient
 from .efficiency import SAME_CHIP, Efficiency, Power, default, unmeasured
 from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure
 from .host import GRACE
@@ -149,6 +149,8 @@ class Rates:
     """The same as ``matrix`` of products whose operands' elements have fewer bytes: bytes, FLOP/s."""
     attention_forward: Fused
     attention_backward: Fused
+    efficient: tuple[Fused, Fused]
+    """Of the memory-efficient kernel, forward and backward."""
     memory: float
     issue: float
     """Seconds that multiprocessors take for what an H200's take one for."""
@@ -287,6 +289,7 @@ def _rates(
     if low is not None and low[0] not in faster:
         kind = "fp8" if low[0] == EIGHT else "fp4"
         raise PlanError("hardware.gpu", gpu, f"has no published rate of {kind}, and so no time")
+    efficient = memory_efficient(major, dtype) or (parts.attention_forward, parts.attention_backward)
     return Rates(
         peak=peak if low is None else faster[low[0]].value,
         matrix=matrix,
@@ -299,8 +302,9 @@ def _rates(
             (size, one.value * (parts.low.of(size, blocks=low[1]) if parts.low else parts.matrix))
             for size, one in faster.items()
         ),
-        attention_forward=(MEMORY_EFFICIENT.forward if dtype == "fp32" else parts.attention_forward).of(peak),
-        attention_backward=(MEMORY_EFFICIENT.backward if dtype == "fp32" else parts.attention_backward).of(peak),
+        attention_forward=(efficient[0] if dtype == "fp32" else parts.attention_forward).of(peak),
+        attention_backward=(efficient[1] if dtype == "fp32" else parts.attention_backward).of(peak),
+        efficient=(efficient[0].of(peak), efficient[1].of(peak)),
         memory=memory * parts.memory,
         issue=issue,
         processors=processors,
