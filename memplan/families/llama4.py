@@ -160,11 +160,11 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
     hidden = ops.alias(r, x)
     hidden = hidden.alias(*rows)
     scores, logits = routed(r, hidden, spec)
-    given = selecting.repeated_rows(r, hidden, spec.experts, "rows")
+    given = selecting.repeated_rows(r, hidden, spec.experts)
     given = ops.multiply(r, given, by_expert(r, scores), "rows_weighted")
     made = every_expert(r, given, spec)
     out = experts.one_expert(r, hidden, spec, ("shared_gate", "shared_up", "shared_down"), spec.shared_expert_ffn)
-    out = ops.add_in_place(r, out, selecting.sum_of_rows(r, made, spec.experts, "experts_sum"))
+    out = ops.add_in_place(r, out, selecting.sum_of_rows(r, made, spec.experts))
     del scores, given, made
     return r.left(experts.MODULE, out.view(*x.shape)), logits
 

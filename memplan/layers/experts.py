@@ -175,7 +175,7 @@ def looped(r: Recorder, x: Tensor, shape: LayerShape, names: Sequence[str]) -> M
             selecting.picked(r, weights, places, (rows, 1), "row_weights"),
             "rows_weighted",
         )
-        final = selecting.added_rows(r, final, places, ops.cast(r, made, dtype, "rows_cast"), "experts_output")
+        final = selecting.added_rows(r, final, places, ops.cast(r, made, dtype, "rows_cast"))
     out = final.view(*x.shape)
     del mask
     return out, logits
@@ -289,7 +289,7 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     counted = r.empty(rows, "int64", "row_numbers")
     del counted
     weighted = selecting.gathered(r, weighted, inverse, "rows_restored")
-    final = selecting.sum_of_rows(r, weighted, k, "experts_sum")
+    final = selecting.sum_of_rows(r, weighted, k)
     result = ops.cast(r, final, hidden.dtype, "experts_output")
     del sorted_ids, order, selected, sorted_scales, ids, counts
     return result

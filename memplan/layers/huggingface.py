@@ -333,7 +333,7 @@ def sunk(r: Recorder, weights: Tensor, dtype: str) -> tuple[tuple[Tensor, ...], 
     sinks = r.parameter("sinks.logits", (a,), weights.dtype).view(1, a, 1, 1)
     sinks = ops.expanded(r, sinks, (b, a, s, 1), "sinks", copies=False)
     combined = ops.cat_last(r, weights, sinks, "scores_with_sinks")
-    combined = ops.add(r, combined, selecting.largest_last(r, combined, "largest_score"), "scores_less", negated=True)
+    combined = ops.add(r, combined, selecting.largest_last(r, combined), "scores_less", negated=True)
     probabilities = ops.softmax(r, combined, "probabilities_with_sinks", combined.dtype)
     scores = ops.slice_last(r, probabilities, s, "probabilities")
     return (probabilities, combined), ops.cast(r, scores, dtype, "probabilities_cast")

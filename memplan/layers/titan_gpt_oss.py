@@ -431,24 +431,24 @@ def clamped_gate(r: Recorder, x: Tensor, f: int) -> Tensor:
     inner = ops.elementwise(r, "gate_sigmoid", (ops.scale(r, gate, "gate_scaled"),), saves_output=True)
     gated = ops.multiply(r, gate, inner, "gated")
     del inner
-    return added_product(r, gated, up, "gated_up")
+    return added_product(r, gated, up)
 
 
-def added_product(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+def added_product(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
     """``addcmul(x, x, y)``: saves both; each factor is multiplied with the value, 1, before the gradient is."""
     shape, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         def of(part: str) -> Tensor:
-            valued = r.empty(shape, dtype, f"{name}_{part}_valued")
-            made = r.empty(shape, dtype, f"grad_{name}_{part}")
+            valued = r.empty(shape, dtype, f"gated_up_{part}_valued")
+            made = r.empty(shape, dtype, f"grad_gated_up_{part}")
             del valued
             return made
 
         first = of("first")
         return [incoming(gradients).alias(), first, of("second")]
 
-    return r.output((x, x, y), (x, y), backward, shape, dtype, name)
+    return r.output((x, x, y), (x, y), backward, shape, dtype, "gated_up")
 
 
 def combined(r: Recorder, x: Tensor, rows: Tensor, tokens: Tensor, scores: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def permuted(r: Recorder, x: Tensor, ranks: int, e: int, aligned: int = ALIGNED)
     rows, h = x.shape
     places, sizes, _ends = permute_indices(r, ranks, e, padded_length(rows, e, aligned))
     x = with_zeros(r, x)
-    x = picked_rows(r, x, places, (places.shape[0], h), "rows_padded")
+    x = picked_rows(r, x, places, (places.shape[0], h))
     return x, places, sizes
 
 
@@ -221,13 +221,13 @@ def with_zeros(r: Recorder, x: Tensor) -> Tensor:
     return made
 
 
-def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """``x[places]`` with int32 places, which the kernel takes in int64 (``make_info`` of
     ``TensorAdvancedIndexing.cpp``)."""
     if r.kernel_workspaces:
-        wide = r.empty(places.shape, "int64", f"{name}_places_int64", Category.WORKSPACES)
+        wide = r.empty(places.shape, "int64", "rows_padded_places_int64", Category.WORKSPACES)
         del wide
-    return selecting.picked(r, x, places, shape, name)
+    return selecting.picked(r, x, places, shape, "rows_padded")
 
 
 def unpermuted(r: Recorder, out: Tensor, places: Tensor, rows: int) -> Tensor:
@@ -335,7 +335,7 @@ def exchanged_rows(
     places, sizes, _ends = permute_indices(r, ranks, e, length)
     x = with_zeros(r, x)
     taken = kept or places
-    x = picked_rows(r, x, taken, (length, h), "rows_padded")
+    x = picked_rows(r, x, taken, (length, h))
     del places
     return x, sizes, taken
 
@@ -388,10 +388,7 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor
     unsorted = r.empty((n * k, spec.hidden), dtype, "rows_unsorted")
     del stashed
     unsorted = put(r, unsorted, order, out, "rows_unsorted")
-    if spec.router_weighs_inputs:
-        summed = selecting.sum_of_rows(r, unsorted, k, "experts_sum")
-    else:
-        summed = weighed_sum(r, top, unsorted, k)
+    summed = selecting.sum_of_rows(r, unsorted, k) if spec.router_weighs_inputs else weighed_sum(r, top, unsorted, k)
     if shared is not None:
         return ops.add(r, shared, summed, "experts_and_shared").view(*whole)
     return summed.view(*whole)

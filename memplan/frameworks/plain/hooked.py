@@ -245,7 +245,7 @@ def _instances(
         kept = kept | {EMBEDDED} if saved or leaf else kept - {EMBEDDED}
         foremost = replace(foremost, module=with_kept_input(foremost.module))
         if leaf:
-            begun, first = with_leaf(embedding.module, foremost.module, EMBEDDED)
+            begun, first = with_leaf(embedding.module, foremost.module)
             embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
     begin = [foremost]
     if first_full and FULL_MASK in kept:
