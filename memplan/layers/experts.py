@@ -286,8 +286,7 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     out = biased(r, grouped_product(r, out, down, offsets, "experts_down"), biases)
     weighted = ops.multiply(r, out, sorted_scales.view(*rows, 1), "rows_weighted")
     inverse = r.empty(rows, "int64", "row_order_inverse")
-    counted = r.empty(rows, "int64", "row_numbers")
-    del counted
+    r.empty(rows, "int64", "row_numbers")
     weighted = selecting.gathered(r, weighted, inverse, "rows_restored")
     final = selecting.sum_of_rows(r, weighted, k)
     result = ops.cast(r, final, hidden.dtype, "experts_output")

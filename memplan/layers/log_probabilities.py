@@ -60,8 +60,7 @@ def gathered(r: Recorder, hidden: Tensor, mask: Tensor, n: int) -> Tensor:
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         zeros = r.empty((b, s - 1, h), dtype, "grad_hidden_of_labels")
-        indices = r.empty((n, 2), "int64", "label_indices")
-        del indices
+        r.empty((n, 2), "int64", "label_indices")
         return [zeros]
 
     return out.by(r.node((view,), (mask,), backward))

@@ -277,8 +277,7 @@ def head(r: Recorder, hidden: Tensor, shape: ParallelShape) -> tuple[Tensor, Ten
     logits = ops.linear(r, hidden, weight, name="logits", category=LOGITS, parallel=Ranks(shape.t, False).column)
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", LOGITS)
     del logits
-    stale = r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
-    del stale
+    r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
     return vocab_parallel_cross_entropy(r, upcast, shape.t), upcast
 
 

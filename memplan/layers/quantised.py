@@ -144,8 +144,7 @@ class Int8(Packed):
 
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
             weight = r.empty((n, k), dtype, f"{name}_dequantised")
-            scales = r.empty((n, 1), "fp32", f"{name}_scales")
-            del scales
+            r.empty((n, 1), "fp32", f"{name}_scales")
             grad_x = r.empty(shape, dtype, f"grad_{name}_input")
             del weight
             context.clear()
@@ -181,10 +180,9 @@ def _rows_quantised(r: Recorder, x: Tensor, rows: int, name: str) -> tuple[Tenso
     sizes = r.empty((rows, k), "fp16", f"{name}_input_sizes")
     outliers = r.empty((rows, k), "bool", f"{name}_outliers")
     del sizes
-    some = r.empty((), "bool", f"{name}_any_outlier")
-    del some
-    nought = r.empty((), "uint8", f"{name}_nought")
-    del nought, outliers, half
+    r.empty((), "bool", f"{name}_any_outlier")
+    r.empty((), "uint8", f"{name}_nought")
+    del outliers, half
     return made, scales
 
 

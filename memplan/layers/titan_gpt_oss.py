@@ -286,8 +286,7 @@ def exchanged_rows(
     routed, tokens, scores = dispatched(r, x, top, chosen)
     every = exchanged_counts(r, ranks, e)
     for name in ("rows_to_ranks", "rows_from_ranks"):
-        on_device = r.empty((ranks,), "int64", name)
-        del on_device
+        r.empty((ranks,), "int64", name)
     received = exchanged(r, routed, ranks, "rows_exchanged")
     if low is None:
         rows, places, counts = expert_major(r, received, ranks, e)

@@ -173,8 +173,7 @@ def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
-            workspace = r.empty((b, a, s, 1 + d), "fp32", "cudnn_workspace", Category.WORKSPACES)
-            del workspace
+            r.empty((b, a, s, 1 + d), "fp32", "cudnn_workspace", Category.WORKSPACES)
         return made
 
     work = attention_work((b, s, a, d), a, s, dtype, causal=True, values=width)

@@ -45,8 +45,7 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False, 
 
     def inside(r: Recorder) -> None:
         if strided and r.kernel_workspaces:
-            copied = r.empty(shape, dtype, f"{name}_input_contiguous", Category.WORKSPACES)
-            del copied
+            r.empty(shape, dtype, f"{name}_input_contiguous", Category.WORKSPACES)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         _whole = r.empty(shape, dtype, f"grad_{name}_reduced") if placed == "whole" else None
@@ -225,8 +224,7 @@ def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int]) 
     """``x[places]`` with int32 places, which the kernel takes in int64 (``make_info`` of
     ``TensorAdvancedIndexing.cpp``)."""
     if r.kernel_workspaces:
-        wide = r.empty(places.shape, "int64", "rows_padded_places_int64", Category.WORKSPACES)
-        del wide
+        r.empty(places.shape, "int64", "rows_padded_places_int64", Category.WORKSPACES)
     return selecting.picked(r, x, places, shape, "rows_padded")
 
 

@@ -212,8 +212,7 @@ def of_concatenated(
     likelihood = [likelihood_of_chosen(r, logits, shape)] if how.likelihood else []
     if not how.likelihood:
         for name in ("chosen", "rejected"):
-            masked = r.empty((b // 2 * (shape.s - 1), shape.spec.vocab), logits.dtype, f"logits_{name}", LOGITS)
-            del masked
+            r.empty((b // 2 * (shape.s - 1), shape.spec.vocab), logits.dtype, f"logits_{name}", LOGITS)
     variables = [logits, *likelihood] if how.stays and metrics else []
     likelihood.clear()
     del hidden, logits, view, joined
@@ -339,8 +338,7 @@ def measured(r: Recorder, logits: Tensor, trl: Version) -> None:
             entropies(r, shifted, copies=not how.copies and b > 1, at_once=CHUNK)
             del shifted
     if how.copies or how.entropies:
-        words = r.empty((b, s - 1), "int64", "likeliest_words")
-        del words
+        r.empty((b, s - 1), "int64", "likeliest_words")
     copies.clear()
 
 
@@ -469,9 +467,7 @@ def entropies(r: Recorder, logits: Tensor, *, copies: bool, at_once: int = CHUNK
     chunk = partial(r.empty, dtype=dtype, category=LOGITS)
     logarithms = None
     for size in sizes[:2] + sizes[2:][-1:]:
-        made = chunk((size, v), name="log_probabilities_of_chunk")
-        logarithms = made
-        del made
+        logarithms = chunk((size, v), name="log_probabilities_of_chunk")
         exponentials = chunk((size, v), name="probabilities_of_chunk")
         product = chunk((size, v), name="entropy_of_chunk")
         del exponentials, product

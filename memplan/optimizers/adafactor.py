@@ -18,20 +18,17 @@ def adafactor_for_loop(r: Recorder, parameters: Parameters, dtype: str, decay: b
     """``_single_tensor_adafactor``: the estimated variance becomes the update in place, under two names."""
     update = estimate = row_mean = col_mean = squared = None
     for parameter in parameters:
-        norm = number(r, dtype, "norm")
-        del norm
+        number(r, dtype, "norm")
         if len(parameter.shape) > 1:
             row_mean = r.empty((*parameter.shape[:-1], 1), dtype, "row_mean")
             col_mean = r.empty((*parameter.shape[:-2], 1, parameter.shape[-1]), dtype, "col_mean")
             estimate = like(r, parameter, dtype, "var_estimate")
-            mean = r.empty((*parameter.shape[:-2], 1, 1), dtype, "row_var_mean")
-            del mean
+            r.empty((*parameter.shape[:-2], 1, 1), dtype, "row_var_mean")
         else:
             squared = like(r, parameter, dtype, "grad_squared")
             estimate = like(r, parameter, dtype, "var_estimate")
         update = estimate
-        norm = number(r, dtype, "update_norm")
-        del norm
+        number(r, dtype, "update_norm")
     del row_mean, col_mean, squared, update, estimate
 
 
@@ -44,8 +41,7 @@ def adafactor_foreach(r: Recorder, parameters: Parameters, dtype: str, decay: bo
     for matrices in dict.fromkeys(is_matrix):
         group = [parameter for parameter, matrix in zip(parameters, is_matrix, strict=True) if matrix == matrices]
         for _ in group:
-            norm = number(r, dtype, "norm")
-            del norm
+            number(r, dtype, "norm")
         if matrices:
             means = [r.empty((*p.shape[:-1], 1), dtype, "row_mean") for p in group]
             del means
@@ -60,8 +56,7 @@ def adafactor_foreach(r: Recorder, parameters: Parameters, dtype: str, decay: bo
             estimates = [like(r, parameter, dtype, "var_estimate") for parameter in group]
         updates = estimates
         for _ in group:
-            norm = number(r, dtype, "update_norm")
-            del norm
+            number(r, dtype, "update_norm")
     del updates, estimates
 
 
@@ -76,8 +71,8 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         del data
         data = like(r, parameter, "fp32", "parameter_fp32") if dtype != "fp32" else None
         norm = number(r, "fp32", "norm")
-        rms = number(r, "fp32", "rms_of_state")  # takes the place of the state's
-        del rms, norm
+        number(r, "fp32", "rms_of_state")  # takes the place of the state's
+        del norm
         square = like(r, parameter, "fp32", "gradient_squared")
         plus_eps = like(r, parameter, "fp32", "gradient_squared_eps")
         del square
@@ -85,8 +80,7 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         del plus_eps
         if factored:
             for mean_shape in (shape[:-1], (*shape[:-2], shape[-1])):
-                mean = r.empty(mean_shape, "fp32", "mean_of_squares")
-                del mean
+                r.empty(mean_shape, "fp32", "mean_of_squares")
             mean = r.empty((*shape[:-2], 1), "fp32", "mean_of_rows")
             rows = r.empty(shape[:-1], "fp32", "row_factor")
             del mean
@@ -102,8 +96,7 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         del norm
         clipped = number(r, "fp32", "update_clip")
         del rms, clipped
-        negative = like(r, parameter, "fp32", "negative_update")
-        del negative
+        like(r, parameter, "fp32", "negative_update")
     del grad, data, update
 
 

@@ -175,8 +175,7 @@ def permuted_at_once(
     """``moe_permute_mask_map_forward``: saves the map of rows (T, 2 E + 1) in int32."""
     tokens, experts = probabilities.shape
     rows = r.empty((tokens, 2 * experts + 1), "int32", "row_id_map")
-    part = r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
-    del part
+    r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
     out = r.empty((count, x.shape[-1]), x.dtype, "permuted_tokens")
     weights = r.empty((count,), probabilities.dtype, "permuted_probabilities")
     gradients = fresh_each((x, "grad_permuted_tokens"), (probabilities, "grad_probabilities"))

@@ -185,8 +185,7 @@ def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     like, dtype, whole = x.shape, x.dtype, (*x.shape[:-1], shape.t * x.shape[-1])
 
     received = r.empty((shape.t * like[0], *like[1:]), dtype, f"{name}_received", Category.COMMUNICATION_BUFFERS)
-    copy = r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
-    del copy
+    r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
     joined = r.empty(whole, dtype, f"{name}_together")
     del received
     work = Operator(

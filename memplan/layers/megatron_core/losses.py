@@ -54,8 +54,7 @@ def unfused_cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tens
     n, whole, dtype = s * b, logits.shape, logits.dtype
     softmax = _upcast(r, logits)
     maximum = r.empty((s, b), "fp32", "logits_max")
-    where = r.empty((s, b), "int64", "logits_argmax")
-    del where
+    r.empty((s, b), "int64", "logits_argmax")
     names = ("target_below", "target_above", "target_mask", "target_cloned", "masked_target")
     outside, target = masked(r, (s, b), names)
     rows = r.empty((n,), "int64", "arange")
@@ -97,8 +96,7 @@ def _softmax_to_gradient(r: Recorder, n: int, deterministic: bool) -> None:
     del masked
     picked = r.empty((n,), "fp32", "softmax_picked")
     if deterministic and r.kernel_workspaces:
-        sort = sorted_indices(r, n, dims=2)
-        del sort
+        sorted_indices(r, n, dims=2)
     del picked, rows, update
 
 
@@ -115,8 +113,8 @@ def sorted_indices(r: Recorder, n: int, dims: int = 1) -> list[Tensor]:
         del wrapped, linear[1:]
     kept = [r.empty((n,), "int64", name, WORKSPACES) for name in ("indices_sorted", "indices_original")]
     rows = r.empty((n,), "int64", "indices_range", WORKSPACES)
-    buffers = r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
-    del buffers, rows
+    r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
+    del rows
     return linear + kept
 
 

@@ -142,8 +142,7 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
     split = r.empty((at.b, at.a, at.c, at.parts, at.chunk), "fp32", "grad_dA_parts")
     within = r.empty(at.steps, "fp32", "grad_dA")
     del split
-    both = r.empty(at.steps, "fp32", "grad_dA_both")
-    del both
+    r.empty(at.steps, "fp32", "grad_dA_both")
     small: list[Tensor | None] = [r.empty((at.a,), "fp32", f"grad_{name}") for name in ("dt_bias", "A")]
     if grad_d is None:
         grad_d = of_x

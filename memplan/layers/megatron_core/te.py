@@ -309,11 +309,9 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     copies = b > 1 and s > 1 and shape.te >= te_facts.LOSS_GRADIENT_CONTIGUOUS
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        one = r.empty((), "fp32", "one")
-        del one
+        r.empty((), "fp32", "one")
         if copies:
-            contiguous = r.empty((s, b), "fp32", "grad_loss_contiguous")
-            del contiguous
+            r.empty((s, b), "fp32", "grad_loss_contiguous")
         if apart and dtype != "fp32":
             return [r.empty(whole, dtype, "grad_logits", LOGITS)]
         return [Tensor(storage, whole, dtype)]
