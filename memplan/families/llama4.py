@@ -217,12 +217,11 @@ def pairs_of_chunks(r: Recorder, shape: LayerShape) -> Tensor:
     pairs = (b, 1, s, s)
 
     def chunks(shape: tuple[int, ...], name: str) -> Tensor:
-        padding = r.empty((b, 1, 1, 1), "int64", f"{name}_left_padding")
-        less = r.empty(shape, "int64", f"{name}_less_padding")
-        del padding
-        numbers = r.empty(shape, "int64", f"{name}_chunks")
-        del less
-        return numbers
+        return r.in_turn(
+            ((b, 1, 1, 1), "int64", f"{name}_left_padding"),
+            (shape, "int64", f"{name}_less_padding"),
+            (shape, "int64", f"{name}_chunks"),
+        )
 
     batch, head = r.empty((b,), "int64", "batch_indices"), r.empty((1,), "int64", "head_indices")
     q, k = positions(r, s), positions(r, s)

@@ -138,9 +138,7 @@ def outside_groups(r: Recorder, shape: Shape, spec: ModelSpec) -> tuple[list[Ten
     del values
     of_groups = r.empty((n, groups), "fp32", "group_mask")
     of_experts = r.empty(shape, "fp32", "score_mask") if groups > 1 else of_groups
-    inside = r.empty(shape, "bool", "inside_groups")
-    outside = r.empty(shape, "bool", "outside_groups")
-    del inside
+    outside = r.in_turn((shape, "bool", "inside_groups"), (shape, "bool", "outside_groups"))
     return [outside], (of_experts, of_groups, chosen)
 
 

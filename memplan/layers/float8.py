@@ -178,11 +178,11 @@ def _scale(r: Recorder, shape: Shape, of: Float8, name: str) -> Tensor:
     scale = r.empty(shape, "fp32", f"{name}_scale")
     del wide
     if of.by_rows:
-        logarithm = r.empty(shape, "fp32", f"{name}_scale_log2")
-        floor = r.empty(shape, "fp32", f"{name}_scale_floor")
-        del logarithm
-        power = r.empty(shape, "fp32", f"{name}_scale_power")
-        del floor
+        power = r.in_turn(
+            (shape, "fp32", f"{name}_scale_log2"),
+            (shape, "fp32", f"{name}_scale_floor"),
+            (shape, "fp32", f"{name}_scale_power"),
+        )
         scale = power
     del largest
     return scale
@@ -205,11 +205,7 @@ def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple
     tensors it gives: a shard's elements in 8 bits, and their scale (0 if it is there, ``scaled_before``)."""
     r, shape, scale = Recorder(), (elements,), None
     if not scaled_before:
-        magnitudes = r.empty(shape, dtype, "shard_abs")
-        largest = r.empty((), dtype, "shard_amax")
-        del magnitudes
-        reduced = r.empty((), dtype, "shard_amax_reduced")
-        del largest
+        reduced = r.in_turn((shape, dtype, "shard_abs"), ((), dtype, "shard_amax"), ((), dtype, "shard_amax_reduced"))
         scale = _scale(r, (), Float8("tensorwise"), "shard")
         del reduced
     data = eight_bits(r, shape, dtype, "shard")

@@ -356,11 +356,11 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
     accumulator = "fp32" if loss.fp32_accumulators else dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        ordered = r.empty((v,), "fp32", "logit_average_sorted")
-        indices = r.empty((v,), "int64", "vocabulary_order_int64")
-        del ordered
-        order = r.empty((v,), "int32", "vocabulary_order")
-        del indices
+        order = r.in_turn(
+            ((v,), "fp32", "logit_average_sorted"),
+            ((v,), "int64", "vocabulary_order_int64"),
+            ((v,), "int32", "vocabulary_order"),
+        )
         grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input")
         grad_weight = r.empty((v, h), accumulator, "grad_head_weight")
         columns = -(-h // 64)
@@ -382,14 +382,12 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
 def cut_valids(r: Recorder, b: int, s: int) -> Tensor:
     """``_build_flat_valids``: places of the labels behind the first token of each sequence, none of them ignored."""
     n = b * (s - 1)
-    mask = r.empty((b, s - 1), "bool", "labels_mask")
-    places = r.empty((n, 2), "int64", "label_places_int64")
-    del mask
-    narrow = r.empty((n, 2), "int32", "label_places")
-    del places
-    valids = r.empty((n,), "int64", "label_indices")
-    del narrow
-    return valids
+    return r.in_turn(
+        ((b, s - 1), "bool", "labels_mask"),
+        ((n, 2), "int64", "label_places_int64"),
+        ((n, 2), "int32", "label_places"),
+        ((n,), "int64", "label_indices"),
+    )
 
 
 # -- torchtitan's chunks ----------------------------------------------------------------------------

@@ -402,9 +402,7 @@ def plain_attention(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape
 
 def _mask_of_zeros(r: Recorder, s: int) -> Tensor:
     """Zeros, and −∞ for what comes later, (s, s) fp32 (``convert_boolean_attn_mask``)."""
-    every = r.empty((s, s), "bool", "pairs")
-    earlier = r.empty((s, s), "bool", "pairs_before")
-    del every
+    earlier = r.in_turn(((s, s), "bool", "pairs"), ((s, s), "bool", "pairs_before"))
     zero, lowest = (r.empty((), "fp32", name) for name in ("zero", "lowest"))
     mask = r.empty((s, s), "fp32", "causal_mask")
     del lowest, zero, earlier

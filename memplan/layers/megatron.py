@@ -80,9 +80,7 @@ def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelSh
 
     work = shape.ranks.column(s * b, n, h, dtype)
     node = r.node((x, weight, *added), (x, weight), backward, work=work)
-    gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
-    out = r.empty((s, b, n), dtype, name)
-    del gathered
+    out = r.in_turn(((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS), ((s, b, n), dtype, name))
     return out.by(node)
 
 

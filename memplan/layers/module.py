@@ -374,10 +374,10 @@ def forward_alone(recipe: Recipe, interface: Interface, options: Options) -> tup
 
 def _recorder(options: Options, present: frozenset[str], first: bool, grad_enabled: bool) -> Recorder:
     return Recorder(
-        options.accumulates_in_place,
-        first,
-        present if grad_enabled else frozenset(),
-        options.kernel_workspaces and grad_enabled,
+        accumulates_in_place=options.accumulates_in_place,
+        first=first,
+        present=present if grad_enabled else frozenset(),
+        kernel_workspaces=options.kernel_workspaces and grad_enabled,
         threads=options.threads,
         masks_first=options.masks_first,
         consumes_gradients=options.consumes_gradients and grad_enabled,

@@ -177,9 +177,7 @@ def _rows_quantised(r: Recorder, x: Tensor, rows: int, name: str) -> tuple[Tenso
     half = x if x.dtype == "fp16" else r.empty((rows, k), "fp16", f"{name}_input_fp16")
     scales = r.empty((rows,), "fp32", f"{name}_row_scales")
     made = r.empty((rows, k), "uint8", f"{name}_input_int8")
-    sizes = r.empty((rows, k), "fp16", f"{name}_input_sizes")
-    outliers = r.empty((rows, k), "bool", f"{name}_outliers")
-    del sizes
+    outliers = r.in_turn(((rows, k), "fp16", f"{name}_input_sizes"), ((rows, k), "bool", f"{name}_outliers"))
     r.empty((), "bool", f"{name}_any_outlier")
     r.empty((), "uint8", f"{name}_nought")
     del outliers, half
@@ -262,10 +260,7 @@ class Awq(Packed):
             out = r.empty((rows, n), self.dtype, name)
             del weight
             return out
-        parts = r.empty((SPLIT, rows, n), self.dtype, f"{name}_parts")
-        out = r.empty((rows, n), self.dtype, name)
-        del parts
-        return out
+        return r.in_turn(((SPLIT, rows, n), self.dtype, f"{name}_parts"), ((rows, n), self.dtype, name))
 
     def adapted(self, r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
         """``AwqLoraLinear.forward``."""

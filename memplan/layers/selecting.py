@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from .autocast import promoted, set_by_autocast
-from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from .autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .gradients import fresh
 from .work import ITEMSIZE, REPEATED, STRIDED, TOP_K, Operator, Stream
 
@@ -116,8 +116,19 @@ def sum_of_rows(r: Recorder, x: Tensor, k: int) -> Tensor:
 
 
 def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """``x /= y`` with y broadcast: saves y and a copy of x as it was; the gradient of y takes four tensors."""
+    """``x /= y`` with y broadcast: saves y and a copy of x as it was."""
     before = r.empty(x.shape, x.dtype, f"{name}_before") if r.grad_enabled and y.node is not None else None
+    saved = (y, before) if before is not None else (y,)
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x, y), saved, of_quotient(x, y, name)))
+
+
+def divided(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``x / y`` with y broadcast: saves both."""
+    return r.output((x, y), (y, x), of_quotient(x, y, name), x.shape, x.dtype, name)
+
+
+def of_quotient(x: Tensor, y: Tensor, name: str) -> Backward:
+    """Gradients of ``x / y`` with y broadcast: that of y takes four tensors."""
     shape, small, dtype, wide = x.shape, y.shape, x.dtype, promoted(x.dtype, y.dtype)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
@@ -129,9 +140,7 @@ def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
         grad_x = r.empty(shape, wide, f"grad_{name}_self")
         return [grad_x, Unsummed(whole, small, f"grad_{name}_other_sum")]
 
-    saved = (y, before) if before is not None else (y,)
-    node = r.node((x, y), saved, backward)
-    return Tensor(x.storage, shape, dtype, node)
+    return backward
 
 
 def written(r: Recorder, x: Tensor, parts: Sequence[Tensor], name: str) -> Tensor:

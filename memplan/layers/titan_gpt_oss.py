@@ -25,7 +25,6 @@ from .huggingface import Shared as Tables
 from .low_linear import LowLinear
 from .tensor_parallel import tagged
 from .titan_moe import (
-    divided,
     fused_rms_norm,
     normalises,
     of_best_groups,
@@ -101,9 +100,7 @@ def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def checked(r: Recorder, n: int) -> None:
     """``_maybe_check_max_pos``."""
-    below = r.empty((n,), "bool", "positions_below")
-    _all = r.empty((), "bool", "positions_all_below")
-    del below
+    _all = r.in_turn(((n,), "bool", "positions_below"), ((), "bool", "positions_all_below"))
 
 
 def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
@@ -222,7 +219,7 @@ def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Ten
     top = selecting.gathered(r, scores, chosen, "top_scores")
     if normalises(spec):
         total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
-        top = divided(r, top, total, "top_scores_normed")
+        top = selecting.divided(r, top, total, "top_scores_normed")
     top = ops.scale(r, top, "top_scores_scaled")
     return top, chosen, scores
 
@@ -325,9 +322,7 @@ def exchanged(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
 def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor, Tensor]:
     """``_permute``: rows by expert, which row went where, and how many each expert here has."""
     every, rows = (ranks * e,), x.shape[0]
-    ends = r.empty(every, "int64", "segment_ends")
-    begins = r.empty(every, "int64", "segment_begins")
-    del ends
+    begins = r.in_turn((every, "int64", "segment_ends"), (every, "int64", "segment_begins"))
     lengths = r.empty((e, ranks), "int64", "segment_lengths")
     starts = r.empty((e, ranks), "int64", "segment_starts")
     del begins
@@ -335,9 +330,7 @@ def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Te
     of_row = r.empty((rows,), "int64", "row_numbers_repeated")
     segments = r.empty((rows,), "int64", "segment_of_row")
     del of_row, numbers
-    ends = r.empty(every, "int64", "expert_ends")
-    begins = r.empty(every, "int64", "expert_begins")
-    del ends
+    begins = r.in_turn((every, "int64", "expert_ends"), (every, "int64", "expert_begins"))
     started = r.empty((rows,), "int64", "start_of_row")
     numbered = r.empty((rows,), "int64", "row_numbers")
     summed = r.empty((rows,), "int64", "start_and_row")
@@ -366,9 +359,7 @@ def returned(r: Recorder, x: Tensor, out: Tensor, places: Tensor, tokens: Tensor
 def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``LocalTokenDispatcher.dispatch``: rows by expert, the token of each, and its score."""
     rows = (chosen.shape[0] * chosen.shape[1],)
-    values = r.empty(rows, "int64", "experts_sorted")
-    order = r.empty(rows, "int64", "row_order")
-    del values
+    order = r.in_turn((rows, "int64", "experts_sorted"), (rows, "int64", "row_order"))
     scores = selecting.gathered(r, top.view(*rows), order, "row_scores")
     order = r.empty(rows, "int64", "token_of_row")
     return selecting.gathered(r, x, order, "rows"), order, scores
@@ -400,9 +391,7 @@ def grouped(r: Recorder, x: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
 
 def rows_counted(r: Recorder, e: int) -> tuple[Tensor, Tensor]:
     """``tail_slack`` and ``num_tokens_per_expert_long``."""
-    less = r.empty((), "int32", "rows_left")
-    slack = r.empty((1,), "int64", "rows_left_int64")
-    del less
+    slack = r.in_turn(((), "int32", "rows_left"), ((1,), "int64", "rows_left_int64"))
     return slack, r.empty((e + 1,), "int64", "rows_of_expert_and_left")
 
 
@@ -439,10 +428,7 @@ def added_product(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         def of(part: str) -> Tensor:
-            valued = r.empty(shape, dtype, f"gated_up_{part}_valued")
-            made = r.empty(shape, dtype, f"grad_gated_up_{part}")
-            del valued
-            return made
+            return r.in_turn((shape, dtype, f"gated_up_{part}_valued"), (shape, dtype, f"grad_gated_up_{part}"))
 
         first = of("first")
         return [incoming(gradients).alias(), first, of("second")]

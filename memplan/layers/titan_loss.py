@@ -41,9 +41,7 @@ def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     shape, dtype = logits.shape, logits.dtype
     column = (shape[0], 1)
     shifted, top, total = _exponentials(r, logits)
-    logarithm = r.empty(column, dtype, "exponentials_log")
-    out = r.empty(shape, dtype, "log_probabilities", LOGITS)
-    del logarithm
+    out = r.in_turn((column, dtype, "exponentials_log"), (shape, dtype, "log_probabilities", LOGITS))
     places = _places(r, shape[0])
     picked = r.empty(column, dtype, "label_log_probability")
     picked = reduced(r, picked, "label_log_probability_reduced")
@@ -67,9 +65,7 @@ def _exponentials(r: Recorder, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     top = r.empty(column, dtype, "logits_max")
     top = reduced(r, top, "logits_max_reduced")
     shifted = r.empty(logits.shape, dtype, "logits_shifted", LOGITS)
-    exponentials = r.empty(logits.shape, dtype, "exponentials", LOGITS)
-    total = r.empty(column, dtype, "exponentials_sum")
-    del exponentials
+    total = r.in_turn((logits.shape, dtype, "exponentials", LOGITS), (column, dtype, "exponentials_sum"))
     total = reduced(r, total, "exponentials_sum_reduced")
     return shifted, top, total
 
@@ -98,13 +94,9 @@ def _gradient(r: Recorder, gradients: Gradients, shape: Shape, dtype: str) -> Se
     places = _places(r, n)
     at_label = r.empty(shape, dtype, "grad_at_label", LOGITS)
     rows = r.empty((n,), "int64", "row_numbers")
-    outside = r.empty((n,), dtype, "label_of_others_cast")
-    update = r.empty((n,), dtype, "grad_at_label_update")
-    del outside
+    update = r.in_turn(((n,), dtype, "label_of_others_cast"), ((n,), dtype, "grad_at_label_update"))
     each = _counted(r, "grad_loss_each", (n, 1), dtype)
-    exponentials = r.empty(shape, dtype, "exponentials", LOGITS)
-    both = r.empty(shape, dtype, "grad_logits_unscaled", LOGITS)
-    del exponentials
+    both = r.in_turn((shape, dtype, "exponentials", LOGITS), (shape, dtype, "grad_logits_unscaled", LOGITS))
     out = r.empty(shape, dtype, "grad_logits", LOGITS)
     del both, each, update, rows, at_label, places
     return [out]

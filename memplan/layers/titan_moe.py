@@ -15,7 +15,7 @@ from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from . import tensor_parallel as tp
-from .autograd import Gradients, Recorder, Tensor, Unsummed, size_of
+from .autograd import Gradients, Recorder, Tensor, size_of
 from .gradients import fresh, viewed, watched
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
@@ -76,7 +76,7 @@ def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Ten
     top = selecting.gathered(r, scores, chosen, "top_scores")
     if normalises(spec):
         total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
-        top = divided(r, top, total, "top_scores_normed")
+        top = selecting.divided(r, top, total, "top_scores_normed")
     top = ops.scale(r, top, "top_scores_scaled")
     return top, chosen, counted(r, spec)
 
@@ -122,21 +122,6 @@ def of_best_groups(r: Recorder, scores: Tensor, spec: ModelSpec, policy: Policy 
     return masked.view(n, every)
 
 
-def divided(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """``x / y`` with y broadcast: saves both; the gradient of y takes four tensors."""
-    shape, small, dtype = x.shape, y.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        quotient = r.empty(shape, dtype, f"{name}_quotient")
-        again = r.empty(shape, dtype, f"{name}_quotient_again")
-        negated = r.empty(shape, dtype, f"{name}_negated")
-        whole = r.empty(shape, dtype, f"grad_{name}_other")
-        del negated, again, quotient
-        return [r.empty(shape, dtype, f"grad_{name}_self"), Unsummed(whole, small, f"grad_{name}_other_sum")]
-
-    return r.output((x, y), (y, x), backward, shape, dtype, name)
-
-
 def counted(r: Recorder, spec: ModelSpec) -> Tensor:
     """``torch.histc`` of int64: (E,) of the same."""
     return r.empty((spec.experts,), "int64", "rows_of_expert")
@@ -149,9 +134,7 @@ def reordered(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec, parts: 
         return _reordered_part(r, part_of_rows(r, top, parts), part_of_rows(r, chosen, parts), spec)
     rows = chosen.shape[0] * chosen.shape[1]
     counts = counted(r, spec)
-    values = r.empty((rows,), "int64", "experts_sorted")
-    order = r.empty((rows,), "int64", "row_order")
-    del values
+    order = r.in_turn(((rows,), "int64", "experts_sorted"), ((rows,), "int64", "row_order"))
     return selecting.gathered(r, top.view(rows), order, "row_scores"), order, counts
 
 
@@ -174,9 +157,7 @@ def part_of_rows(r: Recorder, x: Tensor, parts: int) -> Tensor:
 def permute_indices(r: Recorder, ranks: int, e: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """``generate_permute_indices``: for each of L places the row that goes there, each expert's rows, a multiple of 8,
     and where they end; from ``ranks`` ranks whose experts are e here."""
-    summed = r.empty((ranks * e,), "int64", "rows_summed")
-    starts = r.empty((ranks * e,), "int64", "row_starts")
-    del summed
+    starts = r.in_turn(((ranks * e,), "int64", "rows_summed"), ((ranks * e,), "int64", "row_starts"))
     total = r.empty((e,), "int64", "rows_of_local_expert")
     total = r.empty((e,), "int64", "rows_at_least")
     sizes = rounded_up(r, e)

@@ -89,12 +89,11 @@ def _weight(r: Recorder, x: Tensor, layer: Layer, stored: str) -> Tensor:
 def _norm(r: Recorder, weight: Tensor, product: Tensor, name: str) -> Tensor:
     """``get_weight_norm``: (n,), without a graph."""
     n, k = weight.shape
-    scaled = r.empty((k, n), product.dtype, f"{name}_lora_weight_scaled")
-    updated = r.empty((n, k), weight.dtype, f"{name}_updated_weight")
-    del scaled
-    norm = r.empty((n,), weight.dtype, f"{name}_weight_norm")
-    del updated
-    return norm
+    return r.in_turn(
+        ((k, n), product.dtype, f"{name}_lora_weight_scaled"),
+        ((n, k), weight.dtype, f"{name}_updated_weight"),
+        ((n,), weight.dtype, f"{name}_weight_norm"),
+    )
 
 
 BLOCK = 64

@@ -447,9 +447,7 @@ def joined(r: Recorder, rows: list[Tensor], name: str) -> Tensor:
 def log_sum(r: Recorder, row: Tensor) -> Tensor:
     """``torch.logsumexp`` of a row (s, v)."""
     whole, dtype = row.shape, row.dtype
-    exponentials = r.empty(whole, dtype, "logits_less_largest", LOGITS)
-    out = r.empty(whole[:1], dtype, "log_sum_of_sequence")
-    del exponentials
+    out = r.in_turn((whole, dtype, "logits_less_largest", LOGITS), (whole[:1], dtype, "log_sum_of_sequence"))
     made = ("logits_less_log_sum", "probabilities_of_sequence", "grad_logits_of_sequence")
     backward = by_way_of(*((whole, dtype, name, LOGITS) for name in made))
     return out.by(r.node((row,), (row, out), backward))

@@ -81,9 +81,7 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         if factored:
             for mean_shape in (shape[:-1], (*shape[:-2], shape[-1])):
                 r.empty(mean_shape, "fp32", "mean_of_squares")
-            mean = r.empty((*shape[:-2], 1), "fp32", "mean_of_rows")
-            rows = r.empty(shape[:-1], "fp32", "row_factor")
-            del mean
+            rows = r.in_turn(((*shape[:-2], 1), "fp32", "mean_of_rows"), (shape[:-1], "fp32", "row_factor"))
             columns = r.empty((*shape[:-2], 1, shape[-1]), "fp32", "column_factor")
             product = like(r, parameter, "fp32", "update")
             del rows, columns

@@ -162,10 +162,10 @@ def _hooked(
 
     def recorder(first: bool, grad_enabled: bool) -> HookedRecorder:
         return HookedRecorder(
-            options.accumulates_in_place,
-            first,
-            present,
-            options.kernel_workspaces and grad_enabled,
+            accumulates_in_place=options.accumulates_in_place,
+            first=first,
+            present=present,
+            kernel_workspaces=options.kernel_workspaces and grad_enabled,
             threads=options.threads,
             masks_first=options.masks_first,
             consumes_gradients=options.consumes_gradients,

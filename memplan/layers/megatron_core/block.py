@@ -318,9 +318,10 @@ def _gathered_last(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
         ((t * like[0] * like[1], like[2]), dtype, "grad_qkv_turned", Category.COMMUNICATION_BUFFERS),
         (like, dtype, "grad_qkv_scattered", Category.COMMUNICATION_BUFFERS),
     )
-    received = r.empty((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS)
-    joined = r.empty(whole, dtype, "qkv_gathered")
-    del received
+    joined = r.in_turn(
+        ((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS),
+        (whole, dtype, "qkv_gathered"),
+    )
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
     return joined.by(r.node((x,), (), backward, work=done))
 

@@ -191,9 +191,7 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
     dtype, whole = x.dtype, (tokens, x.shape[-1])
 
     if not shape.mixture.permute_fusion and shape.deterministic:
-        zeros = r.empty(whole, dtype, "unpermuted_zeros")
-        out = r.empty(whole, dtype, "unpermuted_tokens")
-        del zeros
+        out = r.in_turn((whole, dtype, "unpermuted_zeros"), (whole, dtype, "unpermuted_tokens"))
         kept = (order, x)
     else:
         out = r.empty(whole, dtype, "unpermuted_tokens")

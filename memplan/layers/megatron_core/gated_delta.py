@@ -391,9 +391,7 @@ def _prepared(
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         strided = [one for one in gradients[:-1] if one is not None] if turned else []
         copied = [r.empty(one.shape, one.dtype, "gradient_copied") for one in strided]
-        together = r.empty(at.joined, dtype, "grad_query_key_normed")
-        back = r.empty(at.joined, dtype, "grad_query_key")
-        del together
+        back = r.in_turn((at.joined, dtype, "grad_query_key_normed"), (at.joined, dtype, "grad_query_key"))
         whole = r.empty(at.channels, dtype, "grad_convolution")
         del back, copied, strided
         own = [r.empty(size, dtype, "grad_number") for size in small]

@@ -242,9 +242,10 @@ def _projected(r: Recorder, embedded: Tensor, hidden: Tensor, shape: CoreShape) 
     backward = by_way_of(
         (whole, dtype, "grad_mtp_projected", Category.COMMUNICATION_BUFFERS), (part, dtype, "grad_mtp_part")
     )
-    received = r.empty((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS)
-    joined = r.empty(whole, dtype, "mtp_projected")
-    del received
+    joined = r.in_turn(
+        ((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS),
+        (whole, dtype, "mtp_projected"),
+    )
     node = r.node((out,), (), backward, work=exchanged("all-gather", size_of(whole, dtype), "reduce-scatter"))
     return Tensor(joined.storage, shape.hidden, dtype, node)
 

@@ -287,11 +287,9 @@ def _z_loss(r: Recorder, logits: Tensor) -> Tensor:
     out = r.empty(rows, dtype, "z_logsumexp")
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        difference = r.empty(like, dtype, "z_difference")
-        exponential = r.empty(like, dtype, "z_exponential")
-        del difference
-        product = r.empty(like, dtype, "grad_z_logits")
-        del exponential
+        product = r.in_turn(
+            (like, dtype, "z_difference"), (like, dtype, "z_exponential"), (like, dtype, "grad_z_logits")
+        )
         return [product]
 
     out.node = r.node((logits,), (logits, out), backward)
