@@ -130,7 +130,9 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
     given += [] if gated else [r.empty(at.inner, dtype, "grad_x")]
     grad_dt = r.empty(at.steps, "fp32", "grad_dt")
     parts = r.empty((at.a,), "fp32", "grad_D_of_features")
-    of_x = r.in_turn(((at.a,), "fp32", "grad_D_fp32"), ((at.a,), dtype, "grad_D_again"))
+    parts = r.empty((at.a,), "fp32", "grad_D_fp32")
+    of_x = r.empty((at.a,), dtype, "grad_D_again")
+    del parts
     following, grad_b = _summed_over_heads(r, at, "B", at.group)
     previous, grad_c = _summed_over_heads(r, at, "C", at.group)
     grad_scores = _over_splits(r, at, "scores", at.scores)
