@@ -18,7 +18,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, size_of
-from .gradients import fresh, viewed
+from .gradients import fresh, fresh_each, viewed
 from .huggingface import layer_norm
 from .module import STALE
 from .recompute import recomputed_reentrant
@@ -115,13 +115,8 @@ def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: flo
 def bias_gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``GeLUFunction``: one fused kernel, saves input and bias; the bias gradient is a sum of the input's."""
     bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
-    shape, dtype = x.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = r.empty(shape, dtype, f"grad_{name}_gelu")
-        return [grad, r.empty(shape[-1:], dtype, f"grad_{name}_bias")]
-
-    return r.output((x, bias), (x, bias), backward, shape, dtype, f"{name}_gelu")
+    backward = fresh_each((x, f"grad_{name}_gelu"), (bias, f"grad_{name}_bias"))
+    return r.output((x, bias), (x, bias), backward, x.shape, x.dtype, f"{name}_gelu")
 
 
 def attention_probabilities(r: Recorder, scores: Tensor, shape: ParallelShape) -> Tensor:

@@ -85,11 +85,7 @@ def bias_swiglu(r: Recorder, x: Tensor, bias: Tensor | None, name: str) -> Tenso
     """``BiasSwiGLUFunction`` or ``SwiGLUFunction`` on (s, b, 2 f): saves input and bias, gives (s, b, f)."""
     shape, dtype = x.shape, x.dtype
     inputs = (x,) if bias is None else (x, bias)
-
-    def plain(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{name}_swiglu")]
-
-    backward = plain if bias is None else _same_for_bias(shape, dtype, bias.shape, name)
+    backward = fresh(x, f"grad_{name}_swiglu") if bias is None else _same_for_bias(shape, dtype, bias.shape, name)
     return r.output(inputs, inputs, backward, (*shape[:-1], shape[-1] // 2), dtype, f"{name}_swiglu")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..gradients import viewed
+from ..gradients import each, viewed
 from ..tensor_parallel import masked
 from ..work import Exchange, Operator, Stream, parallel_cross_entropy
 from . import te
@@ -180,6 +180,5 @@ def total(r: Recorder, x: Tensor, name: str) -> Tensor:
     return r.empty((), x.dtype, name).by(r.node((x,), (), viewed(x)))
 
 
-def scalar_gradient(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-    """Of a scalar that was multiplied or divided in place."""
-    return [r.empty((), "fp32", "grad_loss_scaled")]
+scalar_gradient = each(((), "fp32", "grad_loss_scaled"))
+"""Of a scalar that was multiplied or divided in place."""

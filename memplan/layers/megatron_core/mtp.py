@@ -12,7 +12,7 @@ from functools import partial
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import by_way_of, viewed, watched
+from ..gradients import by_way_of, each, viewed, watched
 from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Product, exchanged
 from . import ends, router, te
@@ -151,11 +151,7 @@ class History:
         moved = self._moved(r, older)
         made = _drawn(r, moved, newest, owners)
         like, dtype, count = newest.shape, newest.dtype, len(older)
-
-        def unbound(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return [r.empty((count, *like), dtype, "grad_history")]
-
-        node = r.node((moved,), (), unbound, outputs=count)
+        node = r.node((moved,), (), each(((count, *like), dtype, "grad_history")), outputs=count)
         self.states = [Tensor(moved.storage, like, dtype, node, at) for at in range(count)] + [newest]
         return made
 
@@ -201,8 +197,7 @@ def _drawn(r: Recorder, moved: Tensor, newest: Tensor, owners: int) -> Tensor:
     chosen = r.empty((s, b), "bool", "newest_chosen")
     like = newest.shape
 
-    def gathered(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty((count, *like), dtype, "grad_history")]
+    gathered = each(((count, *like), dtype, "grad_history"))
 
     def parted(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made: list[Tensor | None] = []

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
-from ..gradients import fresh
+from ..gradients import fresh, fresh_each
 from ..selecting import top_k_issue
 from ..work import ITEMSIZE, WIDENED, Operator, Product, Stream, Work, size_of
 from .shape import CoreShape
@@ -192,10 +192,7 @@ def _normalised(r: Recorder, scores: Tensor) -> Tensor:
     total.node = r.node((scores,), (), lambda r, gradients: [incoming(gradients).alias(*like)])
     total = ops.add_constant(r, total, "router_sum_positive")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = r.empty(like, dtype, "grad_router_normalised")
-        return [grad, r.empty(one, dtype, "grad_router_sum")]
-
+    backward = fresh_each((scores, "grad_router_normalised"), (total, "grad_router_sum"))
     return r.output((scores, total), (scores, total), backward, like, dtype, "router_normalised")
 
 
