@@ -212,11 +212,7 @@ def log_softmax(r: Recorder, x: Tensor) -> Tensor:
     """``_log_softmax`` of ``tensor/parallel/loss.py`` on (b, s, v / t): saves its result. Backward hands on the
     gradient, as that of the negative log likelihood is this one's already."""
     tokens = (*x.shape[:-1], 1)
-    top = r.empty(tokens, x.dtype, "logits_max")
-    top = reduced(r, top, "logits_max_reduced")
-    shifted = r.empty(x.shape, x.dtype, "logits_shifted", LOGITS)
-    total = _sum_of_exponentials(r, x)
-    total = reduced(r, total, "exponentials_sum_reduced")
+    shifted, top, total = exponentials(r, x)
     logarithm = r.empty(tokens, x.dtype, "exponentials_log")
     out = r.empty(x.shape, x.dtype, "log_probabilities", LOGITS)
     # the maximum; less it; exponentials; their sum; the logarithm of which is subtracted
@@ -227,8 +223,14 @@ def log_softmax(r: Recorder, x: Tensor) -> Tensor:
     return out
 
 
-def _sum_of_exponentials(r: Recorder, x: Tensor) -> Tensor:
-    return r.in_turn((x.shape, x.dtype, "exponentials", LOGITS), ((*x.shape[:-1], 1), x.dtype, "exponentials_sum"))
+def exponentials(r: Recorder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits less their maximum, that, and the sum of their exponentials, of all ranks."""
+    tokens, dtype = (*x.shape[:-1], 1), x.dtype
+    top = r.empty(tokens, dtype, "logits_max")
+    top = reduced(r, top, "logits_max_reduced")
+    shifted = r.empty(x.shape, dtype, "logits_shifted", LOGITS)
+    total = r.in_turn((x.shape, dtype, "exponentials", LOGITS), (tokens, dtype, "exponentials_sum"))
+    return shifted, top, reduced(r, total, "exponentials_sum_reduced")
 
 
 def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from .autograd import Gradients, Recorder, Shape, Tensor, size_of
 from .gradients import fresh
-from .tensor_parallel import reduced
+from .tensor_parallel import exponentials, reduced
 from .work import Exchange, Operator, Stream
 
 LOGITS = Category.LOGITS
@@ -40,7 +40,7 @@ def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over (n, v) fp32 ``logits``: saves logarithms of probabilities, as large as they are, and labels."""
     shape, dtype = logits.shape, logits.dtype
     column = (shape[0], 1)
-    shifted, top, total = _exponentials(r, logits)
+    shifted, top, total = exponentials(r, logits)
     out = r.in_turn((column, dtype, "exponentials_log"), (shape, dtype, "log_probabilities", LOGITS))
     places = _places(r, shape[0])
     picked = r.empty(column, dtype, "label_log_probability")
@@ -57,17 +57,6 @@ def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     loss.node = r.node((logits,), (out, labels), lambda r, gradients: _gradient(r, gradients, shape, dtype), work=work)
     del result, picked, places, shifted, top, total
     return loss
-
-
-def _exponentials(r: Recorder, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits less their maximum, that, and the sum of their exponentials, of all ranks."""
-    column, dtype = (logits.shape[0], 1), logits.dtype
-    top = r.empty(column, dtype, "logits_max")
-    top = reduced(r, top, "logits_max_reduced")
-    shifted = r.empty(logits.shape, dtype, "logits_shifted", LOGITS)
-    total = r.in_turn((logits.shape, dtype, "exponentials", LOGITS), (column, dtype, "exponentials_sum"))
-    total = reduced(r, total, "exponentials_sum_reduced")
-    return shifted, top, total
 
 
 def _places(r: Recorder, n: int) -> tuple[Tensor, ...]:
