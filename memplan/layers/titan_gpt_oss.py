@@ -24,8 +24,8 @@ from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables
 from .low_linear import LowLinear
 from .tensor_parallel import tagged
+from .titan_moe import grouped as plain_grouped
 from .titan_moe import (
-    fused_rms_norm,
     normalises,
     of_best_groups,
     permuted,
@@ -35,7 +35,6 @@ from .titan_moe import (
     unpermuted,
     with_zeros,
 )
-from .titan_moe import grouped as plain_grouped
 from .torchtitan import Policy
 from .work import Exchange, Operator, Stream
 from .work import attention as attention_work
@@ -43,16 +42,6 @@ from .work import attention as attention_work
 BLOCK = 128
 """Rows of a block of flash attention 3 with heads of 64 features."""
 GATE_UP, DOWN = "experts.mlp1", "experts.mlp2"
-
-
-def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
-    """``GptOssTransformerBlock.forward``: rows of tokens, in as many sequences as a batch has."""
-    whole, n = x.shape, shape.b * shape.s
-    x = x.view(n, shape.spec.hidden)
-    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy)
-    x = ops.add(r, x, made, "residual_attention")
-    del made
-    return ops.add(r, x, mixture(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy), "residual_mlp").view(*whole)
 
 
 # -- attention --------------------------------------------------------------------------------------
