@@ -63,7 +63,7 @@ def adafactor_foreach(r: Recorder, parameters: Parameters, dtype: str, decay: bo
 def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, decay: bool) -> None:
     """``Adafactor.step`` without first moment and ``scale_parameter`` (the Trainer's choice): one parameter at a
     time in fp32, gradient and parameter cast if they are not, and every variable held until it is taken anew."""
-    grad = data = update = rows = columns = rms = None
+    grad = data = update = None
     for parameter in parameters:
         shape, factored = parameter.shape, len(parameter.shape) > 1
         del grad
@@ -73,11 +73,7 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         norm = number(r, "fp32", "norm")
         number(r, "fp32", "rms_of_state")  # takes the place of the state's
         del norm
-        square = like(r, parameter, "fp32", "gradient_squared")
-        plus_eps = like(r, parameter, "fp32", "gradient_squared_eps")
-        del square
-        update = plus_eps
-        del plus_eps
+        update = r.in_turn((shape, "fp32", "gradient_squared"), (shape, "fp32", "gradient_squared_eps"))
         if factored:
             for mean_shape in (shape[:-1], (*shape[:-2], shape[-1])):
                 r.empty(mean_shape, "fp32", "mean_of_squares")
@@ -89,11 +85,7 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
             del product
         else:
             update = like(r, parameter, "fp32", "update")
-        norm = number(r, "fp32", "update_norm")
-        rms = number(r, "fp32", "update_rms")
-        del norm
-        clipped = number(r, "fp32", "update_clip")
-        del rms, clipped
+        r.in_turn(((), "fp32", "update_norm"), ((), "fp32", "update_rms"), ((), "fp32", "update_clip"))
         like(r, parameter, "fp32", "negative_update")
     del grad, data, update
 
