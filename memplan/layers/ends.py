@@ -115,8 +115,11 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
     if shape.tables == "complex":
-        table = r.in_turn((frequencies.shape, "fp32", "rotary_ones"), ((1, s, d), "fp32", "rotary_unscaled"))
-        table = r.empty((1, s, d), "fp32", "rotary")
+        table = r.in_turn(
+            (frequencies.shape, "fp32", "rotary_ones"),
+            ((1, s, d), "fp32", "rotary_unscaled"),
+            ((1, s, d), "fp32", "rotary"),
+        )
         return table, None
     angles = frequencies if frequencies.shape[-1] == d else r.empty((1, s, d), "fp32", "rotary_angles")
     if shape.older:

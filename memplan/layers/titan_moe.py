@@ -158,8 +158,7 @@ def permute_indices(r: Recorder, ranks: int, e: int, length: int) -> tuple[Tenso
     """``generate_permute_indices``: for each of L places the row that goes there, each expert's rows, a multiple of 8,
     and where they end; from ``ranks`` ranks whose experts are e here."""
     starts = r.in_turn(((ranks * e,), "int64", "rows_summed"), ((ranks * e,), "int64", "row_starts"))
-    total = r.empty((e,), "int64", "rows_of_local_expert")
-    total = r.empty((e,), "int64", "rows_at_least")
+    total = r.in_turn(((e,), "int64", "rows_of_local_expert"), ((e,), "int64", "rows_at_least"))
     sizes = rounded_up(r, e)
     ends = r.empty((e,), "int64", "row_ends")
     begins = r.empty((e,), "int64", "row_begins")

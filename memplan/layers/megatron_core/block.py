@@ -430,9 +430,11 @@ def _packed_rows(r: Recorder, name: str, shape: CoreShape) -> tuple[Tensor, ...]
     held.append(r.empty(documents, "int64", f"{name}_local_documents"))
     summed = [r.empty((shape.packed,), "int64", f"{name}_lengths_summed")]
     summed.clear()
-    document = r.empty(tokens, "int64", f"{name}_document_above")
-    document = r.empty(tokens, "int64", f"{name}_document_found")
-    document = r.empty(tokens, "int64", f"{name}_document")
+    document = r.in_turn(
+        (tokens, "int64", f"{name}_document_above"),
+        (tokens, "int64", f"{name}_document_found"),
+        (tokens, "int64", f"{name}_document"),
+    )
     names = ("document_start", "position", "document_length", "document_global_start", "row")
     held += [document, *(r.empty(tokens, "int64", f"{name}_{one}") for one in names)]
     return (*held, r.empty((*tokens, 1, 1, shape.spec.rotary_features), "fp32", f"{name}_angles"))

@@ -142,9 +142,7 @@ def _permuted(
         return permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
     count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
     transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
-    values = [r.empty(whole, "bool", "routing_map_sorted")]
-    flat = r.empty(whole, "int64", "routing_order")
-    values.clear()
+    flat = r.in_turn((whole, "bool", "routing_map_sorted"), (whole, "int64", "routing_order"))
     kept = flat.view(count)
     order = r.empty((count,), "int64", "sorted_indices")
     copy = r.empty(probabilities.shape[::-1], dtype, "probabilities_transposed")
@@ -278,9 +276,7 @@ def _all_gathered(
     mine = r.empty((tokens, local), "bool", "local_map")
     part = _part(r, probabilities, (tokens, local))
     transposed = [r.empty((local, tokens), "bool", "routing_map_transposed")]
-    values = [r.empty((local * tokens,), "bool", "routing_map_sorted")]
-    whole = r.empty((local * tokens,), "int64", "routing_order")
-    values.clear()
+    whole = r.in_turn(((local * tokens,), "bool", "routing_map_sorted"), ((local * tokens,), "int64", "routing_order"))
     order = r.empty((shape.routed.held,), "int64", "sorted_indices")
     del whole
     transposed.clear()

@@ -240,10 +240,7 @@ def _filled(r: Recorder, x: Tensor, mask: Tensor, *, in_place: bool = False) -> 
 
 def _triangle(r: Recorder) -> Tensor:
     """``triu`` of ones."""
-    ones = [r.empty((CHUNK, CHUNK), "bool", "ones")]
-    mask = r.empty((CHUNK, CHUNK), "bool", "triangle")
-    ones.clear()
-    return mask
+    return r.in_turn(((CHUNK, CHUNK), "bool", "ones"), ((CHUNK, CHUNK), "bool", "triangle"))
 
 
 def _cumulative(r: Recorder, x: Tensor) -> Tensor:

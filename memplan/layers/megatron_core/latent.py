@@ -270,8 +270,4 @@ def table(r: Recorder, name: str, shape: CoreShape, features: int) -> Tensor:
     """Cosines or sines (s, 1, 1, p) of the ``features`` that turn: taken in fp32, scaled and cast to the dtype of the
     queries."""
     size = (shape.s, 1, 1, features)
-    whole = [r.empty(size, "fp32", f"{name}_fp32")]
-    whole = [r.empty(size, "fp32", f"{name}_scaled")]
-    table = r.empty(size, shape.dtype, name)
-    whole.clear()
-    return table
+    return r.in_turn((size, "fp32", f"{name}_fp32"), (size, "fp32", f"{name}_scaled"), (size, shape.dtype, name))

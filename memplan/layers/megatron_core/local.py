@@ -295,11 +295,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
 
 def _causal_mask(r: Recorder, s: int) -> Tensor:
     """``get_default_causal_mask``: (s, s), by way of two in fp32."""
-    made = [r.empty((s, s), "fp32", "ones")]
-    made = [r.empty((s, s), "fp32", "upper_triangle")]
-    mask = r.empty((s, s), "bool", "causal_mask")
-    made.clear()
-    return mask
+    return r.in_turn(((s, s), "fp32", "ones"), ((s, s), "fp32", "upper_triangle"), ((s, s), "bool", "causal_mask"))
 
 
 def filled(r: Recorder, scores: Tensor, mask: Tensor, *, view: bool) -> Tensor:

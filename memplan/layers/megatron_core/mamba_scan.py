@@ -136,9 +136,8 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
     following, grad_b = _summed_over_heads(r, at, "B", at.group)
     previous, grad_c = _summed_over_heads(r, at, "C", at.group)
     grad_scores = _over_splits(r, at, "scores", at.scores)
-    turned = r.empty(at.steps, "fp32", "grad_dA_flipped")
-    turned = r.empty(at.steps, "fp32", "grad_dA_summed")
-    turned = r.empty(at.steps, "fp32", "grad_dA_previous")
+    names = ("grad_dA_flipped", "grad_dA_summed", "grad_dA_previous")
+    turned = r.in_turn(*((at.steps, "fp32", name) for name in names))
     within = r.in_turn(((at.b, at.a, at.c, at.parts, at.chunk), "fp32", "grad_dA_parts"), (at.steps, "fp32", "grad_dA"))
     r.empty(at.steps, "fp32", "grad_dA_both")
     small: list[Tensor | None] = [r.empty((at.a,), "fp32", f"grad_{name}") for name in ("dt_bias", "A")]

@@ -190,9 +190,7 @@ def _drawn(r: Recorder, moved: Tensor, newest: Tensor, owners: int) -> Tensor:
     (s, b, h), dtype, count = newest.shape, newest.dtype, moved.shape[0]
     drawn = [r.empty((owners * s, b), "int64", "depths_drawn"), r.empty((s, b), "bool", "depth_is_newest")]
     index = r.empty((s, b), "int64", "depths")
-    zero = [r.empty((count, s, b, h), "bool", "history_is_zero")]
-    drawn.append(r.empty((count, s, b), "bool", "history_ended"))
-    zero.clear()
+    drawn.append(r.in_turn(((count, s, b, h), "bool", "history_is_zero"), ((count, s, b), "bool", "history_ended")))
     drawn.append(r.empty((s, b), "bool", "depth_has_ended"))
     chosen = r.empty((s, b), "bool", "newest_chosen")
     like = newest.shape

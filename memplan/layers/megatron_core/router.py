@@ -199,9 +199,7 @@ def _normalised(r: Recorder, scores: Tensor) -> Tensor:
 def _spread(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
     """``zeros_like(logits).scatter(1, indices, probs)``: saves the indices; backward gathers."""
     dtype = probs.dtype
-    zeros = [r.empty(whole, dtype, "router_zeros")]
-    out = r.empty(whole, dtype, "router_probabilities_spread")
-    zeros.clear()
+    out = r.in_turn((whole, dtype, "router_zeros"), (whole, dtype, "router_probabilities_spread"))
     return out.by(r.node((probs,), (indices,), fresh(probs, "grad_router_spread")))
 
 
@@ -214,12 +212,12 @@ def _placed(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor
 
 def _map(r: Recorder, logits: Tensor) -> Tensor:
     """``zeros_like(logits).int().scatter(1, indices, 1).bool()``."""
-    made = [r.empty(logits.shape, logits.dtype, "routing_map_zeros")]
-    made = [r.empty(logits.shape, "int32", "routing_map_int32")]
-    made = [r.empty(logits.shape, "int32", "routing_map_scattered")]
-    chosen = r.empty(logits.shape, "bool", "routing_map")
-    made.clear()
-    return chosen
+    return r.in_turn(
+        (logits.shape, logits.dtype, "routing_map_zeros"),
+        (logits.shape, "int32", "routing_map_int32"),
+        (logits.shape, "int32", "routing_map_scattered"),
+        (logits.shape, "bool", "routing_map"),
+    )
 
 
 def _sinkhorn(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
