@@ -142,25 +142,18 @@ class Float8(LowLinear):
         return out.by(r.node((x, weight), (x, weight, offsets), backward, work=work))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Scaled:
-    """``Float8TrainingTensor``."""
-
-    data: Tensor
-    scale: Tensor
-
-
 def scaled(
     r: Recorder, shape: Shape, dtype: str, of: Float8, along: int | None, name: str, policy: Policy | None = None
-) -> Scaled:
-    """``hp_tensor_to_float8_dynamic`` of a tensor: ``along`` one dimension its maxima are of, or of all."""
+) -> list[Tensor]:
+    """``hp_tensor_to_float8_dynamic`` of a tensor: its scale and elements (``Float8TrainingTensor``); ``along`` one
+    dimension its maxima are of, or of all."""
     scales = () if along is None else (*shape[:along], 1, *shape[along + 1 :])
     magnitudes = r.empty(shape, dtype, f"{name}_abs")
     largest = _largest(r, scales, dtype, f"{name}_amax", policy if along is None else None)
     del magnitudes
     scale = _scale(r, scales, of, name)
     del largest
-    return Scaled(eight_bits(r, shape, dtype, name), scale)
+    return [scale, eight_bits(r, shape, dtype, name)]
 
 
 def _largest(r: Recorder, shape: Shape, dtype: str, name: str, policy: Policy | None) -> Tensor:
