@@ -116,7 +116,7 @@ class AllocatorSettings:
         return cls(
             expandable_segments=_flag(found, "expandable_segments"),
             max_split_size=split and split * _MIB,
-            roundup_power2_divisions=_divisions(found, "roundup_power2_divisions"),
+            roundup_power2_divisions=_divisions(found),
             large_segment_size=segment * _MIB,
             max_non_split_rounding=rounding * _MIB,
             memory_fraction=None if fraction is None or _real(fraction) == 1 else _real(fraction),
@@ -211,12 +211,13 @@ def _mebibytes(found: dict[str, str], key: str, least: int) -> int | None:
     return size
 
 
-def _divisions(found: dict[str, str], key: str) -> tuple[int, ...]:
+def _divisions(found: dict[str, str]) -> tuple[int, ...]:
     """``roundup_power2_divisions``, either ``4`` or ``[256:1,512:2,>:4]`` with intervals in MiB.
 
     The first interval also stands for those below it, ``>`` for those above the one before it (torch
     2.1 to 2.6: from that one on); those not named have 0 (``parseRoundUpPower2Divisions``).
     """
+    key = "roundup_power2_divisions"
     text = found.get(key)
     if text is None:
         return ()

@@ -12,10 +12,11 @@ from ..tape.events import END_OF_GRADIENT, Drop, Event, Hold
 from ..tape.program import SLOT, WHOLE, Action, Program, What, forward_passes
 from ..values import dataclass
 from .caching import AllocatorSettings
+from .construction import workspaces_of
 from .named import phase_between, phase_of
 from .passes import Pass
 from .rank import NO_BLOCK, Rank
-from .replay import Run, workspaces_of
+from .replay import Run
 
 MOST_POINTS = 600
 """Of a line. Of more events each point is the one among its neighbours at which most is held."""

@@ -18,10 +18,11 @@ from ..tape.program import WHOLE, Action, Program, What, forward_passes
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, SegmentPool
 from .caching import AllocatorSettings
+from .construction import workspaces_of
 from .memory import DeviceMemory, Memory, OutOfMemoryError
 from .passes import Pass, parts_of
 from .rank import Rank
-from .replay import Run, workspaces_of
+from .replay import Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ records is told. The blocks are the same, since the same pools serve the same re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ..tape.events import Event, Hold
+from ..tape.events import Hold
 from ..tape.program import Program
 from .blocks import ADDRESS, LARGEST_SMALL, SHIFT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
+from .construction import workspaces_of
 from .named import NamedRun, NamingRank, Tensor
 from .passes import Pass
 from .rank import NO_BLOCK, Rank
-from .replay import construction, states, workspaces_of
 
 POOL_BITS = 47
 """Bytes of addresses of one pool: each has its own numbering."""
@@ -114,15 +114,10 @@ class _RecordingRank(NamingRank):
 
 
 class _RecordingRun(NamedRun):
-    """A run whose states are called after their parameters."""
+    """A run whose requests a witness is told of."""
 
     rank: _RecordingRank
-
-    def construct(self) -> Iterable[Event]:
-        return construction(self.program, named=True)
-
-    def first_states(self) -> Iterable[Hold]:
-        return states(self.program, named=True)
+    named = True
 
     def iteration(self) -> None:
         self.rank.iteration += 1

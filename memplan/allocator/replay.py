@@ -12,19 +12,18 @@ what they do until then are prefixes of one another: that is run once, and every
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property, partial
 from itertools import pairwise, takewhile
 from operator import itemgetter
 
-from ..layers.module import Parameter
-from ..optimizers.base import State
 from ..tape.events import END_OF_GRADIENT, Bytes, Category, Drop, Event, Hold, rounded
 from ..tape.program import SLOT, WHOLE, Action, Chunk, Exchanged, Order, Program, Role, What, Whole, drop_all
 from ..values import dataclass
 from .blocks import LARGEST_SMALL, SMALL_SEGMENT, UNIT_BITS
 from .caching import AllocatorSettings
+from .construction import construction, dropped, states, workspaces_of
 from .operations import Operation
 from .passes import Pass, Passes, passes, pieces
 from .rank import NO_BLOCK, UNSEEN, Rank
@@ -248,6 +247,9 @@ class _Chunk:
 class Run:
     """One ``rank`` through construction, micro-batches and steps."""
 
+    named = False
+    """States are called after their parameters."""
+
     def __init__(self, program: Program, rank: Rank, workspaces: Sequence[Hold]) -> None:
         self.rank = rank
         self.program = program
@@ -280,10 +282,7 @@ class Run:
         self.keep(self.construct())
 
     def construct(self) -> Iterable[Event]:
-        return construction(self.program)
-
-    def first_states(self) -> Iterable[Hold]:
-        return states(self.program)
+        return construction(self.program, named=self.named)
 
     def copy(self, program: Program) -> Run:
         twin = copy(self)
@@ -339,7 +338,7 @@ class Run:
 
     def first_step(self) -> None:
         """The step with which optimizer states appear."""
-        self.step(self.first_states())
+        self.step(states(self.program, named=self.named))
         self.end_carried()
 
     def end_carried(self) -> None:
@@ -480,57 +479,6 @@ class Run:
             chunk.end_gradients(self.rank, keep)
 
 
-def construction(program: Program, *, named: bool = False) -> Iterator[Event]:
-    """Parameters, optimizer, buffers and workspaces, in the order in which they are made. ``named``: states, too, say
-    of which parameter they are."""
-    if program.kept is not None:
-        yield from (*program.kept.construction, *program.kept.workspaces)
-        return
-    early = [state for state in program.states if not _is_late(program, state)]
-    tensors = program.parameter_tensors()
-    grouped = sorted(tensors, key=lambda parameter: len(parameter.shape) <= 1)  # Megatron's groups: matrices first
-    yield from program.before
-    for state in early:
-        if state.category is not Category.OPTIMIZER_STATES:
-            yield from _holds((state,), tensors if state.category is Category.PARAMETERS else grouped, named)
-    building = drop_all(program.building, 1)
-    half = len(building) // 2
-    yield from building[:half]
-    yield from _holds([one for one in early if one.category is Category.OPTIMIZER_STATES], grouped, named)
-    yield from building[half:]
-    yield from program.extra[program.made :]
-
-
-def states(program: Program, *, named: bool = False) -> Iterator[Hold]:
-    """What the first step adds for good; ``named`` as of ``construction``."""
-    if program.kept is not None:
-        yield from (event for event in program.kept.states if isinstance(event, Hold))
-        return
-    late = [state for state in program.states if _is_late(program, state)]
-    tensors = program.parameter_tensors()
-    if program.clipping:
-        tensors.sort(key=lambda parameter: not parameter.decays)
-    yield from (*_holds(late, tensors, named), *program.late_extra)
-
-
-def dropped(tape: Iterable[Event]) -> Iterator[Drop]:
-    """The end of every tensor that ``tape`` holds."""
-    return (one.end for one in tape if isinstance(one, Hold))
-
-
-def _holds(states: Sequence[State], parameters: Iterable[Parameter], named: bool) -> Iterator[Hold]:
-    """Parameter by parameter, every state."""
-    for parameter in parameters:
-        for state in states:
-            size = state.size(parameter)
-            if size:
-                yield Hold(0, size, state.category, f"{parameter.name}/{state.name}" if named else "")
-
-
-def _is_late(program: Program, state: State) -> bool:
-    return program.late_states and state.category is Category.OPTIMIZER_STATES
-
-
 def replay(
     programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold]
 ) -> tuple[Replayed, ...]:
@@ -548,11 +496,6 @@ def replay(
             run = base if len(group) == 1 else base.copy(program)
             results[program.stage] = run.result(actions, done)
     return tuple(results[program.stage] for program in programs)
-
-
-def workspaces_of(program: Program, workspaces: Sequence[Hold]) -> Sequence[Hold]:
-    """Those that libraries take while the first iteration runs, unless ``program`` has them itself."""
-    return workspaces if program.kept is None else ()
 
 
 def _alike(programs: Sequence[Program], settings: AllocatorSettings) -> list[list[Program]]:

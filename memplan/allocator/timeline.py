@@ -15,11 +15,11 @@ from ..tape.events import END_OF_GRADIENT, NOTHING, Bytes, Category, Drop, Event
 from ..tape.program import SLOT, Program
 from ..values import dataclass
 from .caching import AllocatorSettings
+from .construction import workspaces_of
 from .levels import Followed, FollowedRun, Points, follow
 from .named import NamedRun, NamingRank, Tensor, static_tensor
 from .passes import Pass
 from .rank import NO_BLOCK
-from .replay import workspaces_of
 
 
 class Live(NamedTuple):

@@ -160,11 +160,11 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
     hidden = ops.alias(r, x)
     hidden = hidden.alias(*rows)
     scores, logits = routed(r, hidden, spec)
-    given = selecting.repeated_rows(r, hidden, spec.experts, "rows")
+    given = selecting.repeated_rows(r, hidden, spec.experts)
     given = ops.multiply(r, given, by_expert(r, scores), "rows_weighted")
     made = every_expert(r, given, spec)
     out = experts.one_expert(r, hidden, spec, ("shared_gate", "shared_up", "shared_down"), spec.shared_expert_ffn)
-    out = ops.add_in_place(r, out, selecting.sum_of_rows(r, made, spec.experts, "experts_sum"))
+    out = ops.add_in_place(r, out, selecting.sum_of_rows(r, made, spec.experts))
     del scores, given, made
     return r.left(experts.MODULE, out.view(*x.shape)), logits
 
@@ -217,12 +217,11 @@ def pairs_of_chunks(r: Recorder, shape: LayerShape) -> Tensor:
     pairs = (b, 1, s, s)
 
     def chunks(shape: tuple[int, ...], name: str) -> Tensor:
-        padding = r.empty((b, 1, 1, 1), "int64", f"{name}_left_padding")
-        less = r.empty(shape, "int64", f"{name}_less_padding")
-        del padding
-        numbers = r.empty(shape, "int64", f"{name}_chunks")
-        del less
-        return numbers
+        return r.in_turn(
+            ((b, 1, 1, 1), "int64", f"{name}_left_padding"),
+            (shape, "int64", f"{name}_less_padding"),
+            (shape, "int64", f"{name}_chunks"),
+        )
 
     batch, head = r.empty((b,), "int64", "batch_indices"), r.empty((1,), "int64", "head_indices")
     q, k = positions(r, s), positions(r, s)

@@ -61,9 +61,7 @@ def opt_embedding(r: Recorder, shape: LayerShape) -> Embedded:
 def counted_positions(r: Recorder, b: int, s: int) -> Tensor:
     """``(cumsum(mask) * mask - 1).long()``."""
     counted = r.empty((b, s), "fp32", "positions_counted")
-    product = r.empty((b, s), "fp32", "positions_masked")
-    fp32 = r.empty((b, s), "fp32", "positions_fp32")
-    del product
+    fp32 = r.in_turn(((b, s), "fp32", "positions_masked"), ((b, s), "fp32", "positions_fp32"))
     position_ids = r.empty((b, s), "int64", "position_ids")
     del fp32, counted
     return position_ids

@@ -30,21 +30,23 @@ from typing import TYPE_CHECKING
 
 from ..tape.events import PRODUCT, Category, Drop, Event, Hold, Hook, Seam, Stretch, Tape, rounded
 from ..values import dataclass
-from .graph import Accumulate as Accumulate
-from .graph import Backward as Backward
-from .graph import Delayed, bytes_of, nothing
-from .graph import Gradients as Gradients
-from .graph import Leaf as Leaf
-from .graph import Node as Node
-from .graph import Storage as Storage
-from .graph import Tensor as Tensor
-from .graph import Unsummed as Unsummed
-from .graph import incoming as incoming
+from .counting import Counting
+from .graph import (
+    Accumulate,
+    Backward,
+    Delayed,
+    Gradients,
+    Leaf,
+    Node,
+    Storage,
+    Tensor,
+    Unsummed,
+    bytes_of,
+    incoming,
+    nothing,
+)
 from .reductions import summed
-from .work import ITEMSIZE as ITEMSIZE
-from .work import NO_CALLS, SUM_OF_ROWS, Calls, Kernel, Operator, Stream, Work, calls, issued, multiplies
-from .work import Shape as Shape
-from .work import size_of as size_of
+from .work import ITEMSIZE, SUM_OF_ROWS, Operator, Shape, Stream, issued, multiplies, size_of
 
 if TYPE_CHECKING:
     from .kernels import Kernels
@@ -54,17 +56,16 @@ if TYPE_CHECKING:
     from .tuning import Adapters, Packed, Tuning
 
 
+__all__ = [
+    "ITEMSIZE", "Accumulate", "Backward", "Gradients", "Leaf", "Node", "Recorder", "Shape", "Storage", "Tensor",
+    "Unsummed", "incoming", "size_of",
+]  # fmt: skip
+
 DERIVED = Operator()
-
-GRAPHS = 8
-"""Stream of what CUDA graphs hold."""
-
-BESIDE = frozenset({Category.WORKSPACES, Category.COMMUNICATION_BUFFERS})
-"""Categories of tensors that kernels fill beside their results, or that arrive."""
 
 
 @dataclass
-class Recorder:
+class Recorder(Counting):
     """Runs recipes and keeps their tape."""
 
     accumulates_in_place: bool = True
@@ -98,8 +99,6 @@ class Recorder:
     """The recompute region that is being run, if any, or the module whose saved tensors go to the host;"""
     sent: list[Group] = field(default_factory=list)
     """what has gone there, and is not back;"""
-    pool: int = 0
-    """The stream whose memory tensors take."""
     leaving: dict[str, Tensor] = field(default_factory=dict)
     """what is still being copied there."""
     kept: Storage | None = None
@@ -120,23 +119,8 @@ class Recorder:
     """While a node's backward function runs: what the node saved, in the order in which it was named."""
     seams: bool = False
     """Also record where hooks of frameworks run."""
-    counts: bool = False
-    """Record what kernels do (``layers.work``) in place of a tape."""
-    work: list[Kernel] = field(default_factory=list)
-    forwards: int = 0
-    """Kernels of the forward pass."""
-    replayed: Calls = NO_CALLS
-    """What a CUDA graph calls in the host's place,"""
-    forward_replayed: Calls = NO_CALLS
-    """and of it the forward pass' part."""
     summed: str | None = None
     """dtype of the static buffers to which gradients are added, if that is not the gradients' own."""
-    made: int = 0
-    """Bytes of the tensors that the operator has made,"""
-    launches: int = 0
-    """how many they are,"""
-    of_loss: bool = False
-    """and whether some of them are logits."""
     later_products: list[Delayed] | None = None
     """Products for gradients of weights that are computed behind the backward pass, where they are,"""
     delayed_experts: list[Delayed] | None = None
@@ -159,10 +143,8 @@ class Recorder:
     def empty(self, shape: Shape, dtype: str, name: str, category: Category = Category.TEMPORARIES) -> Tensor:
         """A new tensor. ``TEMPORARIES`` that outlive their forward pass become ``ACTIVATIONS``."""
         size = size_of(shape, dtype)
-        if self.counts and category not in BESIDE:
-            self.made += size
-            self.launches += 1
-            self.of_loss |= category is Category.LOGITS
+        if self.counts:
+            self.makes(size, category)
         size = rounded(size)
         identity = self.next_id
         self.next_id += 1
@@ -173,6 +155,12 @@ class Recorder:
         if self.multiplies:
             self._multiplied()
         return Tensor(storage, shape, dtype)
+
+    def in_turn(self, *made: tuple[Shape, str, str] | tuple[Shape, str, str, Category]) -> Tensor:
+        """The last of new tensors, each given as to ``empty``: when one is there, the one before it ends."""
+        for one in made:
+            last = self.empty(*one)
+        return last
 
     def outside(
         self, shape: Shape, dtype: str, category: Category = Category.ACTIVATIONS, id: int = 0, drops: bool = False
@@ -384,35 +372,6 @@ class Recorder:
     def _multiplied(self) -> None:
         self.multiplies, self.multiplied = False, True
         self.seam(PRODUCT)
-
-    def ran(self, kernel: Kernel) -> None:
-        """A kernel that makes no tensor."""
-        if self.counts:
-            self.work.append(kernel)
-            self._called((kernel,))
-
-    def _called(self, work: Work) -> None:
-        if self.pool == GRAPHS:
-            self.replayed = self.replayed.plus(*map(calls, work))
-
-    def _did(
-        self,
-        given: Gradients | Sequence[Tensor],
-        launches: int,
-        work: Work | None,
-        saved: int = 0,
-        issue: int = 0,
-    ) -> None:
-        """What the operator that ends here has done: ``work``, or ``launches`` kernels that write what was made, each
-        reading what is ``given``, and all of them so many bytes of what was ``saved``. A view has made nothing."""
-        if not self.counts:
-            return
-        if work is None and self.launches:
-            read = launches * sum(bytes_of(x) for x in given if x is not None) + saved
-            work = (Stream(read + self.made, launches, self.of_loss, issue),)
-        self.work += work or ()
-        self._called(work or ())
-        self.made, self.launches, self.of_loss = 0, 0, False
 
     def backward(self, output: list[Tensor], gradient: list[Tensor]) -> None:
         """Runs the graph below ``output[0]`` from ``gradient[0]``. Both lists are emptied, so that the

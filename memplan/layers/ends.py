@@ -69,9 +69,7 @@ def additive_mask(r: Recorder, shape: LayerShape, allowed: Tensor) -> Tensor:
 def look_for_packed_rows(r: Recorder, b: int, s: int) -> None:
     """Where position ids do not rise by one: seven short temporaries."""
     before = r.empty((b, 1), "int64", "position_before")
-    prepended = r.empty((b, s + 1), "int64", "positions_prepended")
-    steps = r.empty((b, s), "int64", "position_steps")
-    del prepended
+    steps = r.in_turn(((b, s + 1), "int64", "positions_prepended"), ((b, s), "int64", "position_steps"))
     breaks = r.empty((b, s), "bool", "position_breaks")
     rows = r.empty((b, s), "int64", "packed_rows")
     del breaks, before, steps, rows
@@ -87,9 +85,7 @@ def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
         allowed = r.empty(pairs, "bool", "causal_mask_bool")
     else:
         true = r.empty((), "bool", "true")
-        first = r.empty((1, 1, s, 1), "int64", "window_begins")
-        inside = r.empty(pairs, "bool", "inside_window")
-        del first
+        inside = r.in_turn(((1, 1, s, 1), "int64", "window_begins"), (pairs, "bool", "inside_window"))
         windowed = r.empty(pairs, "bool", "window_mask_bool")
         del inside, true
         before = r.empty(pairs, "bool", "causal_mask_bool")
@@ -119,10 +115,11 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None
     if shape.transformers >= MULTIPLIED_ANGLES:
         position_ids = None
     if shape.tables == "complex":
-        ones = r.empty(frequencies.shape, "fp32", "rotary_ones")
-        table = r.empty((1, s, d), "fp32", "rotary_unscaled")
-        del ones
-        table = r.empty((1, s, d), "fp32", "rotary")
+        table = r.in_turn(
+            (frequencies.shape, "fp32", "rotary_ones"),
+            ((1, s, d), "fp32", "rotary_unscaled"),
+            ((1, s, d), "fp32", "rotary"),
+        )
         return table, None
     angles = frequencies if frequencies.shape[-1] == d else r.empty((1, s, d), "fp32", "rotary_angles")
     if shape.older:

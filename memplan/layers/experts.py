@@ -138,9 +138,7 @@ def outside_groups(r: Recorder, shape: Shape, spec: ModelSpec) -> tuple[list[Ten
     del values
     of_groups = r.empty((n, groups), "fp32", "group_mask")
     of_experts = r.empty(shape, "fp32", "score_mask") if groups > 1 else of_groups
-    inside = r.empty(shape, "bool", "inside_groups")
-    outside = r.empty(shape, "bool", "outside_groups")
-    del inside
+    outside = r.in_turn((shape, "bool", "inside_groups"), (shape, "bool", "outside_groups"))
     return [outside], (of_experts, of_groups, chosen)
 
 
@@ -175,7 +173,7 @@ def looped(r: Recorder, x: Tensor, shape: LayerShape, names: Sequence[str]) -> M
             selecting.picked(r, weights, places, (rows, 1), "row_weights"),
             "rows_weighted",
         )
-        final = selecting.added_rows(r, final, places, ops.cast(r, made, dtype, "rows_cast"), "experts_output")
+        final = selecting.added_rows(r, final, places, ops.cast(r, made, dtype, "rows_cast"))
     out = final.view(*x.shape)
     del mask
     return out, logits
@@ -286,10 +284,9 @@ def grouped_mm(r: Recorder, hidden: Tensor, indices: Tensor, weights: Tensor, sh
     out = biased(r, grouped_product(r, out, down, offsets, "experts_down"), biases)
     weighted = ops.multiply(r, out, sorted_scales.view(*rows, 1), "rows_weighted")
     inverse = r.empty(rows, "int64", "row_order_inverse")
-    counted = r.empty(rows, "int64", "row_numbers")
-    del counted
+    r.empty(rows, "int64", "row_numbers")
     weighted = selecting.gathered(r, weighted, inverse, "rows_restored")
-    final = selecting.sum_of_rows(r, weighted, k, "experts_sum")
+    final = selecting.sum_of_rows(r, weighted, k)
     result = ops.cast(r, final, hidden.dtype, "experts_output")
     del sorted_ids, order, selected, sorted_scales, ids, counts
     return result

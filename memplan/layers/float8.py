@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..tape.events import Category, Drop, Hold, Seam
-from ..values import dataclass, replace
+from ..tape.events import Drop, Hold, Seam
+from ..values import dataclass
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .low_linear import LowLinear, as_given
 from .work import ITEMSIZE, Operator, Product, Shape, Stream
@@ -27,6 +27,8 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """``Float8LinearRecipeName``."""
 MULTIPLE = 16
 """Features that a converted layer has a multiple of, in and out (``module_filter_fn``)."""
+CAST, SCALARS = 6, 5
+"""Kernels that cast a tensor, and those that make its scale, beside three that round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +71,61 @@ class Float8(LowLinear):
         """The product for gradients of weights is in 8 bits, too."""
         return self.recipe != "rowwise_with_gw_hp"
 
-    def product(
-        self,
-        r: Recorder,
-        x: Tensor,
-        weight: Tensor,
-        name: str,
-        policy: Policy,
-        category: Category = Category.TEMPORARIES,
-    ) -> Tensor:
-        """``Float8Linear.forward`` of (…, k) with a weight (n, k), without bias."""
-        shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
-        t, rows = prod(shape[:-1]), self.by_rows
-        taken = scaled(r, shape, dtype, self, len(shape) - 1 if rows else None, f"{name}_input", policy)
-        along = 0 if rows else None
-        weights = None if self.gathered else scaled(r, (k, n), dtype, self, along, f"{name}_weight", policy)
-        kept = policy.counted()
-        made = not (kept and policy.keeps and policy.again)
-        inverse = [r.empty((size,) if rows else (), "fp32", f"{name}_scale_inverse") for size in (t, n)] if made else []
-        full = (*shape[:-1], n)
-        if kept:
-            out = policy.run(r, lambda r: r.empty(full, dtype, name, category))
-        else:
-            out = r.empty(full, dtype, name, category)
-        del inverse, weights, taken
+    def operands(
+        self, r: Recorder, x: Tensor, weight: Tensor, name: str, policy: Policy
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """``Float8Linear.forward``."""
+        shape, dtype, rows = x.shape, x.dtype, self.by_rows
+        held = [scaled(r, shape, dtype, self, len(shape) - 1 if rows else None, f"{name}_input", policy)]
+        if not self.gathered:
+            along = 0 if rows else None
+            held.append(scaled(r, weight.shape[::-1], dtype, self, along, f"{name}_weight", policy))
+        return held, (x, weight)
 
-        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return _backward(r, shape, n, incoming(gradients).dtype, self, f"grad_{name}")
+    def scales(self, r: Recorder, t: int, n: int, k: int, name: str) -> list[Tensor]:
+        return [r.empty((size,) if self.by_rows else (), "fp32", f"{name}_scale_inverse") for size in (t, n)]
 
-        return out.by(r.node((x, weight), (x, weight), backward, work=_work(t, n, k, dtype, self, made=made)))
+    def gradients(self, r: Recorder, shape: Shape, n: int, dtype: str, name: str) -> Sequence[Tensor | None]:
+        k, t, rows = shape[-1], prod(shape[:-1]), self.by_rows
+        gradient = scaled(r, (t, n), dtype, self, 1 if rows else None, name)
+        weights = None
+        if not self.gathered:
+            along = 1 if rows and self.weight_gradient else None
+            weights = scaled(r, (k, n), dtype, self, along, f"{name}_weight")
+        turned = r.empty((k, n), "fp8", f"{name}_weight_contiguous")
+        repeated = None if self.weight_gradient else r.empty((k,), "fp32", f"{name}_weight_scales")
+        made = _product(r, (t, k), self, dtype, f"{name}_input")
+        del repeated, turned
+        of_input = as_given(r, made, shape)
+        del made
+        if not self.weight_gradient:
+            return [of_input, r.empty((n, k), dtype, f"{name}_weight")]
+        columns = scaled(r, (t, n), dtype, self, 0 if rows else None, f"{name}_columns")
+        inputs = scaled(r, (t, k), dtype, self, 0 if rows else None, f"{name}_input_columns")
+        turned = r.empty((n, t), "fp8", f"{name}_contiguous")
+        inputs_turned = r.empty((k, t), "fp8", f"{name}_input_contiguous")
+        of_weight = _product(r, (n, k), self, dtype, f"{name}_weight")
+        del turned, inputs_turned, gradient, weights, columns, inputs
+        return [of_input, of_weight]
+
+    def work(self, t: int, n: int, k: int, dtype: str, *, made: bool) -> Operator:
+        inputs, weights, gradients = t * k, 0 if self.gathered else n * k, t * n
+        e, launches = ITEMSIZE[dtype], CAST + SCALARS + (3 if self.by_rows else 0)
+
+        def cast(elements: int) -> list[Stream]:
+            moved = 3 * e + (e + 4 if e < 4 else 0) + 8 + 8 + 4 + 1
+            return [Stream(elements * moved, launches)] if elements else []
+
+        def product(m: int, columns: int, inner: int, turned: int) -> list[Stream | Product]:
+            after = [Stream(m * columns * (4 + 4 + 2 * e), 2)] if self.by_rows else []
+            return [Stream(2 * turned, 2), Product(m, columns, inner, 1, 1, e), *after]
+
+        forward: list[Stream | Product] = [*cast(inputs), *cast(weights)]
+        forward += [Product(t, n, k, 1, 1, e)] if made else []
+        backward = [*cast(gradients), *cast(weights), *product(t, k, n, n * k)]
+        if not self.weight_gradient:
+            return Operator(forward, [*backward, Product(n, k, t, 1, e)])
+        return Operator(forward, [*backward, *cast(gradients), *cast(inputs), *product(n, k, t, t * (n + k))])
 
     def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
         """Rows (L, k) of experts times their transposed weights (e, n, k), with a scale for every row
@@ -113,29 +141,19 @@ class Float8(LowLinear):
         work = _grouped_work(t, e, n, k, dtype)
         return out.by(r.node((x, weight), (x, weight, offsets), backward, work=work))
 
-    def leaving(self, skips: frozenset[str]) -> Float8:
-        return replace(self, skips=skips)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Scaled:
-    """``Float8TrainingTensor``."""
-
-    data: Tensor
-    scale: Tensor
-
 
 def scaled(
     r: Recorder, shape: Shape, dtype: str, of: Float8, along: int | None, name: str, policy: Policy | None = None
-) -> Scaled:
-    """``hp_tensor_to_float8_dynamic`` of a tensor: ``along`` one dimension its maxima are of, or of all."""
+) -> list[Tensor]:
+    """``hp_tensor_to_float8_dynamic`` of a tensor: its scale and elements (``Float8TrainingTensor``); ``along`` one
+    dimension its maxima are of, or of all."""
     scales = () if along is None else (*shape[:along], 1, *shape[along + 1 :])
     magnitudes = r.empty(shape, dtype, f"{name}_abs")
     largest = _largest(r, scales, dtype, f"{name}_amax", policy if along is None else None)
     del magnitudes
     scale = _scale(r, scales, of, name)
     del largest
-    return Scaled(eight_bits(r, shape, dtype, name), scale)
+    return [scale, eight_bits(r, shape, dtype, name)]
 
 
 def _largest(r: Recorder, shape: Shape, dtype: str, name: str, policy: Policy | None) -> Tensor:
@@ -153,11 +171,11 @@ def _scale(r: Recorder, shape: Shape, of: Float8, name: str) -> Tensor:
     scale = r.empty(shape, "fp32", f"{name}_scale")
     del wide
     if of.by_rows:
-        logarithm = r.empty(shape, "fp32", f"{name}_scale_log2")
-        floor = r.empty(shape, "fp32", f"{name}_scale_floor")
-        del logarithm
-        power = r.empty(shape, "fp32", f"{name}_scale_power")
-        del floor
+        power = r.in_turn(
+            (shape, "fp32", f"{name}_scale_log2"),
+            (shape, "fp32", f"{name}_scale_floor"),
+            (shape, "fp32", f"{name}_scale_power"),
+        )
         scale = power
     del largest
     return scale
@@ -180,40 +198,12 @@ def cast_shard(elements: int, dtype: str, *, scaled_before: bool) -> tuple[tuple
     tensors it gives: a shard's elements in 8 bits, and their scale (0 if it is there, ``scaled_before``)."""
     r, shape, scale = Recorder(), (elements,), None
     if not scaled_before:
-        magnitudes = r.empty(shape, dtype, "shard_abs")
-        largest = r.empty((), dtype, "shard_amax")
-        del magnitudes
-        reduced = r.empty((), dtype, "shard_amax_reduced")
-        del largest
+        reduced = r.in_turn((shape, dtype, "shard_abs"), ((), dtype, "shard_amax"), ((), dtype, "shard_amax_reduced"))
         scale = _scale(r, (), Float8("tensorwise"), "shard")
         del reduced
     data = eight_bits(r, shape, dtype, "shard")
     events = tuple(one for one in r.events if not isinstance(one, Seam))
     return events, r.hand_over(data), r.hand_over(scale) if scale is not None else 0
-
-
-def _backward(r: Recorder, shape: Shape, n: int, dtype: str, of: Float8, name: str) -> Sequence[Tensor | None]:
-    k, t, rows = shape[-1], prod(shape[:-1]), of.by_rows
-    gradient = scaled(r, (t, n), dtype, of, 1 if rows else None, name)
-    weights = None
-    if not of.gathered:
-        along = 1 if rows and of.weight_gradient else None
-        weights = scaled(r, (k, n), dtype, of, along, f"{name}_weight")
-    turned = r.empty((k, n), "fp8", f"{name}_weight_contiguous")
-    repeated = None if of.weight_gradient else r.empty((k,), "fp32", f"{name}_weight_scales")
-    made = _product(r, (t, k), of, dtype, f"{name}_input")
-    del repeated, turned
-    of_input = as_given(r, made, shape)
-    del made
-    if not of.weight_gradient:
-        return [of_input, r.empty((n, k), dtype, f"{name}_weight")]
-    columns = scaled(r, (t, n), dtype, of, 0 if rows else None, f"{name}_columns")
-    inputs = scaled(r, (t, k), dtype, of, 0 if rows else None, f"{name}_input_columns")
-    turned = r.empty((n, t), "fp8", f"{name}_contiguous")
-    inputs_turned = r.empty((k, t), "fp8", f"{name}_input_contiguous")
-    of_weight = _product(r, (n, k), of, dtype, f"{name}_weight")
-    del turned, inputs_turned, gradient, weights, columns, inputs
-    return [of_input, of_weight]
 
 
 def _product(r: Recorder, shape: Shape, of: Float8, dtype: str, name: str) -> Tensor:
@@ -271,28 +261,3 @@ def _grouped_work(t: int, e: int, n: int, k: int, dtype: str) -> Operator:
     forward: list[Stream | Product] = [cast(t * k, t), cast(e * n * k, e * n), Product(rows, n, k, e, 1)]
     of_input: list[Stream | Product] = [cast(t * n, t), cast(e * n * k, e * k), Product(rows, k, n, e, 1)]
     return Operator(forward, [*of_input, cast(t * n, e * n), cast(t * k, e * k), Product(n, k, rows, e, 1)])
-
-
-CAST, SCALARS = 6, 5
-"""Kernels that cast a tensor, and those that make its scale, beside three that round."""
-
-
-def _work(t: int, n: int, k: int, dtype: str, of: Float8, *, made: bool) -> Operator:
-    """``made``: the product runs, whose result is not kept from before."""
-    inputs, weights, gradients = t * k, 0 if of.gathered else n * k, t * n
-    e, launches = ITEMSIZE[dtype], CAST + SCALARS + (3 if of.by_rows else 0)
-
-    def cast(elements: int) -> list[Stream]:
-        moved = 3 * e + (e + 4 if e < 4 else 0) + 8 + 8 + 4 + 1
-        return [Stream(elements * moved, launches)] if elements else []
-
-    def product(m: int, columns: int, inner: int, turned: int) -> list[Stream | Product]:
-        after = [Stream(m * columns * (4 + 4 + 2 * e), 2)] if of.by_rows else []
-        return [Stream(2 * turned, 2), Product(m, columns, inner, 1, 1, e), *after]
-
-    forward: list[Stream | Product] = [*cast(inputs), *cast(weights)]
-    forward += [Product(t, n, k, 1, 1, e)] if made else []
-    backward = [*cast(gradients), *cast(weights), *product(t, k, n, n * k)]
-    if not of.weight_gradient:
-        return Operator(forward, [*backward, Product(n, k, t, 1, e)])
-    return Operator(forward, [*backward, *cast(gradients), *cast(inputs), *product(n, k, t, t * (n + k))])

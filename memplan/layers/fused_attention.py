@@ -214,8 +214,8 @@ def _inside_16_bits(r: Recorder, shape: Sequence[int], width: int) -> None:
     if widest > 128:
         splits = max(1, min(-(-s // columns), 200 // (b * a)))
         of_each += splits * columns * sum(-(-size // rows) * rows for size in (d, width))
-    workspace = r.empty((b, a, of_each), "fp32", "gradient_tiles", Category.WORKSPACES)
-    del workspace, delta
+    r.empty((b, a, of_each), "fp32", "gradient_tiles", Category.WORKSPACES)
+    del delta
 
 
 def _inside(r: Recorder, shape: Sequence[int], width: int) -> None:
@@ -234,5 +234,5 @@ def _inside(r: Recorder, shape: Sequence[int], width: int) -> None:
     delta = r.empty((b, a, s), "fp32", "delta", workspaces)
     del product, summed
     tiles = -(-s // rows) * -(-d // columns)
-    workspace = r.empty((b, a, tiles, rows * columns + 4), "fp32", "grad_q_tiles", workspaces)
-    del workspace, delta
+    r.empty((b, a, tiles, rows * columns + 4), "fp32", "grad_q_tiles", workspaces)
+    del delta

@@ -66,8 +66,7 @@ def projected(
                 over = functions.overwrites and len(layers) > 1
                 total = given.view(*shape) if over else r.empty(shape, dtype, f"grad_{layer.name}_input")
             else:
-                product = r.empty(shape, dtype, f"grad_{layer.name}_input")
-                del product
+                r.empty(shape, dtype, f"grad_{layer.name}_input")
             del weight
             through_adapter(r, layer, k, shape, adapters, dtype)
         assert total is not None

@@ -250,18 +250,11 @@ def upcast_chunks(r: Recorder, n: int, weight: tuple[int, int], dtype: str) -> T
     logits = scaled = None
     for start in range(0, n, chunk):
         rows = min(chunk, n - start)
-        made = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
-        logits = made
-        del made
+        logits = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
         for name, to in (("logits_chunk_fp32", "fp32"), ("grad_logits_chunk", dtype)):
-            cast = r.empty((rows, v), to, name, LOGITS)
-            logits = cast
-            del cast
-        by_share = r.empty((rows, v), dtype, "grad_logits_scaled", LOGITS)
-        scaled = by_share
-        del by_share
-        product = r.empty((rows, h), dtype, "grad_input_chunk")
-        del product
+            logits = r.empty((rows, v), to, name, LOGITS)
+        scaled = r.empty((rows, v), dtype, "grad_logits_scaled", LOGITS)
+        r.empty((rows, h), dtype, "grad_input_chunk")
     total = r.empty((), "fp32", "loss")
     del logits, scaled, losses
     return total
@@ -292,8 +285,7 @@ def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[T
     grad_weight = r.empty((v, h), accumulator, "grad_head_weight", GRADIENTS) if trained else None
     losses = r.empty((n,), "fp32", "losses")
     mask = r.empty((n,), "bool", "target_mask")
-    count = r.empty((), "int64", "target_count")
-    del count
+    r.empty((), "int64", "target_count")
     chunk = min(liger_chunk(n, h, v), n)
     shares = loss.liger >= SHARED_BUFFER
     in_place = adds_in_place(loss, dtype)
@@ -303,8 +295,7 @@ def liger_chunks(r: Recorder, weight: Tensor, loss: HeadLoss, n: int) -> tuple[T
         rows = min(chunk, n - start)
         if not shares:
             logits = r.empty((rows, v), dtype, "logits_chunk", LOGITS)
-            product = r.empty((rows, h), dtype, "grad_input_chunk")
-            del product
+            r.empty((rows, h), dtype, "grad_input_chunk")
             transposed = logits if loss.liger >= FP32_IN_PLACE and trained else None
         if trained and not in_place:
             product = r.empty((v, h), dtype, "grad_weight_chunk")
@@ -360,18 +351,16 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
     del locks
     nll = r.empty((n,), "fp32", "negative_log_likelihood")
     if shape.spec.logit_softcap is not None:
-        capped = r.empty((n,), "fp32", "negative_log_likelihood_capped")
-        nll = capped
-        del capped
+        nll = r.empty((n,), "fp32", "negative_log_likelihood_capped")
     total = r.empty((), "fp32", "loss")
     accumulator = "fp32" if loss.fp32_accumulators else dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        ordered = r.empty((v,), "fp32", "logit_average_sorted")
-        indices = r.empty((v,), "int64", "vocabulary_order_int64")
-        del ordered
-        order = r.empty((v,), "int32", "vocabulary_order")
-        del indices
+        order = r.in_turn(
+            ((v,), "fp32", "logit_average_sorted"),
+            ((v,), "int64", "vocabulary_order_int64"),
+            ((v,), "int32", "vocabulary_order"),
+        )
         grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input")
         grad_weight = r.empty((v, h), accumulator, "grad_head_weight")
         columns = -(-h // 64)
@@ -393,14 +382,12 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
 def cut_valids(r: Recorder, b: int, s: int) -> Tensor:
     """``_build_flat_valids``: places of the labels behind the first token of each sequence, none of them ignored."""
     n = b * (s - 1)
-    mask = r.empty((b, s - 1), "bool", "labels_mask")
-    places = r.empty((n, 2), "int64", "label_places_int64")
-    del mask
-    narrow = r.empty((n, 2), "int32", "label_places")
-    del places
-    valids = r.empty((n,), "int64", "label_indices")
-    del narrow
-    return valids
+    return r.in_turn(
+        ((b, s - 1), "bool", "labels_mask"),
+        ((n, 2), "int64", "label_places_int64"),
+        ((n, 2), "int32", "label_places"),
+        ((n,), "int64", "label_indices"),
+    )
 
 
 # -- torchtitan's chunks ----------------------------------------------------------------------------
@@ -452,9 +439,7 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
         logits = loss.around_head(r, product) if loss.around_head else product(r)
         del product
         chunk_loss = summed_loss(r, logits, rows, loss)
-        summed = r.empty((), "fp32", "total_loss")
-        total = summed
-        del summed
+        total = r.empty((), "fp32", "total_loss")
         if r.grad_enabled:
             one = r.empty((), "fp32", "grad_loss")
             r.backward([chunk_loss.view()], [one])
@@ -469,9 +454,7 @@ def chunks(r: Recorder, hidden: Tensor, weight: Tensor, loss: HeadLoss) -> tuple
             x_leaf.take()
     chunk_seam(r, loss, Hook.AFTER_FORWARD)
     if gathered is not None and hidden.dtype != "fp32":
-        cast = r.empty((b * s, h), hidden.dtype, "grad_hidden_accumulated")
-        gathered = cast
-        del cast
+        gathered = r.empty((b * s, h), hidden.dtype, "grad_hidden_accumulated")
     del logits, chunk_loss
     return total, gathered, gradient
 

@@ -108,11 +108,14 @@ def rule(r: Recorder, read: Sequence[Tensor], at: Sizes) -> Tensor:
     q, k, v, _, beta = read
     dtype = q.dtype
     out, sums, inverse = _made(r, at, dtype)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return rule_backward(r, at, dtype)
-
-    return out.by(r.node(read, (q, k, v, sums, beta, inverse), backward, work=work_of(at, dtype)))
+    return out.by(
+        r.node(
+            read,
+            (q, k, v, sums, beta, inverse),
+            lambda r, gradients: rule_backward(r, at, dtype),
+            work=work_of(at, dtype),
+        )
+    )
 
 
 def _made(r: Recorder, at: Sizes, dtype: str) -> tuple[Tensor, Tensor, Tensor]:

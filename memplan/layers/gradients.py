@@ -9,24 +9,26 @@ from ..tape.events import Category
 from .autograd import Backward, Gradients, Recorder, Tensor, incoming
 from .work import NOTHING, Shape
 
+Made = tuple[Shape, str, str] | tuple[Shape, str, str, Category]
+"""Shape, dtype, name and category of a new tensor."""
+
+
+def each(*made: Made) -> Backward:
+    """Makes new tensors, in their order."""
+    return lambda r, gradients: [r.empty(*one) for one in made]
+
 
 def fresh(x: Tensor, name: str, category: Category = Category.TEMPORARIES) -> Backward:
     """Makes a new tensor of the shape and dtype of ``x``."""
-    shape, dtype = x.shape, x.dtype
-    return lambda r, gradients: [r.empty(shape, dtype, name, category)]
+    return each((x.shape, x.dtype, name, category))
 
 
 def fresh_each(*inputs: tuple[Tensor, str]) -> Backward:
     """Makes one like each of ``inputs``, under its name, in their order."""
-    likes = [(x.shape, x.dtype, name) for x, name in inputs]
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(*like) for like in likes]
-
-    return backward
+    return each(*((x.shape, x.dtype, name) for x, name in inputs))
 
 
-def by_way_of(*made: tuple[Shape, str, str] | tuple[Shape, str, str, Category]) -> Backward:
+def by_way_of(*made: Made) -> Backward:
     """Makes a tensor of each shape, dtype, name and category; the last is the gradient, and those before it end then,
     the newest first."""
 

@@ -333,7 +333,7 @@ def sunk(r: Recorder, weights: Tensor, dtype: str) -> tuple[tuple[Tensor, ...], 
     sinks = r.parameter("sinks.logits", (a,), weights.dtype).view(1, a, 1, 1)
     sinks = ops.expanded(r, sinks, (b, a, s, 1), "sinks", copies=False)
     combined = ops.cat_last(r, weights, sinks, "scores_with_sinks")
-    combined = ops.add(r, combined, selecting.largest_last(r, combined, "largest_score"), "scores_less", negated=True)
+    combined = ops.add(r, combined, selecting.largest_last(r, combined), "scores_less", negated=True)
     probabilities = ops.softmax(r, combined, "probabilities_with_sinks", combined.dtype)
     scores = ops.slice_last(r, probabilities, s, "probabilities")
     return (probabilities, combined), ops.cast(r, scores, dtype, "probabilities_cast")
@@ -402,9 +402,7 @@ def plain_attention(r: Recorder, q: Heads, k: Heads, v: Heads, shape: LayerShape
 
 def _mask_of_zeros(r: Recorder, s: int) -> Tensor:
     """Zeros, and −∞ for what comes later, (s, s) fp32 (``convert_boolean_attn_mask``)."""
-    every = r.empty((s, s), "bool", "pairs")
-    earlier = r.empty((s, s), "bool", "pairs_before")
-    del every
+    earlier = r.in_turn(((s, s), "bool", "pairs"), ((s, s), "bool", "pairs_before"))
     zero, lowest = (r.empty((), "fp32", name) for name in ("zero", "lowest"))
     mask = r.empty((s, s), "fp32", "causal_mask")
     del lowest, zero, earlier

@@ -131,11 +131,8 @@ def unsloth_cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor
     losses = r.empty((n,), "fp32", "losses")
     lse = r.empty((n,) if chunks == 1 else (n, chunks), "fp32", "log_sum_exp")
     if chunks > 1:
-        summed = r.empty((n,), "fp32", "log_sum_exp_of_chunks")
-        lse = summed
-        del summed
-    ignored = r.empty((n,), "bool", "labels_ignored")
-    del ignored
+        lse = r.empty((n,), "fp32", "log_sum_exp_of_chunks")
+    r.empty((n,), "bool", "labels_ignored")
     total = r.empty((), "fp32", "loss")
     del losses
     return _over_logits(r, total, logits, (lse, labels))
@@ -145,8 +142,7 @@ def liger_cross_entropy(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     """``LigerCrossEntropyFunction``: forward writes the gradient over the logits, and backward multiplies it."""
     n = prod(logits.shape[:-1])
     losses = r.empty((n,), "fp32", "losses")
-    mask = r.empty((n,), "bool", "target_mask")
-    del mask
+    r.empty((n,), "bool", "target_mask")
     total = r.empty((), "fp32", "loss")
     del losses
     return _over_logits(r, total, logits, ())

@@ -37,9 +37,7 @@ def of_labels(
     n = b * (kept or s - 1)
     mask = r.empty((b, s - 1), "bool", "label_mask")
     given = gathered(r, hidden, mask, n)
-    indices = r.empty((n, 2), "int64", "label_indices")
-    targets = r.empty((n,), "int64", "targets")
-    del indices
+    targets = r.in_turn(((n, 2), "int64", "label_indices"), ((n,), "int64", "targets"))
     made = by_tiles(r, given, weight, targets, outputs)
     del given, targets
     scattered = [laid_out(r, x, mask) for x in made]
@@ -54,14 +52,11 @@ def gathered(r: Recorder, hidden: Tensor, mask: Tensor, n: int) -> Tensor:
     dtype = hidden.dtype
     sliced = r.node((hidden,), (), fresh(hidden, "grad_hidden_sliced"))
     view = Tensor(hidden.storage, (b, s - 1, h), dtype, sliced)
-    indices = r.empty((n, 2), "int64", "label_indices")
-    out = r.empty((n, h), dtype, "hidden_of_labels")
-    del indices
+    out = r.in_turn(((n, 2), "int64", "label_indices"), ((n, h), dtype, "hidden_of_labels"))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         zeros = r.empty((b, s - 1, h), dtype, "grad_hidden_of_labels")
-        indices = r.empty((n, 2), "int64", "label_indices")
-        del indices
+        r.empty((n, 2), "int64", "label_indices")
         return [zeros]
 
     return out.by(r.node((view,), (mask,), backward))
@@ -69,9 +64,7 @@ def gathered(r: Recorder, hidden: Tensor, mask: Tensor, n: int) -> Tensor:
 
 def laid_out(r: Recorder, x: Tensor, mask: Tensor) -> Tensor:
     """``x.new_zeros(mask.shape).masked_scatter(mask, x)``."""
-    zeros = r.empty(mask.shape, x.dtype, "zeros")
-    out = r.empty(mask.shape, x.dtype, f"scattered_{x.dtype}")
-    del zeros
+    out = r.in_turn((mask.shape, x.dtype, "zeros"), (mask.shape, x.dtype, f"scattered_{x.dtype}"))
     return out.by(r.node((x,), (mask,), fresh(x, "grad_log_probabilities")))
 
 
@@ -96,9 +89,7 @@ def by_tiles(r: Recorder, x: Tensor, weight: Tensor, targets: Tensor, outputs: S
 
     statistics = [r.empty((n,), "fp32", name) for name in STATISTICS]
     buffers = tiles(r, held=False)
-    logarithm = r.empty((n,), "fp32", "log_sum_exp")
-    log_z = r.empty((n,), "fp32", "log_z")
-    del logarithm
+    log_z = r.in_turn(((n,), "fp32", "log_sum_exp"), ((n,), "fp32", "log_z"))
     made = [r.empty((n,), "fp32", "log_probabilities")]
     if "entropy" in outputs:
         mean = r.empty((n,), "fp32", "mean_of_logits")

@@ -18,7 +18,7 @@ from ..tape.events import Category
 from ..values import dataclass
 from . import ops
 from .autograd import Gradients, Recorder, Tensor, size_of
-from .gradients import fresh, viewed
+from .gradients import fresh, fresh_each, viewed
 from .huggingface import layer_norm
 from .module import STALE
 from .recompute import recomputed_reentrant
@@ -80,9 +80,7 @@ def column_parallel(r: Recorder, x: Tensor, name: str, n: int, shape: ParallelSh
 
     work = shape.ranks.column(s * b, n, h, dtype)
     node = r.node((x, weight, *added), (x, weight), backward, work=work)
-    gathered = r.empty((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS)
-    out = r.empty((s, b, n), dtype, name)
-    del gathered
+    out = r.in_turn(((s, b, h), dtype, f"{name}_gathered", Category.COMMUNICATION_BUFFERS), ((s, b, n), dtype, name))
     return out.by(node)
 
 
@@ -117,13 +115,8 @@ def bias_dropout_add(r: Recorder, x: Tensor, residual: Tensor, name: str, p: flo
 def bias_gelu(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``GeLUFunction``: one fused kernel, saves input and bias; the bias gradient is a sum of the input's."""
     bias = r.parameter(f"{name}.bias", (x.shape[-1],), x.dtype)
-    shape, dtype = x.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = r.empty(shape, dtype, f"grad_{name}_gelu")
-        return [grad, r.empty(shape[-1:], dtype, f"grad_{name}_bias")]
-
-    return r.output((x, bias), (x, bias), backward, shape, dtype, f"{name}_gelu")
+    backward = fresh_each((x, f"grad_{name}_gelu"), (bias, f"grad_{name}_bias"))
+    return r.output((x, bias), (x, bias), backward, x.shape, x.dtype, f"{name}_gelu")
 
 
 def attention_probabilities(r: Recorder, scores: Tensor, shape: ParallelShape) -> Tensor:
@@ -277,8 +270,7 @@ def head(r: Recorder, hidden: Tensor, shape: ParallelShape) -> tuple[Tensor, Ten
     logits = ops.linear(r, hidden, weight, name="logits", category=LOGITS, parallel=Ranks(shape.t, False).column)
     upcast = ops.cast(r, logits, "fp32", "logits_fp32", LOGITS)
     del logits
-    stale = r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
-    del stale
+    r.outside((b, s, v), "fp32", LOGITS, STALE, drops=True)
     return vocab_parallel_cross_entropy(r, upcast, shape.t), upcast
 
 

@@ -362,22 +362,30 @@ def build(
     name: str, recipe: Recipe, interface: Interface, options: Options, present: frozenset[str] = frozenset()
 ) -> Module:
     """Runs ``recipe`` in each role. Parameters named in ``present`` have a gradient already in the first one."""
-    return recorded(name, recipe, interface, options, partial(_recorder, options, present), present)[0]
+    return recorded(name, recipe, interface, options, partial(recorder_of, Recorder, options, present), present)[0]
 
 
 def forward_alone(recipe: Recipe, interface: Interface, options: Options) -> tuple[tuple[Parameter, ...], int]:
     """Of what ``build`` makes: the parameters, and the bytes that ``steady.forward`` leaves. No other role is run."""
-    recorder = _recorder(options, frozenset(), False, True)
+    recorder = recorder_of(Recorder, options, frozenset(), False, True)
     tapes, _ = _tapes("", recipe, interface, recorder, options, backward=False)
     return _parameters(recorder, options), fold(tapes.forward).net
 
 
-def _recorder(options: Options, present: frozenset[str], first: bool, grad_enabled: bool) -> Recorder:
-    return Recorder(
-        options.accumulates_in_place,
-        first,
-        present if grad_enabled else frozenset(),
-        options.kernel_workspaces and grad_enabled,
+def recorder_of(
+    kind: type[RecorderKind],
+    options: Options,
+    present: frozenset[str],
+    first: bool,
+    grad_enabled: bool,
+    **own: Any,
+) -> RecorderKind:
+    """A recorder of a ``kind``, with fields of its ``own``."""
+    return kind(
+        accumulates_in_place=options.accumulates_in_place,
+        first=first,
+        present=present if grad_enabled else frozenset(),
+        kernel_workspaces=options.kernel_workspaces and grad_enabled,
         threads=options.threads,
         masks_first=options.masks_first,
         consumes_gradients=options.consumes_gradients and grad_enabled,
@@ -386,11 +394,11 @@ def _recorder(options: Options, present: frozenset[str], first: bool, grad_enabl
         stored=options.parameters,
         tuning=options.tuning,
         kernels=options.kernels,
-        seams=options.seams,
         counts=bool(options.counts),
         closed=bool(options.counts),
         summed=options.summed,
         pool=options.pool,
+        **{"seams": options.seams, **own},
     )
 
 

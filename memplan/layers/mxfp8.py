@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..tape.events import Category
 from .autograd import Gradients, Recorder, Tensor, incoming
 from .low_linear import Blocks, as_given
 from .work import ITEMSIZE, Operator, Product, Shape, Stream
@@ -27,32 +26,42 @@ class MXFP8(Blocks):
 
     multiple = 32
 
-    def product(
-        self,
-        r: Recorder,
-        x: Tensor,
-        weight: Tensor,
-        name: str,
-        policy: Policy,
-        category: Category = Category.TEMPORARIES,
-    ) -> Tensor:
-        """``mx_mm.forward``; selective recompute counts the product among those that it keeps every second of."""
-        shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
-        t, full = prod(shape[:-1]), (*shape[:-1], n)
-        taken, weights = _eight_bits(r, (t, k), f"{name}_input"), _eight_bits(r, (n, k), f"{name}_weight")
-        kept = policy.counted()
-        made = not (kept and policy.keeps and policy.again)
-        scales = [_ordered(r, (size, k), f"{name}_scales") for size in (t, n)] if made else []
-        if kept:
-            out = policy.run(r, lambda r: r.empty(full, dtype, name, category))
-        else:
-            out = r.empty(full, dtype, name, category)
-        del scales, taken, weights
+    def operands(
+        self, r: Recorder, x: Tensor, weight: Tensor, name: str, policy: Policy
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """``mx_mm.forward``."""
+        taken = _eight_bits(r, (prod(x.shape[:-1]), x.shape[-1]), f"{name}_input")
+        return [*_eight_bits(r, weight.shape, f"{name}_weight"), *taken], (x, weight)
 
-        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return _of_eight_bits(r, shape, n, incoming(gradients).dtype, f"grad_{name}")
+    def scales(self, r: Recorder, t: int, n: int, k: int, name: str) -> list[Tensor]:
+        return [_ordered(r, (size, k), f"{name}_scales") for size in (t, n)]
 
-        return out.by(r.node((x, weight), (x, weight), backward, work=_work_of_eight(t, n, k, dtype, made=made)))
+    def gradients(self, r: Recorder, shape: Shape, n: int, dtype: str, name: str) -> Sequence[Tensor | None]:
+        """``mx_mm.backward``: every operand is cast again along the dimension that its product sums over."""
+        k, t = shape[-1], prod(shape[:-1])
+        rows, weights = _eight_bits(r, (t, n), f"{name}_rows"), _eight_bits(r, (n, k), f"{name}_weight")
+        scales = [_ordered(r, (size, n), f"{name}_scales") for size in (t, k)]
+        of_input = as_given(r, r.empty((t, k), dtype, f"{name}_input"), shape)
+        del scales
+        columns, inputs = _eight_bits(r, (t, n), f"{name}_columns"), _eight_bits(r, (t, k), f"{name}_input_columns")
+        scales = [_ordered(r, (size, t), f"{name}_scales") for size in (n, k)]
+        of_weight = r.empty((n, k), dtype, f"{name}_weight")
+        del scales, columns, inputs, rows, weights
+        return [of_input, of_weight]
+
+    def work(self, t: int, n: int, k: int, dtype: str, *, made: bool) -> Operator:
+        """A cast reads 16 bits of an element and writes 8, and scales; scales are copied twice before a product."""
+        e, part = ITEMSIZE[dtype], 1 / MXFP8.multiple
+
+        def cast(elements: int) -> Stream:
+            return Stream(elements * (e + 1 + part), 1)
+
+        def product(m: int, columns: int, inner: int) -> list[Stream | Product]:
+            return [Stream(4 * part * inner * (m + columns), 4), Product(m, columns, inner, 1, 1)]
+
+        forward = [cast(t * k), cast(n * k), *(product(t, n, k) if made else [])]
+        of_input = [cast(t * n), cast(n * k), *product(t, k, n)]
+        return Operator(forward, [*of_input, cast(t * n), cast(t * k), *product(n, k, t)])
 
     def grouped(self, r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, name: str) -> Tensor:
         """``_MXFP8GroupedMM.forward`` (``moe_training/mxfp8_grouped_mm.py``, ``_compute_fwd_sm100``)."""
@@ -134,32 +143,3 @@ def _ordered(r: Recorder, shape: Shape, name: str) -> Tensor:
     ordered = r.empty(size, "uint8", name)
     del tiles, padded
     return ordered
-
-
-def _of_eight_bits(r: Recorder, shape: Shape, n: int, dtype: str, name: str) -> Sequence[Tensor | None]:
-    """``mx_mm.backward``: every operand is cast again along the dimension that its product sums over."""
-    k, t = shape[-1], prod(shape[:-1])
-    rows, weights = _eight_bits(r, (t, n), f"{name}_rows"), _eight_bits(r, (n, k), f"{name}_weight")
-    scales = [_ordered(r, (size, n), f"{name}_scales") for size in (t, k)]
-    of_input = as_given(r, r.empty((t, k), dtype, f"{name}_input"), shape)
-    del scales
-    columns, inputs = _eight_bits(r, (t, n), f"{name}_columns"), _eight_bits(r, (t, k), f"{name}_input_columns")
-    scales = [_ordered(r, (size, t), f"{name}_scales") for size in (n, k)]
-    of_weight = r.empty((n, k), dtype, f"{name}_weight")
-    del scales, columns, inputs, rows, weights
-    return [of_input, of_weight]
-
-
-def _work_of_eight(t: int, n: int, k: int, dtype: str, *, made: bool) -> Operator:
-    """A cast reads 16 bits of an element and writes 8, and scales; scales are copied twice before a product."""
-    e, part = ITEMSIZE[dtype], 1 / MXFP8.multiple
-
-    def cast(elements: int) -> Stream:
-        return Stream(elements * (e + 1 + part), 1)
-
-    def product(m: int, columns: int, inner: int) -> list[Stream | Product]:
-        return [Stream(4 * part * inner * (m + columns), 4), Product(m, columns, inner, 1, 1)]
-
-    forward = [cast(t * k), cast(n * k), *(product(t, n, k) if made else [])]
-    of_input = [cast(t * n), cast(n * k), *product(t, k, n)]
-    return Operator(forward, [*of_input, cast(t * n), cast(t * k), *product(n, k, t)])

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..tape.events import Category, Hold
-from .autograd import Gradients, Recorder, Tensor, incoming
+from .autograd import Recorder, Tensor
 from .low_linear import Blocks, as_given
 from .module import hold_bytes
 from .work import ITEMSIZE, Operator, Product, Shape, Stream
@@ -25,35 +25,49 @@ class NVFP4(Blocks):
     """``NVFP4Linear``: 16 elements share a scale of 8 bits, and a tensor one of 32."""
 
     multiple = 128
+    is_kept = False
+    """``aten._scaled_mm_v2`` is not among ``compute_intensive_ops``."""
 
-    def product(
-        self,
-        r: Recorder,
-        x: Tensor,
-        weight: Tensor,
-        name: str,
-        policy: Policy,
-        category: Category = Category.TEMPORARIES,
-    ) -> Tensor:
-        """``nvfp4_mm_triton.forward``; selective recompute keeps no product of it (``aten._scaled_mm_v2`` is not among
-        ``compute_intensive_ops``)."""
-        shape, dtype, (n, k) = x.shape, x.dtype, weight.shape
-        t = prod(shape[:-1])
+    def operands(
+        self, r: Recorder, x: Tensor, weight: Tensor, name: str, policy: Policy
+    ) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """``nvfp4_mm_triton.forward``."""
+        t, (n, k) = prod(x.shape[:-1]), weight.shape
         turned_largest, largest = _numbers(r, f"{name}_input_amax", 2)
         turned = _four_bits(r, t, k, f"{name}_input_turned")
         taken = _four_bits(r, t, k, f"{name}_input")
         (of_weight,) = _numbers(r, f"{name}_weight_amax", 1)
         weights = _four_bits(r, n, k, f"{name}_weight")
         transposed = _four_bits(r, n, k, f"{name}_weight_transposed")
+        return [largest, *taken, *weights], (*turned, turned_largest, *transposed, of_weight)
+
+    def scales(self, r: Recorder, t: int, n: int, k: int, name: str) -> list[Tensor]:
+        return _numbers(r, f"{name}_scale", 2)
+
+    def gradients(self, r: Recorder, shape: Shape, n: int, dtype: str, name: str) -> Sequence[Tensor | None]:
+        """``nvfp4_mm_triton.backward``: the gradient is cast with stochastic rounding, once for each product."""
+        k, t = shape[-1], prod(shape[:-1])
+        largest = _numbers(r, f"{name}_amax", 2)
+        noise = _numbers(r, f"{name}_rng", 3, "int64")
+        columns, rows = _four_bits(r, t, n, f"{name}_turned"), _four_bits(r, t, n, name)
+        del noise
         scales = _numbers(r, f"{name}_scale", 2)
-        out = r.empty((*shape[:-1], n), dtype, name, category)
-        del scales, weights, taken, largest
+        of_input = as_given(r, r.empty((t, k), dtype, f"{name}_input"), shape)
+        scales += _numbers(r, f"{name}_scale", 2)
+        of_weight = r.empty((n, k), dtype, f"{name}_weight")
+        del scales, rows, columns, largest
+        return [of_input, of_weight]
 
-        def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return _of_four_bits(r, shape, n, incoming(gradients).dtype, f"grad_{name}")
-
-        saved = (*turned, turned_largest, *transposed, of_weight)
-        return out.by(r.node((x, weight), saved, backward, work=_work_of_four(t, n, k, dtype)))
+    def work(self, t: int, n: int, k: int, dtype: str, *, made: bool) -> Operator:
+        """A tensor is read once for its maximum and once more to be cast, twice over: 4 bits of each element, and
+        scales. Casts of weights fill their results with zeros before (``triton_weight_quantize_2d``)."""
+        e, written = ITEMSIZE[dtype], 2 * (1 / 2 + 1 / 16)
+        inputs, weights = Stream(t * k * (2 * e + written), 4), Stream(n * k * (2 * e + written + 1), 5)
+        gradients, scalars = Stream(t * n * (2 * e + written), 4), Stream(16, 2)
+        return Operator(
+            [inputs, weights, scalars, Product(t, n, k, 1, 0.5)],
+            [gradients, Stream(24, 3), scalars, Product(t, k, n, 1, 0.5), scalars, Product(n, k, t, 1, 0.5)],
+        )
 
     def beside(self, count: int) -> tuple[Hold, ...]:
         """Of each layer a seed of its stochastic rounding, and the signs of the Hadamard transform; once in a process a
@@ -71,33 +85,6 @@ def _four_bits(r: Recorder, rows: int, columns: int, name: str) -> list[Tensor]:
     """A tensor's elements, two in a byte, and a scale of every 16."""
     size = rows * columns
     return [r.empty((size // 2,), "uint8", f"{name}_fp4"), r.empty((size // 16,), "fp8", f"{name}_scales")]
-
-
-def _of_four_bits(r: Recorder, shape: Shape, n: int, dtype: str, name: str) -> Sequence[Tensor | None]:
-    """``nvfp4_mm_triton.backward``: the gradient is cast with stochastic rounding, once for each product."""
-    k, t = shape[-1], prod(shape[:-1])
-    largest = _numbers(r, f"{name}_amax", 2)
-    noise = _numbers(r, f"{name}_rng", 3, "int64")
-    columns, rows = _four_bits(r, t, n, f"{name}_turned"), _four_bits(r, t, n, name)
-    del noise
-    scales = _numbers(r, f"{name}_scale", 2)
-    of_input = as_given(r, r.empty((t, k), dtype, f"{name}_input"), shape)
-    scales += _numbers(r, f"{name}_scale", 2)
-    of_weight = r.empty((n, k), dtype, f"{name}_weight")
-    del scales, rows, columns, largest
-    return [of_input, of_weight]
-
-
-def _work_of_four(t: int, n: int, k: int, dtype: str) -> Operator:
-    """A tensor is read once for its maximum and once more to be cast, twice over: 4 bits of each element, and scales.
-    Casts of weights fill their results with zeros before (``triton_weight_quantize_2d``)."""
-    e, written = ITEMSIZE[dtype], 2 * (1 / 2 + 1 / 16)
-    inputs, weights = Stream(t * k * (2 * e + written), 4), Stream(n * k * (2 * e + written + 1), 5)
-    gradients, scalars = Stream(t * n * (2 * e + written), 4), Stream(16, 2)
-    return Operator(
-        [inputs, weights, scalars, Product(t, n, k, 1, 0.5)],
-        [gradients, Stream(24, 3), scalars, Product(t, k, n, 1, 0.5), scalars, Product(n, k, t, 1, 0.5)],
-    )
 
 
 def _buffer(name: str, shape: Shape, dtype: str) -> Hold:

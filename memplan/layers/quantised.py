@@ -144,8 +144,7 @@ class Int8(Packed):
 
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
             weight = r.empty((n, k), dtype, f"{name}_dequantised")
-            scales = r.empty((n, 1), "fp32", f"{name}_scales")
-            del scales
+            r.empty((n, 1), "fp32", f"{name}_scales")
             grad_x = r.empty(shape, dtype, f"grad_{name}_input")
             del weight
             context.clear()
@@ -178,13 +177,10 @@ def _rows_quantised(r: Recorder, x: Tensor, rows: int, name: str) -> tuple[Tenso
     half = x if x.dtype == "fp16" else r.empty((rows, k), "fp16", f"{name}_input_fp16")
     scales = r.empty((rows,), "fp32", f"{name}_row_scales")
     made = r.empty((rows, k), "uint8", f"{name}_input_int8")
-    sizes = r.empty((rows, k), "fp16", f"{name}_input_sizes")
-    outliers = r.empty((rows, k), "bool", f"{name}_outliers")
-    del sizes
-    some = r.empty((), "bool", f"{name}_any_outlier")
-    del some
-    nought = r.empty((), "uint8", f"{name}_nought")
-    del nought, outliers, half
+    outliers = r.in_turn(((rows, k), "fp16", f"{name}_input_sizes"), ((rows, k), "bool", f"{name}_outliers"))
+    r.empty((), "bool", f"{name}_any_outlier")
+    r.empty((), "uint8", f"{name}_nought")
+    del outliers, half
     return made, scales
 
 
@@ -264,10 +260,7 @@ class Awq(Packed):
             out = r.empty((rows, n), self.dtype, name)
             del weight
             return out
-        parts = r.empty((SPLIT, rows, n), self.dtype, f"{name}_parts")
-        out = r.empty((rows, n), self.dtype, name)
-        del parts
-        return out
+        return r.in_turn(((SPLIT, rows, n), self.dtype, f"{name}_parts"), ((rows, n), self.dtype, name))
 
     def adapted(self, r: Recorder, x: Tensor, layer: Layer, adapters: Adapters) -> Tensor:
         """``AwqLoraLinear.forward``."""

@@ -75,8 +75,8 @@ def sum_inside(r: Recorder, whole: Shape, kept: Shape, dtype: str) -> None:
         sums, semaphores = partial_sums(outputs, rows, r.threads)
         if sums:
             partial = r.empty((sums,), "bool", "partial_sums", Category.WORKSPACES)
-            counted = r.empty((semaphores,), "bool", "semaphores", Category.WORKSPACES)
-            del counted, partial
+            r.empty((semaphores,), "bool", "semaphores", Category.WORKSPACES)
+            del partial
     del so_far
 
 
@@ -109,8 +109,8 @@ def table_gradient(r: Recorder, table: Shape, dtype: str, n: int, name: str, *, 
         return r.empty(table, dtype, label)
     inside += [r.empty((n,), "int64", part, Category.WORKSPACES) for part in ("indices_sorted", "indices_original")]
     rows = r.empty((n,), "int64", "indices_range", Category.WORKSPACES)
-    buffers = r.empty((2 * n,), "int64", "radix_sort_buffers", Category.WORKSPACES)
-    del buffers, rows
+    r.empty((2 * n,), "int64", "radix_sort_buffers", Category.WORKSPACES)
+    del rows
     grad = r.empty(table, dtype, label)
     segments = min(n, table[0])
     parts = n // ROWS_PER_PARTIAL + segments

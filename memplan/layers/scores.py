@@ -54,13 +54,9 @@ def loss_of_labels(r: Recorder, scores: Tensor) -> Tensor:
 
 def last_tokens(r: Recorder, b: int, s: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each sequence the last one that is no padding, and variables of ``forward``."""
-    differs = r.empty((b, s), "bool", "differs_from_padding")
-    mask = r.empty((b, s), "int32", "non_pad_mask")
-    del differs
+    mask = r.in_turn(((b, s), "bool", "differs_from_padding"), ((b, s), "int32", "non_pad_mask"))
     indices = r.empty((s,), "int32", "token_indices")
-    product = r.empty((b, s), "int32", "indices_of_tokens")
-    last = r.empty((b,), "int64", "last_non_pad_token")
-    del product
+    last = r.in_turn(((b, s), "int32", "indices_of_tokens"), ((b,), "int64", "last_non_pad_token"))
     return last, mask, indices
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from .autocast import promoted, set_by_autocast
-from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
+from .autograd import Backward, Gradients, Recorder, Shape, Tensor, Unsummed, incoming
 from .gradients import fresh
 from .work import ITEMSIZE, REPEATED, STRIDED, TOP_K, Operator, Stream
 
@@ -30,12 +30,11 @@ def top_k_issue(shape: Shape) -> int:
     return TOP_K.of(prod(shape), prod(shape[:-1]))
 
 
-def largest_last(r: Recorder, x: Tensor, name: str) -> Tensor:
+def largest_last(r: Recorder, x: Tensor) -> Tensor:
     """``x.max(-1, keepdim=True).values``: saves where they are, in int64."""
-    shape, dtype = x.shape, x.dtype
-    values = r.empty((*shape[:-1], 1), dtype, name)
-    where = r.empty(values.shape, "int64", f"{name}_indices")
-    return values.by(r.node((x,), (where,), fresh(x, f"grad_{name}")))
+    values = r.empty((*x.shape[:-1], 1), x.dtype, "largest_score")
+    where = r.empty(values.shape, "int64", "largest_score_indices")
+    return values.by(r.node((x,), (where,), fresh(x, "grad_largest_score")))
 
 
 def clamped(r: Recorder, x: Tensor, name: str, *, bounds: int) -> Tensor:
@@ -75,11 +74,10 @@ def scattered(r: Recorder, values: Tensor, indices: Tensor, shape: Shape, name: 
     return out.by(r.node((values,), (indices,), fresh(values, f"grad_{name}_values")))
 
 
-def repeated_rows(r: Recorder, x: Tensor, times: int, name: str) -> Tensor:
+def repeated_rows(r: Recorder, x: Tensor, times: int) -> Tensor:
     """``x.repeat(times, 1)`` of (n, h): the gradient is summed."""
-    like, dtype = x.shape, x.dtype
-    shape = (times * like[0], *like[1:])
-    return r.output((x,), (), fresh(x, f"grad_{name}_sum"), shape, dtype, name)
+    rows, *row = x.shape
+    return r.output((x,), (), fresh(x, "grad_rows_sum"), (times * rows, *row), x.dtype, "rows")
 
 
 def picked(r: Recorder, x: Tensor, indices: Tensor, shape: Shape, name: str) -> Tensor:
@@ -87,12 +85,12 @@ def picked(r: Recorder, x: Tensor, indices: Tensor, shape: Shape, name: str) -> 
     return r.output((x,), (indices,), fresh(x, f"grad_{name}"), shape, x.dtype, name)
 
 
-def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor, name: str) -> Tensor:
+def added_rows(r: Recorder, x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """``x.index_add_(0, indices, rows)``: saves both; the gradient of x goes through, that of rows is chosen."""
     like, dtype = rows.shape, rows.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [incoming(gradients), r.empty(like, dtype, f"grad_{name}_rows")]
+        return [incoming(gradients), r.empty(like, dtype, "grad_experts_output_rows")]
 
     return Tensor(x.storage, x.shape, x.dtype, r.node((x, rows), (indices, rows), backward))
 
@@ -108,18 +106,29 @@ def sum_last(r: Recorder, x: Tensor, name: str) -> Tensor:
     return r.empty((*shape[:-1], 1), summed, name).by(r.node((x,), (), backward))
 
 
-def sum_of_rows(r: Recorder, x: Tensor, k: int, name: str) -> Tensor:
+def sum_of_rows(r: Recorder, x: Tensor, k: int) -> Tensor:
     """``x.view(n, k, h).sum(1)`` of (n k, h): the expanded gradient is copied, to be seen as rows again or into the
     rows' own dtype."""
     rows, h = x.shape
     summed = set_by_autocast(r, "sum") or x.dtype
-    node = r.node((x,), (), fresh(x, f"grad_{name}_rows"))
-    return r.empty((rows // k, h), summed, name).by(node)
+    node = r.node((x,), (), fresh(x, "grad_experts_sum_rows"))
+    return r.empty((rows // k, h), summed, "experts_sum").by(node)
 
 
 def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """``x /= y`` with y broadcast: saves y and a copy of x as it was; the gradient of y takes four tensors."""
+    """``x /= y`` with y broadcast: saves y and a copy of x as it was."""
     before = r.empty(x.shape, x.dtype, f"{name}_before") if r.grad_enabled and y.node is not None else None
+    saved = (y, before) if before is not None else (y,)
+    return Tensor(x.storage, x.shape, x.dtype, r.node((x, y), saved, of_quotient(x, y, name)))
+
+
+def divided(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """``x / y`` with y broadcast: saves both."""
+    return r.output((x, y), (y, x), of_quotient(x, y, name), x.shape, x.dtype, name)
+
+
+def of_quotient(x: Tensor, y: Tensor, name: str) -> Backward:
+    """Gradients of ``x / y`` with y broadcast: that of y takes four tensors."""
     shape, small, dtype, wide = x.shape, y.shape, x.dtype, promoted(x.dtype, y.dtype)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
@@ -131,9 +140,7 @@ def divided_in_place(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
         grad_x = r.empty(shape, wide, f"grad_{name}_self")
         return [grad_x, Unsummed(whole, small, f"grad_{name}_other_sum")]
 
-    saved = (y, before) if before is not None else (y,)
-    node = r.node((x, y), saved, backward)
-    return Tensor(x.storage, shape, dtype, node)
+    return backward
 
 
 def written(r: Recorder, x: Tensor, parts: Sequence[Tensor], name: str) -> Tensor:

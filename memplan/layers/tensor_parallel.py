@@ -183,9 +183,7 @@ def masked(r: Recorder, shape: Shape, names: tuple[str, str, str, str, str] = IN
     below, above = r.empty(shape, "bool", names[0]), r.empty(shape, "bool", names[1])
     mask = r.empty(shape, "bool", names[2])
     del below, above
-    copied = r.empty(shape, "int64", names[3])
-    local = r.empty(shape, "int64", names[4])
-    del copied
+    local = r.in_turn((shape, "int64", names[3]), (shape, "int64", names[4]))
     return mask, local
 
 
@@ -193,9 +191,9 @@ def gathered_logits(r: Recorder, x: Tensor, t: int) -> Tensor:
     """``Shard(-1)`` to ``Replicate``: (b, s, v) from every rank's (b, s, v / t); backward copies this rank's part."""
     b, s, v = x.shape
     dtype = x.dtype
-    received = r.empty((b * t, s, v), dtype, "logits_received", LOGITS)
-    out = r.empty((b, s, v * t), dtype, "logits_gathered", LOGITS)
-    del received
+    out = r.in_turn(
+        ((b * t, s, v), dtype, "logits_received", LOGITS), ((b, s, v * t), dtype, "logits_gathered", LOGITS)
+    )
     size = size_of(out.shape, dtype)
     work = Operator((Exchange("all-gather", size), Stream(2 * size, 1, True)))
     out.node = r.node((x,), (), fresh(x, "grad_logits_part", LOGITS), work=work)
@@ -214,11 +212,7 @@ def log_softmax(r: Recorder, x: Tensor) -> Tensor:
     """``_log_softmax`` of ``tensor/parallel/loss.py`` on (b, s, v / t): saves its result. Backward hands on the
     gradient, as that of the negative log likelihood is this one's already."""
     tokens = (*x.shape[:-1], 1)
-    top = r.empty(tokens, x.dtype, "logits_max")
-    top = reduced(r, top, "logits_max_reduced")
-    shifted = r.empty(x.shape, x.dtype, "logits_shifted", LOGITS)
-    total = _sum_of_exponentials(r, x)
-    total = reduced(r, total, "exponentials_sum_reduced")
+    shifted, top, total = exponentials(r, x)
     logarithm = r.empty(tokens, x.dtype, "exponentials_log")
     out = r.empty(x.shape, x.dtype, "log_probabilities", LOGITS)
     # the maximum; less it; exponentials; their sum; the logarithm of which is subtracted
@@ -229,11 +223,14 @@ def log_softmax(r: Recorder, x: Tensor) -> Tensor:
     return out
 
 
-def _sum_of_exponentials(r: Recorder, x: Tensor) -> Tensor:
-    exponentials = r.empty(x.shape, x.dtype, "exponentials", LOGITS)
-    total = r.empty((*x.shape[:-1], 1), x.dtype, "exponentials_sum")
-    del exponentials
-    return total
+def exponentials(r: Recorder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits less their maximum, that, and the sum of their exponentials, of all ranks."""
+    tokens, dtype = (*x.shape[:-1], 1), x.dtype
+    top = r.empty(tokens, dtype, "logits_max")
+    top = reduced(r, top, "logits_max_reduced")
+    shifted = r.empty(x.shape, dtype, "logits_shifted", LOGITS)
+    total = r.in_turn((x.shape, dtype, "exponentials", LOGITS), (tokens, dtype, "exponentials_sum"))
+    return shifted, top, reduced(r, total, "exponentials_sum_reduced")
 
 
 def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
@@ -245,10 +242,7 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
 
     def chosen(name: str, shape: Shape, dtype: str) -> Tensor:
         """``torch.where(target != ignore_index, …, 0)``."""
-        counted = r.empty(shape, "bool", "label_counted")
-        out = r.empty(shape, dtype, name)
-        del counted
-        return out
+        return r.in_turn((shape, "bool", "label_counted"), (shape, dtype, name))
 
     safe = chosen("labels_safe", n, "int64")
     mask, local = masked(r, column)
@@ -270,33 +264,22 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
 
 
 def _total_weight(r: Recorder, tokens: Shape, dtype: str) -> Tensor:
-    counted = r.empty(tokens, "bool", "label_counted")
-    count = r.empty((), "int64", "labels_counted")
-    del counted
-    weight = r.empty((), dtype, "total_weight")
-    del count
-    return weight
+    return r.in_turn((tokens, "bool", "label_counted"), ((), "int64", "labels_counted"), ((), dtype, "total_weight"))
 
 
 def _grad_logits(r: Recorder, shape: Shape, dtype: str) -> Tensor:
     n = (shape[0] * shape[1],)
     column = (*n, 1)
     scaled = r.empty((), dtype, "grad_loss_scaled")
-    counted = r.empty(column, "bool", "label_counted")
-    safe = r.empty(column, "int64", "labels_safe")
-    del counted
+    safe = r.in_turn((column, "bool", "label_counted"), (column, "int64", "labels_safe"))
     at_label = r.empty(shape, dtype, "grad_at_label", LOGITS)
     mask, local = masked(r, n)
-    inside = r.empty(n, dtype, "index_mask_cast")
-    update = r.empty(n, dtype, "grad_at_label_update")
-    del inside
+    update = r.in_turn((n, dtype, "index_mask_cast"), (n, dtype, "grad_at_label_update"))
     places = r.empty(n, "int64", "places")
     counted = r.empty(column, "bool", "label_counted")
     each = r.empty(column, dtype, "grad_loss_each")
     del counted, scaled
-    exponentials = r.empty(shape, dtype, "exponentials", LOGITS)
-    difference = r.empty(shape, dtype, "grad_logits_unscaled", LOGITS)
-    del exponentials
+    difference = r.in_turn((shape, dtype, "exponentials", LOGITS), (shape, dtype, "grad_logits_unscaled", LOGITS))
     out = r.empty(shape, dtype, "grad_logits", LOGITS)
     del difference, each, places, update, mask, local, at_label, safe
     return out

@@ -24,9 +24,8 @@ from .huggingface import LayerShape, linear, rotary_one
 from .huggingface import Shared as Tables
 from .low_linear import LowLinear
 from .tensor_parallel import tagged
+from .titan_moe import grouped as plain_grouped
 from .titan_moe import (
-    divided,
-    fused_rms_norm,
     normalises,
     of_best_groups,
     permuted,
@@ -36,7 +35,6 @@ from .titan_moe import (
     unpermuted,
     with_zeros,
 )
-from .titan_moe import grouped as plain_grouped
 from .torchtitan import Policy
 from .work import Exchange, Operator, Stream
 from .work import attention as attention_work
@@ -44,16 +42,6 @@ from .work import attention as attention_work
 BLOCK = 128
 """Rows of a block of flash attention 3 with heads of 64 features."""
 GATE_UP, DOWN = "experts.mlp1", "experts.mlp2"
-
-
-def block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
-    """``GptOssTransformerBlock.forward``: rows of tokens, in as many sequences as a batch has."""
-    whole, n = x.shape, shape.b * shape.s
-    x = x.view(n, shape.spec.hidden)
-    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy)
-    x = ops.add(r, x, made, "residual_attention")
-    del made
-    return ops.add(r, x, mixture(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy), "residual_mlp").view(*whole)
 
 
 # -- attention --------------------------------------------------------------------------------------
@@ -101,9 +89,7 @@ def rotary(r: Recorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 def checked(r: Recorder, n: int) -> None:
     """``_maybe_check_max_pos``."""
-    below = r.empty((n,), "bool", "positions_below")
-    _all = r.empty((), "bool", "positions_all_below")
-    del below
+    _all = r.in_turn(((n,), "bool", "positions_below"), ((), "bool", "positions_all_below"))
 
 
 def inner_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: LayerShape, policy: Policy) -> Tensor:
@@ -222,7 +208,7 @@ def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Ten
     top = selecting.gathered(r, scores, chosen, "top_scores")
     if normalises(spec):
         total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
-        top = divided(r, top, total, "top_scores_normed")
+        top = selecting.divided(r, top, total, "top_scores_normed")
     top = ops.scale(r, top, "top_scores_scaled")
     return top, chosen, scores
 
@@ -286,8 +272,7 @@ def exchanged_rows(
     routed, tokens, scores = dispatched(r, x, top, chosen)
     every = exchanged_counts(r, ranks, e)
     for name in ("rows_to_ranks", "rows_from_ranks"):
-        on_device = r.empty((ranks,), "int64", name)
-        del on_device
+        r.empty((ranks,), "int64", name)
     received = exchanged(r, routed, ranks, "rows_exchanged")
     if low is None:
         rows, places, counts = expert_major(r, received, ranks, e)
@@ -326,9 +311,7 @@ def exchanged(r: Recorder, x: Tensor, ranks: int, name: str) -> Tensor:
 def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Tensor, Tensor]:
     """``_permute``: rows by expert, which row went where, and how many each expert here has."""
     every, rows = (ranks * e,), x.shape[0]
-    ends = r.empty(every, "int64", "segment_ends")
-    begins = r.empty(every, "int64", "segment_begins")
-    del ends
+    begins = r.in_turn((every, "int64", "segment_ends"), (every, "int64", "segment_begins"))
     lengths = r.empty((e, ranks), "int64", "segment_lengths")
     starts = r.empty((e, ranks), "int64", "segment_starts")
     del begins
@@ -336,9 +319,7 @@ def expert_major(r: Recorder, x: Tensor, ranks: int, e: int) -> tuple[Tensor, Te
     of_row = r.empty((rows,), "int64", "row_numbers_repeated")
     segments = r.empty((rows,), "int64", "segment_of_row")
     del of_row, numbers
-    ends = r.empty(every, "int64", "expert_ends")
-    begins = r.empty(every, "int64", "expert_begins")
-    del ends
+    begins = r.in_turn((every, "int64", "expert_ends"), (every, "int64", "expert_begins"))
     started = r.empty((rows,), "int64", "start_of_row")
     numbered = r.empty((rows,), "int64", "row_numbers")
     summed = r.empty((rows,), "int64", "start_and_row")
@@ -367,9 +348,7 @@ def returned(r: Recorder, x: Tensor, out: Tensor, places: Tensor, tokens: Tensor
 def dispatched(r: Recorder, x: Tensor, top: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``LocalTokenDispatcher.dispatch``: rows by expert, the token of each, and its score."""
     rows = (chosen.shape[0] * chosen.shape[1],)
-    values = r.empty(rows, "int64", "experts_sorted")
-    order = r.empty(rows, "int64", "row_order")
-    del values
+    order = r.in_turn((rows, "int64", "experts_sorted"), (rows, "int64", "row_order"))
     scores = selecting.gathered(r, top.view(*rows), order, "row_scores")
     order = r.empty(rows, "int64", "token_of_row")
     return selecting.gathered(r, x, order, "rows"), order, scores
@@ -401,9 +380,7 @@ def grouped(r: Recorder, x: Tensor, counts: Tensor, spec: ModelSpec) -> Tensor:
 
 def rows_counted(r: Recorder, e: int) -> tuple[Tensor, Tensor]:
     """``tail_slack`` and ``num_tokens_per_expert_long``."""
-    less = r.empty((), "int32", "rows_left")
-    slack = r.empty((1,), "int64", "rows_left_int64")
-    del less
+    slack = r.in_turn(((), "int32", "rows_left"), ((1,), "int64", "rows_left_int64"))
     return slack, r.empty((e + 1,), "int64", "rows_of_expert_and_left")
 
 
@@ -431,24 +408,21 @@ def clamped_gate(r: Recorder, x: Tensor, f: int) -> Tensor:
     inner = ops.elementwise(r, "gate_sigmoid", (ops.scale(r, gate, "gate_scaled"),), saves_output=True)
     gated = ops.multiply(r, gate, inner, "gated")
     del inner
-    return added_product(r, gated, up, "gated_up")
+    return added_product(r, gated, up)
 
 
-def added_product(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
+def added_product(r: Recorder, x: Tensor, y: Tensor) -> Tensor:
     """``addcmul(x, x, y)``: saves both; each factor is multiplied with the value, 1, before the gradient is."""
     shape, dtype = x.shape, x.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         def of(part: str) -> Tensor:
-            valued = r.empty(shape, dtype, f"{name}_{part}_valued")
-            made = r.empty(shape, dtype, f"grad_{name}_{part}")
-            del valued
-            return made
+            return r.in_turn((shape, dtype, f"gated_up_{part}_valued"), (shape, dtype, f"grad_gated_up_{part}"))
 
         first = of("first")
         return [incoming(gradients).alias(), first, of("second")]
 
-    return r.output((x, x, y), (x, y), backward, shape, dtype, name)
+    return r.output((x, x, y), (x, y), backward, shape, dtype, "gated_up")
 
 
 def combined(r: Recorder, x: Tensor, rows: Tensor, tokens: Tensor, scores: Tensor) -> Tensor:

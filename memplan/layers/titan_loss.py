@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ..tape.events import Category
 from .autograd import Gradients, Recorder, Shape, Tensor, size_of
 from .gradients import fresh
-from .tensor_parallel import reduced
+from .tensor_parallel import exponentials, reduced
 from .work import Exchange, Operator, Stream
 
 LOGITS = Category.LOGITS
@@ -40,10 +40,8 @@ def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     """The sum over (n, v) fp32 ``logits``: saves logarithms of probabilities, as large as they are, and labels."""
     shape, dtype = logits.shape, logits.dtype
     column = (shape[0], 1)
-    shifted, top, total = _exponentials(r, logits)
-    logarithm = r.empty(column, dtype, "exponentials_log")
-    out = r.empty(shape, dtype, "log_probabilities", LOGITS)
-    del logarithm
+    shifted, top, total = exponentials(r, logits)
+    out = r.in_turn((column, dtype, "exponentials_log"), (shape, dtype, "log_probabilities", LOGITS))
     places = _places(r, shape[0])
     picked = r.empty(column, dtype, "label_log_probability")
     picked = reduced(r, picked, "label_log_probability_reduced")
@@ -59,19 +57,6 @@ def vocab_parallel(r: Recorder, logits: Tensor, labels: Tensor) -> Tensor:
     loss.node = r.node((logits,), (out, labels), lambda r, gradients: _gradient(r, gradients, shape, dtype), work=work)
     del result, picked, places, shifted, top, total
     return loss
-
-
-def _exponentials(r: Recorder, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits less their maximum, that, and the sum of their exponentials, of all ranks."""
-    column, dtype = (logits.shape[0], 1), logits.dtype
-    top = r.empty(column, dtype, "logits_max")
-    top = reduced(r, top, "logits_max_reduced")
-    shifted = r.empty(logits.shape, dtype, "logits_shifted", LOGITS)
-    exponentials = r.empty(logits.shape, dtype, "exponentials", LOGITS)
-    total = r.empty(column, dtype, "exponentials_sum")
-    del exponentials
-    total = reduced(r, total, "exponentials_sum_reduced")
-    return shifted, top, total
 
 
 def _places(r: Recorder, n: int) -> tuple[Tensor, ...]:
@@ -98,13 +83,9 @@ def _gradient(r: Recorder, gradients: Gradients, shape: Shape, dtype: str) -> Se
     places = _places(r, n)
     at_label = r.empty(shape, dtype, "grad_at_label", LOGITS)
     rows = r.empty((n,), "int64", "row_numbers")
-    outside = r.empty((n,), dtype, "label_of_others_cast")
-    update = r.empty((n,), dtype, "grad_at_label_update")
-    del outside
+    update = r.in_turn(((n,), dtype, "label_of_others_cast"), ((n,), dtype, "grad_at_label_update"))
     each = _counted(r, "grad_loss_each", (n, 1), dtype)
-    exponentials = r.empty(shape, dtype, "exponentials", LOGITS)
-    both = r.empty(shape, dtype, "grad_logits_unscaled", LOGITS)
-    del exponentials
+    both = r.in_turn((shape, dtype, "exponentials", LOGITS), (shape, dtype, "grad_logits_unscaled", LOGITS))
     out = r.empty(shape, dtype, "grad_logits", LOGITS)
     del both, each, update, rows, at_label, places
     return [out]

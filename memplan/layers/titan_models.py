@@ -158,7 +158,7 @@ def rotated(r: Recorder, x: Tensor, name: str) -> Tensor:
     return ops.cast(r, y, dtype, f"{name}_rotary")
 
 
-def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention") -> Tensor:
+def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """``_scaled_dot_product_cudnn_attention``, the first of ``ScaledDotProductAttentionWrapper``'s list and the only
     fused one of its list that takes values with heads of another size (``sdp_utils.cpp``): saves q, k, v, output and
     log-sum-exp, (b, a, s, 1) fp32, and two numbers of the random state. In backward cuDNN's front end adds up dQ and
@@ -166,15 +166,14 @@ def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "a
     inside takes is not published."""
     b, a, s, d = q.shape
     dtype, shapes, width = q.dtype, (q.shape, k.shape, v.shape), v.shape[-1]
-    out = r.empty((b, a, s, width), dtype, name)
-    logsumexp = r.empty((b, a, s, 1), "fp32", f"{name}_logsumexp")
-    seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
+    out = r.empty((b, a, s, width), dtype, "attention")
+    logsumexp = r.empty((b, a, s, 1), "fp32", "attention_logsumexp")
+    seed, offset = (r.empty((), "int64", f"attention_rng_{part}") for part in ("seed", "offset"))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]
         if r.kernel_workspaces:
-            workspace = r.empty((b, a, s, 1 + d), "fp32", "cudnn_workspace", Category.WORKSPACES)
-            del workspace
+            r.empty((b, a, s, 1 + d), "fp32", "cudnn_workspace", Category.WORKSPACES)
         return made
 
     work = attention_work((b, s, a, d), a, s, dtype, causal=True, values=width)

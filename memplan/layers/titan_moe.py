@@ -15,7 +15,7 @@ from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
 from . import experts, ops, selecting
 from . import tensor_parallel as tp
-from .autograd import Gradients, Recorder, Tensor, Unsummed, size_of
+from .autograd import Gradients, Recorder, Tensor, size_of
 from .gradients import fresh, viewed, watched
 from .huggingface import LayerShape, silu
 from .torchtitan import Operator, Policy
@@ -45,8 +45,7 @@ def fused_rms_norm(r: Recorder, x: Tensor, name: str, *, strided: bool = False, 
 
     def inside(r: Recorder) -> None:
         if strided and r.kernel_workspaces:
-            copied = r.empty(shape, dtype, f"{name}_input_contiguous", Category.WORKSPACES)
-            del copied
+            r.empty(shape, dtype, f"{name}_input_contiguous", Category.WORKSPACES)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         _whole = r.empty(shape, dtype, f"grad_{name}_reduced") if placed == "whole" else None
@@ -77,7 +76,7 @@ def router(r: Recorder, x: Tensor, spec: ModelSpec, policy: Policy) -> tuple[Ten
     top = selecting.gathered(r, scores, chosen, "top_scores")
     if normalises(spec):
         total = ops.add_constant(r, selecting.sum_last(r, top, "top_scores_sum"), "top_scores_denominator")
-        top = divided(r, top, total, "top_scores_normed")
+        top = selecting.divided(r, top, total, "top_scores_normed")
     top = ops.scale(r, top, "top_scores_scaled")
     return top, chosen, counted(r, spec)
 
@@ -123,21 +122,6 @@ def of_best_groups(r: Recorder, scores: Tensor, spec: ModelSpec, policy: Policy 
     return masked.view(n, every)
 
 
-def divided(r: Recorder, x: Tensor, y: Tensor, name: str) -> Tensor:
-    """``x / y`` with y broadcast: saves both; the gradient of y takes four tensors."""
-    shape, small, dtype = x.shape, y.shape, x.dtype
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
-        quotient = r.empty(shape, dtype, f"{name}_quotient")
-        again = r.empty(shape, dtype, f"{name}_quotient_again")
-        negated = r.empty(shape, dtype, f"{name}_negated")
-        whole = r.empty(shape, dtype, f"grad_{name}_other")
-        del negated, again, quotient
-        return [r.empty(shape, dtype, f"grad_{name}_self"), Unsummed(whole, small, f"grad_{name}_other_sum")]
-
-    return r.output((x, y), (y, x), backward, shape, dtype, name)
-
-
 def counted(r: Recorder, spec: ModelSpec) -> Tensor:
     """``torch.histc`` of int64: (E,) of the same."""
     return r.empty((spec.experts,), "int64", "rows_of_expert")
@@ -150,9 +134,7 @@ def reordered(r: Recorder, top: Tensor, chosen: Tensor, spec: ModelSpec, parts: 
         return _reordered_part(r, part_of_rows(r, top, parts), part_of_rows(r, chosen, parts), spec)
     rows = chosen.shape[0] * chosen.shape[1]
     counts = counted(r, spec)
-    values = r.empty((rows,), "int64", "experts_sorted")
-    order = r.empty((rows,), "int64", "row_order")
-    del values
+    order = r.in_turn(((rows,), "int64", "experts_sorted"), ((rows,), "int64", "row_order"))
     return selecting.gathered(r, top.view(rows), order, "row_scores"), order, counts
 
 
@@ -175,11 +157,8 @@ def part_of_rows(r: Recorder, x: Tensor, parts: int) -> Tensor:
 def permute_indices(r: Recorder, ranks: int, e: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """``generate_permute_indices``: for each of L places the row that goes there, each expert's rows, a multiple of 8,
     and where they end; from ``ranks`` ranks whose experts are e here."""
-    summed = r.empty((ranks * e,), "int64", "rows_summed")
-    starts = r.empty((ranks * e,), "int64", "row_starts")
-    del summed
-    total = r.empty((e,), "int64", "rows_of_local_expert")
-    total = r.empty((e,), "int64", "rows_at_least")
+    starts = r.in_turn(((ranks * e,), "int64", "rows_summed"), ((ranks * e,), "int64", "row_starts"))
+    total = r.in_turn(((e,), "int64", "rows_of_local_expert"), ((e,), "int64", "rows_at_least"))
     sizes = rounded_up(r, e)
     ends = r.empty((e,), "int64", "row_ends")
     begins = r.empty((e,), "int64", "row_begins")
@@ -207,7 +186,7 @@ def permuted(r: Recorder, x: Tensor, ranks: int, e: int, aligned: int = ALIGNED)
     rows, h = x.shape
     places, sizes, _ends = permute_indices(r, ranks, e, padded_length(rows, e, aligned))
     x = with_zeros(r, x)
-    x = picked_rows(r, x, places, (places.shape[0], h), "rows_padded")
+    x = picked_rows(r, x, places, (places.shape[0], h))
     return x, places, sizes
 
 
@@ -221,13 +200,12 @@ def with_zeros(r: Recorder, x: Tensor) -> Tensor:
     return made
 
 
-def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int], name: str) -> Tensor:
+def picked_rows(r: Recorder, x: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
     """``x[places]`` with int32 places, which the kernel takes in int64 (``make_info`` of
     ``TensorAdvancedIndexing.cpp``)."""
     if r.kernel_workspaces:
-        wide = r.empty(places.shape, "int64", f"{name}_places_int64", Category.WORKSPACES)
-        del wide
-    return selecting.picked(r, x, places, shape, name)
+        r.empty(places.shape, "int64", "rows_padded_places_int64", Category.WORKSPACES)
+    return selecting.picked(r, x, places, shape, "rows_padded")
 
 
 def unpermuted(r: Recorder, out: Tensor, places: Tensor, rows: int) -> Tensor:
@@ -335,7 +313,7 @@ def exchanged_rows(
     places, sizes, _ends = permute_indices(r, ranks, e, length)
     x = with_zeros(r, x)
     taken = kept or places
-    x = picked_rows(r, x, taken, (length, h), "rows_padded")
+    x = picked_rows(r, x, taken, (length, h))
     del places
     return x, sizes, taken
 
@@ -388,10 +366,7 @@ def mixture(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) -> Tensor
     unsorted = r.empty((n * k, spec.hidden), dtype, "rows_unsorted")
     del stashed
     unsorted = put(r, unsorted, order, out, "rows_unsorted")
-    if spec.router_weighs_inputs:
-        summed = selecting.sum_of_rows(r, unsorted, k, "experts_sum")
-    else:
-        summed = weighed_sum(r, top, unsorted, k)
+    summed = selecting.sum_of_rows(r, unsorted, k) if spec.router_weighs_inputs else weighed_sum(r, top, unsorted, k)
     if shared is not None:
         return ops.add(r, shared, summed, "experts_and_shared").view(*whole)
     return summed.view(*whole)

@@ -10,6 +10,7 @@ heads, g heads of keys, d features of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from . import ops, titan_gpt_oss, titan_models, titan_muse
 from .autograd import Recorder, Tensor
@@ -19,6 +20,8 @@ from .torchtitan import Policy, feed_forward
 
 Turning = Callable[[Recorder, Tensor, Tensor], tuple[Tensor, Tensor]]
 """What rotary positions make of queries and keys."""
+Attended = Callable[[Recorder, Tensor, LayerShape, Policy], Tensor]
+"""Attention of a layer's normed input, (n, h)."""
 
 
 def llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
@@ -31,22 +34,13 @@ def llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Te
     return ops.add(r, h, _dense(r, h, shape, policy), "residual_mlp").view(*whole)
 
 
-def qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
-    """``Qwen3TransformerBlock.forward``, whose variable the first sum takes."""
+def block(
+    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None, *, attended: Attended
+) -> Tensor:
+    """``TransformerBlock.forward`` of Qwen 3, DeepSeek V3 and gpt-oss, whose variable the first sum takes."""
     whole = x.shape
     x = x.view(shape.b * shape.s, shape.spec.hidden)
-    made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy, titan_gpt_oss.rotary)
-    x = ops.add(r, x, made, "residual_attention")
-    del made
-    inner = _mixture if shape.mixture else _dense
-    return ops.add(r, x, inner(r, x, shape, policy), "residual_mlp").view(*whole)
-
-
-def deepseek_block(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, _: Tensor | None = None) -> Tensor:
-    """``DeepSeekV3TransformerBlock.forward``."""
-    whole = x.shape
-    x = x.view(shape.b * shape.s, shape.spec.hidden)
-    made = latent_attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy)
+    made = attended(r, fused_rms_norm(r, x, "attention_norm"), shape, policy)
     x = ops.add(r, x, made, "residual_attention")
     del made
     inner = _mixture if shape.mixture else _dense
@@ -99,3 +93,8 @@ def latent_attention(r: Recorder, x: Tensor, shape: LayerShape, policy: Policy) 
 def _keys(r: Recorder, plain: Tensor, turned: Tensor) -> Tensor:
     every = ops.expanded(r, turned, (*plain.shape[:-1], turned.shape[-1]), "key_turned", copies=False)
     return ops.cat_last(r, plain, every, "key_states")
+
+
+qwen3_block = partial(block, attended=partial(attention, turning=titan_gpt_oss.rotary))
+deepseek_block = partial(block, attended=latent_attention)
+gpt_oss_block = partial(block, attended=titan_gpt_oss.attention)

@@ -155,9 +155,9 @@ def turned(r: Recorder, x: Tensor, name: str) -> Tensor:
     shape = x.shape
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        conjugate = r.empty((1, shape[1], 1, shape[3]), "fp32", "freqs_conjugate")
-        gradient = r.empty(shape, "fp32", f"grad_{name}_complex")
-        del conjugate
+        gradient = r.in_turn(
+            ((1, shape[1], 1, shape[3]), "fp32", "freqs_conjugate"), (shape, "fp32", f"grad_{name}_complex")
+        )
         return [gradient]
 
     return r.empty(shape, "fp32", f"{name}_complex").by(r.node((x,), (), backward))

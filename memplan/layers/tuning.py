@@ -89,12 +89,11 @@ def _weight(r: Recorder, x: Tensor, layer: Layer, stored: str) -> Tensor:
 def _norm(r: Recorder, weight: Tensor, product: Tensor, name: str) -> Tensor:
     """``get_weight_norm``: (n,), without a graph."""
     n, k = weight.shape
-    scaled = r.empty((k, n), product.dtype, f"{name}_lora_weight_scaled")
-    updated = r.empty((n, k), weight.dtype, f"{name}_updated_weight")
-    del scaled
-    norm = r.empty((n,), weight.dtype, f"{name}_weight_norm")
-    del updated
-    return norm
+    return r.in_turn(
+        ((k, n), product.dtype, f"{name}_lora_weight_scaled"),
+        ((n, k), weight.dtype, f"{name}_updated_weight"),
+        ((n,), weight.dtype, f"{name}_weight_norm"),
+    )
 
 
 BLOCK = 64
@@ -197,8 +196,7 @@ class FourBit(Packed):
     def fast_dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
         """``fast_dequantize``."""
         weight = r.empty((n, k), self.dtype, f"{name}_dequantised")
-        scales = r.empty((self.blocks(n * k),), "fp32", f"{name}_scales")
-        del scales
+        r.empty((self.blocks(n * k),), "fp32", f"{name}_scales")
         return weight
 
     def linear(self, r: Recorder, x: Tensor, layer: Layer) -> Tensor:
@@ -421,8 +419,7 @@ def factors(r: Recorder, name: str, both: Factors, dtype: str) -> Factors:
 def registered_once(r: Recorder, name: str, shape: Shape, dtype: str) -> None:
     """The whole weight, made without a graph where the adapter is registered as its parametrization
     (``torch/nn/utils/parametrize.py``, ``ParametrizationList``)."""
-    whole = r.empty(shape, dtype, f"{name}_registered")
-    del whole
+    r.empty(shape, dtype, f"{name}_registered")
 
 
 def folded(r: Recorder, weight: Tensor, made: Factors | None, name: str) -> Tensor:

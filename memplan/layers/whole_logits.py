@@ -212,8 +212,7 @@ def of_concatenated(
     likelihood = [likelihood_of_chosen(r, logits, shape)] if how.likelihood else []
     if not how.likelihood:
         for name in ("chosen", "rejected"):
-            masked = r.empty((b // 2 * (shape.s - 1), shape.spec.vocab), logits.dtype, f"logits_{name}", LOGITS)
-            del masked
+            r.empty((b // 2 * (shape.s - 1), shape.spec.vocab), logits.dtype, f"logits_{name}", LOGITS)
     variables = [logits, *likelihood] if how.stays and metrics else []
     likelihood.clear()
     del hidden, logits, view, joined
@@ -339,8 +338,7 @@ def measured(r: Recorder, logits: Tensor, trl: Version) -> None:
             entropies(r, shifted, copies=not how.copies and b > 1, at_once=CHUNK)
             del shifted
     if how.copies or how.entropies:
-        words = r.empty((b, s - 1), "int64", "likeliest_words")
-        del words
+        r.empty((b, s - 1), "int64", "likeliest_words")
     copies.clear()
 
 
@@ -449,9 +447,7 @@ def joined(r: Recorder, rows: list[Tensor], name: str) -> Tensor:
 def log_sum(r: Recorder, row: Tensor) -> Tensor:
     """``torch.logsumexp`` of a row (s, v)."""
     whole, dtype = row.shape, row.dtype
-    exponentials = r.empty(whole, dtype, "logits_less_largest", LOGITS)
-    out = r.empty(whole[:1], dtype, "log_sum_of_sequence")
-    del exponentials
+    out = r.in_turn((whole, dtype, "logits_less_largest", LOGITS), (whole[:1], dtype, "log_sum_of_sequence"))
     made = ("logits_less_log_sum", "probabilities_of_sequence", "grad_logits_of_sequence")
     backward = by_way_of(*((whole, dtype, name, LOGITS) for name in made))
     return out.by(r.node((row,), (row, out), backward))
@@ -469,9 +465,7 @@ def entropies(r: Recorder, logits: Tensor, *, copies: bool, at_once: int = CHUNK
     chunk = partial(r.empty, dtype=dtype, category=LOGITS)
     logarithms = None
     for size in sizes[:2] + sizes[2:][-1:]:
-        made = chunk((size, v), name="log_probabilities_of_chunk")
-        logarithms = made
-        del made
+        logarithms = chunk((size, v), name="log_probabilities_of_chunk")
         exponentials = chunk((size, v), name="probabilities_of_chunk")
         product = chunk((size, v), name="entropy_of_chunk")
         del exponentials, product

@@ -18,20 +18,17 @@ def adafactor_for_loop(r: Recorder, parameters: Parameters, dtype: str, decay: b
     """``_single_tensor_adafactor``: the estimated variance becomes the update in place, under two names."""
     update = estimate = row_mean = col_mean = squared = None
     for parameter in parameters:
-        norm = number(r, dtype, "norm")
-        del norm
+        number(r, dtype, "norm")
         if len(parameter.shape) > 1:
             row_mean = r.empty((*parameter.shape[:-1], 1), dtype, "row_mean")
             col_mean = r.empty((*parameter.shape[:-2], 1, parameter.shape[-1]), dtype, "col_mean")
             estimate = like(r, parameter, dtype, "var_estimate")
-            mean = r.empty((*parameter.shape[:-2], 1, 1), dtype, "row_var_mean")
-            del mean
+            r.empty((*parameter.shape[:-2], 1, 1), dtype, "row_var_mean")
         else:
             squared = like(r, parameter, dtype, "grad_squared")
             estimate = like(r, parameter, dtype, "var_estimate")
         update = estimate
-        norm = number(r, dtype, "update_norm")
-        del norm
+        number(r, dtype, "update_norm")
     del row_mean, col_mean, squared, update, estimate
 
 
@@ -44,8 +41,7 @@ def adafactor_foreach(r: Recorder, parameters: Parameters, dtype: str, decay: bo
     for matrices in dict.fromkeys(is_matrix):
         group = [parameter for parameter, matrix in zip(parameters, is_matrix, strict=True) if matrix == matrices]
         for _ in group:
-            norm = number(r, dtype, "norm")
-            del norm
+            number(r, dtype, "norm")
         if matrices:
             means = [r.empty((*p.shape[:-1], 1), dtype, "row_mean") for p in group]
             del means
@@ -60,15 +56,14 @@ def adafactor_foreach(r: Recorder, parameters: Parameters, dtype: str, decay: bo
             estimates = [like(r, parameter, dtype, "var_estimate") for parameter in group]
         updates = estimates
         for _ in group:
-            norm = number(r, dtype, "update_norm")
-            del norm
+            number(r, dtype, "update_norm")
     del updates, estimates
 
 
 def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, decay: bool) -> None:
     """``Adafactor.step`` without first moment and ``scale_parameter`` (the Trainer's choice): one parameter at a
     time in fp32, gradient and parameter cast if they are not, and every variable held until it is taken anew."""
-    grad = data = update = rows = columns = rms = None
+    grad = data = update = None
     for parameter in parameters:
         shape, factored = parameter.shape, len(parameter.shape) > 1
         del grad
@@ -76,20 +71,13 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
         del data
         data = like(r, parameter, "fp32", "parameter_fp32") if dtype != "fp32" else None
         norm = number(r, "fp32", "norm")
-        rms = number(r, "fp32", "rms_of_state")  # takes the place of the state's
-        del rms, norm
-        square = like(r, parameter, "fp32", "gradient_squared")
-        plus_eps = like(r, parameter, "fp32", "gradient_squared_eps")
-        del square
-        update = plus_eps
-        del plus_eps
+        number(r, "fp32", "rms_of_state")  # takes the place of the state's
+        del norm
+        update = r.in_turn((shape, "fp32", "gradient_squared"), (shape, "fp32", "gradient_squared_eps"))
         if factored:
             for mean_shape in (shape[:-1], (*shape[:-2], shape[-1])):
-                mean = r.empty(mean_shape, "fp32", "mean_of_squares")
-                del mean
-            mean = r.empty((*shape[:-2], 1), "fp32", "mean_of_rows")
-            rows = r.empty(shape[:-1], "fp32", "row_factor")
-            del mean
+                r.empty(mean_shape, "fp32", "mean_of_squares")
+            rows = r.in_turn(((*shape[:-2], 1), "fp32", "mean_of_rows"), (shape[:-1], "fp32", "row_factor"))
             columns = r.empty((*shape[:-2], 1, shape[-1]), "fp32", "column_factor")
             product = like(r, parameter, "fp32", "update")
             del rows, columns
@@ -97,13 +85,8 @@ def adafactor_transformers(r: Recorder, parameters: Parameters, dtype: str, deca
             del product
         else:
             update = like(r, parameter, "fp32", "update")
-        norm = number(r, "fp32", "update_norm")
-        rms = number(r, "fp32", "update_rms")
-        del norm
-        clipped = number(r, "fp32", "update_clip")
-        del rms, clipped
-        negative = like(r, parameter, "fp32", "negative_update")
-        del negative
+        r.in_turn(((), "fp32", "update_norm"), ((), "fp32", "update_rms"), ((), "fp32", "update_clip"))
+        like(r, parameter, "fp32", "negative_update")
     del grad, data, update
 
 

@@ -30,11 +30,8 @@ def adam_for_loop(r: Recorder, parameters: Parameters, dtype: str, decay: bool) 
     for parameter in parameters:
         del grad
         grad = like(r, parameter, dtype, "decayed_gradient") if decay else None
-        root = like(r, parameter, dtype, "exp_avg_sq_sqrt")
-        quotient = like(r, parameter, dtype, "denominator")
-        del root
-        denominator = quotient
-        del quotient
+        shape = parameter.shape
+        denominator = r.in_turn((shape, dtype, "exp_avg_sq_sqrt"), (shape, dtype, "denominator"))
     del grad, denominator
 
 

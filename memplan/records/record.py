@@ -165,13 +165,10 @@ def new_record(
     *,
     command: str,
     tolerance: float = TOLERANCE,
-    verdict: Verdict | None = None,
     time: datetime | None = None,
 ) -> Record:
     """A record of now. ``plan`` as given, ``estimate`` the JSON of the estimate for the code that ran.
-
-    Without a ``verdict`` it follows from measured, estimated and ``tolerance`` (``differences.verdict_of``).
-    """
+    The verdict follows from measured, estimated and ``tolerance`` (``differences.verdict_of``)."""
     estimated = Estimated.model_validate(estimate)
     return Record(
         id=secrets.token_hex(6),
@@ -182,7 +179,7 @@ def new_record(
         run=run,
         hardware=hardware_of(run),
         tolerance=tolerance,
-        verdict=verdict or verdict_of(run, differences(estimated, run), tolerance),
+        verdict=verdict_of(run, differences(estimated, run), tolerance),
     )
 
 

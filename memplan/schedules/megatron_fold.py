@@ -282,7 +282,7 @@ def saved_by_flight(passes: Passes, sends: bool, receives: bool, hidden: int) ->
 
 
 @lru_cache(maxsize=1 << 14)
-def fold_iteration(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes, finalize: Excursion = ZERO) -> Excursion:
+def fold_iteration(plan: Schedule, chunks: tuple[Passes, ...], sizes: Sizes) -> Excursion:
     """The excursion of a steady iteration up to the return of ``forward_backward_func``.
 
     It begins with what the iteration before left (the last input of every chunk that receives one, and its gradient;

@@ -202,11 +202,9 @@ def _rows(table: str) -> list[list[str]]:
     return [row for row in csv.reader(table.splitlines(), skipinitialspace=True) if row]
 
 
-def gpus_for(
-    count: int, needed: int | None, *, share: bool = False, environment: Mapping[str, str] = os.environ
-) -> tuple[Device, ...]:
-    """The first ``count`` of those that CUDA shows to processes with this environment, free for a run that takes
-    ``needed`` bytes on each (``None``: not known). ``LackingError`` where they are too few or busy."""
+def gpus_for(count: int, *, share: bool = False, environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """The first ``count`` of those that CUDA shows to processes with this environment. ``LackingError`` where they are
+    too few or busy."""
     shown = visible(devices(), environment)
     if len(shown) < count:
         names = ", ".join(map(str, shown)) or "none"
@@ -215,18 +213,15 @@ def gpus_for(
             f"the run needs {count} GPUs on this machine{of}, and there are {len(shown)}: {names}; "
             "--nnodes and srun run it on several machines, and --emulate one rank after the other"
         )
-    check_free(shown[:count], needed, share=share)
+    check_free(shown[:count], share=share)
     return shown[:count]
 
 
-def check_free(gpus: Sequence[Device], needed: int | None, *, share: bool = False) -> None:
-    """``LackingError`` if one of ``gpus`` is in use, unless ``share``, or has fewer than ``needed`` bytes left."""
+def check_free(gpus: Sequence[Device], *, share: bool) -> None:
+    """``LackingError`` if one of ``gpus`` is in use, unless ``share``."""
     for gpu in gpus:
         if gpu.busy and not share:
             raise LackingError(one_line(f"{gpu} is in use: {_by(gpu)}; {_choices()}"))
-        if needed is not None and needed > gpu.free:
-            problem = f"{gpu} has {size(gpu.free)} free of {size(gpu.total)}, and the run takes about {size(needed)}"
-            raise LackingError(one_line(f"{problem}: {_by(gpu)}" if gpu.busy else problem))
 
 
 def _by(gpu: Device) -> str:

@@ -184,9 +184,9 @@ def _devices(
     """Those of this machine that take part, which nobody else uses."""
     if joined is None:
         count = 1 if world == "emulated" else where.gpus // where.nodes
-        return gpus_for(count, None, share=where.shares, environment=environment)
-    own = gpus_for(joined.local_rank + 1, None, share=True, environment=environment)[joined.local_rank :]
-    check_free(own, None, share=where.shares)
+        return gpus_for(count, share=where.shares, environment=environment)
+    own = gpus_for(joined.local_rank + 1, share=True, environment=environment)[joined.local_rank :]
+    check_free(own, share=where.shares)
     return own
 
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.formats.exported import Exported, exported
-from memplan.formats.megatron_deepspeed.pipe_methods import cut_today, method_of, python_of
-from memplan.formats.megatron_deepspeed.script import STAGES, TARGET
+from memplan.formats.megatron_deepspeed.pipe_methods import STAGES, cut_today, method_of, python_of
+from memplan.formats.megatron_deepspeed.script import TARGET
 from memplan.frameworks.megatron_deepspeed.programs import parallel_shape, stage_bounds
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
@@ -170,7 +170,7 @@ def test_deepspeed_makes_any_cut(cut: tuple[int, list[int]]) -> None:
     layers, bounds = cut
     entries, _ = planned(layers, 1, "type:transformer")
     stages, method = len(bounds) - 1, method_of(bounds, entries)
-    kind = module.PipelineModule if method is not None else written(python_of(bounds, STAGES), module)
+    kind = module.PipelineModule if method is not None else written(python_of(bounds), module)
     assert bounds_of(kind, specs(entries, module), stages, method or "type:transformer") == bounds
 
 

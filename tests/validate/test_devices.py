@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from memplan.plan.errors import LackingError, PlanError
-from memplan.report.names import GIB, MIB
+from memplan.report.names import MIB
 from memplan.validate.devices import IDLE, Device, Process, check_free, devices, gpus_for, visible
 
 FREE = Device(0, "GPU-1111-2222", "NVIDIA H200", "590.48.01", 143_771 * MIB, 0, 143_158 * MIB)
@@ -20,44 +20,36 @@ HOG = Process(10291, "/root/tools/memhog", 2566 * MIB)
     ctypes.util.find_library("nvidia-ml") is not None or shutil.which("nvidia-smi") is not None, reason="a GPU is here"
 )
 def test_no_gpu() -> None:
-    for ask in (devices, lambda: gpus_for(8, None)):
+    for ask in (devices, lambda: gpus_for(8)):
         with pytest.raises(LackingError, match=r"^no CUDA device here: .* nvidia-smi .*--device fake") as caught:
             ask()
         assert "\n" not in str(caught.value)
 
 
 def test_free() -> None:
-    check_free([FREE, replace(FREE, index=1, used=26 * MIB)], 143_158 * MIB)
+    check_free([FREE, replace(FREE, index=1, used=26 * MIB)], share=False)
 
 
 def test_in_use() -> None:
     busy = replace(FREE, used=12_618 * MIB, processes=(HOG, Process(10314, None, None)))
     with pytest.raises(LackingError) as caught:
-        check_free([FREE, busy], None)
+        check_free([FREE, busy], share=False)
     assert str(caught.value) == (
         "GPU 0 (NVIDIA H200) is in use: 12.32 GiB by process 10291 (/root/tools/memhog, 2.51 GiB), process 10314; "
         "CUDA_VISIBLE_DEVICES chooses others; --share-gpu runs beside it, and measures both"
     )
-    check_free([busy], 100 * GIB, share=True)
+    check_free([busy], share=True)
 
 
 def test_in_use_by_what_cannot_be_seen() -> None:
     """A container's driver shows the memory of others, and not their processes."""
     with pytest.raises(LackingError, match="in use: 65 MiB, by processes that cannot be seen from here"):
-        check_free([replace(FREE, used=IDLE + MIB)], None)
+        check_free([replace(FREE, used=IDLE + MIB)], share=False)
 
 
 def test_a_process_without_memory_yet() -> None:
     with pytest.raises(LackingError, match=r"in use: 0 B by process 1 \(python\)"):
-        check_free([replace(FREE, processes=(Process(1, "python", None),))], None)
-
-
-@pytest.mark.parametrize("share", [False, True])
-def test_too_small(share: bool) -> None:
-    """Sharing is no leave to take what the other one needs."""
-    gpu = replace(FREE, used=120 * GIB if share else 0, free=20 * GIB)
-    with pytest.raises(LackingError, match=r"has 20\.00 GiB free of 140\.40 GiB, and the run takes about 24\.00 GiB"):
-        check_free([gpu], 24 * GIB, share=share)
+        check_free([replace(FREE, processes=(Process(1, "python", None),))], share=False)
 
 
 ALL = tuple(replace(FREE, index=index, uuid=f"GPU-{index}{index}-rest") for index in range(4))

@@ -352,11 +352,14 @@ def _offload(end: str) -> Iterator[Row]:
     def unused(reader: Reader) -> str:
         return "" if f"deepspeed.{end}" in reader.building.items else "nothing is offloaded"
 
-    def offloads(plan: Plan) -> bool:
-        return bool(getattr(plan.deepspeed, end) != "none")
-
     def row(key: str, name: str, **more: Any) -> Row:
-        return Row(f"{ZERO}.{end}.{key}", f"deepspeed.{name}", ZERO, when=offloads, **more)
+        return Row(
+            f"{ZERO}.{end}.{key}",
+            f"deepspeed.{name}",
+            ZERO,
+            when=lambda plan: bool(getattr(plan.deepspeed, end) != "none"),
+            **more,
+        )
 
     yield row("device", end, read=_device(end))
     path = f"{ZERO}.{end}.nvme_path"

@@ -230,11 +230,13 @@ INTERLEAVED = 32
 
 def _interleaved(name: str, path: str, chains: Callable[[Plan], bool]) -> Row:
     """Written beside a chain of gated experts; read where that is."""
-
-    def when(plan: Plan) -> bool:
-        return mixed(plan) and plan.model.gated and chains(plan)
-
-    return of_experts(name, path, read=elsewhere, value=lambda plan: INTERLEAVED, when=when)
+    return of_experts(
+        name,
+        path,
+        read=elsewhere,
+        value=lambda plan: INTERLEAVED,
+        when=lambda plan: mixed(plan) and plan.model.gated and chains(plan),
+    )
 
 
 def _shared_chain(reader: Reader) -> None:

@@ -35,11 +35,7 @@ def packed(launch: Launch, root: Node) -> Launch:
     if said is None:
         return launch
     finish = launch.finish
-
-    def finished(read: ReadPlan) -> ReadPlan:
-        return _packed(finish(read), said)
-
-    return replace(launch, finish=finished)
+    return replace(launch, finish=lambda read: _packed(finish(read), said))
 
 
 def _packed(read: ReadPlan, said: Node) -> ReadPlan:

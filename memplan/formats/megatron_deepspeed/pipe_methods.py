@@ -66,6 +66,8 @@ def _methods() -> Iterator[str]:
             yield f"type:{'|'.join(types)}"
 
 
+STAGES = "planned_stages"
+"""The module with stages that no partition method makes."""
 CLASS = '''\
 """Stages of the pipeline as memplan has planned them.
 
@@ -88,6 +90,6 @@ class GPTModelPipe(WithMethod):
 '''
 
 
-def python_of(bounds: Sequence[int], module: str) -> str:
+def python_of(bounds: Sequence[int]) -> str:
     """The module that makes the cut whatever DeepSpeed's methods do."""
-    return CLASS.format(module=module, first=list(bounds[:-1]))
+    return CLASS.format(module=STAGES, first=list(bounds[:-1]))

@@ -17,12 +17,10 @@ from ..exported import PLACE, Arguments, Draft, Script, Target, heredoc, sizes_o
 from ..megatron.script import names_settled
 from ..megatron.vocabulary import GPT2_TOKENS
 from ..training_scripts import read_back
-from .pipe_methods import cut_today, has_no_weights, method_of, python_of
+from .pipe_methods import STAGES, cut_today, has_no_weights, method_of, python_of
 from .table import ROWS, config_of
 
 CONFIG = "./ds_config.json"
-STAGES = "planned_stages"
-"""The module with the stages, where a method does not make them."""
 YOURS = (
     ("--data-path", "your-data_text_document"),
     ("--split", "949,50,1"),
@@ -85,7 +83,7 @@ def _stages(plan: ResolvedPlan) -> tuple[str | None, str, str]:
     if method is not None:
         return method, "", ""
     told = f"No partition method makes these stages: pretrain_gpt.py takes GPTModelPipe from {STAGES}.py instead."
-    return None, python_of(bounds, STAGES), told
+    return None, python_of(bounds), told
 
 
 def _tokenizer(is_gpt2s: bool) -> tuple[tuple[str, str], ...]:

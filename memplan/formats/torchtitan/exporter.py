@@ -60,22 +60,30 @@ def write(plan: ResolvedPlan) -> Draft:
 def _refuse(plan: ResolvedPlan) -> None:
     """Refuses a plan that torchtitan would read as another one, with the reason."""
     given, optimizer = plan.fsdp, plan.optimizer
-    if given.code != "torchtitan":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "fsdp.code",
+            given.code != "torchtitan",
             "must be torchtitan (--fsdp-code): its jobs train its own models; "
             "--to deepspeed or --to megatron writes other frameworks' files",
-        )
-    if optimizer.algorithm.torchtitan is None:
-        raise plan.wrong("optimizer.name", "must be adam or adamw: torchtitan has no other by name")
-    if plan.lora.rank is not None:
-        raise plan.wrong("lora.rank", "must be left out: torchtitan's TOML had no adapters (its Python has)")
-    if plan.loss.kind == "chunked":
-        raise plan.wrong(
+        ),
+        (
+            "optimizer.name",
+            optimizer.algorithm.torchtitan is None,
+            "must be adam or adamw: torchtitan has no other by name",
+        ),
+        (
+            "lora.rank",
+            plan.lora.rank is not None,
+            "must be left out: torchtitan's TOML had no adapters (its Python has)",
+        ),
+        (
             "loss.kind",
+            plan.loss.kind == "chunked",
             "must be plain, or vocab-parallel with tensor parallelism: torchtitan has had chunks since April 2026, and "
             "its jobs are Python since February 2026, which is read (--from torchtitan) and not written",
-        )
+        ),
+    )
     for path, dtype in (
         ("precision.dtype", plan.precision.dtype),
         ("fsdp.reduce", given.reduce),
@@ -94,16 +102,18 @@ def _release(plan: ResolvedPlan) -> str:
     given = plan.fsdp
     if given.ends_apart:
         return "0.2.0" if given.return_outputs else max(RELEASES)
-    if given.parameters != "fp32":
-        raise plan.wrong(
+    plan.refuse(
+        (
             "fsdp.parameters",
+            given.parameters != "fp32",
             "must be fp32 without fsdp.ends_apart: before July 2025 torchtitan kept its parameters in no other",
-        )
-    if plan.layout.pp > 1 and not given.return_outputs:
-        raise plan.wrong(
+        ),
+        (
             "fsdp.return_outputs",
+            plan.layout.pp > 1 and not given.return_outputs,
             "must be true with stages and without fsdp.ends_apart: torchtitan changed the latter first",
-        )
+        ),
+    )
     return "0.1.0"
 
 

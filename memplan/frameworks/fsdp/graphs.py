@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from ...layers.autograd import GRAPHS
+from ...layers.counting import GRAPHS
 from ...layers.module import Module, Tapes
 from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Hold, Stretch, Tape

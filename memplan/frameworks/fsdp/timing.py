@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from ...layers.autograd import GRAPHS
+from ...layers.counting import GRAPHS
 from ...layers.module import Options, Passes, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host

@@ -268,7 +268,7 @@ GPT_OSS = Titan(
     "gpt_oss",
     "gpt-oss",
     "August 2026",
-    block=titan_gpt_oss.block,
+    block=titan_newest.gpt_oss_block,
     norm=titan_moe.fused_rms_norm,
     registered=("qkv", "attention_output", "sinks", *NORMS, titan_gpt_oss.GATE_UP, titan_gpt_oss.DOWN, "router"),
     covers={

@@ -199,14 +199,10 @@ def _block(of: Recipes, mode: Checkpointing, options: Options, leads: bool) -> M
         hidden, table = x, titan.table and titan.table(r, shape)
         if mode == "none":
             return Run(titan.block(r, hidden, shape, torchtitan.Policy(False, low=low), table))
-
-        def region(policy: torchtitan.Policy) -> Tensor:
-            return titan.block(r, hidden, shape, policy, table)
-
         return Run(
             torchtitan.checkpointed(
                 r,
-                region,
+                lambda policy: titan.block(r, hidden, shape, policy, table),
                 keeps=mode == "op",
                 early_stop=titan.early_stop,
                 keeps_exchanged=titan.keeps_exchanged,

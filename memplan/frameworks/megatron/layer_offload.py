@@ -28,14 +28,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from functools import lru_cache
 from math import prod
 
 from ...layers.module import Module, Tapes
 from ...tape.events import INPUT, Drop, Event, Hold, Hook, Scope, Seam, Tape, insert
 from ...tape.program import Chunk, Span
-from ...values import dataclass, replace
+from ...values import replace
 
 LEAST = 256 * 1024
 """Elements of the smallest tensor that goes."""
@@ -46,32 +45,21 @@ _CLEARED = re.compile(r"linear_(qkv|fc1)\.layer_norm|_(fp8|fp8_transposed|rows|c
 """Names of what backward empties: within a norm's linear layer, and parts of quantised inputs."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Events:
-    """What happens around the modules of a chunk, by their places."""
+Around = Mapping[tuple[Hook, int], list[Event]]
+"""What happens around the modules of a chunk, by hooks and the modules' places."""
 
-    before_forward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    after_forward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    before_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    after_backward: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
 
-    def inserted(self, tape: Tape, place: int, keeps: bool) -> Tape:
-        """``keeps``: seams stay for hooks of others, which run before these but ahead of a forward."""
-        known: Mapping[Hook, dict[int, list[Event]]] = {
-            Hook.BEFORE_FORWARD: self.before_forward,
-            Hook.AFTER_FORWARD: self.after_forward,
-            Hook.BEFORE_BACKWARD: self.before_backward,
-            Hook.AFTER_BACKWARD: self.after_backward,
-        }
+def _inserted(around: Around, tape: Tape, place: int, keeps: bool) -> Tape:
+    """``keeps``: seams stay for hooks of others, which run before these but ahead of a forward."""
 
-        def at(seam: Seam) -> Sequence[Event]:
-            assert seam.hook is not None
-            own = known.get(seam.hook, {}).get(place, ())
-            if not keeps:
-                return own
-            return (*own, seam) if seam.hook is Hook.BEFORE_FORWARD else (seam, *own)
+    def at(seam: Seam) -> Sequence[Event]:
+        assert seam.hook is not None
+        own = around.get((seam.hook, place), ())
+        if not keeps:
+            return own
+        return (*own, seam) if seam.hook is Hook.BEFORE_FORWARD else (seam, *own)
 
-        return insert(tape, at)
+    return insert(tape, at)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -82,7 +70,7 @@ def with_offload(chunk: Chunk, count: int, keeps: bool = False) -> tuple[Chunk, 
     modules = [(span.module, name) for span in spans for name in span.names]
     places = [at for at, (_, name) in enumerate(modules) if name.startswith(LAYER)]
     tapes = [module.steady for module, _ in modules]
-    around, host, number = _Events(), 0, 0
+    around, host, number = defaultdict[tuple[Hook, int], list[Event]](list), 0, 0
     for at in range(count):
         place, released_at = places[at], places[len(places) - count + at]
         reloaded_at, below = places[len(places) - 1 - count + at], places[at - 1] if at else place - 1
@@ -102,15 +90,15 @@ def with_offload(chunk: Chunk, count: int, keeps: bool = False) -> tuple[Chunk, 
             tapes[place] = _ended(tapes[place], INPUT if is_input else first, again if cleared else None)
             ends = Drop(first, held.bytes, held.category)
             if is_input and not at:
-                around.after_forward[len(modules) - 1].append(ends)
+                around[Hook.AFTER_FORWARD, len(modules) - 1].append(ends)
             else:
-                around.before_forward[released_at].append(ends)
-            around.before_backward[reloaded_at].append(held._replace(tensor=again, name=f"{held.name}/reloaded"))
+                around[Hook.BEFORE_FORWARD, released_at].append(ends)
+            back = held._replace(tensor=again, name=f"{held.name}/reloaded")
+            around[Hook.BEFORE_BACKWARD, reloaded_at].append(back)
             if not cleared:
-                (around.before_backward if at else around.after_backward)[below].append(
-                    Drop(again, held.bytes, held.category)
-                )
-    for events in around.before_backward.values():  # what has come back for the layer above ends first
+                hook = Hook.BEFORE_BACKWARD if at else Hook.AFTER_BACKWARD
+                around[hook, below].append(Drop(again, held.bytes, held.category))
+    for events in around.values():  # what has come back for the layer above ends first
         events.sort(key=lambda event: isinstance(event, Hold))
     own = [
         Span(_with(module, _around(tapes[at], around, at, keeps), keeps), (name,))
@@ -166,8 +154,8 @@ def _ended(tapes: Tapes, id: int, other: int | None) -> Tapes:
     return replace(tapes, backward=tuple(kept))
 
 
-def _around(tapes: Tapes, around: _Events, place: int, keeps: bool) -> Tapes:
-    forward, backward = (around.inserted(tape, place, keeps) for tape in (tapes.forward, tapes.backward))
+def _around(tapes: Tapes, around: Around, place: int, keeps: bool) -> Tapes:
+    forward, backward = (_inserted(around, tape, place, keeps) for tape in (tapes.forward, tapes.backward))
     return replace(tapes, forward=forward, backward=backward)
 
 

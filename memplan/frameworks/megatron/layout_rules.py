@@ -349,13 +349,12 @@ def check_experts(plan: ResolvedPlan) -> None:
             given.pad_to_capacity and given.capacity_factor is None,
             "needs experts.capacity_factor",
         ),
-    )
-    instances = plan.megatron.distributed_optimizer_instances
-    if ranks // (layout.ep * etp) % instances:
-        raise plan.wrong(
+        (
             "megatron.distributed_optimizer_instances",
+            ranks // (layout.ep * etp) % plan.megatron.distributed_optimizer_instances,
             f"must divide the {ranks // (layout.ep * etp)} replicas of each expert",
-        )
+        ),
+    )
     check_imbalance(plan)
 
 

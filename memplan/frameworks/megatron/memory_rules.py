@@ -242,13 +242,18 @@ def check_recomputed(plan: ResolvedPlan) -> None:
     plan.refuse_for("recompute.modules", reasons)
     if not model.mtp_layers or plan.recompute.mode != "full" or plan.recompute.method != "uniform":
         return
-    if (plan.recompute.layers or 1) > 1:
-        raise plan.wrong("recompute.layers", "must be 1 with multi-token prediction, as in Megatron-Core")
-    if plan.megatron.fsdp != "none":
-        raise plan.wrong(
+    plan.refuse(
+        (
+            "recompute.layers",
+            (plan.recompute.layers or 1) > 1,
+            "must be 1 with multi-token prediction, as in Megatron-Core",
+        ),
+        (
             "recompute.mode",
+            plan.megatron.fsdp != "none",
             "must not be full with multi-token prediction and megatron.fsdp: that combination is not modelled yet",
-        )
+        ),
+    )
 
 
 OFFLOAD_V1, GRAPH_REGISTER = COMPARED = ("NVTE_CPU_OFFLOAD_V1", "NCCL_GRAPH_REGISTER")

@@ -170,12 +170,14 @@ def mtp_module(
     shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options, *, recomputed: bool = False
 ) -> Module:
     """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
-
-    def recipe(r: Recorder, x: Tensor) -> Run:
-        return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer, recomputed))
-
     present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()
-    return build("mtp", recipe, Interface(shape.hidden, hidden_dtype(shape)), options, present)
+    return build(
+        "mtp",
+        lambda r, x: Run(mtp.block(r, x, shape, layer_shape, overlapped.layer, recomputed)),
+        Interface(shape.hidden, hidden_dtype(shape)),
+        options,
+        present,
+    )
 
 
 Keeping = tuple[tuple[str, tuple[str, ...]], ...]

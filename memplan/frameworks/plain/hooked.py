@@ -13,7 +13,7 @@ from ...layers import fused_losses
 from ...layers.autograd import Recorder, Tensor
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import LayerShape
-from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded
+from ...layers.module import Interface, Module, Options, Parameter, Recipe, Run, recorded, recorder_of
 from ...tape.events import INPUT
 from ...values import dataclass, replace
 from . import preferences
@@ -161,21 +161,17 @@ def _hooked(
         submodules = {**submodules, name: with_adapters(submodules.get(name, NONE), options.tuning.adapters.targets)}
 
     def recorder(first: bool, grad_enabled: bool) -> HookedRecorder:
-        return HookedRecorder(
-            options.accumulates_in_place,
-            first,
+        return recorder_of(
+            HookedRecorder,
+            options,
             present,
-            options.kernel_workspaces and grad_enabled,
-            threads=options.threads,
-            masks_first=options.masks_first,
-            consumes_gradients=options.consumes_gradients,
-            grad_enabled=grad_enabled,
+            first,
+            grad_enabled,
             views_products=bias_first or not grad_enabled,
             seams=True,
             submodules=submodules.get(name, NONE),
             bias_first=bias_first,
             outputs=outputs or {},
-            tuning=options.tuning,
             registered=family_of(family).registered,
         )
 
@@ -245,7 +241,7 @@ def _instances(
         kept = kept | {EMBEDDED} if saved or leaf else kept - {EMBEDDED}
         foremost = replace(foremost, module=with_kept_input(foremost.module))
         if leaf:
-            begun, first = with_leaf(embedding.module, foremost.module, EMBEDDED)
+            begun, first = with_leaf(embedding.module, foremost.module)
             embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
     begin = [foremost]
     if first_full and FULL_MASK in kept:

@@ -450,7 +450,7 @@ def _with_embedded(embedding: Module, row: Row, kept: frozenset[int], leaf: bool
         kept = kept | {EMBEDDED}
     foremost = with_kept_input(foremost)
     if leaf:
-        embedding, foremost = with_leaf(embedding, foremost, EMBEDDED)
+        embedding, foremost = with_leaf(embedding, foremost)
     further = [(row[0][0], count - 1)] if count > 1 else []
     return embedding, [(foremost, 1), *further, *row[1:]], kept
 

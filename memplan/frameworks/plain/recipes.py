@@ -110,13 +110,10 @@ def leaves_embedding(tuning: Tuning | None, shape: LayerShape) -> bool:
 def with_kept_input(layer: Module) -> Module:
     """``layer`` as the first one, whose input is ``EMBEDDED`` and ends when the model returns if no node saved it."""
 
-    def without(tape: Tape) -> Tape:
-        return tuple(event for event in tape if not is_drop_of_input(event))
-
     def renamed(tape: Tape) -> Tape:
         return tuple(event._replace(tensor=EMBEDDED) if is_drop_of_input(event) else event for event in tape)
 
-    return layer.changed(without, renamed)
+    return layer.changed(lambda tape: tuple(event for event in tape if not is_drop_of_input(event)), renamed)
 
 
 def is_drop_of_input(event: Event) -> TypeGuard[Drop]:

@@ -12,6 +12,7 @@ from ...plan.plan import ResolvedPlan
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace
+from .recipes import EMBEDDED
 from .tuned import frozen_layer, trains_layers
 
 
@@ -104,16 +105,16 @@ def layers(row: Row, names: tuple[str, ...]) -> tuple[Span, ...]:
 
 
 @lru_cache(maxsize=1024)
-def with_leaf(embedding: Module, layer: Module, embedded: int) -> tuple[Module, Module]:
+def with_leaf(embedding: Module, layer: Module) -> tuple[Module, Module]:
     """An embedding whose output requires a gradient without having a node, and the first layer, which has it as its
-    input under the id ``embedded``: it ends with the graph, behind the embedding's backward."""
-    (output,) = (hold for hold in embedding.shares if hold.tensor == embedded)
+    input under the id ``EMBEDDED``: it ends with the graph, behind the embedding's backward."""
+    (output,) = (hold for hold in embedding.shares if hold.tensor == EMBEDDED)
 
     def is_drop(event: Event) -> bool:
-        return isinstance(event, Drop) and event.tensor == embedded
+        return isinstance(event, Drop) and event.tensor == EMBEDDED
 
     def ended(tape: Tape) -> Tape:
-        return behind(tape, (Drop(embedded, output.bytes, output.category),))
+        return behind(tape, (Drop(EMBEDDED, output.bytes, output.category),))
 
     def kept(tape: Tape) -> Tape:
         return tuple(event for event in tape if not is_drop(event))

@@ -75,8 +75,8 @@ def clipping(parameters: Sequence[Parameter], dtype: str, *, kernel_workspaces: 
     inverse = r.empty((), dtype, "total_norm_inverse")
     coefficient = r.empty((), dtype, "clip_coefficient")
     del inverse, shifted
-    clamped = r.empty((), dtype, "clip_coefficient_clamped")
-    del clamped, coefficient, total
+    r.empty((), dtype, "clip_coefficient_clamped")
+    del coefficient, total
     return r.tape()
 
 

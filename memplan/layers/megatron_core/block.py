@@ -318,9 +318,10 @@ def _gathered_last(r: Recorder, x: Tensor, shape: CoreShape) -> Tensor:
         ((t * like[0] * like[1], like[2]), dtype, "grad_qkv_turned", Category.COMMUNICATION_BUFFERS),
         (like, dtype, "grad_qkv_scattered", Category.COMMUNICATION_BUFFERS),
     )
-    received = r.empty((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS)
-    joined = r.empty(whole, dtype, "qkv_gathered")
-    del received
+    joined = r.in_turn(
+        ((t * like[0], *like[1:]), dtype, "qkv_received", Category.COMMUNICATION_BUFFERS),
+        (whole, dtype, "qkv_gathered"),
+    )
     done = exchanged("all-gather", size_of(whole, dtype), "reduce-scatter")
     return joined.by(r.node((x,), (), backward, work=done))
 
@@ -429,9 +430,11 @@ def _packed_rows(r: Recorder, name: str, shape: CoreShape) -> tuple[Tensor, ...]
     held.append(r.empty(documents, "int64", f"{name}_local_documents"))
     summed = [r.empty((shape.packed,), "int64", f"{name}_lengths_summed")]
     summed.clear()
-    document = r.empty(tokens, "int64", f"{name}_document_above")
-    document = r.empty(tokens, "int64", f"{name}_document_found")
-    document = r.empty(tokens, "int64", f"{name}_document")
+    document = r.in_turn(
+        (tokens, "int64", f"{name}_document_above"),
+        (tokens, "int64", f"{name}_document_found"),
+        (tokens, "int64", f"{name}_document"),
+    )
     names = ("document_start", "position", "document_length", "document_global_start", "row")
     held += [document, *(r.empty(tokens, "int64", f"{name}_{one}") for one in names)]
     return (*held, r.empty((*tokens, 1, 1, shape.spec.rotary_features), "fp32", f"{name}_angles"))

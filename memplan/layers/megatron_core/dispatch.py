@@ -142,9 +142,7 @@ def _permuted(
         return permuted_at_once(r, x, probabilities, chosen, shape.routed.sent)
     count, whole, dtype = shape.routed.sent, (prod(probabilities.shape),), probabilities.dtype
     transposed = [r.empty(probabilities.shape[::-1], "bool", "routing_map_transposed")]
-    values = [r.empty(whole, "bool", "routing_map_sorted")]
-    flat = r.empty(whole, "int64", "routing_order")
-    values.clear()
+    flat = r.in_turn((whole, "bool", "routing_map_sorted"), (whole, "int64", "routing_order"))
     kept = flat.view(count)
     order = r.empty((count,), "int64", "sorted_indices")
     copy = r.empty(probabilities.shape[::-1], dtype, "probabilities_transposed")
@@ -175,8 +173,7 @@ def permuted_at_once(
     """``moe_permute_mask_map_forward``: saves the map of rows (T, 2 E + 1) in int32."""
     tokens, experts = probabilities.shape
     rows = r.empty((tokens, 2 * experts + 1), "int32", "row_id_map")
-    part = r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
-    del part
+    r.empty((experts, -(-tokens // 1024)), "int32", "row_id_workspace")
     out = r.empty((count, x.shape[-1]), x.dtype, "permuted_tokens")
     weights = r.empty((count,), probabilities.dtype, "permuted_probabilities")
     gradients = fresh_each((x, "grad_permuted_tokens"), (probabilities, "grad_probabilities"))
@@ -192,9 +189,7 @@ def unpermuted(r: Recorder, x: Tensor, order: Tensor, tokens: int, shape: CoreSh
     dtype, whole = x.dtype, (tokens, x.shape[-1])
 
     if not shape.mixture.permute_fusion and shape.deterministic:
-        zeros = r.empty(whole, dtype, "unpermuted_zeros")
-        out = r.empty(whole, dtype, "unpermuted_tokens")
-        del zeros
+        out = r.in_turn((whole, dtype, "unpermuted_zeros"), (whole, dtype, "unpermuted_tokens"))
         kept = (order, x)
     else:
         out = r.empty(whole, dtype, "unpermuted_tokens")
@@ -281,9 +276,7 @@ def _all_gathered(
     mine = r.empty((tokens, local), "bool", "local_map")
     part = _part(r, probabilities, (tokens, local))
     transposed = [r.empty((local, tokens), "bool", "routing_map_transposed")]
-    values = [r.empty((local * tokens,), "bool", "routing_map_sorted")]
-    whole = r.empty((local * tokens,), "int64", "routing_order")
-    values.clear()
+    whole = r.in_turn(((local * tokens,), "bool", "routing_map_sorted"), ((local * tokens,), "int64", "routing_order"))
     order = r.empty((shape.routed.held,), "int64", "sorted_indices")
     del whole
     transposed.clear()

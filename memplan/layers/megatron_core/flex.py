@@ -182,9 +182,7 @@ def _multihot(r: Recorder, few: Tensor, indices: Tensor, shape: CoreShape) -> Te
     del chosen, indices
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        rows_of = r.empty((rows,), "fp32", "grad_row_probabilities")
-        grad = r.empty(like, "fp32", "grad_received_probabilities")
-        del rows_of
+        grad = r.in_turn(((rows,), "fp32", "grad_row_probabilities"), (like, "fp32", "grad_received_probabilities"))
         return [grad]
 
     return out.by(r.node((few,), (columns, lines, *taken), backward))

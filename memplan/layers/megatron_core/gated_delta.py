@@ -25,7 +25,7 @@ from ...values import replace
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from ..gated_delta import CHUNK, Sizes, convolution, rule
-from ..gradients import by_way_of, fresh
+from ..gradients import by_way_of, each, fresh
 from ..work import Operator, Stream
 from . import mamba, te
 from .grouped import without_output
@@ -232,9 +232,7 @@ def _filled(r: Recorder, x: Tensor, mask: Tensor, *, in_place: bool = False) -> 
     """``masked_fill``: saves the mask."""
     like, size = x.shape, size_of(x.shape, "fp32")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, "fp32", "grad_filled")]
-
+    backward = each((like, "fp32", "grad_filled"))
     if not in_place:
         return r.output((x,), (mask,), backward, like, "fp32", "filled")
     return Tensor(x.storage, like, "fp32", r.node((x,), (mask,), backward, work=Operator((Stream(2 * size),))))
@@ -242,10 +240,7 @@ def _filled(r: Recorder, x: Tensor, mask: Tensor, *, in_place: bool = False) -> 
 
 def _triangle(r: Recorder) -> Tensor:
     """``triu`` of ones."""
-    ones = [r.empty((CHUNK, CHUNK), "bool", "ones")]
-    mask = r.empty((CHUNK, CHUNK), "bool", "triangle")
-    ones.clear()
-    return mask
+    return r.in_turn(((CHUNK, CHUNK), "bool", "ones"), ((CHUNK, CHUNK), "bool", "triangle"))
 
 
 def _cumulative(r: Recorder, x: Tensor) -> Tensor:
@@ -359,10 +354,8 @@ def _plain_convolution(r: Recorder, x: Tensor, weight: Tensor, at: Sizes) -> Ten
     dtype, turned, padded = x.dtype, (at.b, at.m, at.s), (at.b, at.m, at.s + at.kernel - 1)
     x = ops.contiguous(r, x, turned, "channels_first")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = r.empty(turned, dtype, "grad_convolution_input")
-        return [grad, r.empty((at.m, 1, at.kernel), dtype, "grad_convolution_weight")]
-
+    weights = (at.m, 1, at.kernel), dtype, "grad_convolution_weight"
+    backward = each((turned, dtype, "grad_convolution_input"), weights)
     x = r.output((x, weight), (x, weight), backward, padded, dtype, "convolution")
     x = ops.slice_last(r, x, at.s, "convolution_tokens")
     return ops.elementwise(r, "convolution_silu", (x,), (x,)).view(*at.channels)
@@ -391,9 +384,7 @@ def _prepared(
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         strided = [one for one in gradients[:-1] if one is not None] if turned else []
         copied = [r.empty(one.shape, one.dtype, "gradient_copied") for one in strided]
-        together = r.empty(at.joined, dtype, "grad_query_key_normed")
-        back = r.empty(at.joined, dtype, "grad_query_key")
-        del together
+        back = r.in_turn((at.joined, dtype, "grad_query_key_normed"), (at.joined, dtype, "grad_query_key"))
         whole = r.empty(at.channels, dtype, "grad_convolution")
         del back, copied, strided
         own = [r.empty(size, dtype, "grad_number") for size in small]
@@ -429,12 +420,8 @@ def _gated_norm(r: Recorder, x: Tensor, gate: Tensor, at: Sizes, shape: CoreShap
 def _to_heads(r: Recorder, x: Tensor, at: Sizes, cp: int) -> Tensor:
     """``a2a_cp_to_hp``: features in the order of ranks (``index_select``), exchanged at once to whole sequences of a
     part of them, and in the order of tokens."""
-    like, dtype, size = x.shape, x.dtype, (at.s, at.b, at.features)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_features_ordered")]
-
-    x = r.output((x,), (), backward, like, dtype, "features_ordered")
+    like, size = x.shape, (at.s, at.b, at.features)
+    x = r.output((x,), (), fresh(x, "grad_features_ordered"), like, x.dtype, "features_ordered")
     x = mamba.reordered(r, x, like, "parts")
     x = mamba.exchanged_by(r, x, slices=False).view(*size)
     return mamba.reordered(r, x, size, "projected")

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 from ...tape.events import Category, Hold
-from ..autograd import GRAPHS, Recorder, Shape, Tensor
+from ..autograd import Recorder, Shape, Tensor
+from ..counting import GRAPHS
 from ..gradients import viewed
 from ..module import hold_bytes
 from ..work import NOTHING

@@ -333,9 +333,7 @@ def _biased(r: Recorder, x: Tensor, weights: Tensor, shape: CoreShape) -> Tensor
         del wide
         return [gradients[0], probabilities, *grads]
 
-    scaled = r.empty(like, kind, "experts_bias_scaled")
-    out = r.empty(like, dtype, "experts_biased")
-    del scaled
+    out = r.in_turn((like, kind, "experts_bias_scaled"), (like, dtype, "experts_biased"))
     return out.by(r.node((x, weights, *biases), (weights,), backward, work=_of_biases(like, dtype, kind, len(biases))))
 
 

@@ -7,14 +7,14 @@ the rest of a shape is a shard of the sequence under sequence parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ...tape.events import Category, Hold
 from ...values import replace
 from .. import ops
-from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
+from ..autograd import Recorder, Shape, Tensor, size_of
 from ..coverage import applying
-from ..gradients import fresh
+from ..gradients import each, fresh
 from ..module import hold_bytes
 from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Stream
@@ -185,8 +185,7 @@ def _together(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> Tensor:
     like, dtype, whole = x.shape, x.dtype, (*x.shape[:-1], shape.t * x.shape[-1])
 
     received = r.empty((shape.t * like[0], *like[1:]), dtype, f"{name}_received", Category.COMMUNICATION_BUFFERS)
-    copy = r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
-    del copy
+    r.empty(like, dtype, f"{name}_sent", Category.COMMUNICATION_BUFFERS)
     joined = r.empty(whole, dtype, f"{name}_together")
     del received
     work = Operator(
@@ -244,13 +243,9 @@ def _projected(r: Recorder, x: Tensor, name: str, n: int, shape: CoreShape, *, n
 def _split_at_once(r: Recorder, kv: Tensor, rotated: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
     """``fused_mla_rope_kv_split``: key and value in fresh tensors; saves the tables alone."""
     (s, b, a, _), spec, dtype = kv.shape, shape.spec, kv.dtype
-    like, turned = kv.shape, rotated.shape
     key = r.empty((s, b, a, spec.nope_head_dim + spec.rope_head_dim), dtype, "key")
     value = r.empty((s, b, a, spec.value_head_dim), dtype, "value")
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, "grad_kv"), r.empty(turned, dtype, "grad_rotated_key")]
-
+    backward = each((kv.shape, dtype, "grad_kv"), (rotated.shape, dtype, "grad_rotated_key"))
     node = r.node((kv, rotated), (), backward, outputs=2)
     key.node, value.node, value.slot = node, node, 1
     return key, value
@@ -275,8 +270,4 @@ def table(r: Recorder, name: str, shape: CoreShape, features: int) -> Tensor:
     """Cosines or sines (s, 1, 1, p) of the ``features`` that turn: taken in fp32, scaled and cast to the dtype of the
     queries."""
     size = (shape.s, 1, 1, features)
-    whole = [r.empty(size, "fp32", f"{name}_fp32")]
-    whole = [r.empty(size, "fp32", f"{name}_scaled")]
-    table = r.empty(size, shape.dtype, name)
-    whole.clear()
-    return table
+    return r.in_turn((size, "fp32", f"{name}_fp32"), (size, "fp32", f"{name}_scaled"), (size, shape.dtype, name))

@@ -85,11 +85,7 @@ def bias_swiglu(r: Recorder, x: Tensor, bias: Tensor | None, name: str) -> Tenso
     """``BiasSwiGLUFunction`` or ``SwiGLUFunction`` on (s, b, 2 f): saves input and bias, gives (s, b, f)."""
     shape, dtype = x.shape, x.dtype
     inputs = (x,) if bias is None else (x, bias)
-
-    def plain(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(shape, dtype, f"grad_{name}_swiglu")]
-
-    backward = plain if bias is None else _same_for_bias(shape, dtype, bias.shape, name)
+    backward = fresh(x, f"grad_{name}_swiglu") if bias is None else _same_for_bias(shape, dtype, bias.shape, name)
     return r.output(inputs, inputs, backward, (*shape[:-1], shape[-1] // 2), dtype, f"{name}_swiglu")
 
 
@@ -299,11 +295,7 @@ def _probabilities(r: Recorder, scores: Tensor, shape: CoreShape) -> Tensor:
 
 def _causal_mask(r: Recorder, s: int) -> Tensor:
     """``get_default_causal_mask``: (s, s), by way of two in fp32."""
-    made = [r.empty((s, s), "fp32", "ones")]
-    made = [r.empty((s, s), "fp32", "upper_triangle")]
-    mask = r.empty((s, s), "bool", "causal_mask")
-    made.clear()
-    return mask
+    return r.in_turn(((s, s), "fp32", "ones"), ((s, s), "fp32", "upper_triangle"), ((s, s), "bool", "causal_mask"))
 
 
 def filled(r: Recorder, scores: Tensor, mask: Tensor, *, view: bool) -> Tensor:

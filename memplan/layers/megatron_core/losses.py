@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from ...tape.events import Category
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, size_of
-from ..gradients import viewed
+from ..gradients import each, viewed
 from ..tensor_parallel import masked
 from ..work import Exchange, Operator, Stream, parallel_cross_entropy
 from . import te
@@ -54,19 +54,14 @@ def unfused_cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tens
     n, whole, dtype = s * b, logits.shape, logits.dtype
     softmax = _upcast(r, logits)
     maximum = r.empty((s, b), "fp32", "logits_max")
-    where = r.empty((s, b), "int64", "logits_argmax")
-    del where
+    r.empty((s, b), "int64", "logits_argmax")
     names = ("target_below", "target_above", "target_mask", "target_cloned", "masked_target")
     outside, target = masked(r, (s, b), names)
     rows = r.empty((n,), "int64", "arange")
-    picked = r.empty((n,), "fp32", "predicted_logits_picked")
-    predicted = r.empty((n,), "fp32", "predicted_logits")
-    del picked
+    predicted = r.in_turn(((n,), "fp32", "predicted_logits_picked"), ((n,), "fp32", "predicted_logits"))
     total = r.empty((s, b), "fp32", "sum_exp_logits")
     del rows
-    logarithm = r.empty((s, b), "fp32", "log_sum_exp_logits")
-    loss = r.empty((s, b), "fp32", "loss_per_token")
-    del logarithm
+    loss = r.in_turn(((s, b), "fp32", "log_sum_exp_logits"), ((s, b), "fp32", "loss_per_token"))
     in_place = softmax.storage if dtype == "fp32" else None
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -92,13 +87,10 @@ def _upcast(r: Recorder, logits: Tensor) -> Tensor:
 def _softmax_to_gradient(r: Recorder, n: int, deterministic: bool) -> None:
     """``prepare_gradient_calculation_operands`` and ``calculate_gradients``: what they need beside the softmax."""
     rows = r.empty((n,), "int64", "arange")
-    masked = r.empty((n,), "fp32", "target_mask_fp32")
-    update = r.empty((n,), "fp32", "softmax_update")
-    del masked
+    update = r.in_turn(((n,), "fp32", "target_mask_fp32"), ((n,), "fp32", "softmax_update"))
     picked = r.empty((n,), "fp32", "softmax_picked")
     if deterministic and r.kernel_workspaces:
-        sort = sorted_indices(r, n, dims=2)
-        del sort
+        sorted_indices(r, n, dims=2)
     del picked, rows, update
 
 
@@ -115,8 +107,8 @@ def sorted_indices(r: Recorder, n: int, dims: int = 1) -> list[Tensor]:
         del wrapped, linear[1:]
     kept = [r.empty((n,), "int64", name, WORKSPACES) for name in ("indices_sorted", "indices_original")]
     rows = r.empty((n,), "int64", "indices_range", WORKSPACES)
-    buffers = r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
-    del buffers, rows
+    r.empty((2 * n,), "int64", "radix_sort_buffers", WORKSPACES)
+    del rows
     return linear + kept
 
 
@@ -139,9 +131,10 @@ def native_cross_entropy(r: Recorder, logits: Tensor, t: int) -> Tensor:
     loss = r.empty((s, b), "fp32", "loss_per_token")
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        copied = r.empty(whole, "fp32", "softmax_copied", LOGITS)
-        grad = r.empty(whole, "bf16", "grad_logits_bf16" if dtype != "bf16" else "grad_logits", LOGITS)
-        del copied
+        grad = r.in_turn(
+            (whole, "fp32", "softmax_copied", LOGITS),
+            (whole, "bf16", "grad_logits_bf16" if dtype != "bf16" else "grad_logits", LOGITS),
+        )
         gradients.clear()
         if dtype != "bf16":
             grad = r.empty(whole, dtype, "grad_logits", LOGITS)
@@ -171,14 +164,8 @@ def gpt_loss(r: Recorder, per_token: Tensor, loss_mask: Tensor, *, per_token_los
     masked = ops.multiply(r, per_token.view(b * s), loss_mask.view(b * s), "masked_loss")
     loss = total(r, masked, "loss")
     del masked
-    tokens = r.empty((), "fp32", "tokens")
-    cloned = r.empty((), "fp32", "tokens_cloned")
-    del tokens
-    count = r.empty((), "int32", "tokens_int32")
-    del cloned
-    copy = r.empty((), "fp32", "loss_cloned")
-    report = r.empty((2,), "fp32", "loss_report")
-    del copy
+    count = r.in_turn(((), "fp32", "tokens"), ((), "fp32", "tokens_cloned"), ((), "int32", "tokens_int32"))
+    report = r.in_turn(((), "fp32", "loss_cloned"), ((2,), "fp32", "loss_report"))
     if not per_token_loss:
         divisor = r.empty((), "int32", "tokens_clamped")
         loss.node = r.node((loss,), (divisor,), scalar_gradient)
@@ -193,6 +180,5 @@ def total(r: Recorder, x: Tensor, name: str) -> Tensor:
     return r.empty((), x.dtype, name).by(r.node((x,), (), viewed(x)))
 
 
-def scalar_gradient(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-    """Of a scalar that was multiplied or divided in place."""
-    return [r.empty((), "fp32", "grad_loss_scaled")]
+scalar_gradient = each(((), "fp32", "grad_loss_scaled"))
+"""Of a scalar that was multiplied or divided in place."""

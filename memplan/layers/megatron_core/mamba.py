@@ -243,11 +243,10 @@ def _scan_alone(r: Recorder, factors: Sequence[Tensor], at: Sizes) -> Tensor:
     out = r.empty(at.inner, dtype, "scan")
     del kept[-1]  # the scores end with the function that multiplies them
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return chunks_backward(r, at, dtype, gated=False)
-
     work = scan_work(at, dtype)
-    node = r.node(factors, (*factors, out, kept[1]), backward, work=work)
+    node = r.node(
+        factors, (*factors, out, kept[1]), lambda r, gradients: chunks_backward(r, at, dtype, gated=False), work=work
+    )
     del kept
     return out.by(node)
 

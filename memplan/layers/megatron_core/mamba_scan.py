@@ -136,14 +136,10 @@ def chunks_backward(r: Recorder, at: Sizes, dtype: str, *, gated: bool) -> list[
     following, grad_b = _summed_over_heads(r, at, "B", at.group)
     previous, grad_c = _summed_over_heads(r, at, "C", at.group)
     grad_scores = _over_splits(r, at, "scores", at.scores)
-    turned = r.empty(at.steps, "fp32", "grad_dA_flipped")
-    turned = r.empty(at.steps, "fp32", "grad_dA_summed")
-    turned = r.empty(at.steps, "fp32", "grad_dA_previous")
-    split = r.empty((at.b, at.a, at.c, at.parts, at.chunk), "fp32", "grad_dA_parts")
-    within = r.empty(at.steps, "fp32", "grad_dA")
-    del split
-    both = r.empty(at.steps, "fp32", "grad_dA_both")
-    del both
+    names = ("grad_dA_flipped", "grad_dA_summed", "grad_dA_previous")
+    turned = r.in_turn(*((at.steps, "fp32", name) for name in names))
+    within = r.in_turn(((at.b, at.a, at.c, at.parts, at.chunk), "fp32", "grad_dA_parts"), (at.steps, "fp32", "grad_dA"))
+    r.empty(at.steps, "fp32", "grad_dA_both")
     small: list[Tensor | None] = [r.empty((at.a,), "fp32", f"grad_{name}") for name in ("dt_bias", "A")]
     if grad_d is None:
         grad_d = of_x
@@ -164,10 +160,7 @@ def _summed_over_heads(r: Recorder, at: Sizes, name: str, size: Shape) -> tuple[
 
 def _over_splits(r: Recorder, at: Sizes, name: str, size: Shape) -> Tensor:
     """The sum over heads of a group, of which programs have each a part."""
-    parts = r.empty((*size, at.splits), "fp32", f"grad_{name}_parts")
-    out = r.empty(size, "fp32", f"grad_{name}_fp32")
-    del parts
-    return out
+    return r.in_turn(((*size, at.splits), "fp32", f"grad_{name}_parts"), (size, "fp32", f"grad_{name}_fp32"))
 
 
 def work_of(at: Sizes, dtype: str) -> Operator:

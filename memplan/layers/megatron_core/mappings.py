@@ -36,9 +36,10 @@ def side_by_side(r: Recorder, x: Tensor, name: str, gradient: str, ranks: int) -
     if ranks == 1:
         return x
     first, *between, last = x.shape
-    received = r.empty((first * ranks, *between, last), x.dtype, f"{name}_received", COMMUNICATION)
-    joined = r.empty((first, *between, last * ranks), x.dtype, f"{name}_gathered")
-    del received
+    joined = r.in_turn(
+        ((first * ranks, *between, last), x.dtype, f"{name}_received", COMMUNICATION),
+        ((first, *between, last * ranks), x.dtype, f"{name}_gathered"),
+    )
     work = Operator((Exchange("all-gather", size_of(joined.shape, x.dtype)),))
     return joined.by(r.node((x,), (), fresh(x, gradient), work=work))
 

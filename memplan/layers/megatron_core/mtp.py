@@ -12,7 +12,7 @@ from functools import partial
 from ...tape.events import Category, Hook
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, incoming, size_of
-from ..gradients import by_way_of, viewed, watched
+from ..gradients import by_way_of, each, viewed, watched
 from ..recompute import recomputed_reentrant
 from ..work import Exchange, Operator, Product, exchanged
 from . import ends, router, te
@@ -151,11 +151,7 @@ class History:
         moved = self._moved(r, older)
         made = _drawn(r, moved, newest, owners)
         like, dtype, count = newest.shape, newest.dtype, len(older)
-
-        def unbound(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-            return [r.empty((count, *like), dtype, "grad_history")]
-
-        node = r.node((moved,), (), unbound, outputs=count)
+        node = r.node((moved,), (), each(((count, *like), dtype, "grad_history")), outputs=count)
         self.states = [Tensor(moved.storage, like, dtype, node, at) for at in range(count)] + [newest]
         return made
 
@@ -194,15 +190,12 @@ def _drawn(r: Recorder, moved: Tensor, newest: Tensor, owners: int) -> Tensor:
     (s, b, h), dtype, count = newest.shape, newest.dtype, moved.shape[0]
     drawn = [r.empty((owners * s, b), "int64", "depths_drawn"), r.empty((s, b), "bool", "depth_is_newest")]
     index = r.empty((s, b), "int64", "depths")
-    zero = [r.empty((count, s, b, h), "bool", "history_is_zero")]
-    drawn.append(r.empty((count, s, b), "bool", "history_ended"))
-    zero.clear()
+    drawn.append(r.in_turn(((count, s, b, h), "bool", "history_is_zero"), ((count, s, b), "bool", "history_ended")))
     drawn.append(r.empty((s, b), "bool", "depth_has_ended"))
     chosen = r.empty((s, b), "bool", "newest_chosen")
     like = newest.shape
 
-    def gathered(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty((count, *like), dtype, "grad_history")]
+    gathered = each(((count, *like), dtype, "grad_history"))
 
     def parted(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made: list[Tensor | None] = []
@@ -242,9 +235,10 @@ def _projected(r: Recorder, embedded: Tensor, hidden: Tensor, shape: CoreShape) 
     backward = by_way_of(
         (whole, dtype, "grad_mtp_projected", Category.COMMUNICATION_BUFFERS), (part, dtype, "grad_mtp_part")
     )
-    received = r.empty((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS)
-    joined = r.empty(whole, dtype, "mtp_projected")
-    del received
+    joined = r.in_turn(
+        ((shape.t * part[0], *part[1:]), dtype, "mtp_projected_gathered", Category.COMMUNICATION_BUFFERS),
+        (whole, dtype, "mtp_projected"),
+    )
     node = r.node((out,), (), backward, work=exchanged("all-gather", size_of(whole, dtype), "reduce-scatter"))
     return Tensor(joined.storage, shape.hidden, dtype, node)
 

@@ -118,8 +118,7 @@ class Group(Frame):
             return Away(x.shape, x.dtype, name)
         if size >= WHOLE * storage.bytes:
             return Away((storage.bytes,), "uint8", name)
-        together = r.empty(x.shape, x.dtype, f"{name}_contiguous")
-        del together
+        r.empty(x.shape, x.dtype, f"{name}_contiguous")
         return Away(x.shape, x.dtype, name)
 
     def fetch(self, r: Recorder) -> None:

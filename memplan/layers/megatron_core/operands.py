@@ -152,8 +152,7 @@ class LowOperands(Operands):
         self.input = self.low.quantised(r, self.layer.like, name, rows=True, columns=columns)
         r.keeps_apart(self.input.rows, self.input.columns)
         if self.low.recipe != "delayed":
-            unquantised = r.empty(self.layer.like, self.layer.dtype, name)
-            del unquantised
+            r.empty(self.layer.like, self.layer.dtype, name)
         return None
 
     def gathered(self, r: Recorder) -> list[Tensor]:
@@ -193,8 +192,7 @@ class LowOperands(Operands):
         return () if prepared else ((shape, columns, False),)
 
     def _scratch(self, r: Recorder, *operands: tuple[Shape, bool, bool]) -> None:
-        scratch = self.low.scratch(r, self.layer.name, *operands)
-        del scratch
+        self.low.scratch(r, self.layer.name, *operands)
 
     def multiplied(self) -> None:
         if self.layer.original or not self.layer.trained:
@@ -374,8 +372,7 @@ class LowMembers(Members):
 
     def scratch(self, r: Recorder, weight: Shape, *, columns: bool) -> None:
         if not self.low.weight_scales_prepared:
-            scales = self.low.scratch(r, self.name, *[(weight, columns, True)] * self.count)
-            del scales
+            self.low.scratch(r, self.name, *[(weight, columns, True)] * self.count)
 
     def work(self, r: Recorder, done: Operator) -> Operator:
         return done.after((self.low.work(self.like),), (self.low.work(self.out),))

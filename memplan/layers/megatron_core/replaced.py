@@ -63,7 +63,6 @@ def recomputed_nothing(r: Recorder, hidden: Tensor) -> Tensor:
     """A region of empty layers (``tensor_parallel.checkpoint``): its output is its input, put into a tensor of
     one element (``make_viewless_tensor``); its input's gradient is a copy, since others hold the one that came."""
     like, dtype = hidden.shape, hidden.dtype
-    one = r.empty((1,), dtype, "viewless")
-    del one
+    r.empty((1,), dtype, "viewless")
 
     return Tensor(hidden.storage, like, dtype, r.node((hidden,), (), fresh(hidden, "grad_copied")))

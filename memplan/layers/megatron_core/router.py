@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import ops
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming
-from ..gradients import fresh
+from ..gradients import fresh, fresh_each
 from ..selecting import top_k_issue
 from ..work import ITEMSIZE, WIDENED, Operator, Product, Stream, Work, size_of
 from .shape import CoreShape
@@ -192,19 +192,14 @@ def _normalised(r: Recorder, scores: Tensor) -> Tensor:
     total.node = r.node((scores,), (), lambda r, gradients: [incoming(gradients).alias(*like)])
     total = ops.add_constant(r, total, "router_sum_positive")
 
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad = r.empty(like, dtype, "grad_router_normalised")
-        return [grad, r.empty(one, dtype, "grad_router_sum")]
-
+    backward = fresh_each((scores, "grad_router_normalised"), (total, "grad_router_sum"))
     return r.output((scores, total), (scores, total), backward, like, dtype, "router_normalised")
 
 
 def _spread(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor:
     """``zeros_like(logits).scatter(1, indices, probs)``: saves the indices; backward gathers."""
     dtype = probs.dtype
-    zeros = [r.empty(whole, dtype, "router_zeros")]
-    out = r.empty(whole, dtype, "router_probabilities_spread")
-    zeros.clear()
+    out = r.in_turn((whole, dtype, "router_zeros"), (whole, dtype, "router_probabilities_spread"))
     return out.by(r.node((probs,), (indices,), fresh(probs, "grad_router_spread")))
 
 
@@ -217,12 +212,12 @@ def _placed(r: Recorder, probs: Tensor, indices: Tensor, whole: Shape) -> Tensor
 
 def _map(r: Recorder, logits: Tensor) -> Tensor:
     """``zeros_like(logits).int().scatter(1, indices, 1).bool()``."""
-    made = [r.empty(logits.shape, logits.dtype, "routing_map_zeros")]
-    made = [r.empty(logits.shape, "int32", "routing_map_int32")]
-    made = [r.empty(logits.shape, "int32", "routing_map_scattered")]
-    chosen = r.empty(logits.shape, "bool", "routing_map")
-    made.clear()
-    return chosen
+    return r.in_turn(
+        (logits.shape, logits.dtype, "routing_map_zeros"),
+        (logits.shape, "int32", "routing_map_int32"),
+        (logits.shape, "int32", "routing_map_scattered"),
+        (logits.shape, "bool", "routing_map"),
+    )
 
 
 def _sinkhorn(r: Recorder, logits: Tensor, shape: CoreShape) -> tuple[Tensor, Tensor]:
@@ -287,11 +282,9 @@ def _z_loss(r: Recorder, logits: Tensor) -> Tensor:
     out = r.empty(rows, dtype, "z_logsumexp")
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        difference = r.empty(like, dtype, "z_difference")
-        exponential = r.empty(like, dtype, "z_exponential")
-        del difference
-        product = r.empty(like, dtype, "grad_z_logits")
-        del exponential
+        product = r.in_turn(
+            (like, dtype, "z_difference"), (like, dtype, "z_exponential"), (like, dtype, "grad_z_logits")
+        )
         return [product]
 
     out.node = r.node((logits,), (logits, out), backward)

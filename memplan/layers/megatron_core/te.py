@@ -16,7 +16,7 @@ from typing import Any
 
 from ...tape.events import Category
 from ..autograd import Gradients, Recorder, Shape, Tensor, Unsummed, size_of
-from ..gradients import fresh
+from ..gradients import fresh, fresh_each
 from ..work import Exchange, Operator, Stream
 from . import te_facts
 from .operands import Linear, Operands, operands
@@ -55,11 +55,8 @@ def norm_and_residual(r: Recorder, x: Tensor, name: str, shape: CoreShape) -> tu
     the norm's and is added to it in the same kernel (``ops/fused/backward_add_rmsnorm.py``)."""
     (weight,) = _norm_parameters(r, x, name, shape)
     statistics, out = _statistics(r, x, name, shape), r.empty(x.shape, x.dtype, name)
-    like, dtype, size = x.shape, x.dtype, size_of(x.shape, x.dtype)
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        return [r.empty(like, dtype, f"grad_{name}_input"), r.empty(like[-1:], dtype, f"grad_{name}_parameter")]
-
+    size = size_of(x.shape, x.dtype)
+    backward = fresh_each((x, f"grad_{name}_input"), (weight, f"grad_{name}_parameter"))
     work = Operator((Stream(2 * size),), (Stream(4 * size, 2),))
     node = r.node((x, weight), (x, *statistics), backward, outputs=2, work=work)
     return out.by(node), Tensor(x.storage, x.shape, x.dtype, node, 1)
@@ -309,11 +306,9 @@ def cross_entropy(r: Recorder, logits: Tensor, shape: CoreShape) -> Tensor:
     copies = b > 1 and s > 1 and shape.te >= te_facts.LOSS_GRADIENT_CONTIGUOUS
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        one = r.empty((), "fp32", "one")
-        del one
+        r.empty((), "fp32", "one")
         if copies:
-            contiguous = r.empty((s, b), "fp32", "grad_loss_contiguous")
-            del contiguous
+            r.empty((s, b), "fp32", "grad_loss_contiguous")
         if apart and dtype != "fp32":
             return [r.empty(whole, dtype, "grad_logits", LOGITS)]
         return [Tensor(storage, whole, dtype)]

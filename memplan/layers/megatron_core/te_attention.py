@@ -140,12 +140,8 @@ def _copied(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 def sequence_lengths(r: Recorder, b: int, s: int) -> Tensor:
     """``get_cu_seqlens``: b + 1 int32 from a padding mask (b, 1, 1, s)."""
-    kept = r.empty((b, s), "bool", "mask_not")
-    lengths = r.empty((b,), "int64", "sequence_lengths")
-    del kept
-    summed = r.empty((b,), "int64", "sequence_lengths_cumulative")
-    cast = r.empty((b,), "int32", "sequence_lengths_int32")
-    del summed
+    lengths = r.in_turn(((b, s), "bool", "mask_not"), ((b,), "int64", "sequence_lengths"))
+    cast = r.in_turn(((b,), "int64", "sequence_lengths_cumulative"), ((b,), "int32", "sequence_lengths_int32"))
     zero = r.empty((1,), "int32", "zero")
     cumulative = r.empty((b + 1,), "int32", "cu_seqlens")
     del cast, lengths, zero
@@ -321,10 +317,7 @@ def _scaled_product(r: Recorder, q: Tensor, k: Tensor, size: Shape) -> Tensor:
     dtype, likes = q.dtype, (q.shape, k.shape)
 
     def gradient(r: Recorder, name: str, like: Shape) -> Tensor:
-        product = r.empty(like, dtype, f"grad_{name}_unscaled")
-        scaled = r.empty(like, dtype, f"grad_{name}")
-        del product
-        return scaled
+        return r.in_turn((like, dtype, f"grad_{name}_unscaled"), (like, dtype, f"grad_{name}"))
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         return [gradient(r, name, like) for name, like in zip("qk", likes, strict=True)]
@@ -386,12 +379,11 @@ def _distance(r: Recorder, s: int, keys: int = 0) -> Tensor:
 
 
 def _window(r: Recorder, b: int, full: Shape, side: str) -> Tensor:
-    difference = r.empty((b,), "int64", f"window_{side}_difference")
-    end = r.empty((b,), "int64", f"window_{side}_end")
-    del difference
-    window = r.empty(full, "int64", f"window_{side}")
-    del end
-    return window
+    return r.in_turn(
+        ((b,), "int64", f"window_{side}_difference"),
+        ((b,), "int64", f"window_{side}_end"),
+        (full, "int64", f"window_{side}"),
+    )
 
 
 def _outside(r: Recorder, full: Shape, te: tuple[int, int]) -> Tensor:
@@ -399,9 +391,7 @@ def _outside(r: Recorder, full: Shape, te: tuple[int, int]) -> Tensor:
     if te < te_facts.MASK_IN_BOOL:
         return _outside_int64(r, full)
     at_most = r.empty(full, "bool", "left_at_most_0")
-    below = r.empty(full, "bool", "right_below_0")
-    within = r.empty(full, "bool", "right_not_below_0")
-    del below
+    within = r.in_turn((full, "bool", "right_below_0"), (full, "bool", "right_not_below_0"))
     inside = r.empty(full, "bool", "inside_window")
     del at_most, within
     outside = r.empty(full, "bool", "outside_window")

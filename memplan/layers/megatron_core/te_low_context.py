@@ -231,9 +231,7 @@ def a2a(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tenso
         del of_own
         if not delayed:
             return [*back, *of_sinks]
-        joined = [r.empty(whole, BYTE, "grad_qkv_joined")]
-        wide = r.empty(whole, dtype, "grad_qkv_wide")
-        joined.clear()
+        wide = r.in_turn((whole, BYTE, "grad_qkv_joined"), (whole, dtype, "grad_qkv_wide"))
         del there, grad, made, back
         return [*(Tensor(wide.storage, like, dtype) for like in likes), *of_sinks]
 
@@ -425,9 +423,7 @@ def _summed(r: Recorder, likes: Sequence[Shape], cp: int, dtype: str, held: Sequ
     joined.clear()
     result = list[Tensor]()
     for like in likes:
-        total = [r.empty(like, "fp32", "grad_summed")]
-        result.append(r.empty(like, dtype, "grad"))
-        total.clear()
+        result.append(r.in_turn((like, "fp32", "grad_summed"), (like, dtype, "grad")))
     wide.clear()
     for one in held:
         one.clear()

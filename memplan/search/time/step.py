@@ -311,7 +311,7 @@ def cost_of_step(plan: ResolvedPlan, time: StepTime) -> float | None:
     return None if price is None or gpus is None else price * gpus * time.total / HOUR
 
 
-def cost_of_tokens(plan: ResolvedPlan, time: StepTime, tokens: float = 1e9) -> float | None:
-    """Of training on ``tokens``, a billion unless said."""
+def cost_of_tokens(plan: ResolvedPlan, time: StepTime) -> float | None:
+    """Of training on a billion tokens."""
     step = cost_of_step(plan, time)
-    return None if step is None else step * tokens / (time.tokens_per_second * time.total)
+    return None if step is None else step * 1e9 / (time.tokens_per_second * time.total)
