@@ -40,7 +40,6 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
     megatron, layout, spec = plan.megatron, plan.layout, plan.model
     te = _transformer_engine(megatron.transformer_engine)
     recompute, local_layers = plan.recompute, megatron.transformer_impl == "local"
-    ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
     return CoreShape(
         spec=of_any_depth(spec),
         b=1 if megatron.packed else plan.batch.mbs,
@@ -98,8 +97,8 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         low_head=megatron.fp8_output,
         precision_of=megatron.precision_of or (),
         starts=_chunk_starts(plan) if megatron.precision_of else (),
-        sixteen_bit=ends_16bit,
-        layers=spec.layers if any(ends_16bit) else 0,
+        sixteen_bit=plan.precision.wide_layers,
+        layers=spec.layers if any(plan.precision.wide_layers) else 0,
         attention=_attention(plan, te),
         flash=_flash_release(plan, te),
         overlap=_overlap(plan),
