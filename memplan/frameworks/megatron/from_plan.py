@@ -14,6 +14,7 @@ from ...layers.megatron_core.precision import Low, LowAttention, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...plan.errors import PlanError
+from ...plan.module_precision import widens_further
 from ...plan.plan import ResolvedPlan
 from ...plan.spec import of_any_depth
 from .entries import stage_entries
@@ -96,6 +97,7 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         low_attention=low_attention(plan),
         low_head=megatron.fp8_output,
         precision_of=megatron.precision_of or (),
+        wide_further=widens_further(megatron.precision_of or ()),
         starts=_chunk_starts(plan) if megatron.precision_of else (),
         sixteen_bit=plan.precision.wide_layers,
         layers=spec.layers if any(plan.precision.wide_layers) else 0,

@@ -170,6 +170,8 @@ def mtp_module(
     shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options, *, recomputed: bool = False
 ) -> Module:
     """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
+    if layer_shape.wide_further:
+        shape, layer_shape = replace(shape, low=None), replace(layer_shape, low=None, wide=frozenset(), precision_of=())
 
     def recipe(r: Recorder, x: Tensor) -> Run:
         return Run(mtp.block(r, x, shape, layer_shape, overlapped.layer, recomputed))
