@@ -41,6 +41,15 @@ def wide_modules(patterns: tuple[str, ...], layer: int) -> frozenset[str]:
     return frozenset(found)
 
 
+FURTHER = f"mtp.*={WIDE}"
+"""Multi-token prediction in 16 bits, whatever its modules are called."""
+
+
+def widens_further(patterns: Sequence[str]) -> bool:
+    """Whether every linear layer of multi-token prediction is in 16 bits."""
+    return FURTHER in patterns and all(one.endswith(f"={WIDE}") for one in patterns[: patterns.index(FURTHER)])
+
+
 def names_layers(patterns: Sequence[str]) -> bool:
     """Whether layers of a stage differ."""
     return bool(patterns) and len({wide_modules(tuple(patterns), layer) for layer in range(MOST_LAYERS)}) > 1

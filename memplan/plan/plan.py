@@ -146,6 +146,11 @@ class Precision(Section):
         return self.fp4 or self.fp8
 
     @property
+    def wide_layers(self) -> tuple[int, int]:
+        """Layers at the start and at the end of a model whose products keep ``dtype``."""
+        return self.first_16bit_layers, self.last_16bit_layers
+
+    @property
     def named(self) -> str:
         """``bf16``, ``bf16 autocast``, ``bf16, fp8 tensorwise``, ``bf16, nvfp4``."""
         recipe = self.fp4 or (f"fp8 {self.fp8}" if self.fp8 else "")

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from ..plan.errors import PlanError
 from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
+from ..plan.spec import ModelSpec
 from ..values import replace
 from .cuts import ChunkLayers, Ratios, StageLayers, fastest, has_place
 from .lower_bounds import Needs
@@ -40,7 +41,7 @@ from .time import (
     work_of,
 )
 from .time.layer import host_seconds, send_time, times_of
-from .time.shape import Shapes, Work
+from .time.shape import Shapes, Wide, Work, counts_of_kinds
 from .time.updates import Replicas, updates
 
 Groups = tuple[tuple[int, tuple[StageWork, ...]], ...]
@@ -84,6 +85,7 @@ class Clock:
         self.space = space
         self.chooses_cut, self.alone = space.search.chooses_cut, space.framework.supports.stages_without_layers
         self.layers, self.first = space.base.model.layers, space.first
+        self.wide = space.resolved.precision.wide_layers
         self._shapes: dict[object, tuple[Shapes, Rates]] = {}
         self._families: dict[object, _Family | PlanError] = {}
         self._limits: dict[object, _Limit] = {}
@@ -133,7 +135,7 @@ class Clock:
     def _family(self, point: Point) -> _Family:
         shape, rates = self._shape(point)
         times = times_of(shape, rates, False, False)
-        ratios = _ratios(times, point.recompute, self.first)
+        ratios = self._ratios(times, point.recompute)
         if point.pp > 1:
             across = self.space.gpus > self.space.base.hardware.gpus_per_node
             times = replace(times, send=send_time(shape, rates, across))
@@ -184,10 +186,10 @@ class Clock:
             return _Limit()
         shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
         times, entries = times_of(shape, self._at_full_clock(rates), False, False), shape.entries
-        layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
+        each = [_whole(one) + (one.recompute if again else 0.0) for one in times.of_layers]
         embedding, head = _whole(times.embedding), _whole(times.head)
-        works = (entries.recomputed, entries.dense_recomputed) if again else (entries.layer, entries.dense)
-        host, dense_host = (host_seconds(work, rates, shape.host) for work in works)
+        spent = [host_seconds(work[again], rates, shape.host) for work in entries.of_layers]
+        layer, dense, host, dense_host = min(each[::2]), min(each[1::2]), min(spent[::2]), min(spent[1::2])
         layer, dense, embedding, head = (one / ENDLESS for one in (layer, dense, embedding, head))
         return _Limit(layer, dense, embedding, head, host, dense_host, shapes.rounding)
 
@@ -240,8 +242,21 @@ class Clock:
         key = (id(cut), recompute)
         known = self._groups.get(key)
         if known is None:
-            known = self._groups[key] = cut, grouped(cut, recompute, self.space.base.model.final_norm)
+            known = self._groups[key] = cut, grouped(cut, recompute, self.space.base.model, self.wide)
         return known[1]
+
+    def _ratios(self, times: EntryTimes, recompute: Recomputing) -> Ratios:
+        """Layers at the ends that keep 16 bits count as parts of the ends: a chunk that does not hold all of them takes
+        other seconds than its cut is chosen by."""
+        again, (first, last) = recompute.mode != "none", self.wide
+        each = [_whole(one) + (one.recompute if again else 0.0) for one in times.of_layers]
+        layer, dense, *wide = each
+        embedding, head = _whole(times.embedding), _whole(times.final_norm) + _whole(times.head)
+        if wide:
+            few = min(first, self.first)
+            embedding += max(0.0, few * (wide[1] - dense) + (first - few) * (wide[0] - layer))
+            head += max(0.0, last * (wide[0] - layer))
+        return Ratios(embedding / layer, head / layer, *((dense / layer, self.first) if self.first else ()))
 
 
 def _passing(point: Point) -> tuple[Extra, ...]:
@@ -249,35 +264,39 @@ def _passing(point: Point) -> tuple[Extra, ...]:
     return tuple([extra for extra in point.extras if extra.changes_passes])
 
 
-def _ratios(times: EntryTimes, recompute: Recomputing, first: int) -> Ratios:
-    again = recompute.mode != "none"
-    layer, dense = (_whole(one) + (one.recompute if again else 0.0) for one in (times.layer, times.dense))
-    ends = _whole(times.embedding), _whole(times.final_norm) + _whole(times.head)
-    return Ratios(ends[0] / layer, ends[1] / layer, *((dense / layer, first) if first else ()))
-
-
 def _whole(times: LayerTimes) -> float:
     return times.forward + times.backward
 
 
-def grouped(cut: StageLayers, recompute: Recomputing, final_norm: bool) -> Groups:
+def grouped(cut: StageLayers, recompute: Recomputing, spec: ModelSpec, wide: Wide) -> Groups:
     """``cut`` as the time model counts them, equal neighbours together."""
-    stages = (
-        tuple(
-            StageWork(
-                work.layers,
-                _recomputed(work.layers, recompute),
-                work.embedding,
-                final_norm and work.final_norm,
-                work.head,
-                work.dense,
-                min(work.dense, _recomputed(work.layers, recompute)),
-            )
-            for work in stage
+    starts = _starts(cut) if any(wide) else {}
+
+    def counted(at: int, number: int, work: ChunkLayers) -> StageWork:
+        again, start = _recomputed(work.layers, recompute), starts.get((at, number), 0)
+        return StageWork(
+            work.layers,
+            again,
+            work.embedding,
+            spec.final_norm and work.final_norm,
+            work.head,
+            work.dense,
+            min(work.dense, again),
+            kinds=counts_of_kinds(spec, range(start, start + work.layers), again, wide) if starts else (),
         )
-        for stage in cut
-    )
+
+    stages = (tuple([counted(at, number, work) for number, work in enumerate(stage)]) for at, stage in enumerate(cut))
     return tuple((len(list(equal)), chunks) for chunks, equal in groupby(stages))
+
+
+def _starts(cut: StageLayers) -> dict[tuple[int, int], int]:
+    """The first layer of every chunk, by stage and number: layers go through the first chunks of all stages, then
+    through the second ones."""
+    start, found = 0, dict[tuple[int, int], int]()
+    for number in range(len(cut[0])):
+        for at, stage in enumerate(cut):
+            found[at, number], start = start, start + stage[number].layers
+    return found
 
 
 def _recomputed(layers: int, recompute: Recomputing) -> int:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from memplan.estimate import estimate
+from memplan.frameworks import framework
 from memplan.frameworks.megatron.notices import notices
 from memplan.frameworks.megatron.programs import programs
 from memplan.frameworks.megatron.states import Rules, keep
 from memplan.layers.megatron_core.precision import Low, Recipe
 from memplan.layers.module import Options, Parameter
+from memplan.layers.work import Stream
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
@@ -69,6 +71,27 @@ def test_quantised_copies_of_weights_stay_between_steps(flags: dict[str, Any], b
 def test_layers_at_both_ends_in_16_bits_have_no_copies() -> None:
     every, inner = static(fp8="tensorwise"), static(fp8="tensorwise", first_16bit_layers=1, last_16bit_layers=1)
     assert every - inner == pytest.approx(2 * 2 * WEIGHTS, abs=2 * 4 * 512)
+
+
+def test_further_tokens_in_16_bits_have_no_copies() -> None:
+    """MXFP8's two copies, with a scale for each 32 elements, of a layer's linear layers and of the projection of two
+    hidden states, and what blocks are larger. Products, norms and losses are then those of a run in 16 bits."""
+    further = {"mtp_layers": 1, "gpu": "b200", "fp8": "mxfp8"}
+    wide = further | {"precision_of_modules": "mtp.*=16bit"}
+    copies = (2 + 2 / 32) * (WEIGHTS + 2 * 4096**2)
+    assert static(**further) - static(**wide) == pytest.approx(copies, abs=8 * MIB)
+    one, other = (
+        framework("megatron").time.entries(plan_of(SMALL | flags)) for flags in (wide, further | {"fp8": "null"})
+    )
+    assert (one.head.forward, one.head.backward) == (other.head.forward, other.head.backward)
+
+
+def test_a_cast_to_4_bits_reads_its_tensor_twice() -> None:
+    """NVFP4's largest element is found first: 2 bytes of an element, and 2 more to write half a byte for rows and for
+    columns each; MXFP8 has none to find."""
+    shape = (1024, 512)
+    assert Low("nvfp4", False, (2, 17)).work(shape) == Stream(1024 * 512 * (2 + 2 + 2 / 2), 2)
+    assert Low("mxfp8", False, (2, 17)).work(shape) == Stream(1024 * 512 * (2 + 2), 1)
 
 
 @pytest.mark.parametrize(("recipe", "turns", "parameters", "stay"), [

@@ -188,6 +188,7 @@ def test_wrong_files(old: str, new: str, line: str, tmp_path: Path) -> None:
         ({"fp8-parameters": "true", "zero": "1"}, "must be left out with precision.fp8_parameters"),
         ({"experts": "4", "expert-top-k": "2", "expert-ffn": "1024"}, "must leave experts as they are"),
         ({"tp-comm-overlap": "true"}, "must be left out with megatron.tp_comm_overlap"),
+        ({"mtp-layers": "1"}, "must have mtp.*=16bit, and nothing before it that ends in =low"),
     ],
 )
 def test_what_modules_of_their_own_have_not(flags: dict[str, str], line: str) -> None:

@@ -14,6 +14,7 @@ from ...layers.megatron_core.precision import Low, LowAttention, Recipe
 from ...layers.megatron_core.shape import CoreAttention, CoreShape, ExpertShape, Overlap, Version
 from ...layers.megatron_core.te_attention import backend
 from ...plan.errors import PlanError
+from ...plan.module_precision import widens_further
 from ...plan.plan import ResolvedPlan
 from ...plan.spec import of_any_depth
 from .entries import stage_entries
@@ -40,7 +41,6 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
     megatron, layout, spec = plan.megatron, plan.layout, plan.model
     te = _transformer_engine(megatron.transformer_engine)
     recompute, local_layers = plan.recompute, megatron.transformer_impl == "local"
-    ends_16bit = plan.precision.first_16bit_layers, plan.precision.last_16bit_layers
     return CoreShape(
         spec=of_any_depth(spec),
         b=1 if megatron.packed else plan.batch.mbs,
@@ -97,9 +97,10 @@ def core_shape(plan: ResolvedPlan) -> CoreShape:
         low_attention=low_attention(plan),
         low_head=megatron.fp8_output,
         precision_of=megatron.precision_of or (),
+        wide_further=widens_further(megatron.precision_of or ()),
         starts=_chunk_starts(plan) if megatron.precision_of else (),
-        sixteen_bit=ends_16bit,
-        layers=spec.layers if any(ends_16bit) else 0,
+        sixteen_bit=plan.precision.wide_layers,
+        layers=spec.layers if any(plan.precision.wide_layers) else 0,
         attention=_attention(plan, te),
         flash=_flash_release(plan, te),
         overlap=_overlap(plan),

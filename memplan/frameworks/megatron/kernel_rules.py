@@ -9,7 +9,7 @@ from ...layers.megatron_core import te_low_context
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.checks import listed
 from ...plan.errors import PlanError
-from ...plan.module_precision import EXPERTS, wide_modules
+from ...plan.module_precision import EXPERTS, FURTHER, wide_modules, widens_further
 from ...plan.spec import block_of, kinds_of
 from .from_plan import OF_ATTENTION, low_attention, padded_vocab
 
@@ -97,7 +97,8 @@ def check_modules(plan: ResolvedPlan) -> None:
         "must be left out with experts.overlap_exchange or delay_wgrad: that combination is not modelled yet": (
             plan.experts.overlap_exchange or plan.experts.delay_wgrad
         ),
-        "must be left out with multi-token prediction: that combination is not modelled yet": bool(model.mtp_layers),
+        f"must have {FURTHER}, and nothing before it that ends in =low, with multi-token prediction, of whose modules "
+        "other precision is not modelled yet": model.mtp_layers > 0 and not widens_further(given),
         "must be left out with megatron.tp_comm_overlap: that combination is not modelled yet": (
             plan.megatron.tp_comm_overlap
         ),

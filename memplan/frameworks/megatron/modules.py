@@ -170,6 +170,8 @@ def mtp_module(
     shape: CoreShape, layer_shape: CoreShape, embedded_here: bool, options: Options, *, recomputed: bool = False
 ) -> Module:
     """Layers of multi-token prediction. Their embedding is the stage's own where this has one."""
+    if layer_shape.wide_further:
+        shape, layer_shape = replace(shape, low=None), replace(layer_shape, low=None, wide=frozenset(), precision_of=())
     present = frozenset({ends.WORD, "position.weight"}) if embedded_here else frozenset()
     return build(
         "mtp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from typing import Any
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
 from ...layers.megatron_core.shape import CoreShape
@@ -16,7 +17,7 @@ from ...plan.spec import ModelSpec, block_of
 from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import DIVIDED, before
-from ...search.time.shape import ITEMSIZE, KINDS, Entries, Work, kinds_of, named
+from ...search.time.shape import ITEMSIZE, KINDS, Entries, Wide, Work, kinds_of, named
 from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
 from ...values import replace
@@ -62,6 +63,16 @@ def beside_another(layer: Passes, attention: Passes) -> Passes:
 
 def _alone(kernels: Counter[Kernel]) -> Together:
     return Together(tuple((kernel, times) for kernel, times in kernels.items() if not isinstance(kernel, Exchange)))
+
+
+def _with_ends(shape: CoreShape, *settings: Any) -> Entries:
+    """``_entries`` of ``shape``, some of whose layers may keep 16 bits."""
+    made = _entries(shape, *settings)
+    if not any(shape.sixteen_bit):
+        return made
+    wide = _entries(replace(shape, low=None, wide=frozenset(), sixteen_bit=(0, 0), layers=0), *settings)
+    nothing = dict.fromkeys(("layer", "recomputed", "dense", "dense_recomputed"), NO_PASSES)
+    return made._replace(**nothing, kinds=(*made.of_layers, *wide.of_layers))
 
 
 @lru_cache(maxsize=4096)
@@ -136,8 +147,8 @@ def _entries(
 
 
 @lru_cache(maxsize=4096)
-def _work(entries: tuple[tuple[tuple[str, ...], ...], ...], spec: ModelSpec, recompute: Recompute) -> Work:
-    return tuple(tuple(named(chunk, spec, recompute) for chunk in stage) for stage in entries)
+def _work(entries: tuple[tuple[tuple[str, ...], ...], ...], spec: ModelSpec, recompute: Recompute, wide: Wide) -> Work:
+    return tuple(tuple(named(chunk, spec, recompute, wide) for chunk in stage) for stage in entries)
 
 
 def _needed(spec: ModelSpec, kind: str) -> bool:
@@ -163,7 +174,7 @@ class MegatronTime(FrameworkTime):
         shape = replace(core_shape(plan), precision_of=(), starts=(), wide=wide_modules(patterns, 0))
         buffers = plan.megatron.tp_comm_overlap
         again = recomputes_further(plan.recompute)
-        return _entries(shape, plan.precision.gradients, recent, full, again, apart, buffers, tuning_of(plan))
+        return _with_ends(shape, plan.precision.gradients, recent, full, again, apart, buffers, tuning_of(plan))
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
@@ -188,7 +199,7 @@ class MegatronTime(FrameworkTime):
         return super().overlapped_sends(plan, vpp) and not before(plan, SCATTERED)
 
     def stages(self, plan: ResolvedPlan) -> Work:
-        return _work(stage_entries(plan), plan.model, plan.recompute)
+        return _work(stage_entries(plan), plan.model, plan.recompute, plan.precision.wide_layers)
 
     def gradient_dtype(self, plan: ResolvedPlan) -> str:
         return plan.precision.gradients or "fp32"

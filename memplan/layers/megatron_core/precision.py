@@ -215,9 +215,11 @@ class Low:
 
     def work(self, shape: Shape, copies: int = 2) -> Stream:
         """A cast of ``shape`` from 16 bits; one scale of a whole tensor is found in a pass before it, but that of
-        delayed scaling, which is known."""
+        delayed scaling, which is known. NVFP4 has one, too, beside those of blocks: of the Hadamard transform, so that
+        no kernel before finds it (``NVFP4Quantizer.quantize_impl``: ``nvte_hadamard_transform_amax``, of a weight
+        ``nvte_compute_amax``; then both orientations in one kernel, ``nvte_quantize_with_hadamard_transform``)."""
         elements = prod(shape)
-        looks = 2.0 * elements if self.recipe == "tensorwise" else 0.0
+        looks = 2.0 * elements if self.recipe in ("tensorwise", "nvfp4") else 0.0
         return Stream(looks + elements * (2.0 + copies * self.element), 2 if looks else 1)
 
 

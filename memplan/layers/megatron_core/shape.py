@@ -228,8 +228,10 @@ class CoreShape(HashedOnce):
     """and that of attention (``fp8_dpa``);"""
     low_head: bool = False
     """the output layer is one of Transformer Engine's linear layers, and multiplies so, too (``fp8_output_proj``)."""
+    wide_further: bool = False
+    """Linear layers of multi-token prediction have ``dtype`` all the same;"""
     wide: frozenset[str] = frozenset()
-    """Of this layer's linear layers, by the names of recipes, those that have ``dtype`` all the same."""
+    """of this layer's linear layers, by the names of recipes, those that have ``dtype`` all the same."""
     precision_of: tuple[str, ...] = ()
     """Patterns of names that say which (``plan.module_precision``),"""
     starts: tuple[int, ...] = ()

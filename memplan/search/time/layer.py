@@ -119,13 +119,22 @@ class EntryTimes:
     further: LayerTimes = NO_TIME
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[LayerTimes, ...] = ()
-    """A hybrid's layers of every kind, in place of ``layer``."""
+    """Layers of every kind, as ``Entries.kinds``, in place of ``layer``."""
+
+    @property
+    def of_layers(self) -> tuple[LayerTimes, ...]:
+        """Layers of every kind."""
+        return self.kinds or (self.layer, self.dense)
 
     def layers(self, work: StageWork) -> list[tuple[LayerTimes, int, int]]:
         """Each kind of layer in ``work``, how many there are, and how many of them are recomputed."""
         dense, again = work.dense, work.dense_recomputed
-        alike = [(self.layer, work.layers - dense, work.recomputed - again), (self.dense, dense, again)]
-        return alike + [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
+        alike = [(self.layer, work.layers - dense, work.recomputed - again)]
+        if dense:
+            alike.append((self.dense, dense, again))
+        if self.kinds:
+            alike += [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
+        return alike
 
 
 def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | None = None) -> EntryTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from ...frameworks import framework
@@ -55,7 +56,13 @@ class Entries(NamedTuple):
     further: Passes = NO_PASSES
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[tuple[Passes, Passes], ...] = ()
-    """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``."""
+    """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``; where those at the ends keep 16
+    bits, all others and then these, each as ``of_layers`` has them."""
+
+    @property
+    def of_layers(self) -> tuple[tuple[Passes, Passes], ...]:
+        """Layers of every kind, plain and recomputed."""
+        return self.kinds or ((self.layer, self.recomputed), (self.dense, self.dense_recomputed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class StageWork(NamedTuple):
     further: bool = False
     """What predicts further tokens, where that is not with the head."""
     kinds: tuple[tuple[int, int], ...] = ()
-    """Of a hybrid's layers, how many are of each kind, and how many of these are recomputed."""
+    """Of layers that ``Entries.kinds`` tells apart, how many are of each kind, and how many of these are recomputed."""
 
 
 Work = tuple[tuple[StageWork, ...], ...]
@@ -176,16 +183,37 @@ def work_of(plan: ResolvedPlan) -> Work:
     return framework(plan.framework).time.stages(plan)
 
 
-def named(names: Sequence[str], spec: ModelSpec, recompute: Recompute) -> StageWork:
+Wide = tuple[int, int]
+"""Layers at the beginning of a model, and at its end, that keep 16 bits where others have products in 8 or 4."""
+
+
+def named(names: Sequence[str], spec: ModelSpec, recompute: Recompute, wide: Wide = (0, 0)) -> StageWork:
     """Entries of these ``names``."""
     layers = [int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")]
     again = recomputed(recompute, len(layers))
-    dense = [bool(spec.experts) and not spec.has_experts(layer) for layer in layers]
+    dense = _dense(spec, layers)
     ends = ("embedding" in names, "final_norm" in names, "head" in names)
     further = "mtp" in names and "head" not in names
-    held = held_kinds(spec, layers)
-    kinds = tuple((held.count(kind), held[:again].count(kind)) for kind in kinds_of(spec))
+    kinds = counts_of_kinds(spec, layers, again, wide)
     return StageWork(len(layers), again, *ends, sum(dense), sum(dense[:again]), further, kinds)
+
+
+def _dense(spec: ModelSpec, layers: Sequence[int]) -> list[bool]:
+    """Which of ``layers`` have an MLP where others have experts."""
+    return [bool(spec.experts) and not spec.has_experts(layer) for layer in layers]
+
+
+def counts_of_kinds(spec: ModelSpec, layers: Sequence[int], again: int, wide: Wide) -> tuple[tuple[int, int], ...]:
+    """``StageWork.kinds`` of ``layers``, the first of which run ``again``."""
+    kinds: Sequence[object] = kinds_of(spec)
+    held: Sequence[object] = held_kinds(spec, layers)
+    if any(wide):
+        first, behind = wide[0], spec.layers - wide[1]
+        if not kinds:
+            kinds, held = (False, True), _dense(spec, layers)
+        kinds = tuple(product((False, True), kinds))
+        held = [(not first <= layer < behind, kind) for layer, kind in zip(layers, held, strict=True)]
+    return tuple((held.count(kind), held[:again].count(kind)) for kind in kinds)
 
 
 def recomputed(recompute: Recompute, layers: int) -> int:

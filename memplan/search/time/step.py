@@ -280,11 +280,9 @@ def _interleaved(
 
 def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
     """Forward and backward of a chunk, without sends."""
-    layer, dense = times.layer, times.dense
-    total = (chunk.layers - chunk.dense) * (layer.forward + layer.backward)
-    total += (chunk.recomputed - chunk.dense_recomputed) * layer.recompute
-    if chunk.dense:
-        total += chunk.dense * (dense.forward + dense.backward) + chunk.dense_recomputed * dense.recompute
+    total = 0.0
+    for one, layers, again in times.layers(chunk):
+        total += layers * (one.forward + one.backward) + again * one.recompute
     if chunk.embedding:
         total += times.embedding.forward + times.embedding.backward
     if chunk.final_norm:
@@ -298,8 +296,10 @@ def _chunk_seconds(times: EntryTimes, chunk: StageWork) -> float:
 
 def _first_forward(times: EntryTimes, chunk: StageWork, send: float) -> float:
     """Of a stage's first chunk, which is not the model's last."""
-    layers = (chunk.layers - chunk.dense) * times.layer.forward + chunk.dense * times.dense.forward
-    return layers + (times.embedding.forward if chunk.embedding else 0.0) + send
+    total = 0.0
+    for one, layers, _ in times.layers(chunk):
+        total += layers * one.forward
+    return total + (times.embedding.forward if chunk.embedding else 0.0) + send
 
 
 HOUR = 3600.0

@@ -23,7 +23,7 @@ from memplan.search.time import (
 )
 from memplan.search.time.efficiency import default
 from memplan.search.time.kernels import GAP
-from memplan.search.time.shape import model_flops
+from memplan.search.time.shape import KINDS, counts_of_kinds, model_flops, named
 from memplan.search.time.step import step_total
 
 from .plans import EVERY_FRAMEWORK, megatron_22b, plan
@@ -210,6 +210,45 @@ def test_the_last_bucket_of_ddp_is_not_hidden() -> None:
 def test_autocast_casts_weights() -> None:
     flags = {"model": "gpt2-xl", "gpu": "a100-80gb", "dtype": "bf16"}
     assert step_time(plan(**flags, autocast="true")).compute > 1.05 * step_time(plan(**flags)).compute
+
+
+def test_layers_at_the_ends_keep_16_bits() -> None:
+    """Of four layers two in 16 bits lie in the middle between all in 8 and all in 16, which is a step in bf16 (a B300's
+    products in 16 bits have one rate, beside others in 8 or not)."""
+    job = {"model": "llama-3-8b", "layers": 4, "seq": 4096, "framework": "megatron", "gpu": "b300", "gpus": 2}
+    job |= {"tp": 2, "sequence_parallel": "true", "gbs": 4, "dtype": "bf16"}
+
+    def compute(first: int, last: int) -> float:
+        ends = {"first_16bit_layers": first, "last_16bit_layers": last}
+        return step_time(plan(**job, fp8="tensorwise", **ends)).compute
+
+    sixteen = step_time(plan(**job)).compute
+    assert compute(2, 2) == compute(4, 0) == pytest.approx(sixteen, rel=1e-12)
+    assert compute(1, 1) == compute(0, 2) == pytest.approx((compute(0, 0) + sixteen) / 2, rel=1e-12)
+    assert compute(0, 0) < 0.9 * sixteen
+
+
+def test_layers_in_16_bits_are_counted_by_kind() -> None:
+    """Of a hybrid's M, E, * and M the last two keep 16 bits, and the first three are recomputed: M and E of the others
+    are, of those two * alone."""
+    model = plan(model="nemotron-3-nano-30b-a3b", framework="megatron").model
+    spec = model.model_copy(update={"layers": 4, "layer_pattern": "ME*M"})
+    names = ("embedding", *(f"layer.{at}" for at in range(4)))
+    block = plan(model="llama-3-8b", framework="megatron", recompute="full").recompute
+    three = block.model_copy(update={"method": "block", "layers": 3})
+    counts = named(names, spec, three, (0, 2)).kinds
+    low, wide = (dict(zip(KINDS, part, strict=True)) for part in (counts[:5], counts[5:]))
+    assert {kind: found for kind, found in low.items() if any(found)} == {"M": (1, 1), "E": (1, 1)}
+    assert {kind: found for kind, found in wide.items() if any(found)} == {"*": (1, 1), "M": (1, 0)}
+
+
+def test_layers_in_16_bits_are_counted_by_their_mlp() -> None:
+    """Of six layers, the first two of which have an MLP where others have experts, the first and the last two keep 16
+    bits, and five are recomputed: of the
+    others two have experts and one an MLP, and so of those."""
+    spec = plan(model="deepseek-v3", framework="megatron").model
+    spec = spec.model_copy(update={"layers": 6, "dense_layers": (0, 1)})
+    assert counts_of_kinds(spec, range(6), 5, (1, 2)) == ((2, 2), (1, 1), (2, 1), (1, 1))
 
 
 def test_frozen_layers_are_refused() -> None:
