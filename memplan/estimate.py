@@ -389,19 +389,18 @@ def judged_ends(
     *,
     tells_tight: bool = False,
     tells_retries: bool = True,
+    tells_most: bool = True,
 ) -> Reading:
     """The most that some stages of a resolved plan take, and the verdict on the worst of them: the ``fullest`` by its
     tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
-    layers do."""
-    ends = _ends(plan, fullest)
+    layers do. Without ``tells_most`` the fullest stands for all where it does not fit."""
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
-    found = [judged_stage(plan, stage, known, replays, **telling) for stage in ends]
+    found = [judged_stage(plan, fullest, known, replays, **telling)]
+    if tells_most or found[0].judged.verdict is not Verdict.DOES_NOT_FIT:
+        ends = {0, len(kernel_programs(plan)) - 1} - {fullest}
+        found += [judged_stage(plan, stage, known, replays, **telling) for stage in sorted(ends)]
     device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
     return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
-
-
-def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
-    return {0, fullest, len(kernel_programs(plan)) - 1}
 
 
 # -- readings ---------------------------------------------------------------------------------------

@@ -155,8 +155,8 @@ class Search:
         return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion, *, tells_retries: bool = True) -> Suggestion:
-        """With the replay of the fullest stage and of those at the ends. Without ``tells_retries`` what fits with
-        retries alone may count as what does not fit, which takes a part of the time."""
+        """With the replay of the fullest stage and, if that fits, of those at the ends. Without ``tells_retries`` what
+        fits with retries alone may count as what does not fit, which takes a part of the time."""
         if not (self.asked.chooses_cut or self.asked.stops_early):
             return self.estimated(suggestion)
         self._replayed.add(suggestion.point)
@@ -165,7 +165,8 @@ class Search:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
             replays = self._replays[key]
-            found = judged_ends(plan, suggestion.fullest, self.known, replays, tells_retries=tells_retries)
+            telling = {"tells_retries": tells_retries, "tells_most": False}
+            found = judged_ends(plan, suggestion.fullest, self.known, replays, **telling)
             suggestion = suggestion.replayed(found)
             suggestion = replace(suggestion, step=step, seconds=step.total)
             if not (tells_retries or _is_steady(suggestion)):
