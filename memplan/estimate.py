@@ -358,27 +358,31 @@ class Reading(NamedTuple):
         return self.device + self.worst[1]
 
 
-def judged_stage(
+def judged_stages(
     plan: ResolvedPlan,
-    stage: int,
+    stages: Iterable[int],
     known: Measured = NOTHING,
     replays: Replays | None = None,
     *,
     tells_tight: bool = False,
     tells_retries: bool = True,
-) -> Reading:
-    """One stage of a resolved plan; the same as in the whole report, but that without ``tells_tight`` what is tight
-    there does not fit here, and without ``tells_retries`` what fits with retries."""
-    program = kernel_programs(plan)[stage]
-    evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
+) -> Iterator[Reading]:
+    """``stages`` of a resolved plan, negative ones counted from the last, each once; the same as in the whole report,
+    but that without ``tells_tight`` what is tight there does not fit here, and without ``tells_retries`` what fits with
+    retries."""
+    programs = kernel_programs(plan)
+    evaluated = evaluation_programs(plan, programs_of(plan, Options())) if plan.trainer.evaluated else programs
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
-    outside = causes(plan, stage, known)
+    replays = {} if replays is None else replays
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
-    judged = _judged(plan, known, program, replayed, outside, evaluated, **telling)
-    reserved = _reserved(program, replayed, settings, workspaces).middle
-    needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
-    return Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
+    for stage in {at % len(programs) for at in stages}:
+        program, evaluation = programs[stage], evaluated[stage]
+        (replayed,) = _replayed((program,), settings, workspaces, replays)
+        outside = causes(plan, stage, known)
+        judged = _judged(plan, known, program, replayed, outside, evaluation, **telling)
+        reserved = _reserved(program, replayed, settings, workspaces).middle
+        needed = worst_moment(_moments(program, replayed, evaluation if plan.trainer.evaluated else None), reserved)
+        yield Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
 
 
 def judged_ends(
@@ -393,15 +397,10 @@ def judged_ends(
     """The most that some stages of a resolved plan take, and the verdict on the worst of them: the ``fullest`` by its
     tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
     layers do."""
-    ends = _ends(plan, fullest)
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
-    found = [judged_stage(plan, stage, known, replays, **telling) for stage in ends]
+    found = [*judged_stages(plan, (0, fullest, -1), known, replays, **telling)]
     device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
     return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
-
-
-def _ends(plan: ResolvedPlan, fullest: int) -> set[int]:
-    return {0, fullest, len(kernel_programs(plan)) - 1}
 
 
 # -- readings ---------------------------------------------------------------------------------------
@@ -570,7 +569,7 @@ __all__ = [
     "evaluation_programs",
     "fold",
     "judged_ends",
-    "judged_stage",
+    "judged_stages",
     "lines",
     "programs_of",
     "timelines",
