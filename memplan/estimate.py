@@ -358,27 +358,31 @@ class Reading(NamedTuple):
         return self.device + self.worst[1]
 
 
-def judged_stage(
+def judged_stages(
     plan: ResolvedPlan,
-    stage: int,
+    stages: Iterable[int],
     known: Measured = NOTHING,
     replays: Replays | None = None,
     *,
     tells_tight: bool = False,
     tells_retries: bool = True,
-) -> Reading:
-    """One stage of a resolved plan; the same as in the whole report, but that without ``tells_tight`` what is tight
-    there does not fit here, and without ``tells_retries`` what fits with retries."""
-    program = kernel_programs(plan)[stage]
-    evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
+) -> Iterator[Reading]:
+    """``stages`` of a resolved plan, negative ones counted from the last, each once; the same as in the whole report,
+    but that without ``tells_tight`` what is tight there does not fit here, and without ``tells_retries`` what fits with
+    retries."""
+    programs = kernel_programs(plan)
+    evaluated = evaluation_programs(plan, programs_of(plan, Options())) if plan.trainer.evaluated else programs
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    (replayed,) = _replayed((program,), settings, workspaces, {} if replays is None else replays)
-    outside = causes(plan, stage, known)
+    replays = {} if replays is None else replays
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
-    judged = _judged(plan, known, program, replayed, outside, evaluated, **telling)
-    reserved = _reserved(program, replayed, settings, workspaces).middle
-    needed = worst_moment(_moments(program, replayed, evaluated if plan.trainer.evaluated else None), reserved)
-    return Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
+    for stage in dict.fromkeys(at % len(programs) for at in stages):
+        program, evaluation = programs[stage], evaluated[stage]
+        (replayed,) = _replayed((program,), settings, workspaces, replays)
+        outside = causes(plan, stage, known)
+        judged = _judged(plan, known, program, replayed, outside, evaluation, **telling)
+        reserved = _reserved(program, replayed, settings, workspaces).middle
+        needed = worst_moment(_moments(program, replayed, evaluation if plan.trainer.evaluated else None), reserved)
+        yield Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
 
 
 def judged_ends(
@@ -395,10 +399,10 @@ def judged_ends(
     tensors, and the first and the last, whose embedding, head and loss leave other blocks in the allocator's cache than
     layers do. Without ``tells_most`` the fullest stands for all where it does not fit."""
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
-    found = [judged_stage(plan, fullest, known, replays, **telling)]
+    readings = judged_stages(plan, (fullest, 0, -1), known, replays, **telling)
+    found = [next(readings)]
     if tells_most or found[0].judged.verdict is not Verdict.DOES_NOT_FIT:
-        ends = {0, len(kernel_programs(plan)) - 1} - {fullest}
-        found += [judged_stage(plan, stage, known, replays, **telling) for stage in sorted(ends)]
+        found += readings
     device, most = max(one.device for one in found), max(found, key=lambda one: one.needs)
     return Reading(device, (most.worst[0], most.needs - device), worst(one.judged for one in found))
 
@@ -569,7 +573,7 @@ __all__ = [
     "evaluation_programs",
     "fold",
     "judged_ends",
-    "judged_stage",
+    "judged_stages",
     "lines",
     "programs_of",
     "timelines",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from memplan.cli import main
 from memplan.device.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured, Measurement
-from memplan.estimate import estimate, judged_stage
+from memplan.estimate import estimate, judged_stages
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.records.database import facts_of, open_database
@@ -341,10 +341,10 @@ def test_one_stage_alone_is_as_in_the_whole() -> None:
     record = record_of(TWO_STAGES, code="megatron", nccl=300 * MIB, context=CONTEXT_BYTES)
     measured = Measured(facts_of(record))
     plan = read_plan(None, TWO_STAGES).plan
-    stages = estimate(plan, measured).stages
-    for stage in stages:
-        assert judged_stage(resolve(plan), stage.stage, measured).device == stage.device
-        assert judged_stage(resolve(plan), stage.stage, NOTHING).device == estimate(plan).stages[stage.stage].device
+    for known in (measured, NOTHING):
+        for stage in estimate(plan, known).stages:
+            (alone,) = judged_stages(resolve(plan), (stage.stage,), known)
+            assert alone.device == stage.device
 
 
 def test_versions_without_driver() -> None:

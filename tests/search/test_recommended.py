@@ -10,7 +10,7 @@ import pytest
 
 from memplan.device.gpus import GPUS
 from memplan.device.measured import NOTHING
-from memplan.estimate import Replays, estimate, judged_ends, judged_stage
+from memplan.estimate import Replays, estimate, judged_ends, judged_stages
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
@@ -194,7 +194,7 @@ def test_what_reserves_more_than_there_is_retries_or_fails(conf: str, steady_at:
     for more in range(-5, 3):
         hardware = plan.hardware.model_copy(update={"capacity": whole.device_range[1] + more * 2**24})
         there = plan.model_copy(update={"hardware": hardware})
-        told, untold = (judged_stage(there, 0, tells_retries=tells).judged for tells in (True, False))
+        told, untold = (next(judged_stages(there, (0,), tells_retries=tells)).judged for tells in (True, False))
         steady = told.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not told.retries
         assert (untold.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not untold.retries) == steady
         seen.add(steady)

@@ -138,9 +138,10 @@ class ChunkedHooks(Explicit):
         self.opening = (kept,)
         end = kept.end
         self.gradients[at] = [Gradient(end, head.elements, head.elements, kept.tensor)]
-        role, self.role = self.role, Role.STEADY if self.adds else Role.FIRST
+        role, beside = self.role, self.beside
+        self.role, self.beside = Role.STEADY if self.adds else Role.FIRST, False
         super().post_backward(at)
-        self.role = role
+        self.role, self.beside = role, beside
         self.closing = self.take()
         self.free(self.ends)
 
@@ -149,8 +150,12 @@ class ChunkedHooks(Explicit):
             self.events += self.opening
             return
         super().pre_backward(at)
-        trained = of_head(self.units[-1].parameters).trained
-        if at == self.ends and trained and self.adds and self.role is Role.FIRST:
+        if at == self.ends and of_head(self.units[-1].parameters).trained and self.adds:
+            self.by_role(self._begin_gradient)
+
+    def _begin_gradient(self) -> None:
+        """The first micro-batch's, to which others add."""
+        if self.role is Role.FIRST:
             self.events.append(self._gradient(self.units[-1].reduced(self.sharding.shards), self.sharding.trained))
 
     def post_backward(self, at: int) -> None:
@@ -174,8 +179,8 @@ class ChunkedHooks(Explicit):
 
 
 def hooks_of(
-    units: Sequence[Unit], sharding: Sharding, gradients: Sequence[Sequence[Gradient]], role: Role
+    units: Sequence[Unit], sharding: Sharding, gradients: Sequence[Sequence[Gradient]], role: Role, *, beside: bool
 ) -> Explicit:
     """The hooks of one micro-batch."""
     made = ChunkedHooks if units[-1].name.startswith(CHUNKS) else Explicit
-    return made(units, sharding, gradients, role)
+    return made(units, sharding, gradients, role, beside=beside)

@@ -18,10 +18,10 @@ Gathering runs on a stream of its own, and so does the output of the reduce-scat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 
 from ...layers.autograd import ITEMSIZE
@@ -101,10 +101,17 @@ class _State:
 
 
 class Hooks:
-    """One micro-batch of a model whose units are given in the order of ``named_modules()``, the root first."""
+    """One micro-batch of a model whose units are given in the order of ``named_modules()``, the root first. In the
+    first one ``beside`` a steady one, what that does otherwise is recorded, too."""
 
     def __init__(
-        self, units: Sequence[Unit], sharding: Sharding, gradients: Sequence[Sequence[Gradient]], role: Role
+        self,
+        units: Sequence[Unit],
+        sharding: Sharding,
+        gradients: Sequence[Sequence[Gradient]],
+        role: Role,
+        *,
+        beside: bool = False,
     ) -> None:
         self.units = units
         self.sharding = sharding
@@ -121,7 +128,16 @@ class Hooks:
         self.reduced: list[Hold] = []
         """Outputs that all-reduces across replicas hold on to."""
         self.events: list[Event] = []
+        self.beside = beside
+        self.others: list[tuple[int, int, list[Event]]] = []
+        """Of ``events``, parts in whose places the steady micro-batch beside has others: where, how many, and those;"""
+        self.steady: dict[int, Tape] = {}
+        """what it does where any differ, by the identity of the tape that was taken,"""
+        self.reduced_beside: list[Hold] = []
+        """and its ``reduced``."""
         self.ids: dict[tuple[str, int, int], int] = {}
+        self.known: dict[object, tuple[Hold, ...]] = {}
+        """Unsharded parameters of units."""
         counts: Counter[bool] = Counter()
         self.turns: list[int] = []
         """Of each unit, which of its kind's two buffers is its own."""
@@ -149,8 +165,28 @@ class Hooks:
     def take(self) -> Tape:
         """What has been recorded since it was last called."""
         events = tuple(self.events)
+        if self.others:
+            for start, count, theirs in reversed(self.others):
+                self.events[start : start + count] = theirs
+            self.steady[id(events)] = tuple(self.events)
+            self.others.clear()
         self.events.clear()
         return events
+
+    def by_role(self, do: Callable[[], None]) -> None:
+        """``do`` records what depends on the role: for a steady micro-batch beside, too."""
+        start = len(self.events)
+        do()
+        if not self.beside:
+            return
+        own, role = self.events[start:], self.role
+        del self.events[start:]
+        self.role, self.reduced, self.reduced_beside = Role.STEADY, self.reduced_beside, self.reduced
+        do()
+        self.role, self.reduced, self.reduced_beside = role, self.reduced_beside, self.reduced
+        theirs, self.events[start:] = self.events[start:], own
+        if theirs != own:
+            self.others.append((start, len(own), theirs))
 
     # -- gathering --------------------------------------------------------------------------------
 
@@ -159,8 +195,8 @@ class Hooks:
         unit, state, sharding = self.units[at], self.states[at], self.sharding
         if state.gathered is not None or state.whole or self.shards(at) == 1:
             return
-        ranks = self._ranks(at)
-        pieces = [self._padded(at, one) // ranks for one in range(len(unit.parameters))]
+        ranks, shards = self._ranks(at), self.shards(at)
+        pieces = [one * shards // ranks for one in unit.shard_elements(sharding.shards)]
         low = any(one.gathered for one in unit.parameters)
         converted = sum(compress(pieces, [sharding.casts(one) and not one.gathered for one in unit.parameters]))
         cast: list[Hold] = []
@@ -238,30 +274,15 @@ class Hooks:
 
     def wait_for_unshard(self, at: int, *, forward: bool) -> None:
         """Copied out: one tensor for each parameter. Forward leaves the output to the next unit's turn."""
-        state, sharding, unit = self.states[at], self.sharding, self.units[at]
+        state = self.states[at]
         if state.whole:
             return
-        cast: Hold | None = None
-        beside: list[Hold] = []
-        for index, parameter in enumerate(unit.parameters):
-            elements, id = self._padded(at, index), self.id("whole", at, index)
-            before, cast = cast, None
-            if self.shards(at) == 1 and sharding.casts(parameter):
-                cast = self.hold(
-                    Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
-                )
-            if before is not None:
-                self.drop(before)
-            state.whole.append(self.hold(id, elements, sharding.gathers(parameter), GATHERED, parameter.name))
-            if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
-                number = Scope.HOOKS.id(PIECES + index)
-                beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
-        if cast is not None:
-            self.drop(cast)
-        for one in beside:
-            self.drop(one)
-        for piece in state.resharded:
-            self.drop(piece)
+        state.whole = [*self._whole(at)]
+        if self.shards(at) > 1 and not any(self.units[at].crosswise):
+            self.events += state.whole
+        else:
+            self._copy_out(at, state.whole)
+        self.events += [piece.end for piece in state.resharded]
         state.resharded.clear()
         if forward:
             self.flush()  # a local variable keeps it until here
@@ -269,9 +290,44 @@ class Hooks:
         elif state.gathered is not None:
             self.drop(state.gathered)
         state.gathered = None
-        for scale in state.scales:  # takes the place of the last one's
-            self.drop(scale)
+        self.events += [scale.end for scale in state.scales]  # takes the place of the last one's
         state.scales.clear()
+
+    def _whole(self, at: int) -> tuple[Hold, ...]:
+        """A unit's unsharded parameters: the same tensors for all units of one module with the same parameters."""
+        unit, sharding = self.units[at], self.sharding
+        key = (id(unit.parameters), unit.cut, unit.of_experts) if unit.alone else at
+        found = self.known.get(key)
+        if found is None:
+            holds = []
+            for index, parameter in enumerate(unit.parameters):
+                elements, own, dtype = self._padded(at, index), self.id("whole", at, index), sharding.gathers(parameter)
+                holds.append(Hold(own, size(elements, dtype), GATHERED, parameter.name, (elements,), dtype))
+            found = self.known[key] = tuple(holds)
+        return found
+
+    def _copy_out(self, at: int, whole: Sequence[Hold]) -> None:
+        """``whole`` begins, beside what it is copied from where one rank casts it or pieces are of another dimension
+        than the first."""
+        sharding, unit = self.sharding, self.units[at]
+        cast: Hold | None = None
+        beside: list[Hold] = []
+        for index, parameter in enumerate(unit.parameters):
+            elements = self._padded(at, index)
+            before, cast = cast, None
+            if self.shards(at) == 1 and sharding.casts(parameter):
+                cast = self.hold(
+                    Scope.HOOKS.id(CAST + index % 2), elements, sharding.compute, BUFFERS, "cast_parameter"
+                )
+            if before is not None:
+                self.drop(before)
+            self.events.append(whole[index])
+            if unit.crosswise[index]:  # ``foreach_all_gather_copy_out``
+                number = Scope.HOOKS.id(PIECES + index)
+                beside.append(self.hold(number, elements, sharding.compute, BUFFERS, "pieces_by_rank"))
+        if cast is not None:
+            self.drop(cast)
+        self.events += [one.end for one in beside]
 
     def flush(self) -> None:
         """Ends the output that forward left."""
@@ -288,8 +344,7 @@ class Hooks:
             if width != self.sharding.shards:
                 self._reshard_to(at, width)
                 return
-        for one in (*state.whole, *state.resharded):
-            self.drop(one)
+        self.events += [one.end for one in (*state.whole, *state.resharded)]
         state.whole.clear()
         state.resharded.clear()
 
@@ -366,7 +421,7 @@ class Hooks:
         for copy in copies:
             self.drop(copy)
         self.events += [one for one in ends if one not in last]
-        self._reduced(at, elements)
+        self.by_role(partial(self._reduced, at, elements))
         self.events += last
 
     def _by_rank(self, at: int, ends: Sequence[Drop]) -> tuple[list[Hold], list[Drop], list[Drop]]:
@@ -443,9 +498,13 @@ class Hooks:
             if state.gathered is not None:
                 self.drop(state.gathered)
                 state.gathered = None
-        for one in (*self.reduced, *self.reducing):
-            self.drop(one)
-        self.reduced, self.reducing = [], []
+        self.by_role(self._end_reduced)
+        self.events += [one.end for one in self.reducing]
+        self.reducing = []
+
+    def _end_reduced(self) -> None:
+        self.events += [one.end for one in self.reduced]
+        self.reduced = []
 
 
 class Explicit(Hooks):

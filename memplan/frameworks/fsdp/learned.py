@@ -36,9 +36,9 @@ from ..plain.tuned import shared_table
 from . import flat
 from .chunked import ENDS as ENDS_UNIT
 from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
-from .hooks import Hooks, Role
-from .modules import MODEL, Ids, Model, compact_ids, lowest_of, owned, sharded, with_parameters, with_stored
-from .passing import OWN, Around, pass_through
+from .hooks import Role
+from .modules import MODEL, Ids, Model, compact_ids, owned, passes_of, sharded, with_parameters, with_stored
+from .passing import OWN, Around
 from .programs import check_settings, leaves_4bit, sharding_of
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
@@ -278,11 +278,7 @@ def _unrolled(
 ) -> tuple[Span, ...]:
     """All modules as one, in which every tensor has a number of its own, with the hooks' events."""
     own = owned(model.spans, model.units, sharding)
-    lowest, last = lowest_of(own.modules), own.place(model.end)
-    passes = [
-        pass_through(Hooks(model.units, sharding, own.gradients, role), len(own.modules), last, lowest)
-        for role in (Role.FIRST, Role.STEADY)
-    ]
+    passes = passes_of(own, model.units, own.place(model.end), sharding, (Role.FIRST, Role.STEADY))
     return joined_row(Row(piece, row, b, s, workspaces), own.modules, own.renamed, passes, several)
 
 

@@ -14,7 +14,7 @@ from ...tape.program import Span
 from ...values import dataclass, replace
 from ..plain.tuned import packed
 from .chunked import hooks_of
-from .hooks import WITHIN, Gradient, Role
+from .hooks import WITHIN, Explicit, Gradient, Role
 from .passing import Around, pass_through, recomputes, reruns
 from .units import Sharding, Unit
 
@@ -188,20 +188,35 @@ def _with_hooks(
     spans: tuple[Span, ...], units: tuple[Unit, ...], end: str, sharding: Sharding, roles: tuple[Role, Role]
 ) -> tuple[Span, ...]:
     own = owned(spans, units, sharding)
-    modules, gradients, last = own.modules, own.gradients, own.place(end)
-    lowest = lowest_of(modules)
-    again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
-    rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
-    passes = [
-        pass_through(hooks_of(units, sharding, gradients, role), len(modules), last, lowest, again, rerun)
-        for role in roles
-    ]
+    passes = passes_of(own, units, own.place(end), sharding, roles)
     cast = sharding.reduce != sharding.compute
     adds = roles[0].adds and not cast, roles[1].adds and not cast
     return tuple(
         Span(hooked(module, ids, (one, two), adds), (name,))
-        for (module, name), ids, one, two in zip(modules, own.renamed, *passes, strict=True)
+        for (module, name), ids, one, two in zip(own.modules, own.renamed, *passes, strict=True)
     )
+
+
+def passes_of(
+    own: Owned, units: Sequence[Unit], last: int, sharding: Sharding, roles: tuple[Role, Role]
+) -> tuple[list[Around], list[Around]]:
+    """What hooks do around each module in the first micro-batch and in steady ones; the model's own modules end with
+    number ``last``."""
+    modules, lowest = own.modules, lowest_of(own.modules)
+    again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
+    rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
+
+    def run(role: Role, *, beside: bool = False) -> tuple[Explicit, list[Around]]:
+        hooks = hooks_of(units, sharding, own.gradients, role, beside=beside)
+        return hooks, pass_through(hooks, len(modules), last, lowest, again, rerun)
+
+    first, steady = roles
+    hooks, found = run(first, beside=roles == (Role.FIRST, Role.STEADY))
+    if first is steady:
+        return found, found
+    if not hooks.beside:
+        return found, run(steady)[1]
+    return found, [Around(*(hooks.steady.get(id(tape), tape) for tape in around)) for around in found]
 
 
 def _gradient(hold: Hold, ids: GradientIds, sharding: Sharding) -> Gradient:

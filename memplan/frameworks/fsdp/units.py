@@ -174,6 +174,7 @@ class Unit:
         return self.cut.shards if self.cut is not None else shards
 
 
+@lru_cache(maxsize=1 << 12)
 def shard(parameter: Parameter, shards: int, dim: int = 0) -> Parameter:
     """Rank 0's piece: ceil(d / shards) rows of dimension ``dim`` (``_init_sharded_param``,
     ``padded_sharded_param_size``)."""
