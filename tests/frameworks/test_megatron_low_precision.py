@@ -86,12 +86,16 @@ def test_further_tokens_in_16_bits_have_no_copies() -> None:
     assert (one.head.forward, one.head.backward) == (other.head.forward, other.head.backward)
 
 
-def test_a_cast_to_4_bits_reads_its_tensor_twice() -> None:
-    """NVFP4's largest element is found first: 2 bytes of an element, and 2 more to write half a byte for rows and for
-    columns each; MXFP8 has none to find."""
-    shape = (1024, 512)
-    assert Low("nvfp4", False, (2, 17)).work(shape) == Stream(1024 * 512 * (2 + 2 + 2 / 2), 2)
-    assert Low("mxfp8", False, (2, 17)).work(shape) == Stream(1024 * 512 * (2 + 2), 1)
+@pytest.mark.parametrize(("recipe", "normed", "bytes_each", "kernels"), [
+    ("nvfp4", False, 2 + 2 + 2 / 2, 2), ("nvfp4", True, 2 + 2 + 2 / 2, 2), ("mxfp8", False, 2 + 2, 1),
+    ("tensorwise", False, 2 + 2 + 2, 2), ("tensorwise", True, 2 + 2, 1),
+])  # fmt: skip
+def test_a_cast_with_one_scale_of_a_tensor_reads_it_twice(
+    recipe: Recipe, normed: bool, bytes_each: float, kernels: int
+) -> None:
+    """Its largest element is found first, 2 bytes of an element, unless a norm did so; then 2 bytes are read to write
+    one for rows and one for columns, or half of one."""
+    assert Low(recipe, True, (2, 17)).work((1024, 512), normed=normed) == Stream(1024 * 512 * bytes_each, kernels)
 
 
 @pytest.mark.parametrize(("recipe", "turns", "parameters", "stay"), [

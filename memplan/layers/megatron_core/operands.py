@@ -115,8 +115,8 @@ class Operands:
     def ended(self) -> None:
         """Backward returns."""
 
-    def work(self, r: Recorder, done: Operator) -> Operator:
-        """What the layer does, given its products and collectives."""
+    def work(self, r: Recorder, done: Operator, *, normed: bool = False) -> Operator:
+        """What the layer does, given its products and collectives; ``normed``: a norm's kernel makes its input."""
         return done
 
 
@@ -276,10 +276,10 @@ class LowOperands(Operands):
     def ended(self) -> None:
         self.grad.clear()
 
-    def work(self, r: Recorder, done: Operator) -> Operator:
+    def work(self, r: Recorder, done: Operator, *, normed: bool = False) -> Operator:
         """Casts beside the products, of the weight in the first micro-batch of a step."""
         layer, low = self.layer, self.low
-        casts = [low.work(layer.like)]
+        casts = [low.work(layer.like, normed=normed)]
         if r.counts and not low.parameters and r.first_microbatch:
             casts.append(low.work(layer.weight))
         return done.after(casts, (low.work(layer.out),))

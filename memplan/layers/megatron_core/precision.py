@@ -213,14 +213,16 @@ class Low:
             found.append(r.empty(size, BYTE, f"{name}_scales_ordered", WORKSPACES))
         return found
 
-    def work(self, shape: Shape, copies: int = 2) -> Stream:
+    def work(self, shape: Shape, copies: int = 2, *, normed: bool = False) -> Stream:
         """A cast of ``shape`` from 16 bits; one scale of a whole tensor is found in a pass before it, but that of
-        delayed scaling, which is known. NVFP4 has one, too, beside those of blocks: of the Hadamard transform, so that
-        no kernel before finds it (``NVFP4Quantizer.quantize_impl``: ``nvte_hadamard_transform_amax``, of a weight
-        ``nvte_compute_amax``; then both orientations in one kernel, ``nvte_quantize_with_hadamard_transform``)."""
+        delayed scaling, which is known, and that of what is ``normed``, which the norm's kernel finds
+        (``normalization.cpp``, ``FUSED_NORM_AMAX_FP8``). NVFP4 has one, too, beside those of blocks: of the Hadamard
+        transform, so that no kernel before finds it (``NVFP4Quantizer.quantize_impl``:
+        ``nvte_hadamard_transform_amax``, of a weight ``nvte_compute_amax``; then both orientations in one kernel,
+        ``nvte_quantize_with_hadamard_transform``)."""
         elements = prod(shape)
-        looks = 2.0 * elements if self.recipe in ("tensorwise", "nvfp4") else 0.0
-        return Stream(looks + elements * (2.0 + copies * self.element), 2 if looks else 1)
+        looks = self.recipe == "nvfp4" or (self.recipe == "tensorwise" and not normed)
+        return Stream(elements * ((4.0 if looks else 2.0) + copies * self.element), 2 if looks else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def norm_column_linear(
             fed.ended()
         return [grad_x, *grad_scales, *made]
 
-    work = behind_norm(fed.work(r, _column(r, layer, shape)), size_of(like, dtype))
+    work = behind_norm(fed.work(r, _column(r, layer, shape), normed=True), size_of(like, dtype))
     node = r.node((x, *scales, weight, *added), (x, weight, *kept), backward, work=work)
     del kept
     out = _multiplied(r, fed).by(node)

@@ -123,7 +123,7 @@ class EntryTimes:
 
     @property
     def of_layers(self) -> tuple[LayerTimes, ...]:
-        """Layers of every kind."""
+        """As ``Entries.of_layers``."""
         return self.kinds or (self.layer, self.dense)
 
     def layers(self, work: StageWork) -> list[tuple[LayerTimes, int, int]]:

@@ -31,7 +31,7 @@ PUBLISHED_ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         REPLICAS: {"a100-40gb": 0.024, "a100-80gb": 0.020, "h100-80gb": 0.021, "h100-96gb": 0.087},
         DIVIDED: {"a100-80gb": 0.030, "b200": 0.064, "h100-80gb": 0.089},
-        DIVIDED_LOW: {"h100-80gb": 0.041, "gb300": 0.043},
+        DIVIDED_LOW: {"h100-80gb": 0.043, "gb300": 0.043},
         ADAPTERS: {"a100-80gb": 0.018, "h200": 0.119},
     }
 )

@@ -61,7 +61,7 @@ class Entries(NamedTuple):
 
     @property
     def of_layers(self) -> tuple[tuple[Passes, Passes], ...]:
-        """Layers of every kind, plain and recomputed."""
+        """Layers of every kind, plain and recomputed, where all or none are in ``kinds``."""
         return self.kinds or ((self.layer, self.recomputed), (self.dense, self.dense_recomputed))
 
 
