@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..plan.spec import ModelSpec
 from . import ops, selecting, work
-from .autograd import Gradients, Recorder, Tensor
+from .autograd import Recorder, Tensor
+from .gradients import needed
 from .huggingface import LayerShape, activation, linear, softmax_fp32
 from .tuning import Factors, factors, folded, matrices, registered_once
 from .work import ITEMSIZE, Shape
@@ -313,14 +314,9 @@ def grouped_product(r: Recorder, x: Tensor, weight: Tensor, offsets: Tensor, nam
     autocast does not know; the gradient of ``mat2`` comes before that of ``self``."""
     x = ops.cast(r, x, weight.dtype, f"{name}_input_cast")
     e, n, k = weight.shape
-    like, whole, dtype = x.shape, weight.shape, weight.dtype
+    like, dtype = x.shape, weight.dtype
     needs_x, needs_weight = x.node is not None, weight.node is not None
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_weight = r.empty(whole, dtype, f"grad_{name}_weight") if needs_weight else None
-        grad_x = r.empty(like, dtype, f"grad_{name}_input") if needs_x else None
-        return [grad_x, grad_weight]
-
+    backward = needed((x, f"grad_{name}_input"), (weight, f"grad_{name}_weight"), last_first=True)
     rows, size = -(-like[0] // e), ITEMSIZE[dtype]
     of_input = work.Product(rows, k, n, e, size, tokens="m")
     of_weight = work.Product(n, k, rows, e, size, tokens="k")

@@ -28,6 +28,17 @@ def fresh_each(*inputs: tuple[Tensor, str]) -> Backward:
     return each(*((x.shape, x.dtype, name) for x, name in inputs))
 
 
+def needed(*inputs: tuple[Tensor, str], last_first: bool = False) -> Backward:
+    """The same for those of ``inputs`` that need a gradient; ``last_first``: the last one's is made first."""
+    likes = [(x.shape, x.dtype, name) if x.node is not None else None for x, name in inputs]
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        made = [like and r.empty(*like) for like in (likes[::-1] if last_first else likes)]
+        return made[::-1] if last_first else made
+
+    return backward
+
+
 def by_way_of(*made: Made) -> Backward:
     """Makes a tensor of each shape, dtype, name and category; the last is the gradient, and those before it end then,
     the newest first."""

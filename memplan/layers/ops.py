@@ -15,7 +15,7 @@ from ..tape.events import Category
 from . import work
 from .autocast import cached_name, cast_to, promoted, set_by_autocast
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
-from .gradients import by_way_of, fresh, viewed
+from .gradients import by_way_of, fresh, needed, viewed
 from .reductions import table_gradient
 
 TEMPORARIES = Category.TEMPORARIES
@@ -237,14 +237,8 @@ def matmul(r: Recorder, x: Tensor, y: Tensor, shape: Shape, name: str) -> Tensor
     """Batched ``x @ y`` (``bmm``): saves each that the other's gradient needs; the gradient of ``mat2`` comes before
     that of ``self``."""
     x, y = entering(r, "matmul", x, y, name=f"{name}_operand")
-    shape_x, shape_y, dtype = x.shape, y.shape, x.dtype
     needs_x, needs_y = x.node is not None, y.node is not None
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_y = r.empty(shape_y, dtype, f"grad_{name}_mat2") if needs_y else None
-        grad_x = r.empty(shape_x, dtype, f"grad_{name}_self") if needs_x else None
-        return [grad_x, grad_y]
-
+    backward = needed((x, f"grad_{name}_self"), (y, f"grad_{name}_mat2"), last_first=True)
     saves = [saved for saved, needed in ((y, needs_x), (x, needs_y)) if needed]
     done = work.batched(shape, x.shape[-1], x.dtype, needs_x=needs_x, needs_y=needs_y)
     return r.output((x, y), saves, backward, shape, x.dtype, name, work=done)
@@ -332,16 +326,9 @@ def layer_norm(r: Recorder, x: Tensor, weight: Tensor, bias: Tensor, name: str, 
     out = r.empty(x.shape, x.dtype, name)
     mean = r.empty((*x.shape[:-1], 1), statistics, f"{name}_mean")
     rstd = r.empty((*x.shape[:-1], 1), statistics, f"{name}_rstd")
-    shape, dtype, h = x.shape, x.dtype, x.shape[-1]
-    needs_x, needs_weight, needs_bias = (tensor.node is not None for tensor in (x, weight, bias))
-
-    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        grad_x = r.empty(shape, dtype, f"grad_{name}_input") if needs_x else None
-        grad_w = r.empty((h,), dtype, f"grad_{name}_weight") if needs_weight else None
-        return [grad_x, grad_w, r.empty((h,), dtype, f"grad_{name}_bias") if needs_bias else None]
-
+    backward = needed((x, f"grad_{name}_input"), (weight, f"grad_{name}_weight"), (bias, f"grad_{name}_bias"))
     saved = (x, mean, rstd) if r.autocast is None else (bias, x, weight, mean, rstd)
-    n, rows = prod(shape), prod(shape[:-1])
+    n, rows = prod(x.shape), prod(x.shape[:-1])
     done = work.Operator(issue=(work.LAYER_NORM.of(n, rows), work.LAYER_NORM_BACKWARD.of(n, rows)))
     out.node = r.node((x, weight, bias), saved, backward, work=done)
     del mean, rstd
