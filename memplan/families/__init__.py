@@ -22,6 +22,7 @@ ROOMS = {
     "qwen2": ".llama",
     "phi3": ".phi3",
     "gemma2": ".gemma2",
+    "gemma3_text": ".gemma3",
     "opt": ".opt",
     "gpt_neox": ".gpt_neox",
     "gptj": ".gptj",

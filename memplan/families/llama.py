@@ -81,7 +81,7 @@ def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerS
 def normed(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
     """Queries and keys of Qwen 3 are normed per head, of OLMoE all heads together."""
     normed = name != "value" and shape.spec.qk_norm
-    return eager_rms_norm(r, x, f"{name}_norm") if normed else x
+    return (family(shape.spec.family).norm or eager_rms_norm)(r, x, f"{name}_norm") if normed else x
 
 
 def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:

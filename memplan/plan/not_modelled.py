@@ -35,7 +35,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"mimo", "its layers that predict further tokens"),
     (r"afm-4\.5b|arcee|nemotron-?4-(15|340)b|nemotron-mini", "its MLP of squared ReLU without a gate"),
     (r"bitnet|falcon-e|1\.58", "its weights of less than two bits"),
-    (r"gemma-?3-27b|command-a|c4ai|aya|apertus-70b", "its layers"),
+    (r"command-a|c4ai|aya|apertus-70b", "its layers"),
     (r"flan-t5|mt5|umt5|^ul2|t5gemma|t5-v1_1|long-?t5|pegasus|mbart|nllb|m2m", "its encoder and decoder"),
     (r"modernbert|deberta|electra|albert|longformer|bigbird|xlnet", "its encoder"),
     (r"^mpt|gpt-neo-[0-9]|codegen|xglm|persimmon|stablelm", "its layers"),
