@@ -20,7 +20,7 @@ from ...values import replace
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
 
-OF_FULL = {MASK: SHARED - 5, COS: SHARED - 6, SIN: SHARED - 7}
+OF_FULL = {MASK: SHARED - 5, COS: SHARED - 7, SIN: SHARED - 8}
 """Ids of what layers without a sliding window read in the place of these, where others have one."""
 
 EMBEDDED = SHARED - 4
