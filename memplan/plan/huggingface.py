@@ -64,6 +64,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
     for name, other in _INTERVALS.items():
         if name in items:
             items[name] = _interval(config, items[name], other)
+    if family.keys.keys() >= _WINDOWED:
+        items["nope_interval"] = _of_windowed(config, items["sliding_window"])
     if family.layers_differ:
         items |= _blocks(items, config)
     items = _with_derived_sizes(items, config)
@@ -188,6 +190,8 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
     layer_types = config.mapping.get("layer_types")
     if family.keys.keys() & _INTERVALS.keys():
         return
+    if family.keys.keys() >= _WINDOWED:
+        return
     if "nope_interval" in family.keys:
         _refuse_other_positions(config, family)
         return
@@ -207,6 +211,25 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
 
 _INTERVALS = {"linear_interval": "linear_attention", "full_interval": "sliding_attention"}
 """Fields that say every how many layers one has full attention, and what the others have."""
+
+
+_WINDOWED = {"nope_interval", "sliding_window"}
+"""Fields of a family whose layers without positions are those without a window."""
+
+
+def _of_windowed(config: Node, window: Node) -> Node:
+    """Every how many layers one has neither window nor positions; 0 where none has a window, and all turn."""
+    pattern = config.mapping.get("sliding_window_pattern", Node(4, config.origin))
+    named = config.mapping.get("layer_types")
+    kinds = named.value if named is not None and isinstance(named.value, list) else []
+    if window.value is None:
+        if named is not None and any(str(one.value) != "full_attention" for one in kinds):
+            raise named.lacks("layer_types", "must be full_attention alone where sliding_window is null")
+        return Node(0, window.origin)
+    allowed, accepts = _whole(1, MOST_LAYERS)
+    if not kinds and not accepts(pattern.value):
+        raise pattern.wrong("sliding_window_pattern", f"must be {allowed} where layer_types is missing")
+    return _interval(config, pattern, "sliding_attention")
 
 
 def _interval(config: Node, given: Node, other: str) -> Node:
@@ -453,6 +476,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
     "full_interval": _whole(2, MOST_LAYERS),
+    "layer_types": ("a list of kinds of layers", lambda value: isinstance(value, list)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
         _is_pattern,

@@ -138,8 +138,8 @@ def is_drop_of_input(event: Event) -> TypeGuard[Drop]:
 def hidden_interface(
     shape: LayerShape, requires_grad: bool = True, autocast: str | None = None, dtype: str = ""
 ) -> Interface:
-    """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
-    from_norm = autocast is not None and shape.spec.norm_place == "post"
+    """Hidden states between layers; BERT's come out of a LayerNorm, which autocast runs in fp32."""
+    from_norm = autocast is not None and (shape.spec.norm_place, shape.spec.norm) == ("post", "layernorm")
     dtype = dtype or ("fp32" if from_norm else shape.dtype)
     return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
 
