@@ -380,7 +380,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     everything = _everything(embedding) - {EMBEDDED}
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
     keeps = recompute and compiled_parts is None
-    row, kept = layer_row(make, kinds(numbers), everything, keeps, plan.model)
+    row, kept = layer_row(make, kinds(numbers), everything, keeps, [*map(plan.model.sees_all, numbers)])
     if keeps_embedded(shape):
         embedding, row, kept = _with_embedded(embedding, row, kept, leaves_embedding(tuning, shape))
     first = [Span(embedding, ("embedding",))]
@@ -410,7 +410,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     for device, following in zip(devices, [*devices[1:], None], strict=True):
         names = tuple(f"layer.{i}" for i in plan.device_map[device])
         if device != devices[0]:
-            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, plan.model)
+            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, ())
             first = [Span(arrive(hidden, dtype, going), ("arrive",))]
         spans = [*first, *layers(row, names), *(normed if following is None else [])]
         if len(devices) > 1:

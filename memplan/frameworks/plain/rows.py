@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 from ...layers.module import Module, Options
 from ...plan.plan import ResolvedPlan
-from ...plan.spec import ModelSpec
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace
@@ -68,10 +67,10 @@ def kinds_of(
 
 
 def layer_row(
-    make: Make, kinds: Kinds, everything: frozenset[int], recompute: bool, spec: ModelSpec
+    make: Make, kinds: Kinds, everything: frozenset[int], recompute: bool, see_all: Sequence[bool]
 ) -> tuple[Row, frozenset[int]]:
-    """Modules of the first layers of ``spec``, of these ``kinds``, and those of the shared tensors ``everything`` that
-    they keep.
+    """Modules of layers of these ``kinds``, and those of the shared tensors ``everything`` that they keep. ``see_all``:
+    of each layer, whether it is of the second of two kinds (``ModelSpec.sees_all``).
 
     Each is ended by the first layer that reads and keeps it; with ``recompute`` a layer that has a backward keeps all.
     """
@@ -84,7 +83,7 @@ def layer_row(
         keeps = everything if all_kept else everything & seen_by_all(inner.saved_shared)
         behind = number + count
         while number < behind and keeps - ended:
-            fresh = keeps - ended - unseen(everything, sees_all=spec.sees_all(number))
+            fresh = keeps - ended - unseen(everything, sees_all=see_all[number])
             row.append((make(kind, fresh) if fresh else inner, 1))
             ended |= fresh
             number += 1
