@@ -22,6 +22,8 @@ ROOMS = {
     "qwen2": ".llama",
     "phi3": ".phi3",
     "gemma2": ".gemma2",
+    "gemma3_text": ".gemma3",
+    "exaone4": ".exaone4",
     "opt": ".opt",
     "gpt_neox": ".gpt_neox",
     "gptj": ".gptj",

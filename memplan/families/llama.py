@@ -81,15 +81,23 @@ def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerS
 def normed(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
     """Queries and keys of Qwen 3 are normed per head, of OLMoE all heads together."""
     normed = name != "value" and shape.spec.qk_norm
-    return eager_rms_norm(r, x, f"{name}_norm") if normed else x
+    return (family(shape.spec.family).norm or eager_rms_norm)(r, x, f"{name}_norm") if normed else x
 
 
 def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
     """(b, s, a d) as (b, s, a, d)."""
-    copied = head_by_head(shape)["value"] if name == "value" else not turns_in_place(r)
-    if heads > 1 and copied:
+    if name == "value" or not shape.turns:
+        x = laid_out(r, x, name, heads, shape)
+    elif heads > 1 and not turns_in_place(r):
         x = ops.copied_gradient(r, x, name)
     return x.view(shape.b, shape.s, heads, shape.spec.head_dim)
+
+
+def laid_out(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
+    """A gradient that comes head by head is copied, to be seen otherwise; eager attention gives that of one sequence's
+    keys feature by feature, which is a view of (s, a d) unless heads were repeated or it has been turned."""
+    by_feature = name == "key" and not (shape.turns or shape.flash or shape.b > 1) and heads == shape.spec.heads
+    return ops.copied_gradient(r, x, name) if heads > 1 and head_by_head(shape)[name] and not by_feature else x
 
 
 Projecting = tuple[tuple[Callable[[Recorder, Tensor, str, int, LayerShape], Tensor], ...], ...]
@@ -138,7 +146,8 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     spec = shape.spec
     q, k, v = projected(r, hidden, shape)
-    q, k = turned(r, q, k, shared, shape)
+    if shape.turns:
+        q, k = turned(r, q, k, shared, shape)
     if (scaled := family(spec.family).scaled_queries) is not None:
         q = scaled(r, q, shared)
     seen = family(spec.family).rotary is None

@@ -26,7 +26,7 @@ from ..values import replace
 from .base import Config, Family, Submodules, key
 from .deepseek import complex_product
 from .gemma2 import normed as rms
-from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, head_by_head, projection
+from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, laid_out, projection
 from .mixtral import NO_LEAF_SHARED, SHARED_REGISTERED
 
 
@@ -56,13 +56,6 @@ def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerSha
     if not (shape.turns and name != "value"):
         x = laid_out(r, x, name, heads, shape)
     return x.view(shape.b, shape.s, heads, shape.spec.head_dim)
-
-
-def laid_out(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    """A gradient that comes head by head is copied, to be seen otherwise; eager attention gives that of one sequence's
-    keys feature by feature, which is a view of (s, a d) unless heads were repeated or it has been turned."""
-    by_feature = name == "key" and not (shape.turns or shape.flash or shape.b > 1) and heads == shape.spec.heads
-    return ops.copied_gradient(r, x, name) if heads > 1 and head_by_head(shape)[name] and not by_feature else x
 
 
 def rotary(r: Recorder, q: Tensor, k: Tensor, table: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ PLAIN: Allowed = MappingProxyType(
         "position_offset": (0,),
         "rotary_fraction": (1.0,),
         "alternating_windows": (False,),
+        "full_interval": (0,),
         "attention_softcap": (None,),
         "embedding_scale": (False,),
         "head_bias": (False,),
@@ -272,6 +273,12 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
             "rotary_fraction",
             spec.positions == "rotary" and (spec.rotary_features % 2 or not spec.rotary_features),
             f"must make an even number of a head's {spec.head_dim} features turn, not {spec.rotary_features}",
+        ),
+        ("full_interval", spec.full_interval == 1, "must be 0, or at least 2: every layer would see all tokens"),
+        (
+            "sliding_window",
+            spec.full_interval and spec.sliding_window is None,
+            f"must be set where every {spec.full_interval}th layer sees all tokens",
         ),
     )
     if recipes is MEGATRON_CORE:

@@ -141,6 +141,8 @@ class Shared:
     """(1, s), in OPT (b, s), where layers are handed them without reading them."""
     full_mask: Tensor | None = None
     """The mask of layers without a window, where ``mask`` is that of those with one."""
+    full_tables: tuple[Tensor, Tensor | None] | None = None
+    """Their cosines and sines, where they have positions of their own."""
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

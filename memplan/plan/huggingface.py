@@ -61,8 +61,11 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     if "mamba_heads" in items:
         items |= _pattern(items)
-    if "linear_interval" in items:
-        items["linear_interval"] = _linear_interval(config, items["linear_interval"])
+    for name, other in _INTERVALS.items():
+        if name in items:
+            items[name] = _interval(config, items[name], other)
+    if family.keys.keys() >= _WINDOWED:
+        items["nope_interval"] = _of_windowed(config, items["sliding_window"])
     if family.layers_differ:
         items |= _blocks(items, config)
     items = _with_derived_sizes(items, config)
@@ -185,7 +188,9 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
 def _refuse_other_layer_types(config: Node, family: Config) -> None:
     """Layers are all alike, or have a sliding window in turn, from the first, or positions but for every n-th."""
     layer_types = config.mapping.get("layer_types")
-    if "linear_interval" in family.keys:
+    if family.keys.keys() & _INTERVALS.keys():
+        return
+    if family.keys.keys() >= _WINDOWED:
         return
     if "nope_interval" in family.keys:
         _refuse_other_positions(config, family)
@@ -204,18 +209,40 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
         )
 
 
-def _linear_interval(config: Node, given: Node) -> Node:
-    """Every how many layers one has attention, the others linear attention: as ``layer_types`` says, if it does."""
+_INTERVALS = {"linear_interval": "linear_attention", "full_interval": "sliding_attention"}
+"""Fields that say every how many layers one has full attention, and what the others have."""
+
+
+_WINDOWED = {"nope_interval", "sliding_window"}
+"""Fields of a family whose layers without positions are those without a window."""
+
+
+def _of_windowed(config: Node, window: Node) -> Node:
+    """Every how many layers one has neither window nor positions; 0 where none has a window, and all turn."""
+    pattern = config.mapping.get("sliding_window_pattern", Node(4, config.origin))
+    named = config.mapping.get("layer_types")
+    kinds = named.value if named is not None and isinstance(named.value, list) else []
+    if window.value is None:
+        if named is not None and any(str(one.value) != "full_attention" for one in kinds):
+            raise named.lacks("layer_types", "must be full_attention alone where sliding_window is null")
+        return Node(0, window.origin)
+    allowed, accepts = _whole(1, MOST_LAYERS)
+    if not kinds and not accepts(pattern.value):
+        raise pattern.wrong("sliding_window_pattern", f"must be {allowed} where layer_types is missing")
+    return _interval(config, pattern, "sliding_attention")
+
+
+def _interval(config: Node, given: Node, other: str) -> Node:
+    """Every how many layers one has full attention, the others ``other``: as ``layer_types`` says, if it does."""
     node = config.mapping.get("layer_types")
     if node is None or not isinstance(node.value, list):
         return given
     full = [str(one.value) == "full_attention" for one in node.value]
     interval = full.index(True) + 1 if True in full else len(full) + 1
-    linear = all(str(one.value) in ("full_attention", "linear_attention") for one in node.value)
-    if not linear or full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
+    known = all(str(one.value) in ("full_attention", other) for one in node.value)
+    if not known or full != [(layer + 1) % interval == 0 for layer in range(len(full))]:
         raise node.lacks(
-            "layer_types",
-            "is not modelled; only full_attention in every n-th layer, and linear_attention in the others, is",
+            "layer_types", f"is not modelled; only full_attention in every n-th layer, and {other} in the others, is"
         )
     return Node(interval, node.origin)
 
@@ -448,6 +475,8 @@ _RULES: Mapping[str, _Rule] = {
         lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),
     ),
     **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
+    "full_interval": _whole(2, MOST_LAYERS),
+    "layer_types": ("a list of kinds of layers", lambda value: isinstance(value, list)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
         _is_pattern,

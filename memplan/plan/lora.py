@@ -45,7 +45,6 @@ OF_TYPES: Mapping[str, tuple[str, ...]] = {
     "stablelm": ("q_proj", "v_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
     "gemma": ("q_proj", "v_proj"),
-    "gemma3_text": ("q_proj", "v_proj"),
 }
 """peft's targets of architectures that traces know (peft 0.21, ``utils/constants.py``,
 ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``)."""

@@ -93,7 +93,7 @@ class ModelSpec(Terse):
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
             "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel", "yarn_factor",
+            "linear_conv_kernel", "yarn_factor", "full_interval",
         )
     )  # fmt: skip
 
@@ -159,6 +159,11 @@ class ModelSpec(Terse):
     sliding_window: Size | None = Field(None, description="attention window in tokens; default: no limit")
     alternating_windows: bool = Field(
         False, description="apply the window to every second layer only, from the first layer on (Gemma 2)"
+    )
+    full_interval: Rows = Field(
+        0,
+        description="every how many layers one sees all tokens, by rotary positions of its own, and the others those "
+        "of the window (Gemma 3: 6); 0: layers are alike",
     )
     attention_chunk: Size | None = Field(
         None, description="tokens see those of their own chunk of this many, where the layer has positions (Llama 4)"
@@ -319,6 +324,16 @@ class ModelSpec(Terse):
         """Whether attention in ``layer``, numbered from 0, turns queries and keys, where some layers' does not."""
         return not self.nope_interval or (layer + 1) % self.nope_interval != 0
 
+    def sees_all(self, layer: int) -> bool:
+        """Whether ``layer``, numbered from 0, is of the second of two kinds: without a window, or without positions."""
+        interval = self.nope_interval or self.full_interval or 2 * self.alternating_windows
+        return interval > 0 and (layer + 1) % interval == 0
+
+    @property
+    def turns_twice(self) -> bool:
+        """Layers of two kinds are there, each with rotary positions of its own."""
+        return 0 < self.full_interval <= self.layers
+
     def is_linear(self, layer: int) -> bool:
         """Whether ``layer``, numbered from 0, has a gated delta net in place of attention."""
         return self.linear_interval > 0 and (layer + 1) % self.linear_interval != 0
@@ -339,5 +354,7 @@ class ModelSpec(Terse):
 
 @lru_cache(maxsize=256)
 def of_any_depth(spec: ModelSpec) -> ModelSpec:
-    """``spec`` with one layer and without its names: models that agree in the rest are made of equal layers."""
-    return spec.model_copy(update={"name": "", "layers": 1, "published_parameters": None, "source": ""})
+    """``spec`` with one layer of each kind and without its names: models that agree in the rest are made of equal
+    layers."""
+    layers = spec.full_interval if spec.turns_twice else 1
+    return spec.model_copy(update={"name": "", "layers": layers, "published_parameters": None, "source": ""})

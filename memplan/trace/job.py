@@ -33,8 +33,7 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
     for name, key in family.keys.items():
         if _of_experts_alone(spec, name):
             continue
-        turned = key.names[0] == ROTARY_FEATURES
-        _put(config, key.names[0], spec.rotary_features if turned else _written(spec, name))
+        _put(config, key.names[0], _NAMED[key.names[0]](spec) if key.names[0] in _NAMED else _written(spec, name))
     if family.layers_differ:
         config[BLOCKS] = written(spec.layer_blocks, spec.heads)
     if family.activation is not None:
@@ -44,6 +43,16 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
             raise spec.wrong("activation", f"must be one that {spec.family} has")
         config[family.activation.names[0]] = known[0]
     return config
+
+
+_NAMED: Mapping[str, Callable[[ModelSpec], object]] = {
+    ROTARY_FEATURES: lambda spec: spec.rotary_features,
+    "layer_types": lambda spec: [
+        "full_attention" if spec.sliding_window is None or spec.sees_all(i) else "sliding_attention"
+        for i in range(spec.layers)
+    ],
+}
+"""Settings that say a field otherwise than others do, by their own names."""
 
 
 def _of_experts_alone(spec: ModelSpec, name: str) -> bool:

@@ -36,6 +36,8 @@ TINY: dict[str, str] = {
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
+    "gemma3_text": "gemma-3-4b",
+    "exaone4": "exaone-4.0-32b",
     "granite": "granite-3.0-2b",
     "gpt_bigcode": "santacoder",
     "llama4_text": "llama-4-scout",

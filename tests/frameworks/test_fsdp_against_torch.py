@@ -116,6 +116,8 @@ OTHERS = (
     Case("glm4_moe_lite", oracle.Sharding(shards=6)),
     Case("minimax_m2", oracle.Sharding(shards=3)),
     Case("ministral3", oracle.Sharding(shards=3, original="bf16")),
+    Case("exaone4", oracle.Sharding(shards=6)),
+    Case("gemma3_text", oracle.Sharding(shards=3, synced=TWICE)),
     Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import detail, estimate
+from memplan.frameworks.plain.programs import programs as programs_of
+from memplan.layers.module import SHARED, Module, Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.tape.events import Category
+from memplan.tape.events import Category, Drop, Hold
+from memplan.tape.program import Program
 
 SMALL = {"model": "gpt2", "layers": "3", "gpu": "a100-80gb", "seq": "128", "attention": "eager"}
 
@@ -171,3 +176,22 @@ def test_any_small_plan_has_readings_in_order_and_categories_that_sum(
         evaluation = stage.moments["evaluation"]
         assert evaluation is not None
         assert evaluation <= stage.allocated
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("model", ["gemma-3-4b", "gemma-2-9b", "llama-4-scout", "llama-3-8b"])
+def test_what_modules_share_begins_and_ends_once(model: str, recompute: str) -> None:
+    """A mask or table of one kind of layers, or a tied gradient that waits, is no other tensor under the same id; the
+    first layer of its kind, the sixth of Gemma 3's with all tokens, is the last to end it."""
+    (program,) = programs_of(plan(model=model, layers=8, recompute=recompute), Options())
+    alive: set[int] = set()
+    steps = [module.steady.forward for module in modules_of(program)]
+    for event in chain(*steps, *(module.steady.backward for module in reversed(modules_of(program)))):
+        if isinstance(event, Hold | Drop) and event.tensor <= SHARED:
+            assert (event.tensor in alive) == isinstance(event, Drop), event
+            alive ^= {event.tensor}
+    assert not alive
+
+
+def modules_of(program: Program) -> list[Module]:
+    return [span.module for span in program.spans for _ in span.names]

@@ -51,6 +51,15 @@ PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "parti
 GEMMA2 = {**LLAMA, "sliding_window": 40}
 UNCAPPED: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
 UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
+GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
+WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
+EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
+NO_WINDOW: dict[str, Any] = {
+    "sliding_window": None,
+    "layer_types": ["full_attention"] * LAYERS,
+    "num_key_value_heads": 6,
+    "tie_word_embeddings": True,
+}
 OPT = {name: value for name, value in BERT.items() if name != "intermediate_size"} | {"ffn_dim": 320, "dropout": 0.0}
 NEOX = {**BERT, "num_attention_heads": 3}
 GPTJ = {**GPT2, "rotary_dim": 16}
@@ -92,6 +101,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-partial-dropout": ("phi3", PHI3 | {"num_key_value_heads": 6, "resid_pdrop": 0.1, **PARTIAL}),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2-uncapped-biased-dropout": ("gemma2", GEMMA2 | UNCAPPED),
+    "gemma3_text": ("gemma3_text", GEMMA3),
+    "gemma3_text-all-windowed-biased-dropout": ("gemma3_text", GEMMA3 | WINDOWED | {"attention_dropout": 0.1}),
+    "exaone4": ("exaone4", EXAONE4),
+    "exaone4-no-window-tied-dropout": ("exaone4", EXAONE4 | NO_WINDOW | {"attention_dropout": 0.1}),
+    "exaone4-one-key": ("exaone4", EXAONE4 | {"num_key_value_heads": 1}),
+    "exaone4-six-keys": ("exaone4", EXAONE4 | {"num_key_value_heads": 6}),
+    "gemma3_text-one-key": ("gemma3_text", GEMMA3 | {"num_key_value_heads": 1}),
     "opt": ("opt", OPT),
     "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),
     "gpt_neox": ("gpt_neox", NEOX),

@@ -127,7 +127,8 @@ SIZES |= {
     },
     "olmoe": {**OF_LLAMA, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {**OF_LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2},
-    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "exaone4": {**OF_LLAMA, **TOKENS, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "granitemoe": {**OF_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Architectures, all with 1000 tokens."""
@@ -210,6 +211,13 @@ CASES: dict[str, Case] = {
     "z3-gpt_neox-recompute": Case(3, family="gpt_neox", dtype="fp32", zero=SMALL_3, recompute=True),
     "z2-phi3": Case(2, family="phi3", zero=SMALL),
     "z2-gemma2": Case(2, family="gemma2", zero=SMALL),
+    "z3-exaone4": Case(3, family="exaone4", zero=SMALL_3),
+    "z3-exaone4-recompute": Case(3, family="exaone4", zero=SMALL_3, recompute=True),
+    "z2-exaone4": Case(2, family="exaone4", zero=SMALL, microbatches=2),
+    "z3-gemma3_text": Case(3, family="gemma3_text", zero=SMALL_3),
+    "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
+    "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
+    "z2-gemma3_text": Case(2, family="gemma3_text", zero=SMALL),
     "z1-opt": Case(1, family="opt", dtype="fp32", zero=SMALL),
     "z2-gpt_neox": Case(2, family="gpt_neox", dtype="fp32", zero=SMALL),
     "z2-gptj": Case(2, family="gptj", dtype="fp32", zero=SMALL),
@@ -268,8 +276,8 @@ CASES: dict[str, Case] = {
 # Families without a recipe, whose layers traces say: ``tests/trace/deepspeed_0_19_8.json``.
 LEARNED: dict[str, Case] = {
     "z3-smollm3": Case(3, family="smollm3", zero=SMALL_3),
-    "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
-    "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
+    "z3-smollm3-recompute": Case(3, family="smollm3", zero=SMALL_3, recompute=True),
+    "z3-smollm3-adapters": Case(3, family="smollm3", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
 }
 
 

@@ -79,7 +79,7 @@ sizes = st.integers(1, 9)
 
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
-    *("minimax_m2", "ministral3"),
+    *("minimax_m2", "ministral3", "gemma3_text", "exaone4"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -186,6 +186,12 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "granitemoe": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
+        "gemma3_text": {
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "sliding_window_pattern": st.integers(2, 4),
+        },
         "opt": {"enable_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "max_position_embeddings": sizes},
         "gpt_neox": {
             "attention_bias": st.booleans(),
@@ -315,6 +321,46 @@ def test_linear_attention_counts_as_transformers_does(tmp_path: Path) -> None:
     assert "only full_attention in every n-th layer" in refusal({**sizes, "layer_types": names[::-1]}, tmp_path)
 
 
+def test_exaone_4_says_which_layers_have_neither_window_nor_positions(tmp_path: Path) -> None:
+    """``Exaone4Attention.forward``: without a window all layers turn, else those that see a window."""
+    config = config_of_spec(load_spec("exaone-4.0-32b"))
+    assert config["layer_types"][:5] == ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
+    spec = spec_of(config | {"sliding_window_pattern": "LLLG"}, tmp_path)
+    assert (spec.nope_interval, spec.sliding_window) == (4, 4096)
+    assert config_of_spec(load_spec("exaone-4.0-1.2b"))["layer_types"] == ["full_attention"] * 30
+    del config["layer_types"]
+    assert spec_of(config, tmp_path).nope_interval == 4
+    assert spec_of(config | {"sliding_window_pattern": 2}, tmp_path).nope_interval == 2
+    assert spec_of(config | {"sliding_window": None, "sliding_window_pattern": None}, tmp_path).nope_interval == 0
+    assert "sliding_window_pattern = LLLG: must be a whole number from 1 to 1,024 where layer_types is" in refusal(
+        config | {"sliding_window_pattern": "LLLG"}, tmp_path
+    )
+    kinds = {"layer_types": ["sliding_attention"], "sliding_window": None}
+    assert "must be full_attention alone where sliding_window is null" in refusal(config | kinds, tmp_path)
+
+
+def test_gemma_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
+    """``Gemma3TextConfig``: every sixth, or as ``sliding_window_pattern`` or, before it, ``layer_types`` says; what its
+    multimodal model's ``text_config`` leaves out are the class's defaults (google/gemma-3-4b-pt)."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    whole = {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}, "vision_config": {}}
+    spec = spec_of(whole, tmp_path)
+    assert parameters(spec) == load_spec("gemma-3-4b").published_parameters
+    assert spec.full_interval == 6
+    assert spec_of(text | {"sliding_window_pattern": 2}, tmp_path).full_interval == 2
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    named = text | {"num_hidden_layers": 4, "layer_types": kinds}
+    assert spec_of(named | {"sliding_window_pattern": 2}, tmp_path).full_interval == 3
+    assert "only full_attention in every n-th layer, and sliding_attention in" in refusal(
+        named | {"layer_types": kinds[::-1]}, tmp_path
+    )
+    assert "sliding_window_pattern = 1: must be a whole number from 2" in refusal(
+        text | {"sliding_window_pattern": 1}, tmp_path
+    )
+    with pytest.raises(PlanError, match=r"attn_logit_softcapping = 50\.0: is not modelled; only null is"):
+        spec_of(text | {"attn_logit_softcapping": 50.0}, tmp_path)
+
+
 def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
     """As Nemotron 3 Super's ``config.json`` has them, and as transformers writes them."""
     sizes = {
@@ -386,8 +432,8 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
-        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, "
-        "falcon, mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, "
+        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, opt, "
+        "gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, "
         "glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
         "nemotron-nas, nemotron_h, mamba2"
     )

@@ -147,14 +147,14 @@ def test_same_as_a_direct_trace_under_fsdp(name: str) -> None:
 
 
 def test_kinds_of_layers_in_turn_are_learnt_with_few_of_them() -> None:
-    """Gemma 3 4B has 34 layers, of which every sixth has full attention: 16 = 34 - 3 x 6 of them are two periods, and
+    """Command R7B has 32 layers, of which every fourth has full attention: 12 = 32 - 5 x 4 of them are two periods, and
     the last, which may differ. What a configuration says of each layer is cut."""
-    job = job_of(plan_of("gemma-3-4b"))
-    kinds = [("full" if at % 6 == 5 else "sliding") + "_attention" for at in range(34)]
+    job = job_of(plan_of("command-r7b"))
+    kinds = [("full" if at % 4 == 3 else "sliding") + "_attention" for at in range(32)]
     config, period, layers = shortened(job) or ({}, 0, 0)
-    assert (config["num_hidden_layers"], period, layers) == (16, 6, 34)
+    assert (config["num_hidden_layers"], period, layers) == (12, 4, 32)
     config, *_ = shortened(replace(job, config={**job.config, "layer_types": kinds})) or ({},)
-    assert config["layer_types"] == kinds[:16]
+    assert config["layer_types"] == kinds[:12]
     assert shortened(job_of(plan_of("olmo-2-7b"))) is None
 
 
@@ -196,7 +196,7 @@ def test_entries_are_told_apart() -> None:
         "head",
     ]
     assert [one.kind for one in told_apart(row)] == [one.kind for one in row]
-    one_list = fit_of(plan_of("gemma-3-4b")).pieces[1].row
+    one_list = fit_of(plan_of("command-r7b")).pieces[1].row
     assert told_apart(one_list) == one_list
 
 

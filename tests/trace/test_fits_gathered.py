@@ -34,6 +34,7 @@ from memplan.trace.gathering import gathering
 from memplan.trace.job import Job
 from memplan.trace.learned import job_of
 from memplan.trace.learning import learn
+from memplan.trace.ranks import at_rank
 from memplan.trace.recording import Traced
 from memplan.trace.step import traced_step
 
@@ -148,10 +149,10 @@ def test_same_as_the_recipe_in_the_allocator() -> None:
 @pytest.mark.parametrize("name", LEARNED)
 def test_same_as_the_engine(name: str) -> None:
     """Event by event on the rank that needs most; with adapters a few of what is gathered ahead come in other groups,
-    as many bytes in all, as in recipes. An iteration's peak is so, too, but for the engine's scalars."""
+    as many bytes in all, as in recipes. An iteration's peak is so, too, but for the scalars of engine and loss."""
     case = LEARNED[name]
     with plan_of_case(case) as plan:
-        made = program_of(plan, fit_of(name), Options(accumulates_in_place=False))
+        made = program_of(plan, at_rank(fit_of(name), plan.lora.rank), Options(accumulates_in_place=False))
     measured = max(json.loads(MEASURED.read_text())["cases"][name], key=lambda record: record["peak"])
     tapes = [span.module.first for span in made.spans]
     passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
@@ -159,7 +160,7 @@ def test_same_as_the_engine(name: str) -> None:
     for phase, parts in passes.items():
         found, expected = summary(changes(*parts)), measured["phases"][f"0/{phase}"]
         assert [found[key] for key in compared] == [expected[key] for key in compared], phase
-    assert 0 <= measured["peak"] - fold_program(made).peak <= FEW_SCALARS
+    assert -SCALARS <= measured["peak"] - fold_program(made).peak <= FEW_SCALARS
 
 
 FEW_SCALARS = 3072

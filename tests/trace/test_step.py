@@ -56,6 +56,8 @@ FAMILIES = {
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
     "llama4_text": "llama-4-scout",
+    "gemma3_text": "gemma-3-4b",
+    "exaone4": "exaone-4.0-32b",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""

@@ -21,8 +21,6 @@ from .hooked_recorder import NONE, HookedRecorder
 from .programs import layer_names
 from .recipes import (
     EMBEDDED,
-    FULL_MASK,
-    MASK,
     embedding_recipe,
     hidden_interface,
     keeps_embedded,
@@ -30,6 +28,8 @@ from .recipes import (
     leaves_embedding,
     norm_recipe,
     returns,
+    seen_by_all,
+    unseen,
     with_kept_input,
 )
 from .rows import with_leaf
@@ -231,10 +231,11 @@ def _instances(
         return _layer(shape.of_layer(number), recompute, options, bias_first, ended, requires_grad)
 
     made = frozenset(hold.tensor for hold in embedding.module.shares)
-    kept = made if recompute else layer(0).module.saved_shared
-    first_full = _first_full(shape, layers)
-    kept = kept - {MASK if first_full == 0 else FULL_MASK if first_full is None else 0}
-    foremost = layer(0, kept - {FULL_MASK} if first_full else kept)
+    kept = made if recompute else made & seen_by_all(layer(0).module.saved_shared)
+    first_full = next(filter(shape.spec.sees_all, range(layers)), None)
+    of_full = unseen(made, sees_all=False)
+    kept -= unseen(made, sees_all=True) if first_full == 0 else of_full if first_full is None else frozenset()
+    foremost = layer(0, kept - of_full if first_full else kept)
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
         leaf = leaves_embedding(options.tuning, shape)
@@ -244,8 +245,8 @@ def _instances(
             begun, first = with_leaf(embedding.module, foremost.module)
             embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
     begin = [foremost]
-    if first_full and FULL_MASK in kept:
-        begin += [*map(layer, range(1, first_full)), layer(first_full, frozenset({FULL_MASK}))]
+    if first_full and kept & of_full:
+        begin += [*map(layer, range(1, first_full)), layer(first_full, kept & of_full)]
     begin += map(layer, range(len(begin), layers))
     closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
     return (
@@ -255,13 +256,6 @@ def _instances(
         Instance("return", closing),
         Instance("head", head),
     )
-
-
-def _first_full(shape: LayerShape, layers: int) -> int | None:
-    """The first of ``layers`` that has the second of two masks: without positions, or else the second of all."""
-    if not shape.spec.nope_interval:
-        return 1 if layers > 1 else None
-    return next((number for number in range(layers) if not shape.spec.has_positions(number)), None)
 
 
 REGISTERED = {

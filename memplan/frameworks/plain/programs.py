@@ -48,8 +48,6 @@ from . import preferences, returned, trainer
 from .contexts import outlived
 from .recipes import (
     EMBEDDED,
-    FULL_MASK,
-    MASK,
     end_modules,
     hidden_interface,
     is_drop_of_input,
@@ -99,7 +97,7 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
     if spec.positions == "rotary":
         pairs = ((spec.rope_head_dim or spec.rotary_features) // 2,)
         older = release(plan, "transformers") < family(spec.family).as_llama_since
-        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
+        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"] * (1 + spec.turns_twice)
         result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
     if family(spec.family).scale_in_embedding:
         result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
@@ -377,12 +375,12 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:
-        return kinds_of(plan, options, bool(embedding.first.backward), numbers, (MASK, FULL_MASK), later)
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)
 
     everything = _everything(embedding) - {EMBEDDED}
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
     keeps = recompute and compiled_parts is None
-    row, kept = layer_row(make, kinds(numbers), everything, keeps, (MASK, FULL_MASK))
+    row, kept = layer_row(make, kinds(numbers), everything, keeps, [*map(plan.model.sees_all, numbers)])
     if keeps_embedded(shape):
         embedding, row, kept = _with_embedded(embedding, row, kept, leaves_embedding(tuning, shape))
     first = [Span(embedding, ("embedding",))]
@@ -412,7 +410,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     for device, following in zip(devices, [*devices[1:], None], strict=True):
         names = tuple(f"layer.{i}" for i in plan.device_map[device])
         if device != devices[0]:
-            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, (MASK, FULL_MASK))
+            row, _ = layer_row(make, kinds(plan.device_map[device]), frozenset(), False, ())
             first = [Span(arrive(hidden, dtype, going), ("arrive",))]
         spans = [*first, *layers(row, names), *(normed if following is None else [])]
         if len(devices) > 1:

@@ -20,8 +20,8 @@ from ...values import replace
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 """Ids of the tensors that a forward pass makes once for all layers."""
 
-FULL_MASK = SHARED - 5
-"""Id of the mask of layers without a sliding window, where every second layer has one (``MASK``)."""
+OF_FULL = {MASK: SHARED - 5, COS: SHARED - 7, SIN: SHARED - 8}
+"""Ids of what layers without a sliding window read in the place of these, where others have one."""
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
@@ -32,15 +32,16 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
     dtype, table = shape.dtype, (1, s, shape.table)
-    mask = FULL_MASK if FULL_MASK in ended or not shape.turns else MASK
     known = family(spec.family)
     tables = rotary and not known.tables_in_layers and not shape.older
 
-    def outside(shape: Shape, dtype: str, id: int) -> Tensor:
+    def outside(shape: Shape, dtype: str, id: int, *, of_full: bool = False) -> Tensor:
+        own = OF_FULL.get(id, id)
+        id = own if own in ended or of_full else id
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
 
     return Shared(
-        outside((shape.b, 1, s, s), dtype, mask) if spec.causal and not shape.flash else None,
+        outside((shape.b, 1, s, s), dtype, MASK, of_full=not shape.turns) if spec.causal and not shape.flash else None,
         outside(table, "fp32" if shape.tables == "complex" else dtype, COS) if tables else None,
         outside(table, dtype, SIN) if tables and shape.tables != "complex" else None,
         outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)
@@ -89,6 +90,16 @@ def transformers_code(shape: LayerShape, code: str = "current") -> tuple[Layer, 
     return known.older if code == "2020" and known.older is not None else (known.layer, known.embedding)
 
 
+def unseen(shared: frozenset[int], *, sees_all: bool) -> frozenset[int]:
+    """Those of the tensors ``shared`` that layers of another kind read in the place of one's own."""
+    return frozenset(of_full if not sees_all else id for id, of_full in OF_FULL.items() if of_full in shared)
+
+
+def seen_by_all(ids: frozenset[int]) -> frozenset[int]:
+    """``ids`` of what a layer reads, with those of what layers of another kind read in their place."""
+    return ids | {OF_FULL[id] for id in ids if id in OF_FULL}
+
+
 def keeps_embedded(shape: LayerShape) -> bool:
     """Without dropout the embedding's output is the first layer's input; of BERT it is ``embedding_output``."""
     return family(shape.spec.family).keeps_embedding or _passes_embeddings_on(shape)
@@ -124,8 +135,8 @@ def is_drop_of_input(event: Event) -> TypeGuard[Drop]:
 def hidden_interface(
     shape: LayerShape, requires_grad: bool = True, autocast: str | None = None, dtype: str = ""
 ) -> Interface:
-    """Hidden states between layers; BERT's come out of a norm, which autocast runs in fp32."""
-    from_norm = autocast is not None and shape.spec.norm_place == "post"
+    """Hidden states between layers; BERT's come out of a LayerNorm, which autocast runs in fp32."""
+    from_norm = autocast is not None and (shape.spec.norm_place, shape.spec.norm) == ("post", "layernorm")
     dtype = dtype or ("fp32" if from_norm else shape.dtype)
     return Interface((shape.b, shape.s, shape.spec.hidden), dtype, requires_grad)
 
@@ -139,7 +150,8 @@ def embedding_recipe(shape: LayerShape, code: str = "current") -> Recipe:
         shared = embedded.shared
         kept = embedded.hidden if keeps_embedded(shape) else None
         ids = {POSITIONS: shared.position_ids, EMBEDDED: kept, MASK: shared.mask, COS: shared.cos, SIN: shared.sin}
-        ids[FULL_MASK] = shared.full_mask
+        of_full = (shared.full_mask, *(shared.full_tables or (None, None)))
+        ids |= zip(OF_FULL.values(), of_full, strict=True)
         frame = [tensor for tensor in embedded.frame if not isinstance(tensor.node, Accumulate)]
         return Run(embedded.hidden, frame, ids)
 

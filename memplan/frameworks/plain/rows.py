@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from ...plan.plan import ResolvedPlan
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace
-from .recipes import EMBEDDED
+from .recipes import EMBEDDED, seen_by_all, unseen
 from .tuned import frozen_layer, trains_layers
 
 
@@ -28,8 +28,6 @@ class LayerKind(NamedTuple):
     """They have experts."""
     turns: bool = True
     """They have positions."""
-    mask: int = 0
-    """Id of the mask of layers of another kind, which they do not see."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -47,10 +45,9 @@ def kinds_of(
     options: Options,
     from_start: bool,
     numbers: Iterable[int],
-    masks: tuple[int, int],
     later: str = "",
 ) -> Kinds:
-    """Those of the layers ``numbers``, of whose two ``masks`` layers without positions have the second.
+    """Those of the layers ``numbers``.
 
     Nothing before the first layer that is trained requires a gradient, unless the embedding's output does:
     ``from_start``. ``later``: dtype of what a layer leaves to the next one, if not as the embedding gives it.
@@ -64,35 +61,36 @@ def kinds_of(
         requires_grad = tuning is None or from_start or i > first_trained
         own = frozen if i < ahead else options
         turns = plan.model.has_positions(i)
-        unseen = masks[turns] if plan.model.nope_interval else 0
-        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i), turns, unseen)
+        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i), turns)
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 
 
 def layer_row(
-    make: Make, kinds: Kinds, everything: frozenset[int], recompute: bool, masks: tuple[int, int]
+    make: Make, kinds: Kinds, everything: frozenset[int], recompute: bool, see_all: Sequence[bool]
 ) -> tuple[Row, frozenset[int]]:
-    """Modules of layers of these ``kinds``, and those of the shared tensors ``everything`` that they keep.
+    """Modules of layers of these ``kinds``, and those of the shared tensors ``everything`` that they keep. ``see_all``:
+    of each layer, whether it is of the second of two kinds (``ModelSpec.sees_all``).
 
-    Each is ended by the first layer that keeps it; with ``recompute`` a layer that has a backward keeps all. Of two
-    ``masks``, a layer has one: the first layer ends the one, the second the other, unless kinds of layers say whose.
+    Each is ended by the first layer that reads and keeps it; with ``recompute`` a layer that has a backward keeps all.
     """
     row: Row = []
     ended: frozenset[int] = frozenset()
+    number = 0
     for kind, count in kinds:
         inner = make(kind, frozenset())
-        keeps = everything if recompute and inner.first.backward else everything & inner.saved_shared
-        keeps = keeps - {kind.mask}
-        while count and keeps - ended:
-            fresh = keeps - ended
-            fresh = fresh - {masks[1]} if masks[0] in fresh else fresh
-            row.append((make(kind, fresh), 1))
+        all_kept = recompute and inner.first.backward
+        keeps = everything if all_kept else everything & seen_by_all(inner.saved_shared)
+        behind = number + count
+        while number < behind and keeps - ended:
+            fresh = keeps - ended - unseen(everything, sees_all=see_all[number])
+            row.append((make(kind, fresh) if fresh else inner, 1))
             ended |= fresh
-            count -= 1
-        if count:
-            row.append((inner, count))
-    return row, ended
+            number += 1
+        row.append((inner, behind - number))
+        number = behind
+    equal = groupby(row, key=lambda one: one[0])
+    return [(module, count) for module, same in equal if (count := sum(one[1] for one in same))], ended
 
 
 def layers(row: Row, names: tuple[str, ...]) -> tuple[Span, ...]:
