@@ -57,7 +57,7 @@ class Search:
         self._wholes: dict[tuple[Point, StageLayers], Suggestion] = {}
         self._fullest: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What went through the allocator: of every stage, and of the fullest alone."""
-        self._replays: defaultdict[tuple[Point, StageLayers], Replays] = defaultdict(dict)
+        self._replays: defaultdict[tuple[Point, StageLayers], Replays] = defaultdict(Replays)
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""

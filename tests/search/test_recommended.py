@@ -168,11 +168,11 @@ def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
         "seq": "1024",
     }
     plan = read_plan(None, {**flags, "tp": "2", "pp": "4", "vpp": "2"}).plan
-    replays: Replays = {}
+    replays = Replays()
     device = judged_ends(resolve(plan), 0, replays=replays).device
-    assert sorted(replays) == [0, 3]
+    assert sorted(replays.endless) == [0, 3]
     whole = estimate(plan, replays=replays)
-    assert sorted(replays) == [0, 1, 2, 3]
+    assert sorted(replays.endless) == [0, 1, 2, 3]
     assert whole == estimate(plan)
     assert device == max(whole.stages[stage].device or 0 for stage in (0, 3))
 
@@ -194,7 +194,9 @@ def test_what_reserves_more_than_there_is_retries_or_fails(conf: str, steady_at:
     for more in range(-5, 3):
         hardware = plan.hardware.model_copy(update={"capacity": whole.device_range[1] + more * 2**24})
         there = plan.model_copy(update={"hardware": hardware})
-        told, untold = (judged_stage(there, 0, tells_retries=tells).judged for tells in (True, False))
+        kept = Replays()
+        told, untold = (judged_stage(there, 0, tells_retries=tells, replays=kept).judged for tells in (True, False))
+        assert estimate(there, replays=kept) == estimate(there)
         steady = told.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not told.retries
         assert (untold.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not untold.retries) == steady
         seen.add(steady)
