@@ -87,7 +87,7 @@ def judge(
     """
     room = capacity - headroom
     least, most = room - outside[1], room - outside[0]
-    known = {} if replays is None else replays.within
+    replays = Replays() if replays is None else replays
 
     def is_short(limit: int) -> bool:
         memory = DeviceMemory(max(limit - program.set_aside, 0), capacity)
@@ -104,10 +104,11 @@ def judge(
             _checkpoint(program, replayed.static, left),
         )
         failures = [one for one in summed if one is not None]
-        found, key = SUFFICES, (program.stage, limit)
+        found = SUFFICES
         if is_short(limit):
-            memory = DeviceMemory(max(left, 0), capacity)
-            found = known[key] = known.get(key) or replay_within(program, settings, workspaces, memory)
+            key, memory = (replays.key(program, settings), limit), DeviceMemory(max(left, 0), capacity)
+            found = replays.within.get(key) or replay_within(program, settings, workspaces, memory)
+            replays.within[key] = found
         if found.failure is not None:
             failures.append(found.failure)
         if failures:
@@ -211,12 +212,20 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replayed stages of one plan, by number. Whoever replays further ones adds them."""
+    """Replayed stages of one ``plan``, and of others that do the same. Whoever replays further ones adds them."""
 
-    endless: dict[int, Replayed] = field(default_factory=dict)
+    endless: dict[object, Replayed] = field(default_factory=dict)
     """Where memory never ends;"""
-    within: dict[tuple[int, int], Within] = field(default_factory=dict)
+    within: dict[tuple[object, int], Within] = field(default_factory=dict)
     """and within so many bytes."""
+    plan: object = None
+
+    def key(self, program: Program, settings: AllocatorSettings) -> object:
+        """What a replay of ``program`` depends on, if its plan keeps all that in one place; else which one it is."""
+        if program.kept is None:
+            return self.plan, program.stage
+        step = program.clipping, program.gradients_kept, program.late_step, program.empties
+        return settings, program.order, program.kept, program.set_aside, *step
 
 
 def estimate(
@@ -234,7 +243,7 @@ def estimate(
     with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replays = Replays() if replays is None else replays
-    replayed = _replayed(with_workspaces, settings, workspaces, replays.endless)
+    replayed = _replayed(with_workspaces, settings, workspaces, replays)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     reserved = [
         _reserved(program, one, settings, workspaces) for program, one in zip(with_workspaces, replayed, strict=True)
@@ -251,12 +260,13 @@ def estimate(
 
 
 def _replayed(
-    programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold], known: dict[int, Replayed]
+    programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold], known: Replays
 ) -> tuple[Replayed, ...]:
     """Replays the stages that ``known`` lacks, and adds them to it."""
-    left = [program for program in programs if program.stage not in known]
-    known |= zip([program.stage for program in left], replay(left, settings, workspaces), strict=True)
-    return tuple(known[program.stage] for program in programs)
+    keys = [known.key(program, settings) for program in programs]
+    left = {key: program for key, program in zip(keys, programs, strict=True) if key not in known.endless}
+    known.endless.update(zip(left, replay([*left.values()], settings, workspaces), strict=True))
+    return tuple(known.endless[key] for key in keys)
 
 
 def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -388,7 +398,7 @@ def judged_stage(
     evaluated = evaluation_programs(plan, programs_of(plan, Options()))[stage]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
     replays = Replays() if replays is None else replays
-    (replayed,) = _replayed((program,), settings, workspaces, replays.endless)
+    (replayed,) = _replayed((program,), settings, workspaces, replays)
     outside = causes(plan, stage, known)
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
     judged = _judged(plan, known, program, replayed, outside, evaluated, replays, **telling)
