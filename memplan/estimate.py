@@ -15,6 +15,7 @@ initialises, the sum of live tensors is compared with the device's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import field
 from functools import lru_cache
 from math import hypot
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,7 +54,7 @@ from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst, worst_moment
 from .tape.events import Category, Hold
 from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
-from .values import replace
+from .values import dataclass, replace
 
 if TYPE_CHECKING:
     from .allocator.levels import Line
@@ -73,8 +74,10 @@ def judge(
     workspaces: Sequence[Hold],
     tells_tight: bool = True,
     tells_retries: bool = True,
+    replays: Replays | None = None,
 ) -> Judged:
-    """The verdict on a rank that runs ``program``, of which ``replayed`` is the replay without a limit.
+    """The verdict on a rank that runs ``program``, of which ``replayed`` is the replay without a limit; ``replays``
+    keeps those with one.
 
     ``evaluated`` is what evaluation runs, if there is one; ``outside`` the least and the most bytes outside PyTorch's
     allocator; ``all_known`` says that they leave nothing out. ``capacity`` and ``headroom`` in bytes. Without
@@ -84,6 +87,7 @@ def judge(
     """
     room = capacity - headroom
     least, most = room - outside[1], room - outside[0]
+    replays = Replays() if replays is None else replays
 
     def is_short(limit: int) -> bool:
         memory = DeviceMemory(max(limit - program.set_aside, 0), capacity)
@@ -100,8 +104,11 @@ def judge(
             _checkpoint(program, replayed.static, left),
         )
         failures = [one for one in summed if one is not None]
-        memory = DeviceMemory(max(left, 0), capacity)
-        found = replay_within(program, settings, workspaces, memory) if is_short(limit) else SUFFICES
+        found = SUFFICES
+        if is_short(limit):
+            key, memory = (replays.key(program, settings), limit), DeviceMemory(max(left, 0), capacity)
+            found = replays.within.get(key) or replay_within(program, settings, workspaces, memory)
+            replays.within[key] = found
         if found.failure is not None:
             failures.append(found.failure)
         if failures:
@@ -203,8 +210,22 @@ def fold(plan: ResolvedPlan) -> tuple[Folded, ...]:
     return tuple(fold_program(program) for program in programs_of(plan, Options()))
 
 
-Replays = dict[int, Replayed]
-"""Replayed stages of one plan, by number. Whoever replays further ones adds them."""
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Replayed stages of one ``plan``, and of others that do the same. Whoever replays further ones adds them."""
+
+    endless: dict[object, Replayed] = field(default_factory=dict)
+    """Where memory never ends;"""
+    within: dict[tuple[object, int], Within] = field(default_factory=dict)
+    """and within so many bytes."""
+    plan: object = None
+
+    def key(self, program: Program, settings: AllocatorSettings) -> object:
+        """What a replay of ``program`` depends on, if its plan keeps all that in one place; else which one it is."""
+        if program.kept is None:
+            return self.plan, program.stage
+        step = program.clipping, program.gradients_kept, program.late_step, program.empties
+        return settings, program.order, program.kept, program.set_aside, *step
 
 
 def estimate(
@@ -221,13 +242,14 @@ def estimate(
     every = kernel_programs(plan), evaluation_programs(plan, programs)
     with_workspaces, evaluated = every if stage is None else [(found[stage],) for found in every]
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    replayed = _replayed(with_workspaces, settings, workspaces, {} if replays is None else replays)
+    replays = Replays() if replays is None else replays
+    replayed = _replayed(with_workspaces, settings, workspaces, replays)
     _check_addresses(plan, (max(one.allocated, one.reserved) for one in replayed))
     reserved = [
         _reserved(program, one, settings, workspaces) for program, one in zip(with_workspaces, replayed, strict=True)
     ]
     stages = tuple(
-        _stage(plan, known, *of_stage)
+        _stage(plan, known, replays, *of_stage)
         for of_stage in zip(own, with_workspaces, folds, replayed, reserved, evaluated, strict=True)
     )
     capacity = plan.hardware.capacity
@@ -241,9 +263,10 @@ def _replayed(
     programs: Sequence[Program], settings: AllocatorSettings, workspaces: Sequence[Hold], known: Replays
 ) -> tuple[Replayed, ...]:
     """Replays the stages that ``known`` lacks, and adds them to it."""
-    left = [program for program in programs if program.stage not in known]
-    known |= zip([program.stage for program in left], replay(left, settings, workspaces), strict=True)
-    return tuple(known[program.stage] for program in programs)
+    keys = [known.key(program, settings) for program in programs]
+    left = {key: program for key, program in zip(keys, programs, strict=True) if key not in known.endless}
+    known.endless.update(zip(left, replay([*left.values()], settings, workspaces), strict=True))
+    return tuple(known.endless[key] for key in keys)
 
 
 def evaluation_programs(plan: ResolvedPlan, programs: tuple[Program, ...]) -> tuple[Program, ...]:
@@ -277,6 +300,7 @@ def _judged(
     replayed: Replayed,
     outside: Sequence[Cause],
     evaluated: Program,
+    replays: Replays,
     *,
     tells_tight: bool = True,
     tells_retries: bool = True,
@@ -297,6 +321,7 @@ def _judged(
         workspaces=held_workspaces(plan, known),
         tells_tight=tells_tight,
         tells_retries=tells_retries,
+        replays=replays,
     )
 
 
@@ -373,13 +398,13 @@ def judged_stages(
     programs = kernel_programs(plan)
     evaluated = evaluation_programs(plan, programs_of(plan, Options())) if plan.trainer.evaluated else programs
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)
-    replays = {} if replays is None else replays
+    replays = Replays() if replays is None else replays
     telling = {"tells_tight": tells_tight, "tells_retries": tells_retries}
     for stage in dict.fromkeys(at % len(programs) for at in stages):
         program, evaluation = programs[stage], evaluated[stage]
         (replayed,) = _replayed((program,), settings, workspaces, replays)
         outside = causes(plan, stage, known)
-        judged = _judged(plan, known, program, replayed, outside, evaluation, **telling)
+        judged = _judged(plan, known, program, replayed, outside, evaluation, replays, **telling)
         reserved = _reserved(program, replayed, settings, workspaces).middle
         needed = worst_moment(_moments(program, replayed, evaluation if plan.trainer.evaluated else None), reserved)
         yield Reading(reserved + sum(outside_range(outside)) // 2, needed, judged)
@@ -461,6 +486,7 @@ def _reserved(
 def _stage(
     plan: ResolvedPlan,
     known: Measured,
+    replays: Replays,
     program: Program,
     with_workspaces: Program,
     folded: Folded,
@@ -469,7 +495,7 @@ def _stage(
     evaluated: Program,
 ) -> StageEstimate:
     outside, together = causes(plan, program.stage, known), ranks_on_node(plan, program)
-    judged = _judged(plan, known, with_workspaces, replayed, outside, evaluated)
+    judged = _judged(plan, known, with_workspaces, replayed, outside, evaluated, replays)
     replayed = replace(replayed, reserved=reserved.middle)
     read = reserved.read if not judged.reserved else Reserved.alike(judged.reserved).read
     apart, (low, high) = beyond(replayed, outside), outside_range(outside)

@@ -81,7 +81,7 @@ def _layers(ahead: _Parts, back: _Parts, early: bool) -> Iterator[Turn]:
             yield from [turn] * own[turn].get(label, 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class BesideOrder(MegatronOrder):
     """As ``MegatronOrder``, where passes take turns."""
 

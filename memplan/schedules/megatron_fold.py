@@ -344,7 +344,7 @@ def _described(row: _Row, chunks: tuple[Passes, ...], saved_by: list[Bytes], siz
 EXCHANGED = Exchanged(numbered=MADE, renumbered=("input", "input_grad"), until_step=("report",))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MegatronOrder:
     """Chunks of layers, the schedule that runs them, and the hidden states that they exchange."""
 

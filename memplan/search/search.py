@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
@@ -57,7 +57,7 @@ class Search:
         self._wholes: dict[tuple[Point, StageLayers], Suggestion] = {}
         self._fullest: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What went through the allocator: of every stage, and of the fullest alone."""
-        self._replays: defaultdict[tuple[Point, StageLayers], Replays] = defaultdict(dict)
+        self._replays = Replays()
         self._folded: dict[tuple[Point, StageLayers], Suggestion | None] = {}
         self.passed_over: dict[tuple[Point, StageLayers], Suggestion] = {}
         """What was folded until it was known to be too much: its fullest stage requests so many bytes at least."""
@@ -148,7 +148,7 @@ class Search:
         self._replayed.add(suggestion.point)
         key = (suggestion.point, suggestion.cut)
         if key not in self._wholes:
-            whole = estimate(suggestion.plan, self.known, replays=self._replays[key])
+            whole = estimate(suggestion.plan, self.known, replays=replace(self._replays, plan=key))
             step = ranking_time(resolve(suggestion.plan))
             suggestion = replace(suggestion, estimate=whole, device=whole.peak, step=step, seconds=step.total)
             self._wholes[key] = suggestion
@@ -164,7 +164,7 @@ class Search:
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
-            replays = self._replays[key]
+            replays = replace(self._replays, plan=key)
             telling = {"tells_retries": tells_retries, "tells_most": False}
             found = judged_ends(plan, suggestion.fullest, self.known, replays, **telling)
             suggestion = suggestion.replayed(found)
@@ -198,7 +198,7 @@ class Search:
             if suggestion is not None and suggestion.requested + outside > self.limit:
                 overhead = outside - self.beyond
             elif suggestion is not None:
-                replayed = self.replayed_fullest(suggestion, tells_retries=not found)
+                replayed = self.replayed_fullest(suggestion, tells_retries=not found and retrying is None)
                 if not found and replayed.fits and (self._is_whole(suggestion) or not _is_steady(replayed)):
                     replayed = self.estimated(suggestion)
                 if replayed.fits and _is_steady(replayed):

@@ -168,13 +168,28 @@ def test_stages_that_were_replayed_are_those_of_a_whole_estimate() -> None:
         "seq": "1024",
     }
     plan = read_plan(None, {**flags, "tp": "2", "pp": "4", "vpp": "2"}).plan
-    replays: Replays = {}
+    replays = Replays()
     device = judged_ends(resolve(plan), 0, replays=replays).device
-    assert sorted(replays) == [0, 3]
+    assert len(replays.endless) == 2
     whole = estimate(plan, replays=replays)
-    assert sorted(replays) == [0, 1, 2, 3]
+    assert len(replays.endless) == 4
     assert whole == estimate(plan)
     assert device == max(whole.stages[stage].device or 0 for stage in (0, 3))
+
+
+def test_stages_that_do_the_same_in_two_layouts_are_replayed_once() -> None:
+    """The kernel of the loss runs on the last stage alone: of the three others a second layout with another kernel
+    needs no replay, within the device's memory neither; of the last it does, as of any stage with other sequences."""
+    flags = {"model": "llama-3-8b", "framework": "megatron", "gpu": "h100-80gb", "gpus": "4", "pp": "4", "gbs": "32"}
+    flags["capacity"] = "36GiB"
+    replays, counts = Replays(), []
+    for number, more in enumerate(({"seq": "2048"}, {"seq": "2048", "cross-entropy-fusion": "te"}, {"seq": "4096"})):
+        plan = resolve(read_plan(None, flags | more).plan)
+        for stage in range(4):
+            found = judged_stage(plan, stage, replays=replace(replays, plan=number))
+            assert found == judged_stage(plan, stage)
+        counts.append((len(replays.endless), len(replays.within)))
+    assert counts == [(4, 4), (5, 5), (9, 9)]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +209,11 @@ def test_what_reserves_more_than_there_is_retries_or_fails(conf: str, steady_at:
     for more in range(-5, 3):
         hardware = plan.hardware.model_copy(update={"capacity": whole.device_range[1] + more * 2**24})
         there = plan.model_copy(update={"hardware": hardware})
-        told, untold = (next(judged_stages(there, (0,), tells_retries=tells)).judged for tells in (True, False))
+        kept = Replays()
+        told, untold = (
+            next(judged_stages(there, (0,), tells_retries=tells, replays=kept)).judged for tells in (True, False)
+        )
+        assert estimate(there, replays=kept) == estimate(there)
         steady = told.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not told.retries
         assert (untold.verdict in (Verdict.FITS, Verdict.UNKNOWN) and not untold.retries) == steady
         seen.add(steady)
