@@ -35,12 +35,18 @@ class Row:
         self.length = len(steps)
         self.runs = 0
         """So far."""
+        self.opened: tuple[Step, ...] = ()
+        """What is run instead, once it is known that no stretch gives back all it takes."""
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
         """As ``SegmentPool.run_all``."""
+        if self.opened:
+            return pool.run(self.opened, blocks, limit)
         self.runs += 1
         if self.runs <= FEW:
             return pool.run(self.steps, blocks, limit)
+        if len(self.stretches) == 1 and self.stretches[0].requests is None:
+            self.opened = self.stretches[0].steps
         return pool.run_all(self.stretches, blocks, limit)
 
     @cached_property
