@@ -62,25 +62,24 @@ def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, .
 
 
 def _brief(steps: Sequence[Step]) -> Sequence[Step]:
-    """Steps that give back what they take as one, and behind it those that give back other blocks; all as they are
-    where such blocks come back before the last request, which they may serve.
+    """Steps that give back what they take as one; as they are where they give back another block before their last
+    request, which it may serve.
 
     A free block that is as large as all their requests together serves each of them: what lies behind those that it
     has served is as large as those to come.
     """
     taken: set[int] = set()
-    own: list[Step] = []
-    others: list[Step] = []
-    for step in steps:
-        slot, units = step[:2]
+    others: list[int] = []
+    for slot, units, _, _, _ in steps:
         if units > 0:
             if others:
                 return steps
             taken.add(slot)
-        (others if units < 0 and slot not in taken else own).append(step)
-    order = order_of(own)
+        elif units < 0 and slot not in taken:
+            others.append(slot)
+    order = order_of(steps)
     total = sum([code for code in order if code > 0])
-    return [(0, 0, total, NEVER, Brief(tuple(own), requests_of(order))), *others] if total else steps
+    return [(0, 0, total, NEVER, Brief(tuple(steps), requests_of(order), tuple(others)))] if total else steps
 
 
 def order_of(steps: Sequence[Step]) -> tuple[int, ...]:
