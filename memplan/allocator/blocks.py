@@ -55,6 +55,8 @@ class Brief(NamedTuple):
 
     steps: tuple[Step, ...]
     requests: Requests
+    others: tuple[int, ...] = ()
+    """Slots of blocks that they give back, behind their last request, and have not taken."""
 
 
 class Given(NamedTuple):
@@ -276,10 +278,14 @@ class SegmentPool:
                     code = end - address << SHIFT | address
                 edges[address] = edges[end] = code
                 insort(free, code, least)
-            elif least and (picky or not free or (free[-1] < least and not place.requests.served(free))):
-                more = self.run(place.steps, blocks, UNBOUNDED)[0]
-                beyond += more
-                bound -= more
+            elif least:
+                if picky or not free or (free[-1] < least and not place.requests.served(free)):
+                    more = self.run(place.steps, blocks, UNBOUNDED)[0]
+                    beyond += more
+                    bound -= more
+                else:
+                    for slot in place.others:
+                        self.give(blocks[slot])
             if top > bound:
                 bound, limit, highest = top, top + beyond, place
         return beyond, limit, highest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -35,12 +35,15 @@ class Row:
         self.length = len(steps)
         self.runs = 0
         """So far."""
+        self.opened: tuple[Step, ...] = ()  # what is run instead, once no stretch gives back all it takes
 
     def run(self, pool: SegmentPool, blocks: list[int], limit: int) -> tuple[int, int, int]:
         """As ``SegmentPool.run_all``."""
         self.runs += 1
-        if self.runs <= FEW:
-            return pool.run(self.steps, blocks, limit)
+        if self.runs <= FEW or self.opened:
+            return pool.run(self.opened or self.steps, blocks, limit)
+        if len(self.stretches) == 1 and self.stretches[0].requests is None:
+            self.opened = self.stretches[0].steps
         return pool.run_all(self.stretches, blocks, limit)
 
     @cached_property
@@ -252,8 +255,7 @@ class Passes:
                     starts += [at] if event.hook is Hook.PIECE else []
                 else:
                     at += event.bytes > 0
-            ends = [*starts[1:], len(every)]
-            found = tuple((start, _part(every[start:end])) for start, end in zip(starts, ends, strict=True))
+            found = tuple((start, _part(every[start:end])) for start, end in pairwise([*starts, len(every)]))
             self._pieces[whole, role] = found
         return found
 
@@ -574,8 +576,7 @@ def parts_of(events: Pass, length: int) -> tuple[Pass, ...]:
 @lru_cache(maxsize=1 << 8)
 def pieces(events: Pass, places: tuple[int, ...]) -> tuple[Pass, ...]:
     """A pass cut at each of ``places`` among its operations."""
-    starts, ends = (0, *places), (*places, None)
-    return tuple(_part(events.operations[start:end]) for start, end in zip(starts, ends, strict=True))
+    return tuple(_part(events.operations[start:end]) for start, end in pairwise((0, *places, None)))
 
 
 def _tuned(tape: Tape) -> tuple[int, list[tuple[int, Seam]]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise, takewhile
 from operator import itemgetter
 
@@ -94,14 +94,15 @@ class _Chunk:
     ) -> tuple[Pass, list[int]]:
         """A pass, its next piece, or what hooks do besides, which is the first micro-batch's. Of ``amid``, what is
         behind none of the pass's operations comes before it, and before a piece all."""
-        early = amid if what in WHOLE else [one for one in amid if not one[0]]
-        for _, take in early:
-            take()
-        if what in WHOLE:
-            return self._run_piece(rank, WHOLE[what], microbatch, role)
+        whole = WHOLE.get(what)
+        for at, take in amid:
+            if whole or not at:
+                take()
+        if whole:
+            return self._run_piece(rank, whole, microbatch, role)
         events = self.passes.of(what, role)
         frame = self._opened(what, microbatch, events)
-        within = sorted((one for one in amid if one[0]), key=itemgetter(0))
+        within = sorted([one for one in amid if one[0]], key=itemgetter(0)) if amid else ()
         if within:
             places = tuple(at for at, _ in within)
             first, *others = pieces(events, places)
@@ -439,7 +440,7 @@ class Run:
         """What libraries take within a pass: a workspace where a thread multiplies matrices for the first time
         (``getCurrentCUDABlasHandle``), and what is held while variants of a kernel are timed."""
         found: list[Amid] = []
-        thread = WHOLE.get(what, what)
+        thread = WHOLE.get(what, what) if self.untaken else ""
         if self.untaken.get(thread):
             at = 0 if what in WHOLE else passes.product(what, role)
             found.append((at, partial(self.take, self.untaken.pop(thread))))
@@ -516,7 +517,8 @@ def _shared(runs: Sequence[tuple[Order, Sequence[Action], Program]]) -> list[int
     """By run, how many first actions it does as all runs behind it do."""
     found = [0]
     for (order, actions, _), (other, theirs, _) in reversed([*pairwise(runs)]):
-        same = sum(1 for _ in takewhile(bool, map(partial(_is_same, order, other), actions, theirs)))
+        is_begun_alike = cache(partial(_is_begun_alike, order, other))
+        same = sum(1 for _ in takewhile(bool, map(partial(_is_same, is_begun_alike), actions, theirs)))
         found.append(min(same, found[-1]) if len(found) > 1 else same)
     return [*found[:0:-1], found[1] if len(found) > 1 else 0]
 
@@ -526,11 +528,11 @@ def _is_early(action: Action) -> bool:
     return action.what in ("forward", "begin", "end", "begin_all")
 
 
-def _is_same(order: Order, other: Order, action: Action, theirs: Action) -> bool:
+def _is_begun_alike(order: Order, other: Order, chunk: int, tensor: str) -> bool:
+    return order.begun(chunk, tensor) == other.begun(chunk, tensor)
+
+
+def _is_same(is_begun_alike: Callable[[int, str], bool], action: Action, theirs: Action) -> bool:
     """An early action comes to the same in both orders."""
-    chunk, tensor = action.chunk, action.tensor
-    return (
-        action == theirs
-        and _is_early(action)
-        and (tensor is None or order.begun(chunk, tensor) == other.begun(chunk, tensor))
-    )
+    tensor = action.tensor
+    return action == theirs and _is_early(action) and (tensor is None or is_begun_alike(action.chunk, tensor))

@@ -62,16 +62,24 @@ def stretches(steps: Sequence[Step], *, small: bool = False) -> tuple[Stretch, .
 
 
 def _brief(steps: Sequence[Step]) -> Sequence[Step]:
-    """Steps that give back what they take as one, unless they give back other blocks, too.
+    """Steps that give back what they take as one; as they are where they give back another block before their last
+    request, which it may serve.
 
     A free block that is as large as all their requests together serves each of them: what lies behind those that it
     has served is as large as those to come.
     """
+    taken: set[int] = set()
+    others: list[int] = []
+    for slot, units, _, _, _ in steps:
+        if units > 0:
+            if others:
+                return steps
+            taken.add(slot)
+        elif units < 0 and slot not in taken:
+            others.append(slot)
     order = order_of(steps)
     total = sum([code for code in order if code > 0])
-    if not total or len(order) < len(steps):
-        return steps
-    return [(0, 0, total, NEVER, Brief(tuple(steps), requests_of(order)))]
+    return [(0, 0, total, NEVER, Brief(tuple(steps), requests_of(order), tuple(others)))] if total else steps
 
 
 def order_of(steps: Sequence[Step]) -> tuple[int, ...]:

@@ -67,6 +67,9 @@ def taken_by(unit: Unit, units: Sequence[Unit], name: str) -> bool:
     return module in unit.only if unit.only else not any(module in one.only for one in units)
 
 
+Passes = tuple[Sequence[Around], Sequence[Around]]
+"""What hooks do around each module in the first micro-batch, and in steady ones."""
+
 Ids = tuple[tuple[int, int], ...]
 """Ids, and those that take their place."""
 
@@ -197,18 +200,28 @@ def _with_hooks(
     )
 
 
-def passes_of(
-    own: Owned, units: Sequence[Unit], last: int, sharding: Sharding, roles: tuple[Role, Role]
-) -> tuple[list[Around], list[Around]]:
-    """What hooks do around each module in the first micro-batch and in steady ones; the model's own modules end with
-    number ``last``."""
-    modules, lowest = own.modules, lowest_of(own.modules)
-    again = frozenset(place for place, (module, _) in enumerate(modules) if recomputes(module.first.backward))
-    rerun = frozenset(place for place, (module, _) in enumerate(modules) if reruns(module.first.backward))
+def passes_of(own: Owned, units: tuple[Unit, ...], last: int, sharding: Sharding, roles: tuple[Role, Role]) -> Passes:
+    """What hooks do around modules in a row, of which the model's own end with number ``last``."""
+    modules = [module for module, _ in own.modules]
+    again = frozenset(place for place, module in enumerate(modules) if recomputes(module.first.backward))
+    rerun = frozenset(place for place, module in enumerate(modules) if reruns(module.first.backward))
+    around = len(modules), last, lowest_of(own.modules), again, rerun
+    return _passes_of(units, sharding, tuple(map(tuple, own.gradients)), roles, around)
+
+
+@lru_cache(maxsize=64)
+def _passes_of(
+    units: tuple[Unit, ...],
+    sharding: Sharding,
+    gradients: tuple[tuple[Gradient, ...], ...],
+    roles: tuple[Role, Role],
+    around: tuple[int, int, int, frozenset[int], frozenset[int]],
+) -> Passes:
+    """The same whatever the modules compute with their parameters; ``around`` as of ``pass_through``."""
 
     def run(role: Role, *, beside: bool = False) -> tuple[Explicit, list[Around]]:
-        hooks = hooks_of(units, sharding, own.gradients, role, beside=beside)
-        return hooks, pass_through(hooks, len(modules), last, lowest, again, rerun)
+        hooks = hooks_of(units, sharding, gradients, role, beside=beside)
+        return hooks, pass_through(hooks, *around)
 
     first, steady = roles
     hooks, found = run(first, beside=roles == (Role.FIRST, Role.STEADY))
