@@ -59,6 +59,8 @@ class Config:
     """Each layer has sizes of its own (``block_configs``)."""
     text_part: str = ""
     """It is a model of text and images, whose ``text_config`` is read as this family's."""
+    model_type: str = ""
+    """What transformers calls it, if not by the family's name."""
 
 
 NO_BIASES: Mapping[str, Scalar] = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)
@@ -230,6 +232,8 @@ class Family:
     """Why transformers has no such model."""
     no_megatron_core: str = ""
     """Why Megatron-Core has no such model."""
+    other_code: str = ""
+    """Which code of a framework has a recipe, where transformers' layers have none."""
 
     # -- names and orders
 

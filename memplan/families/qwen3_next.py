@@ -4,9 +4,27 @@ recipe covers them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..layers.coverage import CORE_GPT
+from ..plan.errors import Scalar
 from .base import Config, Family, key
 from .llama import CONSTANTS, KEYS, SILU
+
+DELTA = {
+    **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
+    "attention_output_bias": KEYS["attention_bias"],
+    "head_dim": key("head_dim", default=256),
+    "positions_max": key("max_position_embeddings", default=32_768),
+    "rotary_fraction": key("partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=0.25),
+    "linear_interval": key("full_attention_interval", default=4),
+    "linear_key_heads": key("linear_num_key_heads", default=16),
+    "linear_value_heads": key("linear_num_value_heads", default=32),
+    "linear_key_head_dim": key("linear_key_head_dim", default=128),
+    "linear_value_head_dim": key("linear_value_head_dim", default=128),
+    "linear_conv_kernel": key("linear_conv_kernel_dim", default=4),
+}
+GATED: Mapping[str, Scalar] = {**CONSTANTS, "mlp_bias": False, "qk_norm": True, "attention_gate": True}
 
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -14,18 +32,8 @@ QWEN3_NEXT = Family(
     shards=False,
     config=Config(
         keys={
-            **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
-            "attention_output_bias": KEYS["attention_bias"],
+            **DELTA,
             "kv_heads": key("num_key_value_heads", default=2),
-            "head_dim": key("head_dim", default=256),
-            "positions_max": key("max_position_embeddings", default=32_768),
-            "rotary_fraction": key("partial_rotary_factor", "rope_parameters.partial_rotary_factor", default=0.25),
-            "linear_interval": key("full_attention_interval", default=4),
-            "linear_key_heads": key("linear_num_key_heads", default=16),
-            "linear_value_heads": key("linear_num_value_heads", default=32),
-            "linear_key_head_dim": key("linear_key_head_dim", default=128),
-            "linear_value_head_dim": key("linear_value_head_dim", default=128),
-            "linear_conv_kernel": key("linear_conv_kernel_dim", default=4),
             "experts": key("num_experts", default=512),
             "expert_top_k": key("num_experts_per_tok", default=10),
             "expert_ffn": key("moe_intermediate_size", default=512),
@@ -33,7 +41,7 @@ QWEN3_NEXT = Family(
             "router_normalises": key("norm_topk_prob", default=True),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
         },
-        constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True, "attention_gate": True, "shared_expert_gate": True},
+        constants={**GATED, "shared_expert_gate": True},
         activation=SILU,
         activations=("silu", "swish"),
     ),

@@ -256,7 +256,7 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     )
     if allowed is None:
         elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
-        also = f"it has one in {', '.join(elsewhere)} (--framework)" if elsewhere else ""
+        also = f"it has one in {', '.join(elsewhere)} (--framework){known.other_code}" if elsewhere else ""
         others_have = f"these have: {', '.join(covered(recipes))}"
         raise spec.wrong("family", f"has no recipe in framework {framework} yet; {also or others_have}")
     for field, values in allowed.items():

@@ -96,6 +96,14 @@ def check_mixture(plan: Plan) -> None:
             require(plan, f"model.{field}", value, none, "mixtures", field, what)
 
 
+def check_layers(plan: Plan) -> None:
+    """Parts of the model, and transformers' layers where its code runs, that there is a recipe for."""
+    check_mixture(plan)
+    known = family(plan.model.family)
+    if known.covers is None and not known.no_transformers and framework(plan.framework).runs_transformers(plan):
+        raise plan.wrong("model.family", "has no recipe of transformers' code")
+
+
 def check_sizes(plan: Plan) -> None:
     """Sizes of the layout that the framework has."""
     layout, supports = plan.layout, framework(plan.framework).supports

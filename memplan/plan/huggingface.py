@@ -127,18 +127,26 @@ def _architectures(config: Node) -> list[str]:
 
 def known_types() -> tuple[str, ...]:
     """Every ``model_type`` that is read."""
-    return tuple(one.name for one in families() if one.config is not None)
+    return tuple(_by_type())
+
+
+def _by_type() -> dict[str, str]:
+    """The family of every ``model_type``."""
+    return {one.config.model_type or one.name: one.name for one in families() if one.config is not None}
 
 
 def _family(config: Node) -> tuple[str, Config]:
     node = config.mapping.get("model_type")
     found = family_of(node.value).config if node is not None and isinstance(node.value, str) else None
-    if node is not None and found is not None:
+    if node is not None and found is not None and found.model_type in ("", node.value):
         return str(node.value), found
+    types = _by_type()
+    if node is not None and (name := types.get(str(node.value))) is not None and (read := family_of(name).config):
+        return name, read
     part = config.at("text_config.model_type")
-    if node is not None and part is not None and str(part.value) in known_types():
-        return str(node.value), Config(keys={}, constants={}, text_part=str(part.value))
-    known = f"known are {', '.join(known_types())}"
+    if node is not None and part is not None and str(part.value) in types:
+        return str(node.value), Config(keys={}, constants={}, text_part=types[str(part.value)])
+    known = f"known are {', '.join(types)}"
     if node is None:
         raise config.lacks("model_type", f"is missing; {known}")
     code = " (code named in auto_map is never run)" if "auto_map" in config.mapping else ""

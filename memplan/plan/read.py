@@ -20,7 +20,7 @@ from pathlib import Path
 from ..frameworks import ROOMS, framework
 from ..values import dataclass, pattern, replace
 from .assumed_releases import notes_of_releases
-from .checks import check_mixture, listed
+from .checks import check_layers, listed
 from .errors import ABSENT, Node, Origin, PlanError, scalar, together, wrong_at
 from .fields import MODEL, Kind, PlanField, by_flag
 from .hub import check_no_address, is_repository, twin, without_address
@@ -289,7 +289,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
     origins = dict(node.origins())
     if traced and named is not None:
         try:
-            check_mixture(plan)
+            check_layers(plan)
         except PlanError as error:
             with suppress(PlanError):
                 return _without_recipe(written, traced_spec(named, here, error.located(origins)), loaded)

@@ -24,7 +24,7 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
     family = family_of(spec.family).config
     if family is None:
         raise spec.wrong("family", f"has no Hugging Face configuration; these have: {', '.join(known_types())}")
-    config: dict[str, Any] = {"model_type": spec.family}
+    config: dict[str, Any] = {"model_type": family.model_type or spec.family}
     for name, value in family.constants.items():
         if getattr(spec, name) != value and not _of_experts_alone(spec, name):
             raise spec.wrong(

@@ -183,7 +183,8 @@ def test_what_is_saved_without_recompute() -> None:
         ({"fp8": "rowwise"}, "precision.fp8 = rowwise: "),
         (
             {"fsdp-code": "transformers", "loss": "plain"},
-            "model.family = qwen3_5: cannot be trained in fsdp: its layers",
+            "model.family = qwen3_5: has no recipe in framework fsdp yet; it has one in megatron (--framework), and "
+            "with --framework fsdp --fsdp-code torchtitan",
         ),
         ({"compile": "true"}, "fsdp.compile = true: must be false with torchtitan's qwen3_5"),
     ],

@@ -42,7 +42,7 @@ OPT = {
 }
 
 
-FAMILIES = {one.name: one.config for one in families() if one.config is not None}
+FAMILIES = {one.config.model_type or one.name: one.config for one in families() if one.config is not None}
 """How the configurations of each family are read."""
 
 
@@ -71,7 +71,7 @@ def transformers_count(config: dict[str, Any]) -> int:
 UNKNOWN = {"kimi_k2", "llama4", "nemotron-nas"}
 """Families whose configuration is in no release of transformers (their own code is that of another family), or has
 another's inside."""
-OF_HYBRIDS = {"nemotron_h", "mamba2", "qwen3_next"}
+OF_HYBRIDS = {"nemotron_h", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families with sizes of their own: ``test_hybrids_count_as_transformers_does``, ``test_linear_…``."""
 AS = {"kimi_k2": "deepseek_v3"}
 
@@ -361,6 +361,39 @@ def test_gemma_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
         spec_of(text | {"attn_logit_softcapping": 50.0}, tmp_path)
 
 
+def test_qwen_3_5_is_read_alone_and_within_a_model_of_images(tmp_path: Path) -> None:
+    """The text part of Qwen/Qwen3.5-9B is the built-in model; ``lm_head`` is tied where that part says so, whatever
+    stands above it (``Qwen3_5ForCausalLM``); layers that predict further tokens are left out."""
+    built_in = load_spec("qwen3.5-9b")
+    types = [("linear_attention", "full_attention")[layer % 4 == 3] for layer in range(32)]
+    text = config_of_spec(built_in) | {"layer_types": types, "mtp_num_hidden_layers": 1, "attn_output_gate": True}
+    assert text["model_type"] == "qwen3_5_text"
+    del text["tie_word_embeddings"]
+    both = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 27}, "tie_word_embeddings": True}
+    for config in (text, both):
+        spec = spec_of(config, tmp_path)
+        assert spec.model_copy(update={"name": built_in.name, "source": built_in.source}) == built_in
+    text["tie_word_embeddings"] = True
+    assert spec_of(both, tmp_path).tied_embeddings
+    with pytest.raises(PlanError, match="attn_output_gate = false: is not modelled; only true is"):
+        spec_of(text | {"attn_output_gate": False}, tmp_path)
+
+
+def test_what_only_traces_know_of_transformers_is_known_elsewhere(tmp_path: Path) -> None:
+    """A configuration of Qwen 3.5 is a spec where there is a recipe, and has what was learnt of it where there is none:
+    FSDP runs torchtitan's code of it, or transformers'."""
+    text = config_of_spec(load_spec("qwen3.5-9b"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    for flags, has_sizes in (
+        ({"framework": "megatron"}, True),
+        ({"framework": "fsdp", "fsdp-code": "torchtitan"}, True),
+        ({"framework": "fsdp"}, False),
+        ({"framework": "single", "gpus": "1"}, False),
+    ):
+        read = read_plan(None, {"model": str(tmp_path), "gpus": "8", **flags}, traced=True)
+        assert read.plan.model.has_sizes is has_sizes
+
+
 def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
     """As Nemotron 3 Super's ``config.json`` has them, and as transformers writes them."""
     sizes = {
@@ -377,7 +410,7 @@ def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
     assert (spec.expert_latent, spec.mtp_layers, spec.mtp_pattern) == (0, 0, "")
 
 
-UNREAD = ("gpt", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
+UNREAD = ("gpt", "muse_glimmer")
 """Families whose configurations are not read."""
 
 
@@ -387,10 +420,12 @@ UNREAD = ("gpt", "muse_glimmer", "qwen3_5", "qwen3_5_moe")
 )
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
-    if spec.experts:
+    if spec.experts or spec.linear_interval:
         cut = spec.model_copy(update={"layers": 4, "dense_layers": tuple(i for i in spec.dense_layers if i < 4)})
         config = config_of_spec(cut)
-        assert parameters(cut) == transformers_count({**config, "model_type": AS.get(spec.family, spec.family)})
+        assert parameters(cut) == transformers_count(
+            {**config, "model_type": AS.get(spec.family, config["model_type"])}
+        )
         return
     common = {"model_type": spec.family, "vocab_size": spec.vocab, "tie_word_embeddings": spec.tied_embeddings}
     sizes = {
@@ -436,6 +471,11 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, "
         "glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
         "nemotron-nas, nemotron_h, mamba2"
+=======
+        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, opt, gpt_neox, gptj, "
+        "falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, "
+        "deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, "
+        "olmoe, granite, granitemoe, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
