@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from memplan.layers.autograd import Recorder
 from memplan.layers.megatron_core import moe
@@ -128,7 +129,9 @@ class Kept:
 
 
 def saved_by_megatron(like: CoreShape) -> Counter[int]:
-    """Bytes of every storage that autograd keeps, and how many there are."""
+    """Bytes of every storage that autograd keeps, and how many there are. What is compiled has no vector instructions:
+    those that Inductor finds depend on what ran in this process before. What is saved is decided before it writes code
+    (AOTAutograd's partitioner)."""
     with one_rank():
         own = config(like.spec)
         submodules = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False).submodules.mlp.submodules
@@ -149,7 +152,8 @@ def saved_by_megatron(like: CoreShape) -> Counter[int]:
             found.add(kept)
             return kept
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+        scalar = inductor.patch({"cpp.simdlen": 1})
+        with scalar, torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
             out = layer(x)
         storages = {kept.tensor.untyped_storage().data_ptr(): kept.tensor.untyped_storage() for kept in found}
         del out
