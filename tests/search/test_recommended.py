@@ -185,9 +185,8 @@ def test_stages_that_do_the_same_in_two_layouts_are_replayed_once() -> None:
     replays, counts = Replays(), []
     for number, more in enumerate(({"seq": "2048"}, {"seq": "2048", "cross-entropy-fusion": "te"}, {"seq": "4096"})):
         plan = resolve(read_plan(None, flags | more).plan)
-        for stage in range(4):
-            found = judged_stage(plan, stage, replays=replace(replays, plan=number))
-            assert found == judged_stage(plan, stage)
+        found = list(judged_stages(plan, range(4), replays=replace(replays, plan=number)))
+        assert found == list(judged_stages(plan, range(4)))
         counts.append((len(replays.endless), len(replays.within)))
     assert counts == [(4, 4), (5, 5), (9, 9)]
 
