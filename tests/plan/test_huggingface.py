@@ -467,10 +467,10 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
-        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, opt, "
-        "gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, "
-        "gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
-        "nemotron-nas, nemotron_h, mamba2"
+        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
+        "opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, "
+        "deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
+        "granitemoe, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
