@@ -22,7 +22,7 @@ def described(device: str) -> dict[str, Any]:
         shown = visible(devices(), os.environ)
         if not shown:
             raise LackingError("no CUDA device here: CUDA_VISIBLE_DEVICES shows none")
-        check_free(shown[:1], None)
+        check_free(shown[:1], share=False)
         gpu, driver = shown[0], shown[0].driver
         found |= {"gpu": gpu_of(gpu.name, gpu.total), "name": gpu.name, "total": gpu.total, "used": gpu.used}
     versions = versions_of(PACKAGES, driver)

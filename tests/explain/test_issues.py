@@ -19,7 +19,6 @@ MISSED = {
     "mgmalek/efficient_cross_entropy/issues/9": "no plan; 30,688 tokens are no round number",
     "lm-sys/FastChat/issues/1242": "plans have no tensors of what saving a checkpoint gathers; the text says that",
     "Kyubyong/bert_ner/issues/10": "no plan; PyTorch of then rounded requests to 128 KiB, not to 2 MiB",
-    "modelscope/ms-swift/issues/5943": "no plan; memplan has no Gemma 3 of 27B",
     "mallorbc/Finetune_LLMs/issues/23": "no plan; of six vocabularies with this size the three commonest are named",
 }
 """What is not right yet, and why."""

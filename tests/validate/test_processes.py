@@ -45,7 +45,7 @@ def test_descendants() -> None:
 def test_marked(tmp_path: Path) -> None:
     """Children inherit the mark; one that is like it is another one."""
     mark = str(tmp_path)
-    with running(CHILD, **{MARKER: mark}) as process, running(SLEEP, **{MARKER: f"{mark}2"}):
+    with running(f"{CHILD}; {SLEEP}", **{MARKER: mark}) as process, running(SLEEP, **{MARKER: f"{mark}2"}):
         assert soon(lambda: len(marked(mark)) == 2)
         assert process.pid in marked(mark)
         assert end_all(lambda: marked(mark), 5) == ()
