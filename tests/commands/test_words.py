@@ -119,7 +119,9 @@ def test_a_gpu_is_suggested_by_its_number(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_shards_as_zero_beside_other_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, "estimate", "--model=llama-3-8b", "--tp=4", "--zero=3")
-    assert "fsdp shards so without a stage of ZeRO (with --fsdp-code torchtitan beside tp or pp, and" in line
+    assert (
+        "fsdp shards as ZeRO-3 does where --zero is left out (with --fsdp-code torchtitan beside tp or pp, and" in line
+    )
     assert "deepspeed has" not in line
     assert "takes it with --framework" not in line
     line = refused(capsys, "estimate", "--model=llama-3-8b", "--framework=megatron", "--cp=2", "--zero=3")

@@ -56,8 +56,8 @@ class Fsdp(Framework):
         loops=("transformers", "sft", "dpo", "orpo", "cpo", "simpo", "grpo", "rloo", "reward"),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         shards_as_zero={
-            3: "fsdp shards so without a stage of ZeRO (with --fsdp-code torchtitan beside tp or pp, and with "
-            "--fsdp-newest beside cp alone)"
+            3: "fsdp shards as ZeRO-3 does where --zero is left out (with --fsdp-code torchtitan beside tp or pp, "
+            "and with --fsdp-newest beside cp alone)"
         },
         sequence_parallel=True,
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
