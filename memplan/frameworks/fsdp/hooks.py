@@ -170,6 +170,7 @@ class Hooks:
                 self.events[start : start + count] = theirs
             self.steady[id(events)] = tuple(self.events)
             self.others.clear()
+            self.beside = self.beside and bool(events)  # all empty tapes are one: the steady micro-batch runs by itself
         self.events.clear()
         return events
 
