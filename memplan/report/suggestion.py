@@ -416,7 +416,7 @@ def _faster_with_retries(found: Found) -> Iterator[Text]:
     yield Text(
         f"{DOT.join(difference_pieces(one, best))} is {speed_words(one.seconds, best.seconds)} and runs, but "
         f"{retry_words(one.judged)}; predicted times do not include retries, so a layout without retries is "
-        f"recommended first."
+        "recommended first."
     )
 
 

@@ -171,7 +171,7 @@ def test_experts_that_are_not_quantised_are_told(flags: dict[str, str], told: st
         ),
         ({"model": "llama-3-8b", "lora_rank": 8, "modules_to_save": "norm"}, "embed_tokens and lm_head are"),
         ({"model": "gpt2", "lora_rank": 8, "modules_to_save": "lm_head"}, "share one table"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "hqq"}, "nf4, fp4, gptq, awq and int8 are"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "quantisation": "hqq"}, "nf4, fp4, gptq, awq or int8"),
         (
             {
                 "model": "llama-3-8b",

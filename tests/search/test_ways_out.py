@@ -262,7 +262,7 @@ def test_what_changes_training_says_so() -> None:
     plan = read_plan(*TOO_LARGE["fine-tuning"]).plan
     (way, *_) = ways_out(plan, estimate(plan), NOTHING)
     assert way.what == "QLoRA and full recompute"
-    assert way.costs == "adapters of rank 16 alone are trained, on weights of 4 bits"
+    assert way.costs == "only adapters of rank 16 are trained, on weights of 4 bits"
 
 
 def test_fine_tuning_on_a_small_card_has_adapters() -> None:
@@ -271,7 +271,7 @@ def test_fine_tuning_on_a_small_card_has_adapters() -> None:
         plan = read_plan(None, {"model": "llama-3-8b", "gpu": "rtx-4090", "seq": "2048", **flags}).plan
         ways = ways_out(plan, estimate(plan), NOTHING)
         assert any("QLoRA" in way.what and way.fits for way in ways)
-        assert all("adapters of rank 16 alone" in way.costs for way in ways if "LoRA" in way.what)
+        assert all("only adapters of rank 16" in way.costs for way in ways if "LoRA" in way.what)
     plan = read_plan(None, {"model": "phi-4", "gpu": "a40", "seq": "1024"}).plan
     (way, *_) = (one for one in ways_out(plan, estimate(plan), NOTHING) if "LoRA" in one.what)
     assert dict(way.fields)["lora.targets"] == ("all-linear",)
