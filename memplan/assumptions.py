@@ -15,18 +15,18 @@ from .tuning_notices import of_kernels, of_tuning
 
 COMMON = (
     "figures are for the most loaded rank of each stage, in steady state: after the first applied optimizer step",
-    "requested: the sum of live tensors, each rounded up to 512 bytes; allocated and reserved: a replay "
-    "of every allocation through PyTorch's caching allocator (torch 2.13's rules for every torch version, except the "
-    "choice between free blocks of equal size)",
-    "readings assume an allocator that never runs out of memory; the verdict assumes one that gives cached memory "
-    "back and tries again when memory runs out; nothing calls empty_cache",
+    "requested: the sum of live tensors, each rounded up to 512 bytes; allocated and reserved: a replay of every "
+    "allocation through PyTorch's caching allocator (torch 2.13's rules for every torch version, except the choice "
+    "between free blocks of equal size)",
+    "readings assume an allocator that never runs out of memory; the verdict assumes one that gives cached memory back "
+    "and tries again when memory runs out; nothing calls empty_cache",
 )
 BLOCKS_OF_ONE_SIZE = {
     True: "among free blocks of equal size, the allocator takes the one in the oldest segment, as torch does since "
     "2.13; older releases (--torch) choose by address, so their reserved memory may differ by a few percent",
     False: "among free blocks of equal size, the allocator takes the one at the lowest address, as torch did before "
-    "2.13; each new segment is assumed to lie below the earlier ones, as most did on an H200 with driver 580 "
-    "(reserved memory was within 0.6 % of a replay with the real addresses)",
+    "2.13; each new segment is assumed to lie below the earlier ones, as most did on an H200 with driver 580 (reserved "
+    "memory was within 0.6 % of a replay with the real addresses)",
 }
 """By whether the older segment is preferred."""
 EVALUATION = "evaluation runs the same batch without gradients, one micro-batch at a time"
@@ -40,8 +40,8 @@ PLAIN = (
 
 
 OLD = (
-    "GPT-2 as in transformers of October 2020 on PyTorch 1.6: w / sqrt(d) saves w; keys and values stay "
-    "as views of the fused projection (inferred from the thread's readings)",
+    "GPT-2 as in transformers of October 2020 on PyTorch 1.6: w / sqrt(d) saves w; keys and values stay as views of "
+    "the fused projection (inferred from the thread's readings)",
 )
 
 
@@ -111,8 +111,8 @@ def _fused(plan: ResolvedPlan) -> str:
         )
     if words == "memory-efficient":
         return (
-            "in fp32 scaled_dot_product_attention runs the memory-efficient kernel; the kernel's temporary "
-            "tensors in backward are counted as on sm80 and later"
+            "in fp32 scaled_dot_product_attention runs the memory-efficient kernel; the kernel's temporary tensors in "
+            "backward are counted as on sm80 and later"
         )
     if plan.attention != "flash":
         return f"{plan.attention}: the package's kernel, whose temporary tensors in backward are counted"
@@ -126,9 +126,9 @@ def _fused(plan: ResolvedPlan) -> str:
 
 CUDNN_ATTENTION = (
     "cuDNN's attention kernel, which PyTorch prefers on Hopper and Blackwell since 2.11 "
-    "(TORCH_CUDNN_SDPA_DEPRIORITIZED=1 turns it off): its log-sum-exp, its gradients and the backward workspace of "
-    "its front end (dQ and the sums of dO x O in fp32) are as large as flash attention's; the workspace of its engine "
-    "is not published; where query heads share keys, dK and dV of every query head are counted, as flash attention "
+    "(TORCH_CUDNN_SDPA_DEPRIORITIZED=1 turns it off): its log-sum-exp, its gradients and the backward workspace of its "
+    "front end (dQ and the sums of dO x O in fp32) are as large as flash attention's; the workspace of its engine is "
+    "not published; where query heads share keys, dK and dV of every query head are counted, as flash attention "
     "allocates them"
 )
 """``aten/src/ATen/native/cudnn/MHA.cpp`` (``run_cudnn_SDP_fprop``, ``run_cudnn_SDP_bprop``); cuDNN front end 1.23,
@@ -180,8 +180,8 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
         kept = "and those of its reference, stay until metrics have been computed"
     at_once = "at once" if how is not None and (how.at_once or how.kernel) else "sequence by sequence"
     return (
-        f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take "
-        f"far less); the model's logits, {kept}; every token is taken to belong to a completion"
+        f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take far less); "
+        f"the model's logits, {kept}; every token is taken to belong to a completion"
     )
 
 
@@ -202,8 +202,8 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.trainer.kind.reduced == "rows-of-copy":
         name = "Axolotl's DPOTrainer (July 2026, of trl 1.8 with kernels of its own, which keep a copy of the logits)"
     samples = (
-        f"{name}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
-        "tokens, run in one batch; dropout is off; no MoE auxiliary loss, no weights of WPO"
+        f"{name}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} tokens, run in one batch; "
+        "dropout is off; no MoE auxiliary loss, no weights of WPO"
     )
     if plan.loop.mismatched:
         samples = (
@@ -223,8 +223,8 @@ def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
     made = "by trl's kernel, which keeps logits and makes their gradient at once" if how.kernel else "row by row"
     return (
         f"{plan.trainer.kind.trainer} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both "
-        f"sequences of each, {plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; "
-        "no MoE auxiliary loss",
+        f"sequences of each, {plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE "
+        "auxiliary loss",
         f"the loss is taken of all logits, {likelihood}; log-probabilities of labels are made {made}",
     )
 
@@ -246,13 +246,13 @@ def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's SFTTrainer."""
     if not plan.loop.own_loss:
         return (
-            f"SFTTrainer of trl {_trl(plan)}: the model's own loss, of all logits, which also its metrics are of "
-            f"(from trl {shown(TRL_TILES)} on of tiles, which take far less); no MoE auxiliary loss",
+            f"SFTTrainer of trl {_trl(plan)}: the model's own loss, of all logits, which also its metrics are of (from "
+            f"trl {shown(TRL_TILES)} on of tiles, which take far less); no MoE auxiliary loss",
         )
     return (
-        f"SFTTrainer of trl {_trl(plan)}, loss_type nll: its fused head computes log-probabilities of labels in "
-        "tiles of 4,096 tokens and 32,768 words, and never logits (before trl 1.15 it held them: "
-        "--versions trl=1.9.0); every token but the first has a label; no MoE auxiliary loss",
+        f"SFTTrainer of trl {_trl(plan)}, loss_type nll: its fused head computes log-probabilities of labels in tiles "
+        "of 4,096 tokens and 32,768 words, and never logits (before trl 1.15 it held them: --versions trl=1.9.0); "
+        "every token but the first has a label; no MoE auxiliary loss",
     )
 
 
@@ -270,11 +270,11 @@ def _of_groups(plan: ResolvedPlan) -> tuple[str, ...]:
     if trainer.kind.reduced == "clipped-rows":
         name, loss = "RLOOTrainer", "the loss is of ratios of whole completions; no MoE auxiliary loss"
     return (
-        f"{name} of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has "
-        f"{plan.batch.seq} tokens, its last {trainer.completion_length} generated; {reference}; {loss}",
+        f"{name} of trl {_trl(plan)}: mbs and gbs count completions; every sequence of a batch has {plan.batch.seq} "
+        f"tokens, its last {trainer.completion_length} generated; {reference}; {loss}",
         *filter(None, (_of_whole_logits(plan),)),
         f"generation holds {trainer.generation_memory or 0:,} bytes while the model trains (--generation-memory); "
-        f"memory during generation and evaluation is not estimated, and predicted times cover training only",
+        "memory during generation and evaluation is not estimated, and predicted times cover training only",
     )
 
 
@@ -286,10 +286,9 @@ def _of_scores(plan: ResolvedPlan) -> tuple[str, ...]:
         if saved(plan):
             head = "has a copy that is trained"
     return (
-        f"RewardTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, "
-        f"{plan.batch.seq} tokens without padding, run in one batch; dropout is off where a module does it; "
-        "metrics of a number each are not "
-        "counted",
+        f"RewardTrainer of trl {_trl(plan)}: mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
+        "tokens without padding, run in one batch; dropout is off where a module does it; metrics of a number each are "
+        "not counted",
         f"the model is transformers' for sequence classification with one label, whose head of {plan.model.hidden:,} "
         f"numbers takes the place of the vocabulary's and {head}",
     )
@@ -325,9 +324,8 @@ _OF_LOOP: Mapping[str, Callable[[ResolvedPlan], tuple[str, ...]]] = {
 
 
 TRAINER = (
-    "Trainer of transformers 5.23: the model returns its loss; the device holds token ids and labels of "
-    "all micro-batches of a step, {mask} attention mask; evaluation computes no metrics unless "
-    "--eval-batches is given"
+    "Trainer of transformers 5.23: the model returns its loss; the device holds token ids and labels of all "
+    "micro-batches of a step, {mask} attention mask; evaluation computes no metrics unless --eval-batches is given"
 )
 
 

@@ -33,8 +33,8 @@ def _of_lora(plan: ResolvedPlan) -> tuple[str, ...]:
     nothing = left_out(plan)
     targets = [one for one in lora.targets or () if one not in nothing]
     return (
-        f"{kind} by peft 0.21 on {', '.join(targets)}: {count:,} trained "
-        f"parameters in {lora.dtype}; no {', '.join(others)} or {last}",
+        f"{kind} by peft 0.21 on {', '.join(targets)}: {count:,} trained parameters in {lora.dtype}; no "
+        f"{', '.join(others)} or {last}",
         *([_OF_DORA] if lora.dora else []),
         *([_saved(plan)] if whole else []),
     )
@@ -61,8 +61,8 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
         case "int8":
             return (
                 "8-bit weights by bitsandbytes 0.50 (LLM.int8); embedding, norms and head are not quantised",
-                "no column of a layer's inputs is assumed to reach the threshold (6.0): that depends on the data; "
-                "each column that does adds itself and its weights in 16 bits while a product runs",
+                "no column of a layer's inputs is assumed to reach the threshold (6.0): that depends on the data; each "
+                "column that does adds itself and its weights in 16 bits while a product runs",
                 "inputs of 8-bit layers are kept until backward, recomputed or not: bitsandbytes has them in its "
                 "function's context, which checkpoints leave alone",
             )
@@ -82,10 +82,10 @@ def _of_quantisation(plan: ResolvedPlan) -> tuple[str, ...]:
             )
     prepared = "prepare_model_for_kbit_training" if quantisation.prepared else "without prepare_model_for_kbit_training"
     return (
-        f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); "
-        "embedding, norms and head are not quantised",
-        "a 4-bit layer dequantises its whole weight in forward and in backward; below 1,536 tokens per "
-        "micro-batch bitsandbytes may choose a kernel without this copy, so forward is an upper bound",
+        f"4-bit weights by bitsandbytes 0.50, blocks of 64, compute in {quantisation.compute} ({prepared}); embedding, "
+        "norms and head are not quantised",
+        "a 4-bit layer dequantises its whole weight in forward and in backward; below 1,536 tokens per micro-batch "
+        "bitsandbytes may choose a kernel without this copy, so forward is an upper bound",
     )
 
 

@@ -32,8 +32,8 @@ _OF_LIBRARIES = {
     ),
     "cublas": (
         "libraries",
-        "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and it "
-        "cannot use the allocator's cache; leave 1 GiB more free",
+        "cuBLAS, cuDNN or another library found no memory for its handle or workspace: the GPU was full, and it cannot "
+        "use the allocator's cache; leave 1 GiB more free",
     ),
     "handle": (
         "libraries",
@@ -43,9 +43,9 @@ _OF_LIBRARIES = {
     ),
     "shared": (
         "shared-memory",
-        "the container's /dev/shm is full, through which workers of data loaders pass batches: make it larger "
-        "(docker --shm-size or --ipc=host, in Kubernetes an emptyDir of medium Memory), or use fewer workers "
-        "(num_workers) and prefetch less",
+        "the container's /dev/shm is full, through which workers of data loaders pass batches: make it larger (docker "
+        "--shm-size or --ipc=host, in Kubernetes an emptyDir of medium Memory), or use fewer workers (num_workers) and "
+        "prefetch less",
     ),
     "driver": (
         "driver",
@@ -86,8 +86,7 @@ def _figures(message: OutOfMemory) -> Told:
             "more-than-the-gpu",
             (
                 f"{printed(request)} is more than the GPU has ({printed(message.capacity)}): no free memory would "
-                "help; the "
-                "tensor itself must be smaller (sequence, micro-batch, a kernel that does not make it)"
+                "help; the tensor itself must be smaller (sequence, micro-batch, a kernel that does not make it)"
             ),
         )
         return
@@ -98,8 +97,7 @@ def _figures(message: OutOfMemory) -> Told:
             "private-pools",
             (
                 f"private pools of CUDA graphs hold {printed(message.private)}, which nothing else may use: capture "
-                "fewer "
-                "shapes, or run without graphs"
+                "fewer shapes, or run without graphs"
             ),
         )
     if message.allowed is not None and message.capacity is None:
@@ -114,9 +112,8 @@ def _figures(message: OutOfMemory) -> Told:
         yield (
             "memory-fraction",
             (
-                f"the process may take {printed(message.allowed)} of {printed(message.capacity)}: a memory fraction "
-                "is set "
-                "(set_per_process_memory_fraction, per_process_memory_fraction)"
+                f"the process may take {printed(message.allowed)} of {printed(message.capacity)}: a memory fraction is "
+                "set (set_per_process_memory_fraction, per_process_memory_fraction)"
             ),
         )
     if request <= 20 << 20:
@@ -124,8 +121,7 @@ def _figures(message: OutOfMemory) -> Told:
             "small-request",
             (
                 "the GPU was full to the last MiB: any small tensor would have failed, so which one did says little; "
-                "look at "
-                "what fills the memory"
+                "look at what fills the memory"
             ),
         )
 
@@ -158,8 +154,7 @@ def _others(message: OutOfMemory) -> Told:
             "unaccounted",
             (
                 f"{printed(outside)} of the GPU are in use and not PyTorch's: another process, or CUDA's context and "
-                "NCCL, "
-                "which take more than usual; nvidia-smi shows which process"
+                "NCCL, which take more than usual; nvidia-smi shows which process"
             ),
         )
 
@@ -172,9 +167,8 @@ def _pieces(message: OutOfMemory, request: int) -> Told:
         yield (
             "fragmentation",
             (
-                f"{printed(unallocated)} were reserved and not in use, more than the {printed(request)} that it "
-                "asked for, but "
-                "in pieces: fragmentation. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+                f"{printed(unallocated)} were reserved and not in use, more than the {printed(request)} that it asked "
+                "for, but in pieces: fragmentation. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
             ),
         )
     elif free is not None and free + unallocated >= request:
@@ -182,16 +176,15 @@ def _pieces(message: OutOfMemory, request: int) -> Told:
             "partly-fragmentation",
             (
                 f"{printed(free)} free and {printed(unallocated)} reserved and not in use would have been enough in "
-                "one piece: "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may end it"
+                "one piece: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may end it"
             ),
         )
     elif free is not None:
         yield (
             "full",
             (
-                f"{printed(request - free - unallocated)} were missing even if nothing lay in pieces "
-                f"({printed(free)} free, {printed(unallocated)} reserved and not in use)"
+                f"{printed(request - free - unallocated)} were missing even if nothing lay in pieces ({printed(free)} "
+                f"free, {printed(unallocated)} reserved and not in use)"
             ),
         )
 
@@ -200,8 +193,7 @@ _MOMENTS = {
     "evaluation": (
         "evaluation",
         "evaluation asked, not training: its batch may be larger, and the Trainer keeps every batch's logits on the "
-        "GPU; "
-        "a smaller per_device_eval_batch_size, eval_accumulation_steps or prediction_loss_only ends it",
+        "GPU; a smaller per_device_eval_batch_size, eval_accumulation_steps or prediction_loss_only ends it",
     ),
     "checkpoint": (
         "checkpoint",
@@ -217,8 +209,7 @@ _MOMENTS = {
     "loading": (
         "loading",
         "the job was still loading or building the model: nothing was trained yet; load on the meta device or the "
-        "host, "
-        "shard while loading, or load in fewer bits",
+        "host, shard while loading, or load in fewer bits",
     ),
     "step": (
         "optimizer-step",
@@ -236,16 +227,15 @@ def _moment(reported: Reported, clues: Clues) -> Told:
         yield (
             "later",
             (
-                f"{reported.steps:,} steps were done before it: memory of the host grew (data that every worker "
-                "keeps, tensors that are logged, a checkpoint that is gathered)"
+                f"{reported.steps:,} steps were done before it: memory of the host grew (data that every worker keeps, "
+                "tensors that are logged, a checkpoint that is gathered)"
             ),
         )
     elif reported.steps:
         yield (
             "later",
             (
-                f"{reported.steps:,} steps were done before it: longer sequences in a batch, evaluation, a "
-                "checkpoint, or memory "
-                "in ever smaller pieces"
+                f"{reported.steps:,} steps were done before it: longer sequences in a batch, evaluation, a checkpoint, "
+                "or memory in ever smaller pieces"
             ),
         )

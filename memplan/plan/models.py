@@ -173,7 +173,7 @@ def _base(base: Node, folder: Path) -> Found:
         )
     problem = (
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; for another model give its "
-        f"config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
+        "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
     raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
 

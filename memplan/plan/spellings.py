@@ -74,9 +74,8 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "tf32": "is how products of fp32 tensors are computed, and changes no tensor: --dtype fp32",
         **dict.fromkeys(
             ("fp8", "float8", "e4m3", "fp8e4m3", "float8e4m3fn", "mxfp8"),
-            "is for matrix products of linear layers, in addition to --dtype bf16: --fp8 delayed, tensorwise, "
-            "rowwise, blockwise or "
-            "mxfp8",
+            "is for matrix products of linear layers, in addition to --dtype bf16: --fp8 delayed, tensorwise, rowwise, "
+            "blockwise or mxfp8",
         ),
         **dict.fromkeys(("fp4", "nvfp4", "mxfp4"), "is for matrix products of linear layers: --dtype bf16 --fp4 nvfp4"),
         **dict.fromkeys(

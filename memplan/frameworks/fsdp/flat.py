@@ -79,8 +79,8 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         (
             "compile",
             plan.compile,
-            "must be false with fsdp.version 1, whose units are views of flat parameters: not modelled; with FSDP2 "
-            "it is (--fsdp-version 2)",
+            "must be false with fsdp.version 1, whose units are views of flat parameters: not modelled; with FSDP2 it "
+            "is (--fsdp-version 2)",
         ),
         ("fsdp.version", plan.layout.tp * plan.layout.pp > 1, "must be 2 with tensor or pipeline parallelism"),
         (

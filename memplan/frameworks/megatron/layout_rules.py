@@ -233,8 +233,8 @@ def check_blocks(plan: ResolvedPlan) -> None:
             (
                 "layout.sequence_parallel",
                 LINEAR in own.replaced and layout.tp > 1 and layout.sequence_parallel,
-                f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it "
-                "adds zeros to tokens instead of features",
+                f"must be false with linear layers (model.layer_blocks {text}): Megatron-Core stops, because it adds "
+                "zeros to tokens instead of features",
             ),
             (
                 "megatron.tp_comm_overlap",

@@ -38,8 +38,8 @@ def check_delta(plan: ResolvedPlan) -> None:
     if (plan.precision.fp8 or plan.precision.fp4) and features // layout.tp % multiple:
         raise plan.wrong(
             "precision.fp8",
-            f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are "
-            f"no multiple of {multiple}",
+            f"must be left out: {features // layout.tp} features of a gated delta net's projection on a rank are no "
+            f"multiple of {multiple}",
         )
     if plan.megatron.fsdp != "none" or plan.megatron.torch_fsdp != "none":
         name = "fsdp" if plan.megatron.fsdp != "none" else "torch_fsdp"
@@ -190,8 +190,8 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         (
             "optimizer.implementation",
             optimizer.implementation == "foreach" and plan.megatron.transformer_impl != "local",
-            "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its "
-            "FusedAdam steps, not torch.optim's",
+            "must be apex with Transformer Engine's layers (--transformer-impl): where it is installed, its FusedAdam "
+            "steps, not torch.optim's",
         ),
     )
     if optimizer.precision_aware:

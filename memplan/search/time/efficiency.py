@@ -98,13 +98,13 @@ _SIMUMAX_A100 = (
 )
 _SEMIANALYSIS = (
     "https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training/ (Llama 70B's products on "
-    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about "
-    "1,280; best cases in the MAMF table: 794.5, 668.4)"
+    "random numbers: H100 and H200 about 720, MI300X about 620 TFLOP/s, in fp8 H100 and H200 about 1,280; best cases "
+    "in the MAMF table: 794.5, 668.4)"
 )
 _FILE = "benchmarks/measured_kernels_h200.json"
 _OWN = (
     f"{_FILE} (an H200, torch 2.11 with cuBLAS 13, 26 November 2026: median of 95 products of 10 GFLOP and more that "
-    f"end before the clock falls, relative to the limit by tiles and waves)"
+    "end before the clock falls, relative to the limit by tiles and waves)"
 )
 _TRITON = (
     "https://github.com/triton-lang/triton/issues/2339 (H100, September 2023, cuBLAS in fp16: 2,048 x 2,048 x 2,048, "
@@ -117,8 +117,8 @@ _SIMUMAX = (
     "table is 0.776)"
 )
 _SWEEPS = (
-    "https://github.com/ai-dynamo/aiconfigurator/tree/main/aic-core/src/aiconfigurator_core/systems/data (NVIDIA's "
-    "own sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
+    "https://github.com/ai-dynamo/aiconfigurator/tree/main/aic-core/src/aiconfigurator_core/systems/data (NVIDIA's own "
+    "sweeps of TensorRT-LLM 1.3.0rc20's linear layers on random numbers)"
 )
 _SWEPT = f"{_SWEEPS}, the median of products with 4,096 rows and more, relative to the limit by tiles and waves"
 _GUIDE = (
