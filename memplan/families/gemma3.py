@@ -7,6 +7,7 @@ from ..layers.autograd import Recorder
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import LayerShape, Shared
+from ..plan.releases import LIBRARIES
 from ..values import replace
 from .base import Config, key
 from .gemma2 import GEMMA2, scaled
@@ -66,6 +67,7 @@ GEMMA3_TEXT = replace(
     embedding=embedding,
     projecting=NORMED_LAST,
     no_flash="",
+    since=LIBRARIES["transformers"].newest,
     registered=(*ATTENTION, *GEMMA2.registered[4:]),
 )
 """Scores have no cap, though its configuration could say one: ``Gemma3Attention`` hands none on."""

@@ -88,6 +88,7 @@ def test_bounds_of_trl_hold_what_is_assumed() -> None:
         ({"torch": "1.0"}, "must be 1.6 or later: nothing older is modelled"),
         ({"versions": "torch=2.6", "torch": "2.4"}, "must be 2.4"),
         ({"model": "qwen2.5-7b", "versions": "transformers=4.47.1"}, "must be 4.48 or later for family qwen2"),
+        ({"model": "gemma-3-1b", "versions": "transformers=4.50"}, "must be 5.23 or later for family gemma3_text"),
         (
             {"model": "llama-3-8b", "versions": "transformers=4.48.1", "attention": "eager"},
             "masks of releases before 4.53",
