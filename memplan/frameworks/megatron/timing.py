@@ -72,7 +72,8 @@ def _with_ends(shape: CoreShape, *settings: Any) -> Entries:
         return made
     wide = _entries(replace(shape, low=None, wide=frozenset(), sixteen_bit=(0, 0), layers=0), *settings)
     nothing = dict.fromkeys(("layer", "recomputed", "dense", "dense_recomputed"), NO_PASSES)
-    return made._replace(**nothing, kinds=(*made.of_layers, *wide.of_layers))
+    ends = wide.of_layers
+    return made._replace(**nothing, kinds=(*made.of_layers, *ends), wide=len(ends))
 
 
 @lru_cache(maxsize=4096)

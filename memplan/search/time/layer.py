@@ -4,6 +4,7 @@ between stages: folds of the kernels that their recipes record.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -150,8 +151,14 @@ def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | N
 def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> EntryTimes:
     """``staged`` where hidden states go from stage to stage, ``across_nodes`` where stages are on several nodes."""
     entries = shape.entries
-    work = [entries.recomputed, *(again for _, again in entries.kinds)]
-    lower = power.at(rates, min(_clock(one, rates, shape.ranks, shape.host) for one in work))
+    first = len(entries.kinds) - entries.wide
+    parts = entries.kinds[:first], entries.kinds[first:]
+
+    def clocked(work: Iterable[Passes]) -> Rates:
+        return power.at(rates, min((_clock(one, rates, shape.ranks, shape.host) for one in work), default=1.0))
+
+    own = [clocked([entries.recomputed, *(again for _, again in parts[0])]), clocked(again for _, again in parts[1])]
+    lower = own[entries.wide > 0]  # the head's products have 16 bits, as those of layers at the ends
 
     def of(once: Passes, again: Passes, rates: Rates = lower) -> LayerTimes:
         ranks = shape.ranks if _exchanges_experts(once) else Ranks(shape.ranks.t, shape.ranks.c)
@@ -165,7 +172,7 @@ def times_of(shape: Shape, rates: Rates, staged: bool, across_nodes: bool) -> En
         send_time(shape, rates, across_nodes) if staged else 0.0,
         of(entries.dense, entries.dense_recomputed),
         of(entries.further, entries.further),
-        tuple(of(*kind) for kind in entries.kinds),
+        tuple(of(*kind, at) for part, at in zip(parts, own, strict=True) for kind in part),
     )
 
 

@@ -58,6 +58,9 @@ class Entries(NamedTuple):
     kinds: tuple[tuple[Passes, Passes], ...] = ()
     """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``; where those at the ends keep 16
     bits, all others and then these, each as ``of_layers`` has them."""
+    wide: int = 0
+    """How many of ``kinds``, the last ones, are of those ends: these run by themselves, and so at a clock of their own,
+    while layers of other kinds take turns."""
 
     @property
     def of_layers(self) -> tuple[tuple[Passes, Passes], ...]:
@@ -137,11 +140,11 @@ class Shapes:
         two, four = self.of(2), self.of(4)
         if two.entries.kinds:
             return None
-        entries = [grown(one, other, b) for one, other in zip(two.entries[:-1], four.entries[:-1], strict=True)]
+        alike = two.entries[:-2], four.entries[:-2]  # without kinds
+        entries = [grown(one, other, b) for one, other in zip(*alike, strict=True)]
         if None in entries:
             return None
-        made = Entries._make((*entries, ()))
-        return replace(two, entries=made, tokens=two.tokens * b // 2)
+        return replace(two, entries=Entries._make((*entries, (), 0)), tokens=two.tokens * b // 2)
 
 
 def _check(plan: ResolvedPlan) -> None:

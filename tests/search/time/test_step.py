@@ -228,6 +228,21 @@ def test_layers_at_the_ends_keep_16_bits() -> None:
     assert compute(0, 0) < 0.9 * sixteen
 
 
+def test_a_few_layers_in_16_bits_leave_others_their_clock() -> None:
+    """Products in 16 bits lower an H200's clock, those in 8 bits less. Two layers of 32 in 16 bits add two of what 32
+    add, and what the head takes longer at their clock, a 2 % part; the 30 others draw what they did."""
+    job = {"model": "llama-3-8b", "seq": 4096, "framework": "megatron", "gpu": "h200", "gpus": 2, "tp": 2, "gbs": 4}
+
+    def compute(first: int, last: int) -> float:
+        ends = {"first_16bit_layers": first, "last_16bit_layers": last}
+        return step_time(plan(**job, dtype="bf16", fp8="tensorwise", **ends)).compute
+
+    none, few, half, every = compute(0, 0), compute(1, 1), compute(8, 8), compute(16, 16)
+    assert every == pytest.approx(step_time(plan(**job, dtype="bf16")).compute, rel=1e-12)
+    assert half - few == pytest.approx(14 / 16 * (every - half), rel=1e-9)
+    assert 2 / 32 < (few - none) / (every - none) < 2 / 32 + 0.02
+
+
 def test_layers_in_16_bits_are_counted_by_kind() -> None:
     """Of a hybrid's M, E, * and M the last two keep 16 bits, and the first three are recomputed: M and E of the others
     are, of those two * alone."""
