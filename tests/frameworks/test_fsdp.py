@@ -14,11 +14,12 @@ from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.device.measured import cublas_workspaces
 from memplan.estimate import check, estimate
+from memplan.frameworks.fsdp import modules
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.programs import programs
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding, Unit, shard, size
-from memplan.layers.module import Options, Parameter
+from memplan.layers.module import Options, Parameter, Tapes
 from memplan.plan.errors import PlanError
 from memplan.plan.framework_sections import Fsdp
 from memplan.plan.plan import Plan, ResolvedPlan
@@ -272,6 +273,37 @@ def test_gradients_reduced_once(plan: Plan, sharding: Sharding) -> None:
     step = total.net + fold(program.step).peak
     assert replayed.allocated == max(total.peak, step)
     assert replayed.static == static(program).net
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"fsdp-code": "torchtitan", "fsdp-replicas": "2"},
+        {"fsdp-code": "torchtitan", "fsdp-reduce": "bf16", "fsdp-replicas": "2"},
+        {"fsdp-code": "torchtitan", "ends-apart": "true", "loss": "chunked"},
+        {"fsdp-code": "torchtitan", "ends-apart": "true", "loss": "chunked", "fsdp-replicas": "2"},
+        {"fsdp-code": "torchtitan", "ends-apart": "true", "loss": "chunked", "fsdp-replicas": "2", "gbs": "8"},
+    ],
+    ids="-".join,
+)
+def test_what_is_recorded_beside_the_first_micro_batch_is_what_a_steady_one_does(flags: dict[str, str]) -> None:
+    """Hooks that run once for both leave the tapes of hooks that run for steady micro-batches alone."""
+    job = {"model": "llama-3-8b", "layers": "2", "seq": "256", "gpus": "8", "gbs": "32", "framework": "fsdp"}
+    plan = resolve(read_plan(None, job | {"attention": "flash"} | flags).plan)
+    model = fsdp.model_of(plan, Options(), plan.fsdp)
+    both = (model.spans, model.units, model.end, fsdp.sharding_of(plan, plan.fsdp))
+    beside, alone = modules.sharded(*both), modules.sharded(*both, adds=True)
+    for one, other in zip(beside, alone, strict=True):
+        assert one.names == other.names
+        for ours, theirs in zip(tapes_of(one.module.steady), tapes_of(other.module.steady), strict=True):
+            assert ours == theirs
+
+
+def tapes_of(tapes: Tapes) -> list[list[tuple[object, ...]]]:
+    """Forward and backward, whatever numbers their tensors have."""
+    held = [[one for one in tape if isinstance(one, Hold | Drop)] for tape in (tapes.forward, tapes.backward)]
+    return [[(type(one), one.bytes, one.category) for one in tape] for tape in held]
 
 
 # -- what is refused --------------------------------------------------------------------------------

@@ -138,10 +138,11 @@ class ChunkedHooks(Explicit):
         self.opening = (kept,)
         end = kept.end
         self.gradients[at] = [Gradient(end, head.elements, head.elements, kept.tensor)]
-        role, beside = self.role, self.beside
+        role, beside, held = self.role, self.beside, len(self.reduced)
         self.role, self.beside = Role.STEADY if self.adds else Role.FIRST, False
         super().post_backward(at)
         self.role, self.beside = role, beside
+        self.reduced_beside += self.reduced[held:]  # every micro-batch does so
         self.closing = self.take()
         self.free(self.ends)
 
