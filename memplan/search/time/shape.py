@@ -63,6 +63,11 @@ class Entries(NamedTuple):
     while layers of other kinds take turns."""
 
     @property
+    def passes(self) -> tuple[Passes, ...]:
+        """All but those of ``kinds``."""
+        return tuple(one for one in self if isinstance(one, Passes))
+
+    @property
     def of_layers(self) -> tuple[tuple[Passes, Passes], ...]:
         """Layers of every kind, plain and recomputed, where all or none are in ``kinds``."""
         return self.kinds or ((self.layer, self.recomputed), (self.dense, self.dense_recomputed))
@@ -140,8 +145,7 @@ class Shapes:
         two, four = self.of(2), self.of(4)
         if two.entries.kinds:
             return None
-        alike = two.entries[:-2], four.entries[:-2]  # without kinds
-        entries = [grown(one, other, b) for one, other in zip(*alike, strict=True)]
+        entries = [grown(one, other, b) for one, other in zip(two.entries.passes, four.entries.passes, strict=True)]
         if None in entries:
             return None
         return replace(two, entries=Entries._make((*entries, (), 0)), tokens=two.tokens * b // 2)
