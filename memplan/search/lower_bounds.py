@@ -73,6 +73,9 @@ class States(NamedTuple):
 
     whole: int
     divided: int
+    copied: int = 0
+    """And divided as well: of copies that saving a checkpoint makes of states, which are there beside all that is kept
+    between iterations, gradients among it."""
 
     def of(self, elements: int, shards: int) -> float:
         """Bytes of so many parameters."""
@@ -280,6 +283,7 @@ class Needs:
         """By the cut's object, which is as long as its key, and micro-batches."""
         self._uncut = (stage_layers(0, 1, (space.base.model.layers,), space.first),)
         self._bounds = space.search.lower_bounds(space)
+        self._saved: dict[object, float] = {}
 
     def floor(self, point: Point, cut: StageLayers) -> int:
         """Of ``point`` with ``cut``, however much that is."""
@@ -325,6 +329,19 @@ class Needs:
     def at_best(self, point: Point) -> float:
         """Of whatever cut."""
         return at_best(self.load(point), self.space.base.model.layers)
+
+    def saved(self, point: Point) -> float:
+        """Of whatever cut, while a checkpoint is saved: the fullest stage holds no less than the mean of all, and
+        layers are not all that stages hold. 0 where a checkpoint copies nothing, or layers bound nothing."""
+        if not (self.search.bounds_layers and self._kept(point).copied):
+            return 0.0
+        key = (point.tp, point.cp, point.pp, point.dp, point.ep, point.etp, point.zero, point.extras)
+        if key not in self._saved:
+            load = self.load(point)
+            load = load._replace(kept=load.kept._replace(divided=load.kept.divided + load.kept.copied))
+            layers = self.space.base.model.layers - load.first
+            self._saved[key] = (layers * load.states + load.first * load.dense_states) / load.pp
+        return self._saved[key]
 
     def keeping(self, point: Point, limit: int) -> Holds:
         """Whether a stage of ``point`` with some cut may keep to ``limit`` bytes, for all that a bound says."""

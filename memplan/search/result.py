@@ -112,7 +112,8 @@ class Counts:
     refused: Mapping[str, int]
     """Excluded by a rule of the framework, by the rule."""
     too_large: int
-    """Whose bound from below is more than there is, where the search chooses cuts in every cut."""
+    """Whose bound from below, in an iteration or while a checkpoint is saved, is more than there is, where the search
+    chooses cuts in every cut."""
     slower: int
     """Never built: others that fit are faster, or as small."""
     folded: int

@@ -249,10 +249,14 @@ class Search:
         return found[:0:-1]
 
     def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
-        """Candidates in their order that are worth it, with the time of their whole step; what is put into
-        ``_waiting`` meanwhile is among them."""
+        """Candidates in their order that are worth it, and of which a bound leaves room for a checkpoint, with the time
+        of their whole step; what is put into ``_waiting`` meanwhile is among them."""
         order, taken = count(), 0
         ahead = self._ahead.copy()
+
+        def may_fit(one: Candidate) -> bool:
+            return is_worth(one) and self.needs.saved(one.point) <= self.requestable
+
         heap: list[tuple[tuple[object, ...], int, Candidate]] = []
         while True:
             for later in self._waiting:
@@ -262,7 +266,7 @@ class Search:
                 changes, _, _, candidate = heapq.heappop(ahead)
                 if isinstance(candidate, Group):
                     group = candidate
-                    if any(map(is_worth, group.candidates)):
+                    if any(map(may_fit, group.candidates)):
                         for entry in _entries(group.place, self._with_cuts(group)):
                             if entry[0] == changes:
                                 heapq.heappush(ahead, entry)
@@ -271,7 +275,7 @@ class Search:
                 _, _, candidate = heapq.heappop(heap)
             else:
                 return
-            if not is_worth(candidate):
+            if not may_fit(candidate):
                 continue
             if candidate.to_fit:
                 self._waiting += self._chosen(candidate)
@@ -407,10 +411,8 @@ class Search:
         built = [one for one in own if one.point in folded]
         considered = self._points.considered - len(refused)
         every = (one for group in self._groups for one in group.candidates)
-        too_large = self._points.too_large + sum(one.floor > self.requestable for one in every)
-        too_large -= sum(
-            one.floor > self.requestable for group in cut for one in group.candidates if one.point in folded
-        )
+        too_large = self._points.too_large + sum(map(self._is_too_large, every))
+        too_large -= sum(self._is_too_large(one) for group in cut for one in group.candidates if one.point in folded)
         return Counts(
             considered=considered,
             refused=dict(self._points.refused + Counter(self.unbuilt.values())),
@@ -419,6 +421,10 @@ class Search:
             folded=len({one.point for one in built} - refused),
             replayed=len(self._replayed),
         )
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """By a bound, in an iteration or while a checkpoint is saved."""
+        return max(candidate.floor, self.needs.saved(candidate.point)) > self.requestable
 
 
 def _entries(place: int, candidates: Sequence[Candidate]) -> Iterator[_Entry]:

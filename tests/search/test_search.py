@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
+from statistics import median
 
 import pytest
 
+from memplan.device.measured import NOTHING
 from memplan.estimate import estimate, fold
 from memplan.frameworks.megatron import programs as megatron
 from memplan.frameworks.megatron.searching import between
@@ -15,6 +17,8 @@ from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.result import Verdict
+from memplan.search.answer import Sought
 from memplan.search.candidates import Clock
 from memplan.search.cuts import StageLayers, fields_of, smallest
 from memplan.search.lower_bounds import least_of
@@ -22,7 +26,7 @@ from memplan.search.point import Point, Recomputing, changed
 from memplan.search.search import Candidate, Search
 from memplan.search.space import Space, filled, space_of
 from memplan.search.time import step_time
-from memplan.tape.program import fold_program
+from memplan.tape.program import fold_program, static
 
 from .test_cuts import counts_of
 
@@ -160,6 +164,43 @@ def test_bounds_from_above_and_below(name: str) -> None:
         assert least is not None
         peak, _ = search.space.search.fullest(resolve(changed(plan, dict(fields_of("megatron", least)))))
         assert search.needs.at_best(point) <= peak
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron, experts behind dense layers"])
+def test_a_checkpoint_is_bounded_in_every_cut(name: str) -> None:
+    """By all that a stage keeps between iterations and the copies that its program makes (``Program.saving``)."""
+    whole = space(name, hidden="1024", ffn="4096", vocab="1000")
+    search, shares = searched(whole, UNLIMITED), list[float]()
+    copying = [one for one in search.candidates if search.needs.saved(one.point)]
+    assert {bool(one.point.extras) for one in copying} == {True}  # moments in fp32 are saved as they are
+    for candidate in Random(4).sample(copying, 12):
+        programs = megatron.programs(resolve(search._plan(candidate)), Options())
+        most = max(static(program).net + program.saving for program in programs)
+        assert search.needs.saved(candidate.point) <= most
+        shares.append(search.needs.saved(candidate.point) / most)
+    assert median(shares) > 0.4  # embedding and head are left out, and stages are uneven
+
+
+@pytest.mark.parametrize("headroom", ["23.5GiB", "20GiB"])
+def test_what_cannot_be_saved_is_not_replayed(headroom: str) -> None:
+    """An iteration of 1.1 G parameters with moments in bf16 needs 12 GiB of tensors, and saving them 16.2 GiB. So some
+    layouts fit but for their checkpoints, and the answer is that of estimates of all of them."""
+    flags = {
+        **LLAMA, "framework": "megatron", "hidden": "4096", "ffn": "16384", "vocab": "1000", "seq": "64", "heads": "32",
+        "kv-heads": "32", "head-dim": "128", "gpus": "2", "gpus-per-node": "2", "gbs": "4", "headroom": headroom,
+    }  # fmt: skip
+    fixed = {"layout.pp": 1, "layout.tp": 1, "batch.mbs": 1, "recompute.mode": "none"}
+    fixed |= {"megatron.cross_entropy_fusion": "none"}
+    sought = Sought(read_plan(None, flags).plan, fixed, "time", 1, lambda what, done, of: None, NOTHING)
+    search, whole = sought._search_of(sought._space), sought._space
+    every = {point: estimate(whole.plan(point)) for point in whole}
+    unsaved = [one for one in every.values() if {failure.moment for _, failure in one.failures} == {"checkpoint"}]
+    assert len(unsaved) == (2 if headroom == "23.5GiB" else 0)
+    fits = [point for point, one in every.items() if one.judged.verdict is Verdict.FITS]
+    times = [(not point.keeps_numerics, step_time(every[point].plan).total) for point in fits]
+    found = search.fastest(1)
+    assert [(not one.point.keeps_numerics, one.seconds) for one in found] == sorted(times)[:1]
+    assert search.counts().replayed == len(found)
 
 
 # -- cuts where they matter ------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ class MegatronSearch(FrameworkSearch):
         in_low = rules.low is not None and rules.low.parameters
         whole = (0 if in_low else ITEMSIZE[rules.dtype]) + ITEMSIZE[rules.gradients]
         divided = (rules.main_size if rules.mixed else 0) + sum(ITEMSIZE[dtype] for _, dtype in rules.moments)
-        return States(whole, divided) if rules.distributed else States(whole + divided, 0)
+        return States(whole, divided, rules.copied_size) if rules.distributed else States(whole + divided, 0)
 
     # -- cuts ----------------------------------------------------------------------------------------------
 

@@ -156,6 +156,12 @@ class Rules:
         return frozenset(name for name, dtype in named if dtype != "fp32")
 
     @property
+    def copied_size(self) -> int:
+        """Bytes of those copies for each element that the first step makes states for (``saved``)."""
+        kept = {name for name, _ in self.moments} | ({"master_param"} if self.main_inside and self.mixed else set())
+        return 4 * len(self.saved_in_fp32 & kept)
+
+    @property
     def copies_gradients(self) -> bool:
         """16-bit gradients are copied to fp32 for the step, and end when the next iteration begins. A precision-aware
         FusedAdam beside Megatron-FSDP takes them as they are (``use_decoupled_grad``)."""
