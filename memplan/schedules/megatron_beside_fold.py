@@ -15,7 +15,7 @@ from ..layers.megatron_core.overlapped import COMBINE, DISPATCH, FRONT, MLP, MLP
 from ..tape.events import ZERO, Category, Excursion, Hold, change
 from ..tape.program import WHOLE, Action, Piece, Whole
 from ..values import dataclass
-from .megatron_fold import CATEGORIES, ENDING, MADE, NAMES, MegatronOrder, reduced
+from .megatron_fold import CATEGORIES, MADE, NAMES, MegatronOrder, reduced
 from .megatron_schedule import trace
 
 Turn = Literal["forward", "backward"]
@@ -179,7 +179,7 @@ class BesideOrder(MegatronOrder):
     @property
     def shortened(self) -> list[Action]:
         plan = self.schedule
-        short = reduced(plan, ENDING if plan.chunks == 1 else 1)
+        short = reduced(plan, reports=False)
         reports = plan.microbatches - short.microbatches if plan.last else 0
         run = [action for action in self._in_turns(trace(short)) if action.what != "reduce"]
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run

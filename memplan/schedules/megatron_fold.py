@@ -18,7 +18,7 @@ from ..tape.events import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, Hold
 from ..tape.program import Action, Chunk, Exchanged, Passes, Role
 from ..values import dataclass, replace
 from .megatron_interleaved import table
-from .megatron_schedule import KINDS, Kind, Schedule, trace, trace_without_group
+from .megatron_schedule import KINDS, Kind, Schedule, trace
 
 DEFERRED, RECEIVED, DETACHED = "deferred_gradient", "gradients_received", "detached_hidden"
 
@@ -103,13 +103,13 @@ def _period(plan: Schedule) -> tuple[int, int]:
 
 SETTLING = 2
 """Periods until the steady phase repeats, beyond the ramp: chunks keep their last input beyond its backward."""
-ENDING = 2
-"""Periods behind those that repeat, with one repetition among them."""
 
 
-def reduced(plan: Schedule, ending: int = ENDING) -> Schedule:
-    """The schedule without most repetitions of its steady phase."""
+def reduced(plan: Schedule, *, reports: bool = True) -> Schedule:
+    """The schedule without most repetitions of its steady phase. Behind those until it repeats one period is left, of
+    one micro-batch two; and one more where ``reports`` of losses add up, so that each moment comes once again."""
     step, ramp = _period(plan)
+    ending = 2 if plan.chunks == 1 or (reports and plan.last) else 1
     kept = plan.microbatches % step + (ramp + SETTLING + ending) * step
     return plan if plan.microbatches <= kept else replace(plan, microbatches=kept)
 
@@ -215,7 +215,9 @@ def _pruned_rows(plan: Schedule, pattern: Pattern, weightless: frozenset[int]) -
     found: list[_Row] = []
     phase, microbatch = "forward", 0
     step, ramp = _period(plan)
-    early = (ramp + SETTLING) * step * plan.chunks
+    steady = plan.microbatches // step * step * plan.chunks - plan.warmup
+    early = min((ramp + SETTLING) * step * plan.chunks, steady)
+    """Backward passes until the first that may come behind the repetitions."""
     inside = False
     for what, chunk, at, tensor in trace(plan):
         if tensor is not None:
@@ -419,14 +421,11 @@ class MegatronOrder:
 
     @property
     def shortened(self) -> list[Action]:
-        """As many micro-batches as the fold looks at (``reduced``), but for one period of interleaved chunks, which has
-        many; reports of those that are left out are there from the beginning."""
+        """As ``reduced``; reports of losses that are left out are there from the beginning."""
         plan = self.schedule
-        short = reduced(plan, ENDING if plan.chunks == 1 else 1)
+        short = reduced(plan, reports=False)
         reports = plan.microbatches - short.microbatches if plan.last else 0
-        folded = reduced(plan)
-        actions = trace(short) if folded == short else trace_without_group(folded)
-        run = [action for action in actions if action.what != "reduce"]
+        run = [action for action in trace(short) if action.what != "reduce"]
         for kind, count in self._throughout:
             run = [Action("begin_all", 0, count, kind), *run, Action("end_all", 0, count, kind)]
         return [Action("begin_all", 0, reports, "report"), *run] if reports else run

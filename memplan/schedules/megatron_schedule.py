@@ -30,13 +30,11 @@ two do up to the exchange between stages, and the next two the rest.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
 from functools import lru_cache
 
 from ..plan.errors import PlanError
 from ..tape.program import Action
-from ..values import replace
 from .megatron_beside import Beside, one_stage_beside
 from .megatron_interleaved import (
     FINALIZE,
@@ -48,11 +46,10 @@ from .megatron_interleaved import (
     Rank,
     Schedule,
     Tensor,
-    action,
     deallocate,
 )
 
-__all__ = ["KINDS", "Kind", "Schedule", "schedule", "trace", "trace_without_group"]
+__all__ = ["KINDS", "Kind", "Schedule", "schedule", "trace"]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -101,7 +98,7 @@ def schedule(
 @lru_cache(maxsize=128)
 def trace(plan: Schedule) -> tuple[Action, ...]:
     """The events of the second iteration: what the first left in the chunks is there when it begins. Kept of as many
-    plans as 64 stages have, each with a schedule that is folded and perhaps a shorter one that is replayed.
+    plans as 128 stages have.
 
     It ends with the schedule's return, when only inputs in chunks (with gradients) and reports are left.
     """
@@ -119,47 +116,6 @@ def trace(plan: Schedule) -> tuple[Action, ...]:
     events = tuple(rank.events)
     rank.closed = True
     return events
-
-
-@lru_cache(maxsize=64)
-def trace_without_group(plan: Schedule) -> tuple[Action, ...]:
-    """``trace`` of the schedule with one group of micro-batches fewer, cut from that of ``plan``.
-
-    A period of the steady phase is left out; passes and tensors behind it count down by what it has. Before and behind
-    a period as many tensors are held, each by the same variable. ``plan`` has two periods more than it takes to become
-    steady. Where a group is larger than there are stages, variables take turns (``fwd_recv_buffer``) that do not come
-    round with the period, and the shorter schedule is traced itself.
-    """
-    if plan.beside or plan.group != plan.stages:
-        return trace(replace(plan, microbatches=plan.microbatches - plan.group))
-    events, period = trace(plan), plan.group * plan.chunks
-    passes = [at for at, one in enumerate(events) if one.what == "forward"]
-    start, end = passes[-2 * period], passes[-period]
-    held: dict[str, dict[int, None]] = {kind: {} for kind in KINDS}
-    before, behind = _follow(events[:start], held), _follow(events[start:end], held)
-    numbers = {(kind, one): then for kind in behind for one, then in zip(behind[kind], before[kind], strict=False)}
-    begun = Counter([one.tensor for one in events[start:end] if one.what == "begin"])
-    rest = [
-        FINALIZE
-        if what == "reduce"
-        else action(what, chunk, number - plan.group)
-        if tensor is None
-        else action(what, chunk, numbers.get((tensor, number), number - begun[tensor]), tensor)
-        for what, chunk, number, tensor in events[end:]
-    ]
-    return (*events[:start], *rest)
-
-
-def _follow(events: Iterable[Action], held: dict[str, dict[int, None]]) -> dict[str, list[int]]:
-    """What is ``held`` behind ``events``: numbers of tensors, by kind, in the order in which they begin."""
-    for what, _, number, tensor in events:
-        if tensor is None:
-            continue
-        if what == "begin":
-            held[tensor][number] = None
-        else:
-            held[tensor].pop(number, None)
-    return {kind: [*own] for kind, own in held.items()}
 
 
 def _one_chunk(rank: Rank) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +15,8 @@ from memplan.schedules.megatron_fold import (
     composed,
     fold_iteration,
     most_in_flight,
-    reduced,
 )
-from memplan.schedules.megatron_schedule import Schedule, schedule, trace, trace_without_group
+from memplan.schedules.megatron_schedule import Schedule, schedule, trace
 from memplan.tape.events import ZERO, Category, Excursion, change, compose
 from memplan.tape.program import Passes
 
@@ -125,16 +123,6 @@ def test_a_shortened_schedule_peaks_as_the_whole(plan: Schedule, layers: Layers,
     short = replace(plan, microbatches=count)
     assert run == [action for action in trace(short) if action.what != "reduce"]
     assert composed(short, passes, sizes).peak == composed(plan, passes, sizes).peak
-
-
-@pytest.mark.parametrize("overlap", [(True, False), (True, True), (False, False)])
-@pytest.mark.parametrize("chunks", [2, 3])
-@pytest.mark.parametrize("stages", [3, 4])
-def test_a_period_less_is_a_group_of_micro_batches_less(stages: int, chunks: int, overlap: tuple[bool, bool]) -> None:
-    """Cut from a longer trace, or run: passes and tensors come in the same order, under the same numbers."""
-    for stage in range(stages):
-        plan = reduced(schedule(stage, stages, 20 * stages, chunks, None, *overlap))
-        assert trace_without_group(plan) == trace(replace(plan, microbatches=plan.microbatches - stages))
 
 
 def test_in_flight() -> None:

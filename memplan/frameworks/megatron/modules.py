@@ -28,8 +28,9 @@ from ...plan.plan import Recompute
 from ...plan.spec import LayerBlock
 from ...tape.events import Category, Hook
 from ...values import replace
-from .torch_fsdp import LOSS
 
+HEAD, LOSS = "head", "loss"
+"""Entries: the output layer, with the loss where that is not apart, and what is behind it."""
 DECODER, DECODER_EMBEDDING = "decoder.", "decoder_embedding"
 """Entries of a decoder behind an encoder: its layers begin so."""
 

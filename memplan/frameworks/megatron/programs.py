@@ -44,18 +44,18 @@ from .gradients import received, with_fp32
 from .layer_offload import with_offload
 from .states import Chunk as KeptChunk
 from .states import Rules, keep, saved
-from .torch_fsdp import HEAD, LOSS, TorchFsdp, options_of, torch_fsdp_of
-from .torch_fsdp import keep as keep_torch_sharded
-from .torch_fsdp import with_hooks as with_torch_hooks
 from .workspaces import Contents, Libraries, contents_of, copies_of, with_static, workspaces_of
 
 if TYPE_CHECKING:
     from ...plan.plan import ResolvedLayout
+    from .torch_fsdp import TorchFsdp
 
 from .entries import stage_entries
 from .from_plan import core_shape, rules, sharding_of
 from .modules import (
     DECODER,
+    HEAD,
+    LOSS,
     Keeping,
     end_module,
     ends_of,
@@ -87,7 +87,12 @@ class _Job:
 
 @lru_cache(maxsize=1024)
 def _job(shape: CoreShape, recompute: Recompute, options: Options, head_apart: bool = False) -> _Job:
-    own = options_of(options) if head_apart else replace(options, consumes_gradients=True)
+    if head_apart:
+        from .torch_fsdp import options_of
+
+        own = options_of(options)
+    else:
+        own = replace(options, consumes_gradients=True)
     return _Job(shape, recompute, own, head_apart)
 
 
@@ -306,7 +311,11 @@ def stages_of(plan: ResolvedPlan, options: Options) -> Stages:
         raise plan.wrong("framework", f"has no recipe for {reason}")
     capability = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     pool = graphs.POOL if plan.megatron.cuda_graphs == "full_iteration" else 0
-    torch_fsdp = torch_fsdp_of(plan)
+    torch_fsdp = None
+    if plan.megatron.torch_fsdp != "none":  # FSDP's own modules take a fortieth of a start
+        from .torch_fsdp import torch_fsdp_of
+
+        torch_fsdp = torch_fsdp_of(plan)
     seams = plan.megatron.fsdp != "none" or plan.megatron.offload_layers > 0
     own = replace(options, seams=seams, pool=pool, tuning=tuning_of(plan))
     return Stages(
@@ -439,10 +448,12 @@ def _torch_sharded(
     stage: _Stage, order: Schedule, per_stage: int, states: Rules, given: TorchFsdp, libraries: Libraries
 ) -> Program:
     """With FSDP2's hooks around the modules of the one chunk."""
+    from . import torch_fsdp
+
     (chunk,) = stage.chunks
-    hooked, units = with_torch_hooks(chunk, given)
+    hooked, units = torch_fsdp.with_hooks(chunk, given)
     workspaces = workspaces_of(stage.contents, libraries, ())
-    kept = with_static(keep_torch_sharded(units, states, given), workspaces, stage.contents)
+    kept = with_static(torch_fsdp.keep(units, states, given), workspaces, stage.contents)
     elements = sum(sum(unit.shard_elements(given.sharding.shards)) for unit in units)
     return replace(_made(stage, (hooked,), order, per_stage, states, kept), elements=elements)
 

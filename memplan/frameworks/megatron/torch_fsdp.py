@@ -25,6 +25,7 @@ from ...values import dataclass, replace
 from ..fsdp.hooks import REDUCING
 from ..fsdp.modules import MODEL, sharded, with_parameters, with_seams
 from ..fsdp.units import Sharding, Unit, shard, size
+from .modules import HEAD, LOSS
 from .states import Piece, Rules, optimized
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 BUILDING = 3
 """The stream on which ``fully_shard`` is called (``training.py``, ``ddp_stream``)."""
 
-LAYER, HEAD, LOSS = "layer.", "head", "loss"
-"""Names of modules: layers begin so; the output layer, where it is a unit of its own; what is behind it."""
+LAYER = "layer."
+"""Names of layers begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,9 @@ class TorchFsdp:
     tensors of their own."""
 
 
-def torch_fsdp_of(plan: ResolvedPlan) -> TorchFsdp | None:
-    """``None`` where it does not run."""
+def torch_fsdp_of(plan: ResolvedPlan) -> TorchFsdp:
+    """As the plan has it."""
     given, dtype = plan.megatron, plan.precision.dtype
-    if given.torch_fsdp == "none":
-        return None
     return TorchFsdp(
         Sharding(plan.layout.dp * plan.layout.cp, parameters=dtype, compute=dtype, reduce=dtype),
         reshard=given.torch_fsdp == "reshard",
