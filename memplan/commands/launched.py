@@ -144,11 +144,11 @@ def flags_of_launch(
             found += [name] if (name := recognised(one, variables)) is not None else []
     if found and len(found) == len(given):
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
+    fields = [said for one in given if not Path(one).exists() and (said := _flag_of(one)) is not None]
+    if fields:
+        raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
     if len(given) > 1:
         gpus = [one for one in given if gpus_called(one) or gpus_named(one)]
-        fields = [said for one in given if (said := _flag_of(one)) is not None]
-        if fields:
-            raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
@@ -214,12 +214,15 @@ _BRIDGE = "megatron-bridge"
 
 
 def _flag_of(word: str) -> tuple[str, str] | None:
-    """``layout.tp=4`` or ``tp=4``, and the flag that says it."""
-    from ..plan.near_misses import called
+    """``layout.tp=4``, ``tp=4`` or ``zero3``, and the flag that says it."""
+    from ..plan.near_misses import MEANT, called
 
     name, equals, value = word.partition("=")
     field = plan_fields().get(name) or by_flag().get(called(name))
-    return (word, f"{field.flag} {value}") if equals and field is not None and field.flag else None
+    if equals and field is not None and field.flag:
+        return word, f"{field.flag} {value}"
+    meant = MEANT.get(f"--{word.lower()}")
+    return (word, meant) if meant is not None and len(meant.split(" ")) == 2 else None
 
 
 def _called(name: str) -> str:

@@ -213,6 +213,8 @@ def check_files(files: Mapping[str, str | None], *, force: bool) -> None:
         raise wrong_at("--overwrite", f"is for {', '.join(others)} and {last}")
     for at, (flag, file) in enumerate(given):
         ending = path_of(file).suffix.lower()
+        if file == PRINTED:
+            raise wrong_at(flag, f"{file} is no file's name here; standard output is /dev/stdout")
         if flag in ENDINGS and ending and ending not in ENDINGS[flag]:
             raise wrong_at(flag, f"{file} must end in {' or '.join(ENDINGS[flag])}")
         check_writable(file, force=force)

@@ -116,7 +116,7 @@ def _figures(message: OutOfMemory) -> Told:
                 "set (set_per_process_memory_fraction, per_process_memory_fraction)"
             ),
         )
-    if request <= 20 << 20:
+    if request <= 20 << 20 and not message.of_host:
         yield (
             "small-request",
             (

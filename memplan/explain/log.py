@@ -29,7 +29,7 @@ _MARKS = (
     b"ut of memory", b"UT OF MEMORY", b"ried to allocate", b"OutOfMemoryError", b"CUDA calloc", b"ALLOC_FAILED",
     b"NOT_INITIALIZED", b"shared memory", b"ignal 9",
     b"llocation failed for", b"cudaErrorMemoryAllocation", b"DefaultCPUAllocator", b"Killed", b"SIGKILL",
-    b"oom-kill", b"oom_kill", b"out-of-memory h",
+    b"oom-kill", b"oom_kill", b"able to allocate ", b"WinError 1455", b"out-of-memory h",
 )  # fmt: skip
 _CODES = (b" -9", b" 137")
 _BEFORE_A_CODE = (b"code", b"Code", b"status", b"Status")

@@ -102,7 +102,8 @@ def _field(*patterns: str) -> re.Pattern[str]:
 
 _FIELDS = {
     "tried": _field(
-        rf"tried to allocate {_SIZE}", r"Allocation failed for size::([0-9]{1,15})(\b)", rf"\bRequested ?: {_SIZE}"
+        *(rf"tried to allocate {_SIZE}", rf"Unable to allocate {_SIZE} for an array"),
+        *(r"Allocation failed for size::([0-9]{1,15})(\b)", rf"\bRequested ?: {_SIZE}"),
     ),
     "capacity": _field(rf"{_SIZE} total capacity", rf"total capaci?ty of {_SIZE}", rf"\bDevice limit ?: {_SIZE}"),
     "free": _field(
@@ -201,6 +202,8 @@ _LIBRARY = r"\b(?:CU|HIP|ROC)[A-Z]{2,8}_(?:STATUS_)?"
 """Of cuBLAS, cuDNN, cuFFT, cuSOLVER and AMD's."""
 _SHARED = r"(?:insufficient|out of) shared memory"
 """What PyTorch says where workers of a data loader die of a full /dev/shm."""
+_OF_PYTHON = r"Unable to allocate [0-9]|WinError 1455"
+"""What NumPy, and Python on Windows, say where the host gives no memory."""
 
 _WHO = (
     ("nccl", re.compile(r"nccl|Failed to CUDA calloc", re.IGNORECASE)),
@@ -211,7 +214,7 @@ _WHO = (
         "host",
         re.compile(
             r"DefaultCPUAllocator|Cannot allocate memory|oom[-_ ]?kill|not enough memory: you tried"
-            r"|Out of memory: Kill|out-of-memory handler|Memory cgroup out of memory",
+            rf"|Out of memory: Kill|out-of-memory handler|Memory cgroup out of memory|{_OF_PYTHON}",
             re.IGNORECASE,
         ),
     ),
@@ -228,10 +231,10 @@ def _who(text: str) -> str:
 
 
 BEGINS = re.compile(
-    r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory|error: out of memory|cudaErrorMemoryAllocation"
+    r"(?:CUDA|HIP|XPU|NPU|MPS backend) out of memory|error:? out of memory|cudaErrorMemoryAllocation"
     r"|Failed to CUDA calloc|Cuda failure[^\n]{0,40}out of memory"
     rf"|{_LIBRARY}(?:ALLOC_FAILED|NOT_INITIALIZED)|{_SHARED}"
-    r"|DefaultCPUAllocator|tried to allocate [0-9]|OutOfMemoryError|Allocation failed for size::"
+    rf"|DefaultCPUAllocator|tried to allocate [0-9]|OutOfMemoryError|Allocation failed for size::|{_OF_PYTHON}"
     r"|out of memory: Kill(?:ed)? process|oom[-_ ]?kill|out-of-memory handler"
     rf"|(?-i:{_KILLED})",
     re.IGNORECASE,

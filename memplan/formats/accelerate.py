@@ -115,7 +115,7 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     dtype = mixed(found.precision)
     if found.fsdp is not None:
         adapted = "lora-rank" in asked.names
-        shard(building, found.fsdp, dtype, Node("fp32", written.origin), newest=1, adapted=adapted)
+        shard(building, found.fsdp, dtype, Node("fp32", written.origin), asked, newest=1, adapted=adapted)
     elif dtype is not None:
         building.put("precision.dtype", dtype)
         building.put("precision.autocast", Node(True, dtype.origin))
@@ -259,12 +259,19 @@ FSDP_ROWS = (
 
 
 def shard(
-    building: Building, settings: Keys, dtype: Node | None, loaded: Node, *, newest: int, adapted: bool = False
+    building: Building,
+    settings: Keys,
+    dtype: Node | None,
+    loaded: Node,
+    asked: Asked,
+    *,
+    newest: int,
+    adapted: bool = False,
 ) -> None:
     """Puts what ``fsdp_config`` says, for a model of dtype ``loaded`` under mixed precision of ``dtype``, if any.
-    ``newest``: the version of FSDP where the file names none. ``adapted``: adapters alone are trained, and nobody says
-    in which dtype the model is loaded."""
-    version = settings.node("version") or Node(newest, settings.origin)
+    ``newest``: the version of FSDP where neither a flag nor the file names one. ``adapted``: adapters alone are
+    trained, and nobody says in which dtype the model is loaded."""
+    version = asked.whole("fsdp-version") or settings.node("version") or Node(newest, settings.origin)
     if str(version.value) not in ("1", "2"):
         raise version.wrong("fsdp_version", "must be 1 or 2")
     known = {name for row in FSDP_ROWS for name in row.names} | WITHOUT_EFFECT_ON_FSDP

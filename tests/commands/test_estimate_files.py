@@ -74,6 +74,7 @@ def test_a_picture_of_the_stages(ending: str, start: bytes, tmp_path: Path, caps
         (["--plot", "x.pdf"], "must end in .svg or .png"),
         (["--plot", "x.svg", "--vary", "mbs=1,2"], "--plot shows one plan"),
         (["--plot", "x.html", "--html", "x.html"], "is the file of --html, too"),
+        (["--html", "-"], "--html: - is no file's name here; standard output is /dev/stdout"),
         (["--html", "x.pdf"], "--html: x.pdf must end in .html or .htm"),
         (["--overwrite"], "--overwrite: is for --csv, --html, --plot and --snapshot"),
         (["--csv", "x.csv", "--plot", "x.csv"], "is the file of --csv, too"),

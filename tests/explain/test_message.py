@@ -151,6 +151,14 @@ def test_who_was_killed_for_the_hosts_memory(text: str, who: str) -> None:
         ("This might be caused by insufficient shared memory (shm).", "shared", "shared-memory"),
         ("It is possible that dataloader's workers are out of shared memory.", "shared", "shared-memory"),
         ("worker 3 exited on signal 9", "killed", "host-memory"),
+        ("DefaultCPUAllocator: can not allocate memory: you tried to allocate 12345678 bytes.", "host", "host-memory"),
+        (
+            "numpy.core._exceptions.MemoryError: Unable to allocate 12.0 GiB for an array with shape (3,)",
+            "host",
+            "host-memory",
+        ),
+        ("OSError: [WinError 1455] The paging file is too small for this operation", "host", "host-memory"),
+        ("Error out of memory at line 380 in file /src/csrc/pythonInterface.c", "driver", "driver"),
     ],
 )
 def test_who_else_found_no_memory(text: str, who: str, code: str) -> None:

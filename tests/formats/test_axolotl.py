@@ -121,6 +121,29 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
     assert plan.optimizer.implementation == "fused"
 
 
+@pytest.mark.parametrize(
+    ("change", "flags", "expected"),
+    [
+        (("fsdp_version: 2\n", ""), {}, ("1", True, True)),
+        (("fsdp_version: 2\n", "fsdp_version: 1\n"), {}, ("1", True, True)),
+        (("  reshard_after_forward: true", "  version: 2"), {}, ("2", False, False)),
+        (("fsdp_version: 2\n", ""), {"fsdp_version": 2, "use_reentrant": False}, ("2", False, False)),
+    ],
+)
+def test_a_sharded_model_is_of_fsdp_1_unless_it_says_more(
+    change: tuple[str, str], flags: dict[str, int], expected: tuple[str, bool, bool], folder: Path
+) -> None:
+    """``check_fsdp_version_in_fsdp_config``: "pin axolotl's FSDP1 default explicitly". Accelerate runs it under
+    autocast, over flat parameters in fp32; checkpoints are reentrant as elsewhere (``normalize_config``). Between
+    iterations a rank of four has a quarter of Llama 3.2 1B (1,235,814,400 parameters) in fp32 with AdamW's states:
+    12 bytes each."""
+    Path("sharded.yml").write_text(SHARDED.replace(*change) + "gradient_checkpointing: true\n")
+    found = memplan.estimate("sharded.yml", gpus=4, **flags)
+    plan = found.plan
+    assert (plan.fsdp.version, plan.precision.autocast, bool(plan.recompute.reentrant)) == expected
+    assert found.stages[0].static == pytest.approx(12 * 1_235_814_400 / 4, rel=0.01)
+
+
 @pytest.mark.parametrize("said", ["", "gradient_checkpointing: false\n", "precompute_ref_log_probs: true\n"])
 def test_pairs_are_a_loop_of_its_own(said: str, folder: Path) -> None:
     """``core/builders/rl.py``: trl's DPOTrainer, which makes the adapters, in bf16 beside 4-bit weights; checkpoints
@@ -177,6 +200,11 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
         (REWARD + "sample_packing: true\n", "sample_packing = true: must be false with reward_model"),
         (REWARD.replace("SequenceClass", "TokenClass"), "must be AutoModelForSequenceClassification, or left out"),
         (QLORA.replace("adapter: qlora", "adapter: llama-adapter"), "adapter = llama-adapter: must be lora or qlora"),
+        (QLORA.replace("load_in_4bit: true", "load_in_4bit: false"), "adapter = qlora: needs load_in_4bit: true"),
+        (QLORA + "load_in_8bit: true\n", "load_in_8bit = true: must be left out with adapter qlora"),
+        (QLORA.replace("adapter: qlora", "adapter: lora"), "load_in_4bit = true: must be left out, or the adapter be"),
+        (FULL + "load_in_4bit: true\n", "load_in_4bit = true: must be left out, or the adapter be qlora"),
+        (QLORA.replace("flash_attention_2", "sdpa"), "attn_implementation = sdpa: must be flash_attention_2"),
         (QLORA + "context_parallel_size: 2\n", "context_parallel_size = 2: must be 1"),
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
         (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),

@@ -93,6 +93,8 @@ def test_it_is_what_the_flags_say(
         (("finetuning_type: lora", "finetuning_type: oft"), "finetuning_type = oft: must be lora or full"),
         (("plot_loss: true", "use_unsloth: true"), "sft.yaml:13: use_unsloth: must be left out: Unsloth's own layers"),
         (("plot_loss: true", "use_galore: true"), "use_galore: must be left out: GaLore is not modelled"),
+        (("bf16: true", ""), "sft.yaml:1: bf16: must be true, or fp16 or pure_bf16: without, LLaMA-Factory loads"),
+        (("bf16: true", "bf16: false\nquantization_bit: 4"), "bf16: must be true, or fp16 or pure_bf16"),
         (("plot_loss: true", "quantization_bit: 3"), "quantization_bit = 3: must be None or 4 or 8"),
         (("plot_loss: true", "flash_attn: fast"), "flash_attn = fast: must be disabled or fa2 or fa3 or sdpa or auto"),
         (("cutoff_len: 1024", "cutoff_len: [1]"), "batch.seq = [1]: must be a whole number"),

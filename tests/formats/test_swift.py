@@ -39,9 +39,18 @@ def test_variables_say_how_many_processes(tmp_path: Path) -> None:
 
 
 def test_its_file_is_the_same_as_its_command(tmp_path: Path) -> None:
-    file = "model: Qwen/Qwen2.5-7B-Instruct\ntrain_type: lora\ndataset: [x]\nmax_length: 2048\nquant_bits: 4\n"
+    file = "model: Qwen/Qwen2.5-7B-Instruct\ntrain_type: lora\ndataset: [x]\nmax_length: 2048\n"
+    file += "quant_bits: 4\nquant_method: bnb\n"
     command = f"{COMMAND} --quant_bits 4 --quant_method bnb --target_modules all-linear"
     assert plan_of(file, tmp_path, "sft.yaml") == plan_of(command, tmp_path)
+
+
+def test_packed_rows_have_a_length_of_their_own(tmp_path: Path) -> None:
+    """``BaseArguments.__post_init__``: ``packing_length`` is ``max_length`` where it is left out, and means nothing
+    without packing."""
+    words = f"{COMMAND} --packing_length 8192 --attn_impl flash_attn"
+    assert plan_of(f"{words} --packing true", tmp_path).batch.seq == 8192
+    assert plan_of(words, tmp_path).batch.seq == 2048
 
 
 def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
@@ -56,7 +65,10 @@ def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
         ("--tuner_backend unsloth", "Unsloth"),
         ("--lora_dtype bfloat16", "fp32"),
         ("--sequence_parallel_size 4", "sequence parallelism"),
-        ("--quant_method hqq --quant_bits 4", "of bnb"),
+        ("--quant_method hqq --quant_bits 4", "must be bnb, or left out"),
+        ("--quant_method fp8", "must be bnb, or left out"),
+        ("--quant_bits 4", "needs quant_method: bnb, without which ms-swift quantises nothing"),
+        ("--quantization_bit 3", "must be 4 or 8"),
         ("--rlhf_type dpo", "--trainer dpo"),
     ],
 )

@@ -129,6 +129,7 @@ PARTS_NOT_MODELLED = (
     "bf16.immediate_grad_update",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
+    "zero_optimization.offload_optimizer.super_offload",
 )
 """Switches that change memory where they are on."""
 
@@ -136,6 +137,14 @@ ZERO = "zero_optimization"
 
 _LOADED = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _ENDS = ("offload_optimizer", "offload_param")
+_OF_ENDS: dict[str, tuple[str, ...]] = {
+    "offload_optimizer": (
+        *("device", "nvme_path", "pin_memory", "buffer_count", "ratio"),
+        *("pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc", "super_offload"),
+    ),
+    "offload_param": ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
+}
+"""Keys that ``offload_config.py`` has; it forbids others."""
 _OLDER = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
 NVME = "/local_nvme"
 """A place for ``nvme_path``, which no plan has."""
@@ -435,6 +444,10 @@ def _check_sections(config: Configuration) -> None:
     for path in PARTS_NOT_MODELLED:
         if config.on(path):
             raise config.refuse(path, "is not modelled")
+    for end, names in _OF_ENDS.items():
+        for name, node in (root.at(f"{ZERO}.{end}") or Node({}, root.origin)).mapping.items():
+            if name not in names:
+                raise node.lacks(f"{ZERO}.{end}.{name}", guessed("is no key of DeepSpeed", nearest(name, names)))
     section = root.mapping.get(ZERO)
     known = (*SIZES, *SWITCHES, *ELSEWHERE, *WITHOUT_EFFECT)
     for name, node in section.mapping.items() if section is not None else ():

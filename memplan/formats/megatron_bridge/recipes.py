@@ -27,6 +27,8 @@ INSTEAD = "give the run_config.yaml that a run writes (ConfigContainer.to_yaml)"
 RECIPE = ("RECIPE", "recipe")
 """Names that ``--set`` has for the function of a Python file."""
 _PLACES = ("src/megatron/bridge", "megatron/bridge")
+_ABOVE = 8
+"""Folders above a script in which a checkout is looked for; the deepest of its ``examples`` lie six below it."""
 _PACKAGES = ("perf_recipes", "recipes")
 """Of both the benchmark's recipe is taken (``scripts/training/recipe_runner.py``: ``load_recipe``)."""
 _MOST = 2000
@@ -90,7 +92,7 @@ def is_recipe(text: str) -> bool:
 
 def checkout_of(folders: Sequence[Path]) -> Path | None:
     """The package of a checkout that holds one of ``folders`` or is in it: ``src/megatron/bridge``."""
-    around = [place for folder in map(Path.absolute, folders) for place in (folder, *folder.parents[:4])]
+    around = [place for folder in map(Path.absolute, folders) for place in (folder, *folder.parents[:_ABOVE])]
     roots = (one / place for one in dict.fromkeys(around) for place in _PLACES)
     return next((root for root in roots if is_there(root / "recipes" / "common.py")), None)
 

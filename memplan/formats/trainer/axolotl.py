@@ -68,6 +68,9 @@ _LIGER = MappingProxyType(
     }
 )
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+_MASKING = ("sdpa", "eager")
+"""Kernels that keep the documents of a packed row apart by a mask of the row's tokens by its tokens
+(``attn_decontaminates_packing``), unless ``sdpa_varlen`` takes their place."""
 _NOT_OF_PAIRS = MappingProxyType(
     {
         "sample_packing": "its collator pads both of a pair, and Axolotl refuses packing there",
@@ -79,9 +82,9 @@ _NOT_OF_PAIRS = MappingProxyType(
 )
 _OWN = frozenset(
     """
-    plugins adapter lora_target_linear load_in_8bit fp16 float16 bf16 bfloat16 sample_packing multipack_real_batches
-    gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size batch_size attn_implementation
-    model_type type_of_model rl reward_model num_labels rl_adapter_ref_model
+    plugins adapter lora_target_linear load_in_4bit load_in_8bit fp16 float16 bf16 bfloat16 sample_packing
+    multipack_real_batches gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size
+    batch_size attn_implementation model_type type_of_model rl reward_model num_labels rl_adapter_ref_model
     """.split()  # noqa: SIM905
 )
 """Keys that are looked at below."""
@@ -120,7 +123,8 @@ def _scores(own: Mapping[str, Node]) -> bool:
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
-    checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
+    checkpoints, its default, are modelled of whole models and under FSDP 1, and elsewhere taken to be what they are
+    without."""
     own = written.mapping
     if wrong := [*_refused(own, processes)]:
         raise together(wrong)
@@ -182,6 +186,23 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
         if name in PLUGINS and not off:
             yield PlanError("plugins", name, f"must be left out: {PLUGINS[name]}", origin=node.origin)
     yield from _refused_heads(own)
+    yield from _refused_bits(own)
+
+
+def _refused_bits(own: Mapping[str, Node]) -> Iterator[PlanError]:
+    """Quantised weights without the adapter that trains over them (``validate_qlora`` of ``utils/schemas/peft.py``,
+    ``_set_quantization_config`` of ``loaders/model.py``)."""
+    on = {key: node for key in ("load_in_4bit", "load_in_8bit") if (node := own.get(key)) is not None and node.value}
+    adapter = own.get("adapter")
+    kind = adapter.value if adapter is not None else None
+    if adapter is not None and kind == "qlora":
+        if "load_in_4bit" not in on:
+            yield adapter.wrong("adapter", "needs load_in_4bit: true, without which Axolotl stops")
+        if "load_in_8bit" in on:
+            yield on["load_in_8bit"].wrong("load_in_8bit", "must be left out with adapter qlora: Axolotl stops")
+    elif "load_in_4bit" in on and kind in (None, "lora"):
+        problem = "must be left out, or the adapter be qlora: with lora the model is loaded in 16 bits all the same"
+        yield on["load_in_4bit"].wrong("load_in_4bit", problem)
 
 
 def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
@@ -205,6 +226,10 @@ def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
     for key, why in _NOT_OF_PAIRS.items() if _prefers(own) else ():
         if key in own and own[key].value not in (None, False):
             yield own[key].wrong(key, f"must be left out with rl {own['rl'].value}: {why}")
+    kernel = _attention(own)
+    if kernel is not None and kernel.value in _MASKING and packs is not None and packs.value:
+        problem = "must be flash_attention_2, flash_attention_3 or flex_attention with sample_packing: "
+        yield kernel.wrong("attn_implementation", f"{problem}the mask that keeps documents apart is not modelled")
     if rewards and packs is not None and packs.value:
         yield packs.wrong("sample_packing", "must be false with reward_model, whose collator pads both of a pair")
 
@@ -277,7 +302,8 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         )
     if checkpoints.value:
         yield "gradient_checkpointing", True, checkpoints
-        if is_whole and not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
+        is_flat = on("fsdp_config") and str(_version(own).value) == "1"
+        if (is_whole or is_flat) and not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
             yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, checkpoints.origin)}, checkpoints
     elif (rewards or prefers) and checkpoints.value is False:
         yield "gradient_checkpointing", False, checkpoints
@@ -295,9 +321,16 @@ def _sharding(own: Mapping[str, Node]) -> Iterator[tuple[str, Value, Node]]:
     elif config is not None and config.value:
         yield "fsdp", "full_shard", config
     if config is not None and config.value:
-        version = own.get("fsdp_version")
-        beside = {"fsdp_version": version} if version is not None and version.value is not None else {}
-        yield "fsdp_config", {**beside, **config.mapping}, config
+        version = _version(own)
+        yield "fsdp_config", {**config.mapping, "fsdp_version": version}, config
+
+
+def _version(own: Mapping[str, Node]) -> Node:
+    """Of FSDP: the file's, or 1, whatever transformers takes (``check_fsdp_version_in_fsdp_config`` of
+    ``utils/schemas/validation.py``)."""
+    config = own["fsdp_config"]
+    said = (own.get("fsdp_version"), *map(config.mapping.get, ("version", "fsdp_version")))
+    return next((node for node in said if node is not None and node.value), Node(1, config.origin))
 
 
 def _attention(own: Mapping[str, Node]) -> Node | None:

@@ -114,6 +114,10 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
             ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"),
             ((None, False), "Axolotl may run adapters by kernels of its own, which save less; peft's layers are taken"),
         ),
+        "full_determinism": (
+            (None, False),
+            "flash-attention keeps several sums of dQ then, and cuBLAS a smaller workspace; neither is counted",
+        ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "predict_with_generate": ((None, False), "evaluation generates text, whose keys and values are not counted"),
         "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
@@ -133,7 +137,7 @@ WITHOUT_EFFECT = frozenset(
     eval_use_gather_object include_for_metrics include_tokens_per_second save_only_model save_strategy save_steps
     save_safetensors save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
     hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
-    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint seed data_seed
     accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name

@@ -92,6 +92,11 @@ _STAGES: Mapping[str, str] = MappingProxyType(
 """Why a stage is refused (``train/rm/trainer.py``, ``train/kto``, ``train/ppo``)."""
 _WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "kto_pair")
 """Values of ``pref_loss`` that have one (``use_ref_model`` in ``finetuning_args.py``)."""
+_UNSAID = (
+    "must be true, or fp16 or pure_bf16: without, LLaMA-Factory loads the model in 16 bits all the same, and trains "
+    "without autocast, which is modelled of whole models alone, whose parameters it casts to fp32"
+)
+"""``infer_optim_dtype`` of ``extras/misc.py``, ``init_adapter`` of ``model/adapter.py``."""
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
@@ -163,10 +168,11 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     half = "bfloat16" if pure.value or own.get("bf16", pure).value is True else ""
     if not half and own.get("fp16", pure).value is True:
         half = "float16"
-    if bits.value == 4:
-        if half:  # ``model/model_utils/quantization.py``
-            yield "bnb_4bit_quant_storage", half, bits
-            yield "bnb_4bit_compute_dtype", half, bits
+    if not half and not (kind.value == "full" and is_whole and own.get("deepspeed") is None):
+        raise own.get("bf16", Node(None, written.origin)).lacks("bf16", _UNSAID)
+    if bits.value == 4:  # ``model/model_utils/quantization.py``
+        yield "bnb_4bit_quant_storage", half, bits
+        yield "bnb_4bit_compute_dtype", half, bits
         yield "load_in_4bit", True, bits
         yield "bnb_4bit_quant_type", of("quantization_type", "nf4").value, bits
         yield "use_bnb_nested_quant", of("double_quantization", True).value, bits

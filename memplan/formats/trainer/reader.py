@@ -199,7 +199,7 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
     unsaid = loaded.value == SAVED or loaded_in(arguments) is None
     adapted = ("lora.rank" in building.items or "lora-rank" in asked.names) and unsaid
     keys = Keys({**legacy, **given.given}, given.origin)
-    shard(building, keys, dtype, loaded, newest=newest, adapted=adapted)
+    shard(building, keys, dtype, loaded, asked, newest=newest, adapted=adapted)
     if "quantisation.kind" in building.items and "quantisation.storage" not in building.items:
         building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)

@@ -150,21 +150,34 @@ def _method(written: Node) -> _Found:
         names = target.value if isinstance(target.value, list) else [target]
         linear = any(str(one.value) in ("all-linear", "all", "ALL", "auto", "DEFAULT") for one in names)
         yield "lora_target_modules", "all-linear" if linear else list(names), target
-    bits = next((written.mapping[key] for key in ("quant_bits", "quantization_bit") if key in written.mapping), None)
-    if bits is not None and bits.value not in (None, 0):
-        by = _of(written, "quant_method", "bnb")
-        if by.value != "bnb" or bits.value not in (4, 8):
-            raise bits.wrong("quant_bits", "must be 4 or 8 bits of bnb: other quantised weights are not modelled")
-        yield f"load_in_{bits.value}bit", True, bits
-        if bits.value == 4:
-            yield "bnb_4bit_quant_type", _of(written, "bnb_4bit_quant_type", "nf4").value, bits
-            yield "use_bnb_nested_quant", _of(written, "bnb_4bit_use_double_quant", True).value, bits
+    yield from _quantised(written)
     kernel = _of(written, "attn_impl")
     if kernel.value is not None:
         yield "attn_implementation", "flash_attention_2" if kernel.value == "flash_attn" else kernel.value, kernel
     packs = next((written.mapping[key] for key in ("packing", "padding_free") if _is_on(written, key)), None)
     if packs is not None:
         yield "padding_free", True, packs
+    longer = _of(written, "packing_length")
+    if longer.value and _is_on(written, "packing"):  # samples are cut to max_length, rows filled to packing_length
+        yield "max_length", longer.value, longer
+
+
+def _quantised(written: Node) -> _Found:
+    """``get_quantization_config`` of ``arguments/base_args/quant_args.py``; in release 2 bits alone were bnb's."""
+    older, bits, by = (_of(written, key) for key in ("quantization_bit", "quant_bits", "quant_method"))
+    if by.value not in (None, "bnb"):
+        raise by.wrong("quant_method", "must be bnb, or left out: other quantised weights are not modelled")
+    if bits.value and by.value is None:
+        raise bits.wrong("quant_bits", "needs quant_method: bnb, without which ms-swift quantises nothing")
+    bits = bits if bits.value else older
+    if not bits.value:
+        return
+    if bits.value not in (4, 8):
+        raise bits.wrong("quant_bits", "must be 4 or 8: bnb has no others")
+    yield f"load_in_{bits.value}bit", True, bits
+    if bits.value == 4:
+        yield "bnb_4bit_quant_type", _of(written, "bnb_4bit_quant_type", "nf4").value, bits
+        yield "use_bnb_nested_quant", _of(written, "bnb_4bit_use_double_quant", True).value, bits
 
 
 def _is_on(written: Node, key: str) -> bool:

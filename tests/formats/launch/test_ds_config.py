@@ -180,6 +180,16 @@ def test_batches_follow_from_the_ranks(
         ({"communication_data_type": "fp32"}, {}, "ds.json:2: communication_data_type = fp32: is not modelled"),
         ({"torch_autocast": {"enabled": True}}, {}, "is not modelled"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {}, "ds.json:4: bf16.bf16_master"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            {},
+            "zero_optimization.offload_optimizer.super_offload = true: is not modelled",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memroy": True}}},
+            {},
+            "zero_optimization.offload_param.pin_memroy: is no key of DeepSpeed; did you mean pin_memory?",
+        ),
         ({"data_types": {"param_dtype": "bf16"}}, {}, "data_types.param_dtype = bf16: is not modelled"),
         ({"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": False}}}, {}, "is not modelled"),
         ({"model": "gpt2", "framework": "deepspeed"}, {}, "is a plan, not a ds_config.json; leave out --from"),

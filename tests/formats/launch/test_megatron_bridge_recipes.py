@@ -218,6 +218,7 @@ def test_a_checkout_is_found_from_a_folder_in_it(checkout: Path, monkeypatch: py
     package = checkout_of([Path()])
     assert package is not None
     assert file_of("llama3_8b_pretrain_config", package) is not None
+    assert checkout_of([checkout / "examples/models/nemotron/nemotron_3/super"]) == package
 
 
 def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None:
