@@ -262,6 +262,11 @@ class Family:
     submodules: Mapping[str, Submodules] | None = None
     """By module: embedding, layer, final_norm, head; ``None`` where nobody has counted them."""
 
+    @property
+    def sharded(self) -> Allowed | None:
+        """``covers``, where units of it are modelled."""
+        return self.covers if self.shards else None
+
 
 def place(name: str, registered: tuple[str, ...]) -> int:
     """Where the parameter called ``name`` is among those of its layer, or of all that no layer holds, where a tied

@@ -41,10 +41,12 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 )
 """Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
 (a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is)."""
-RECIPES = {"megatron": "megatron_core", "megatron-deepspeed": "megatron"}
+RECIPES = {"megatron": "megatron_core", "megatron-deepspeed": "megatron", "fsdp": "sharded"}
 """The attribute of a family that is not ``None`` where a framework has a recipe of its layers; ``covers`` in others."""
 BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
+REPLICATING = "ddp"
+"""What a plan of several GPUs means whose model is not sharded (``OF_SIZE_ALONE``)."""
 
 
 STAND_FOR = {
@@ -104,6 +106,7 @@ __all__ = [
     "IMPLIED_BY",
     "OF_SIZE_ALONE",
     "RECIPES",
+    "REPLICATING",
     "ROOMS",
     "STAND_FOR",
     "Framework",

@@ -225,12 +225,21 @@ Recipes = Callable[[Family], Allowed | None]
 TRANSFORMERS: Recipes = attrgetter("covers")
 MEGATRON: Recipes = attrgetter("megatron")
 MEGATRON_CORE: Recipes = attrgetter("megatron_core")
-RUN_BY: dict[Recipes, str] = {
-    TRANSFORMERS: "single, ddp, fsdp, deepspeed, device-map",
-    MEGATRON: "megatron-deepspeed",
-    MEGATRON_CORE: "megatron",
-}
+SHARDED: Recipes = attrgetter("sharded")
+RUN_BY: tuple[tuple[Recipes, str], ...] = (
+    (TRANSFORMERS, "single, ddp"),
+    (SHARDED, "fsdp"),
+    (TRANSFORMERS, "deepspeed, device-map"),
+    (MEGATRON, "megatron-deepspeed"),
+    (MEGATRON_CORE, "megatron"),
+)
 """The frameworks that run each kind of recipe, for people."""
+
+
+def elsewhere(known: Family) -> str:
+    """What has a recipe of the family, for people; empty where nothing has."""
+    others = ", ".join(names for recipes, names in RUN_BY if recipes(known) is not None)
+    return f"it has one in {others} (--framework)" if others else ""
 
 
 def covered(recipes: Recipes) -> tuple[str, ...]:
@@ -255,10 +264,9 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
         ),
     )
     if allowed is None:
-        elsewhere = [names for others, names in RUN_BY.items() if others(known) is not None]
-        also = f"it has one in {', '.join(elsewhere)} (--framework){known.other_code}" if elsewhere else ""
-        others_have = f"these have: {', '.join(covered(recipes))}"
-        raise spec.wrong("family", f"has no recipe in framework {framework} yet; {also or others_have}")
+        also = elsewhere(known)
+        also = f"{also}{known.other_code}" if also else f"these have: {', '.join(covered(recipes))}"
+        raise spec.wrong("family", f"has no recipe in framework {framework} yet; {also}")
     for field, values in allowed.items():
         value = getattr(spec, field)
         if value not in values:

@@ -9,16 +9,20 @@ refused, with the key that says it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..families import ROOMS as FAMILIES
 from ..families import family
-from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, framework
+from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, REPLICATING, framework
 from .errors import Node, Origin, PlanError, one_line, together
 from .fields import by_flag, plan_fields, sections
 from .hub import in_four_bits
 from .notes import FRAMEWORK_CHOSEN, Note
 from .section import FrameworkSection
 from .spellings import gpus_named
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 IMPLIED = Origin("what else the plan says")
 """Where a field came from that nobody named."""
@@ -63,9 +67,25 @@ def _meant(plan: Node) -> tuple[str, str, Origin]:
         reasons = [next((said for path in paths if (said := _said(plan, path)) is not None), None) for paths in groups]
         found = [one for one in reasons if one is not None]
         if len(found) == len(groups) and not (found[1:] and _lacks_recipe(plan, name)):
-            alone = _alone(plan, name) if groups == (OF_SIZE_ALONE,) else None
-            return alone or (name, f"because of {' and '.join(text for text, _ in found)}", found[0][1])
+            alone = _alone(plan, name) if groups == (OF_SIZE_ALONE,) or name in RECIPES else None
+            because = f"because of {' and '.join(text for text, _ in found)}"
+            if groups == (OF_SIZE_ALONE,) and _lacks_recipe(plan, name) and not _lacks_recipe(plan, REPLICATING):
+                return REPLICATING, f"{because}: {name} has no recipe of {_family(plan)}", found[0][1]
+            return alone or (name, because, found[0][1])
     return _alone(plan, BY_ITSELF) or (BY_ITSELF, "", IMPLIED)
+
+
+def meant(plan: Plan) -> str:
+    """The framework that a plan of the same words would have, if it named none."""
+    said: dict[str, Node] = {}
+    for path in plan_fields():
+        section, _, name = path.rpartition(".")
+        own = getattr(plan, section, None) if section else plan
+        if own is not None and name in own.model_fields_set:
+            items = {name: Node(getattr(own, name), IMPLIED)}
+            said |= {section: said.get(section, Node({}, IMPLIED)).with_items(items)} if section else items
+    model = Node({"family": Node(plan.model.family, IMPLIED)}, IMPLIED)
+    return _meant(Node({**said, "model": model}, IMPLIED))[0]
 
 
 def _family(plan: Node) -> str:
@@ -81,9 +101,9 @@ def _lacks_recipe(plan: Node, name: str) -> bool:
 
 
 def _alone(plan: Node, name: str) -> tuple[str, str, Origin] | None:
-    """The one framework that has a recipe of the model, where ``name`` has none."""
+    """The one framework that has a recipe of the model, where ``name`` has none, and none runs transformers' code."""
     own = _family(plan)
-    if not own or has_recipe(own, name):
+    if not own or has_recipe(own, name) or has_recipe(own, BY_ITSELF):
         return None
     others = [one for one in RECIPES if has_recipe(own, one)]
     if len(others) != 1 or not _reads(others[0], plan):

@@ -17,6 +17,7 @@ from ..device.measured import Measured, least_context
 from ..estimate import judged_ends
 from ..plan.errors import PlanError
 from ..plan.fields import flags_of
+from ..plan.implied import meant
 from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
 from ..plan.sizes import headroom_bytes
@@ -132,12 +133,15 @@ class _Tried:
     def _bought(self) -> Iterator[str]:
         return (path for one in self.proposed if one.costs for path in one.fields)
 
-    def way(self, given: Suggestion) -> WayOut:
+    def way(self, given: Suggestion, *, named: bool) -> WayOut:
+        """``named``: the plan names its framework; else a flag does, where these fields would mean another one."""
         fields = {path: value for one in self.proposed for path, value in one.fields.items()}
+        framework = self.after.plan.framework
+        always = {} if named or meant(self.after.plan) == framework else {"framework": framework}
         return WayOut(
             what=self.what,
             fields=tuple(fields.items()),
-            flags=flags_of(given.plan, fields),
+            flags=flags_of(given.plan, {**always, **fields}, always),
             judged=self.after.judged,
             gained=given.needs - self.after.needs,
             needs=self.after.needs,
@@ -146,9 +150,9 @@ class _Tried:
         )
 
 
-def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, ...]:
+def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = True) -> tuple[WayOut, ...]:
     """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
-    first; where none does, what gains most, another GPU among it."""
+    first; where none does, what gains most, another GPU among it. ``named``: the plan says its framework itself."""
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     room = _Room.of(estimate.plan, known)
@@ -186,11 +190,11 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured) -> tuple[WayOut, .
     elsewhere = [one for one in less if one.on_another and one not in best]
     found = found or [one for one in (*best, *elsewhere) if changes.replay(one)]
     if found or changes.retrying:
-        return tuple(one.way(given) for one in _cheapest(found, changes.retrying))
+        return tuple(one.way(given, named=named) for one in _cheapest(found, changes.retrying))
     for one in best:
         changes.replay(one, tells_tight=True)
     best.sort(key=lambda one: one.after.needs)
-    return tuple(one.way(given) for one in best if one.after.needs < given.needs)
+    return tuple(one.way(given, named=named) for one in best if one.after.needs < given.needs)
 
 
 def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Tried]:

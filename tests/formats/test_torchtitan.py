@@ -96,7 +96,10 @@ def test_a_pipelines_batch_is_of_all_its_microbatches() -> None:
             "loss.kind = chunked: must be plain, or vocab-parallel with tensor parallelism: torchtitan has had",
         ),
         ({"gradient-sync": "false"}, "fsdp.gradient_sync = false: cannot be said in torchtitan's job configuration"),
-        ({**PIPE, "ends-apart": "false"}, "fsdp.return_outputs = false: must be true"),
+        (
+            {**PIPE, "ends-apart": "false"},
+            "fsdp.ends_apart = false: must be true with stages (--ends-apart), or fsdp.return_outputs (",
+        ),
         ({"framework": "ddp", "fsdp-code": "transformers", "ends-apart": "false"}, "framework = ddp: must be fsdp"),
     ],
 )

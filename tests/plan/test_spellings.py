@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memplan.device.gpus import ALSO_CALLED, GPUS
+from memplan.estimate import estimate
 from memplan.frameworks import IMPLIED_BY, ROOMS
 from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS
 from memplan.optimizers import trainer_names
+from memplan.plan import implied
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields
 from memplan.plan.library import hub_ids, model_specs
@@ -232,6 +234,28 @@ def test_a_framework_that_has_the_recipe(model: str) -> None:
     found = read(model=model)
     (told,) = [note.message for note in found.warnings if note.code == FRAMEWORK_CHOSEN]
     assert told == f"no framework was named: megatron, which has a recipe of {found.plan.model.family}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "framework", "because"),
+    [
+        ({"model": "bert-large", "gpus": "8"}, "ddp", "because of gpus 8: fsdp has no recipe of bert"),
+        ({"model": "bloom-1.1b", "gpus": "8"}, "megatron-deepspeed", "which has a recipe of bloom"),
+        ({"model": "bloom-1.1b", "gpus": "8", "tp": "2"}, "megatron-deepspeed", "which has a recipe of bloom"),
+        ({"model": "gpt-j-6b", "gpus": "8", "tp": "2"}, "megatron", "because of tp 2"),
+    ],
+)
+def test_a_framework_that_nobody_named_has_the_recipe(flags: dict[str, str], framework: str, because: str) -> None:
+    """GPT-J, which FSDP shards and no Megatron has, is refused where tensor parallelism is asked for."""
+    found = read(**flags)
+    (told,) = [note.message for note in found.warnings if note.code == FRAMEWORK_CHOSEN]
+    assert told == f"no framework was named: {framework}, {because}"
+    assert implied.meant(found.plan) == found.plan.framework == framework
+
+
+def test_what_is_not_sharded_is_run_elsewhere() -> None:
+    with pytest.raises(PlanError, match=r"fsdp yet; it has one in single, ddp, deepspeed, device-map, megatron \("):
+        estimate(plan(model="bert-large", gpus="8", framework="fsdp"))
 
 
 def test_what_implies_a_framework_is_a_field_or_a_section() -> None:

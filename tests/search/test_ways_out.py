@@ -175,6 +175,20 @@ def test_what_fits_with_retries_alone_says_so(capsys: pytest.CaptureFixture[str]
     assert all(f"\n  {way['flags']}\n" in told for way in ways.values())
 
 
+def test_a_way_keeps_a_framework_that_nobody_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--zero 1`` beside ``--tp 8`` means Megatron-DeepSpeed, which has a recipe of GPT-3, too: its attention keeps
+    all scores."""
+    words = ["--model", "gpt3-175b", "--layers", "38", "--tp", "8", "--pp", "2", "--gpus", "64", "--gpu", "a100-80gb"]
+    assert main(["estimate", *words, "--json"]) == 1
+    given = json.loads(capsys.readouterr().out)
+    assert given["plan"]["framework"] == "megatron"
+    assert [way["flags"] for way in given["ways_out"] if "--zero" in way["flags"]] == ["--framework megatron --zero 1"]
+    for way in given["ways_out"]:
+        main(["estimate", *words, *shlex.split(way["flags"]), "--json"])
+        after = json.loads(capsys.readouterr().out)
+        assert (after["plan"]["framework"], after["verdict"]) == ("megatron", way["verdict"])
+
+
 def test_what_ends_no_retry_is_not_added_to_what_runs() -> None:
     """DeepSeek V3 on 512 H100 runs with full recompute and twice the expert ranks, two retries an iteration; a loss in
     chunks beside that leaves two, and expandable segments one, which is cheaper."""

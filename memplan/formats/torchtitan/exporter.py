@@ -109,9 +109,10 @@ def _release(plan: ResolvedPlan) -> str:
             "must be fp32 without fsdp.ends_apart: before July 2025 torchtitan kept its parameters in no other",
         ),
         (
-            "fsdp.return_outputs",
+            "fsdp.ends_apart",
             plan.layout.pp > 1 and not given.return_outputs,
-            "must be true with stages and without fsdp.ends_apart: torchtitan changed the latter first",
+            "must be true with stages (--ends-apart), or fsdp.return_outputs (--return-outputs): releases whose last "
+            "stage keeps no logits have the embedding, and norm with head, as units of their own",
         ),
     )
     return "0.1.0"

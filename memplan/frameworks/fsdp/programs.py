@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...families import family
-from ...layers.coverage import TRANSFORMERS, check_covered, covered
+from ...layers.coverage import TRANSFORMERS, check_covered, elsewhere
 from ...layers.module import Module, Options, Parameter
 from ...layers.tuning import ADAPTERS
 from ...plan.framework_sections import Fsdp
@@ -44,9 +44,9 @@ def check(plan: ResolvedPlan, given: Fsdp) -> None:
         check_settings(plan, given)
         return
     check_covered(plan.model, TRANSFORMERS, plan.framework)
-    if not family(plan.model.family).shards:
-        known = [name for name in covered(TRANSFORMERS) if family(name).shards]
-        raise plan.wrong("model.family", f"has no recipe in framework fsdp yet; models with one: {', '.join(known)}")
+    known = family(plan.model.family)
+    if not known.shards:
+        raise plan.wrong("model.family", f"has no recipe in framework fsdp yet; {elsewhere(known)}")
     check_settings(plan, given)
 
 
