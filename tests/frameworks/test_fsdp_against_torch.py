@@ -26,7 +26,7 @@ from memplan.tape.events import ROUND, rounded
 from memplan.tape.program import Program, fold_program, static
 
 from ..layers.test_against_transformers import (
-    MASKED,
+    EVERY,
     MODELS,
     Event,
     drops_sorted,
@@ -232,7 +232,7 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
 
 
 def compared(case: Case, folder: Path) -> Compared:
-    kind, settings = (MODELS | MASKED)[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     plan, sharding = planned(case, folder)

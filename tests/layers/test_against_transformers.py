@@ -172,6 +172,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of the last two some layers
 have none."""
+EVERY = MODELS | MASKED
 SHAPES = ((1, 64), (2, 128), (3, 37))
 MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"), ("fp32", "flash"))
 
@@ -302,7 +303,7 @@ def named(module: Module, tape: Tape) -> Iterator[Event]:
 
 def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     """``case`` planned from its ``config.json``, and traced."""
-    kind, settings = (MODELS | MASKED)[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {

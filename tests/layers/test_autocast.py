@@ -30,7 +30,7 @@ from ..oracle.autocast import cuda_lists, policies
 from ..oracle.tracer import Follow, Trace
 from ..oracle.training_step import traced_step
 from .test_against_transformers import (
-    MASKED,
+    EVERY,
     MODELS,
     Case,
     Compared,
@@ -107,7 +107,7 @@ EACH_TIME = {
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
     """``case`` planned from its ``config.json`` with autocast in its dtype, and traced."""
-    kind, settings = (MODELS | MASKED)[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {
