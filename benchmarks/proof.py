@@ -89,7 +89,7 @@ def proofs() -> Proofs:
     found: Proofs = {}
     for cases, is_autocast in ((plain.CASES, False), (autocast.CASES, True)):
         for case in cases:
-            family = plain.MODELS[case.model][0]
+            family = plain.EVERY[case.model][0]
             dtype = "bf16" if is_autocast else case.dtype
             found.setdefault((family, dtype, case.attention, is_autocast, case.recompute), set()).add((case.b, case.s))
     for family, setting in (case.values for case in trace.CASES):
@@ -102,13 +102,13 @@ def proofs() -> Proofs:
 def sharded_proofs() -> dict[tuple[str, str, str], set[Shape]]:
     """Shapes by family, precision and recompute, of ``fully_shard``."""
     from tests.frameworks import test_fsdp_against_torch as fsdp
-    from tests.layers.test_against_transformers import MODELS
+    from tests.layers.test_against_transformers import EVERY
 
     found: dict[tuple[str, str, str], set[Shape]] = {}
     for case in fsdp.CASES:
-        found.setdefault((MODELS[case.model][0], "", case.recompute), set()).add((case.b, case.s))
+        found.setdefault((EVERY[case.model][0], "", case.recompute), set()).add((case.b, case.s))
         precision = _precision(case.sharding)
-        found.setdefault((MODELS[case.model][0], precision, ""), set()).add((case.b, case.s))
+        found.setdefault((EVERY[case.model][0], precision, ""), set()).add((case.b, case.s))
     return found
 
 
@@ -123,6 +123,7 @@ def others() -> Iterator[Other]:
     from tests.frameworks import test_fsdp_pipeline as pipeline
     from tests.frameworks import test_fsdp_tensor_parallel as tp
     from tests.frameworks import test_fsdp_torchtitan as titan
+    from tests.layers import test_against_transformers as plain
     from tests.layers import test_four_bit as four_bit
     from tests.layers import test_fused_attention as efficient
     from tests.layers import test_fused_losses as losses
@@ -155,6 +156,8 @@ def others() -> Iterator[Other]:
         yield Other(name, f"{title}; t = {sizes}", "frameworks.test_fsdp_tensor_parallel::test_every_event", shapes)
     shapes = len(efficient.SHAPES)
     yield Other("memory-efficient attention", "fp32", "layers.test_fused_attention::test_as_the_operator", shapes)
+    families, test = _families(plain.MASKED), "layers.test_against_transformers::test_step_of_real_model"
+    yield Other("attention with a mask, from a sliding window on", families, test, len(plain.SHAPES))
     test = "frameworks.test_fsdp_pipeline::test_every_pass"
     for title, staged in _stages(pipeline.CASES.values()).items():
         schedules = ", ".join(sorted({case.schedule for case in staged}))
@@ -205,9 +208,9 @@ def _mode(given: Any) -> str:
 
 
 def _families(models: Iterable[str]) -> str:
-    from tests.layers.test_against_transformers import MODELS
+    from tests.layers.test_against_transformers import EVERY
 
-    return ", ".join(sorted({MODELS[model][0] for model in models}))
+    return ", ".join(sorted({EVERY[model][0] for model in models}))
 
 
 # -- the page ----------------------------------------------------------------------------------------------

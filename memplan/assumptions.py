@@ -104,6 +104,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def _fused(plan: ResolvedPlan) -> str:
     words = framework(plan.framework).attention_words(plan)
+    if not plan.compile and plan.masked_kernel and framework(plan.framework).runs_transformers(plan):
+        kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
+        return MASKED_ATTENTION.format(window=plan.model.sliding_window, kernel=kernel)
     if words == "math":
         return (
             "in fp32 scaled_dot_product_attention runs operator by operator and keeps scores: PyTorch's flash kernel "
@@ -122,6 +125,16 @@ def _fused(plan: ResolvedPlan) -> str:
         "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted (from 2.11 on "
         "PyTorch prefers cuDNN's on Hopper and Blackwell, whose tensors are taken to be as large)"
     )
+
+
+MASKED_ATTENTION = (
+    "attention is transformers' default, sdpa: from the sliding window of {window} tokens on it is handed a mask, and "
+    "PyTorch leaves its flash kernel for {kernel}; each layer with a window keeps the mask as scores, and keys and "
+    "values of every query head, and computes all scores (flash_attention_2, the package's, does none of this); no "
+    "token is padding"
+)
+"""transformers' ``masking_utils.py`` (``sdpa_mask``) and ``integrations/sdpa_attention.py``; PyTorch's
+``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
 
 
 CUDNN_ATTENTION = (

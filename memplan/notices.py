@@ -31,6 +31,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _managed_states,
             _whole_experts,
             _scores,
+            _masks,
             framework(plan.framework).notices,
             _padded_vocab,
             _batch,
@@ -82,6 +83,23 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     yield Notice(
         "scores-kept",
         f"{why}: each score tensor of a layer has {size:,} bytes ({size / GIB:.2f} GiB); a 16-bit dtype keeps none",
+    )
+
+
+def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Masks of sliding windows that sdpa makes scores of, where those of all layers take half a gibibyte or more."""
+    own, spec = framework(plan.framework), plan.model
+    if isinstance(spec, TracedSpec) or own.own_layers or not plan.masked_kernel or plan.recompute.mode == "full":
+        return
+    layers = sum(not spec.sees_all(layer) for layer in range(spec.layers))
+    size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
+    if 2 * layers * size < GIB:
+        return
+    yield Notice(
+        "masks-kept",
+        f"transformers' default, sdpa, is handed a mask from the sliding window of {spec.sliding_window} on: each of "
+        f"{layers} layers keeps it as scores of {size:,} bytes ({layers * size / GIB:.2f} GiB together), with keys and "
+        "values of every query head; --attention flash_attention_2 (needs flash-attn) keeps none and is faster",
     )
 
 

@@ -18,14 +18,14 @@ from ..layers.huggingface import (
 )
 from ..plan.spec import ModelSpec
 from .base import NO_BIASES, PLAIN_ROTARY, Config, Family, Submodules, key
-from .llama import CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES, llama_embedding
+from .llama import CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES, head_by_head, llama_embedding
 
 
 def heads_of(r: Recorder, x: Tensor, name: str, shape: LayerShape) -> Tensor:
     """``x.view(b, s, a, d).transpose(1, 2)``."""
     b, s, d = shape.b, shape.s, shape.spec.head_dim
     heads = x.shape[-1] // d
-    if heads > 1 and (name != "value" or not shape.fused):
+    if heads > 1 and (name != "value" or head_by_head(shape)[name]):
         x = ops.copied_gradient(r, x, name)
     return x.view(b, heads, s, d)
 

@@ -357,11 +357,14 @@ class Framework:
         return self.supports.optimizers or ()
 
     def attention_words(self, plan: Plan) -> str:
-        """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``)."""
+        """The attention as users call it; of sdpa, the kernel, where a mask does not decide it (``torch.compile``, a
+        sliding window)."""
         if plan.compile and not plan.compile_regions:
             return "sdpa"
         sdpa = plan.attention == "flash" and self.runs_transformers(plan) and plan.model.has_sizes
-        return plan.sdpa_kernel if sdpa else str(plan.attention)
+        if not sdpa:
+            return str(plan.attention)
+        return "sdpa" if plan.masked_kernel else plan.sdpa_kernel
 
     def assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
         """What an estimate takes for granted of the framework's code and of its layers; empty: as in plain PyTorch."""

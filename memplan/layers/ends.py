@@ -45,7 +45,8 @@ def positions(r: Recorder, s: int, *, summed: bool = True) -> Tensor:
 
 
 def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: bool = True) -> Tensor | None:
-    """The additive mask (b, 1, s, s) of eager attention (``masking_utils.py``); flash attention needs none.
+    """The additive mask (b, 1, s, s) of eager attention (``masking_utils.py``), or sdpa's of layers with a window that
+    is no longer than the sequence, (1, 1, s, s) bool; flash attention needs none.
 
     ``packed``: packed rows are looked for either way (``find_packed_sequence_indices``), which takes the positions.
     ``window``: with the spec's, if any.
@@ -54,7 +55,7 @@ def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: 
     if packed and shape.transformers >= MASKS:
         look_for_packed_rows(r, b, s)
     if shape.flash:
-        return None
+        return allowed_pairs(r, shape, window=True) if window and shape.masked_kernel else None
     return additive_mask(r, shape, allowed_pairs(r, shape, window=window))
 
 

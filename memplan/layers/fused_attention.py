@@ -1,7 +1,7 @@
-"""The kernels that PyTorch's ``scaled_dot_product_attention`` takes on CUDA without a mask: flash attention's, and the
-memory-efficient one in fp32 (``sdp_utils.cpp``, ``check_tensor_dtype``) and where values have heads of another size
-(``check_head_dim_size_flash``), which the other does not run; and what flash-attention's backward kernels allocate
-inside, release by release.
+"""The kernels that PyTorch's ``scaled_dot_product_attention`` takes on CUDA: flash attention's, and where that does not
+run the memory-efficient one: in fp32 (``sdp_utils.cpp``, ``check_tensor_dtype``), where values have heads of another
+size (``check_head_dim_size_flash``), and with a mask (``check_for_attn_mask``), which cuDNN's takes, too; and what
+flash-attention's backward kernels allocate inside, release by release.
 
 2: ``csrc/flash_attn/flash_api.cpp``, ``mha_bwd``, which PyTorch has, too; 3: ``hopper/flash_api.cpp``, ``mha_bwd``; 4:
 ``flash_attn/cute/interface.py``, ``_flash_attn_bwd`` (August 2026). Each sums the gradient of the queries in fp32 in
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from ..tape.events import Category
 from . import ops
-from .autograd import Gradients, Recorder, Shape, Tensor
-from .work import Operator, attention
+from .autograd import Gradients, Recorder, Shape, Tensor, size_of
+from .work import Operator, Stream, attention
 
 Tensors = Iterator[tuple[str, Shape, str]]
 """Name, shape and dtype of each."""
@@ -142,13 +142,17 @@ def flash_attention(
     *,
     causal: bool = True,
     release: Release = SECOND,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """``_scaled_dot_product_flash_attention`` on (b, a, s, d): saves q, k, v, output and log-sum-exp.
 
     The log-sum-exp is (b, a, s) fp32; two scalars hold the random state. Backward makes the three
-    gradients. For what it allocates inside see ``allocates``.
+    gradients. For what it allocates inside see ``allocates``. With a ``mask`` it is cuDNN's, which saves tensors of the
+    same sizes, and the mask as scores (``scores_of``).
     """
     q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
+    bias = scores_of(r, mask, q)
+    causal = causal and mask is None
     b, a, s, _ = q.shape
     whole, heads = q.shape, k.shape[1]
     out = r.empty(q.shape, q.dtype, name)
@@ -164,23 +168,61 @@ def flash_attention(
             allocates(r, release, Call(whole, heads, dtype, causal))
         return [gradient if one else None for gradient, one in zip(made, needed, strict=True)]
 
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, seed, offset), backward, work=_work(q, k, causal))
-    del offset, seed, logsumexp
+    saved = (*bias, k, q, v, logsumexp, out, seed, offset)
+    out.node = r.node((q, k, v), saved, backward, work=_after(mask, q, _work(q, k, causal)))
+    del offset, seed, logsumexp, saved, bias
     return out
 
 
+MASK_ROW = 8
+"""Elements to a multiple of which the memory-efficient kernel's rows of scores are padded (``preprocess_mask``)."""
+
+
+def scores_of(r: Recorder, mask: Tensor | None, q: Tensor, *, aligned: int = 1) -> list[Tensor]:
+    """``mask``, booleans (1, 1, s, keys), as what every head's scores are added to, 0 or -infinity: (b, 1, s, keys) in
+    the dtype of the queries ``q`` (``attention.cpp``, ``convert_boolean_attn_mask``, from PyTorch 2.6; before, an
+    inverted copy of the mask is there meanwhile, which is not counted). Rows that are no multiple of ``aligned`` are
+    copied into longer ones (``pad_bias``)."""
+    if mask is None:
+        return []
+    *_, rows, keys = mask.shape
+    never, zero = (r.empty((), q.dtype, name) for name in ("never", "zero"))
+    bias = r.empty((q.shape[0], 1, rows, keys), q.dtype, "mask_scores")
+    del zero, never
+    if keys % aligned:
+        bias = r.empty((*bias.shape[:-1], keys + -keys % aligned), q.dtype, "mask_scores_padded")
+    return [bias]
+
+
+def _after(mask: Tensor | None, q: Tensor, attended: Operator) -> Operator:
+    """The kernel behind what makes the mask's scores, which reads it and writes them."""
+    if mask is None:
+        return attended
+    b, _, s, _ = q.shape
+    moved = b * size_of((s, mask.shape[-1]), "bool") + size_of((b, s, mask.shape[-1]), q.dtype)
+    return attended.after((Stream(float(moved)),), ())
+
+
 def efficient_attention(
-    r: Recorder, q: Tensor, k: Tensor, v: Tensor, name: str = "attention", *, causal: bool = True
+    r: Recorder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    name: str = "attention",
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """``_scaled_dot_product_efficient_attention`` on (b, a, s, d), with values of a width of their own: saves q, k, v,
-    output and log-sum-exp. cuDNN's, which PyTorch prefers on Hopper and Blackwell for heads of 192 with values of 128
-    (``check_cudnn_tensor_shapes``), saves tensors of the same sizes.
+    output and log-sum-exp, and a ``mask`` as scores (``scores_of``). cuDNN's, which PyTorch prefers on Hopper and
+    Blackwell for heads of 192 with values of 128 (``check_cudnn_tensor_shapes``), saves tensors of the same sizes.
 
     The log-sum-exp is (b, a, s) fp32, s rounded up to 32, and there in training alone; two scalars hold the random
     state (on the host, unless a CUDA graph is captured; counted as others are). Backward makes the three gradients. For
     what it allocates inside see ``_inside``.
     """
     q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
+    bias = scores_of(r, mask, q, aligned=MASK_ROW)
     b, a, s, d = q.shape
     dtype = q.dtype
     out = r.empty(v.shape, dtype, name)
@@ -195,9 +237,10 @@ def efficient_attention(
             (_inside if dtype == "fp32" else _inside_16_bits)(r, whole, width)
         return made
 
-    work = attention((b, s, a, d), a, s, dtype, causal=causal, values=width, efficient=True)
-    out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)
-    del offset, seed, logsumexp
+    work = attention((b, s, a, d), a, s, dtype, causal=causal and mask is None, values=width, efficient=True)
+    saved = (*bias, k, q, v, logsumexp, out, offset, seed)
+    out.node = r.node((q, k, v), saved, backward, work=_after(mask, q, work))
+    del offset, seed, logsumexp, saved, bias
     return out
 
 

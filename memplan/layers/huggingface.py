@@ -54,7 +54,11 @@ class LayerShape:
     torch: Version = CLAMPED_SLICES
     """The PyTorch that runs it."""
     kernel: str = "flash"
-    """What sdpa runs (``releases.sdpa_kernel``)."""
+    """What sdpa runs without a mask (``releases.sdpa_kernel``),"""
+    masked_kernel: str = ""
+    """and of layers with a window, where it is handed one (``releases.masked_kernel``); else empty."""
+    window: bool = True
+    """The layer has a mask, where some layers' attention has one."""
     expert_ranks: int = 1
     """Ranks that share a layer's experts, where torchtitan's layers run."""
     tensor: int = 1
@@ -73,14 +77,15 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
-        own = self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number))
+        window = not (self.masked_kernel and self.spec.sees_all(number))
+        own = self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number), window)
         linear = self.spec.is_linear(number)
         return own if linear == own.linear else replace(own, linear=linear)
 
-    def of_kind(self, mixture: bool, turns: bool) -> LayerShape:
-        """Of a layer with or without experts, with or without positions."""
-        same = (mixture, turns) == (self.mixture, self.turns)
-        return self if same else replace(self, mixture=mixture, turns=turns)
+    def of_kind(self, mixture: bool, turns: bool, window: bool = True) -> LayerShape:
+        """Of a layer with or without experts, positions, and a mask where others have one."""
+        same = (mixture, turns, window) == (self.mixture, self.turns, self.window)
+        return self if same else replace(self, mixture=mixture, turns=turns, window=window)
 
     @property
     def table(self) -> int:
@@ -103,9 +108,14 @@ class LayerShape:
         return self.transformers < family(self.spec.family).as_llama_since
 
     @property
+    def masked(self) -> bool:
+        """sdpa is handed a mask."""
+        return self.masked_kernel != "" and self.window
+
+    @property
     def plain(self) -> bool:
         """sdpa runs operator by operator."""
-        return self.flash and self.kernel == "math"
+        return self.flash and not self.masked and self.kernel == "math"
 
     @property
     def fused(self) -> bool:
@@ -114,8 +124,9 @@ class LayerShape:
 
     @property
     def repeats(self) -> bool:
-        """sdpa's caller repeats heads of keys and values, in older layers every kernel's."""
-        does = self.older if self.package else self.transformers < GROUPED_SDPA
+        """sdpa's caller repeats heads of keys and values, beside a mask in all releases; in older layers every
+        kernel's."""
+        does = self.older if self.package else self.masked or self.transformers < GROUPED_SDPA
         return does and self.spec.heads > self.spec.kv_heads
 
     @property
@@ -134,7 +145,7 @@ class Shared:
     """Tensors that one forward pass makes once and every layer reads."""
 
     mask: Tensor | None = None
-    """Additive mask (b or 1, 1, s, s)."""
+    """Additive mask (b or 1, 1, s, s), sdpa's (1, 1, s, s) of booleans."""
     cos: Tensor | None = None
     sin: Tensor | None = None
     position_ids: Tensor | None = None
@@ -369,9 +380,11 @@ def attention(
     causal = shape.spec.causal
     if shape.plain:
         return plain_attention(r, q, k, v, shape), None
-    if shape.kernel == "memory-efficient":
-        return efficient_attention(r, q.tensor, k.tensor, v.tensor, causal=causal).view(b, s, a * d), None
-    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, release=shape.release)
+    mask = shared.mask if shape.masked else None
+    if (shape.masked_kernel if shape.masked else shape.kernel) == "memory-efficient":
+        out = efficient_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, mask=mask)
+        return out.view(b, s, a * d), None
+    out = flash_attention(r, q.tensor, k.tensor, v.tensor, causal=causal, release=shape.release, mask=mask)
     if q.transposed:
         return out.view(b, s, a * d), None
     out = ops.contiguous(r, out, (b, s, a * d), "attention_contiguous")

@@ -18,7 +18,7 @@ from ..optimizers import algorithm
 from .errors import PlanError
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
 from .megatron_section import Megatron
-from .releases import parsed, sdpa_kernel
+from .releases import masked_kernel, parsed, sdpa_kernel
 from .section import Count, Degree, Dtype, Later, OneOf, Section, Stages
 from .spec import MOST_LAYERS, LayerCount, ModelSpec
 from .training_loops import TrainingLoop
@@ -367,8 +367,7 @@ class Plan(Section):
         None,
         description="implementation of attention: eager, which stores the scores; flash, the framework's flash "
         "attention, with transformers that of PyTorch's sdpa; flash_attention_2, 3 and 4, the package's, which keep "
-        "their kernel with sliding windows; default: flash where framework and dtype support it, flash_attention_2 "
-        "from a sliding window on",
+        "their kernel with sliding windows; default: flash where framework and dtype support it",
     )
     code: Literal["current", "2020"] = Field(
         "current",
@@ -453,6 +452,11 @@ class Plan(Section):
     def sdpa_kernel(self) -> str:
         """As ``releases.sdpa_kernel``."""
         return sdpa_kernel(self)
+
+    @property
+    def masked_kernel(self) -> str:
+        """As ``releases.masked_kernel``."""
+        return masked_kernel(self)
 
 
 # -- resolved ------------------------------------------------------------------------------------------

@@ -289,6 +289,20 @@ FP32_HEAD_MULTIPLE = 4
 """Features of an fp32 head of the memory-efficient kernel: rows are of whole words of 16 bytes."""
 
 
+def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"]:
+    """What ``scaled_dot_product_attention`` runs of layers with a sliding window, where it is handed a mask: from
+    sequences as long as the window on (transformers' ``masking_utils.py``, ``_ignore_causal_mask_sdpa``), with heads of
+    keys repeated (``sdpa_attention.py``, ``use_gqa_in_sdpa``); empty where there is none. The flash kernel takes no
+    mask (``sdp_utils.cpp``, ``check_for_attn_mask``), the others do, in the order of ``priority_order``."""
+    window, seq = plan.model.sliding_window, plan.batch.seq
+    if plan.attention != "flash" or window is None or seq is None or seq < window:
+        return ""
+    if prefers_cudnn(plan):
+        return "cudnn"
+    words = FP32_HEAD_MULTIPLE if plan.precision.dtype == "fp32" else 2 * FP32_HEAD_MULTIPLE
+    return "math" if plan.model.head_dim % words else "memory-efficient"
+
+
 def needed(name: str, version: Version) -> Mapping[str, Version]:
     """The lowest releases of other libraries that this one asks for."""
     found: Mapping[str, Version] = {}

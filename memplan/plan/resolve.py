@@ -49,7 +49,7 @@ from .plan import (
     Recompute,
     ResolvedPlan,
 )
-from .releases import PACKAGES, adapters_in_16_bits, reentrant
+from .releases import MASKS, PACKAGES, adapters_in_16_bits, reentrant, release
 from .sizes import headroom_bytes
 from .spec import ModelSpec
 from .traced_spec import TracedSpec
@@ -358,13 +358,13 @@ def _named(plan: Plan, own: Framework) -> AttentionImplementation | None:
 
 def _attention(plan: Plan) -> AttentionImplementation:
     """PyTorch's fused kernels, but for code that is older than they, for families without them, and in fp32 for
-    frameworks with layers of their own. From a sliding window on, where sdpa has a mask and leaves those kernels,
-    ``flash_attention_2``, which takes no fp32."""
+    frameworks with layers of their own. From a sliding window on, where transformers before ``MASKS`` hands sdpa masks
+    that are not modelled, ``flash_attention_2``, which takes no fp32."""
     in_fp32, runs = plan.precision.dtype == "fp32", framework(plan.framework).runs_transformers(plan)
     prepared = plan.quantisation.prepared and not plan.precision.autocast
     if plan.code == "2020" or (in_fp32 and not runs) or prepared or family(plan.model.family).no_flash:
         return "eager"
     window, seq = plan.model.sliding_window, plan.batch.seq or min(plan.model.positions_max, DEFAULT_SEQ)
-    if not runs or window is None or seq < window:
+    if not runs or window is None or seq < window or release(plan, "transformers") >= MASKS:
         return "flash"
     return "eager" if in_fp32 else "flash_attention_2"

@@ -26,6 +26,7 @@ from memplan.tape.events import ROUND, rounded
 from memplan.tape.program import Program, fold_program, static
 
 from ..layers.test_against_transformers import (
+    EVERY,
     MODELS,
     Event,
     drops_sorted,
@@ -121,6 +122,8 @@ OTHERS = (
     Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),
+    Case("mistral-masked", oracle.Sharding(shards=3, synced=TWICE), b=3, s=37),
+    Case("gemma3_text-masked", oracle.Sharding(shards=3), recompute="full"),
 )
 APART = oracle.Sharding(ends_apart=True)
 ENDS_APART = (
@@ -229,7 +232,7 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
 
 
 def compared(case: Case, folder: Path) -> Compared:
-    kind, settings = MODELS[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     plan, sharding = planned(case, folder)

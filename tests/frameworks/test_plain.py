@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import detail, estimate
+from memplan.frameworks import framework
 from memplan.frameworks.plain.programs import programs as programs_of
 from memplan.layers.module import SHARED, Module, Options
+from memplan.layers.work import Attention
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category, Drop, Hold
-from memplan.tape.program import Program
+from memplan.tape.program import Program, fold_program
 
 SMALL = {"model": "gpt2", "layers": "3", "gpu": "a100-80gb", "seq": "128", "attention": "eager"}
 
@@ -33,8 +35,8 @@ def plan(**flags: object) -> Plan:
         ({"recompute": "selective"}, "whole layers"),
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
         ({"dtype": "fp32", "attention": "flash_attention_2"}, "fp16 and bf16 only"),
-        ({"model": "mistral-7b", "attention": "flash", "seq": 8192}, "sliding window of 4096"),
-        ({"model": "mistral-7b", "attention": "flash", "seq": 4096}, "sliding window of 4096"),
+        ({"model": "mistral-7b", "attention": "flash", "seq": 4096, "versions": "transformers=4.52"}, "of before 4.53"),
+        ({"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100}, "takes heads of 100 features"),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),
         ({"loss": "adaptive-softmax"}, "loss.kind"),
     ],
@@ -44,6 +46,62 @@ def test_what_has_no_recipe_is_refused_in_one_line(flags: dict[str, object], say
         estimate(plan(**flags))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MISTRAL = {"model": "mistral-7b", "layers": 3, "framework": "single", "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention", "kernel"),
+    [
+        ({"seq": 4095, "gpu": "h100"}, "flash", ""),
+        ({"seq": 4096, "gpu": "a100-80gb"}, "flash", "memory-efficient"),
+        ({"seq": 4096, "gpu": "h100"}, "flash", "cudnn"),
+        ({"seq": 4096, "gpu": "h100", "torch": "2.10"}, "flash", "memory-efficient"),
+        ({"seq": 4096, "gpu": "h100", "dtype": "fp32"}, "flash", "memory-efficient"),
+        ({"seq": 4096, "gpu": "h100", "attention": "flash_attention_2"}, "flash_attention_2", ""),
+        ({"seq": 4096, "gpu": "h100", "versions": "transformers=4.52"}, "flash_attention_2", ""),
+    ],
+)
+def test_attention_from_a_sliding_window_on(flags: dict[str, object], attention: str, kernel: str) -> None:
+    """transformers' default is sdpa, with a mask where the sequence is as long as the window: PyTorch 2.11 prefers
+    cuDNN's kernel on Hopper, in 16 bits. Masks of transformers before 4.53 are not modelled."""
+    made = plan(**{**MISTRAL, **flags, "attention": flags.get("attention", "")})
+    assert (made.attention, made.masked_kernel) == (attention, kernel)
+
+
+def test_what_a_mask_costs() -> None:
+    """Of 4,096 tokens each layer keeps 4,096 x 4,096 scores, and keys and values of 32 heads of 128 features in place
+    of 8, all of 2 bytes."""
+    sdpa, package = (
+        fold_program(programs_of(plan(**{**MISTRAL, "seq": 4096, "attention": name}), Options())[0]).after_forward
+        for name in ("flash", "flash_attention_2")
+    )
+    assert sdpa - package == 3 * (4096 * 4096 * 2 + 2 * 4096 * 24 * 128 * 2)
+
+
+def test_masks_are_told_with_their_bytes() -> None:
+    found = estimate(plan(**MISTRAL | {"layers": 32, "seq": 8192, "attention": "flash"}))
+    told = next(one.message for one in found.warnings if one.code == "masks-kept")
+    assert "32 layers keeps it as scores of 134,217,728 bytes (4.00 GiB together)" in told
+    assert any("the memory-efficient kernel" in one for one in found.assumptions)
+
+
+def test_layers_without_a_window_are_timed_apart() -> None:
+    """Every sixth of Gemma 3's 26 layers sees all tokens, and runs the flash kernel, which computes half of its scores;
+    other layers compute all of theirs."""
+    made = plan(model="gemma-3-1b", layers=26, framework="single", seq=4096, attention="flash")
+    own = framework("single").time
+    ((work,),) = own.stages(made)
+    assert (work.layers, work.dense, work.dense_recomputed) == (26, 4, 0)
+    entries = own.entries(made)
+    parts = [
+        (one.efficient, one.part)
+        for layer in (entries.layer, entries.dense)
+        for one, _ in layer.forward
+        if isinstance(one, Attention)
+    ]
+    assert parts == [(True, 1), (False, 0.5)]
 
 
 def test_ddp_adds_buckets_as_large_as_the_gradients() -> None:

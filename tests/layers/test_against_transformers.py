@@ -162,6 +162,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
 }
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral-masked": ("mistral", LLAMA | {"sliding_window": 37}),
+    "mixtral-masked-one-key": ("mixtral", MIXTRAL | {"sliding_window": 30, "num_key_value_heads": 1}),
+    "phi3-masked-dropout": ("phi3", PHI3 | {"sliding_window": 30, "attention_dropout": 0.1}),
+    "ministral3-masked-six-keys": ("ministral3", LLAMA | {"sliding_window": 30, "num_key_value_heads": 6}),
+    "gemma3_text-masked": ("gemma3_text", GEMMA3 | {"sliding_window": 30, "head_dim": 32}),
+    "exaone4-masked": ("exaone4", EXAONE4 | {"sliding_window": 30}),
+}
+"""With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of the last two some layers
+have none."""
+EVERY = MODELS | MASKED
 SHAPES = ((1, 64), (2, 128), (3, 37))
 MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"), ("fp32", "flash"))
 
@@ -218,7 +229,14 @@ CLASSIFIERS = [
     if setting[1] == "eager" or not family_of(MODELS[model][0]).no_flash
 ]
 """Models for sequence classification: a cross entropy over labels, or of one score a squared error."""
-CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS]
+WITH_MASKS = [
+    Case(model, *shape, dtype, "flash", recompute)
+    for model in MASKED
+    for shape in SHAPES
+    for dtype in ("bf16", "fp32")
+    for recompute in ("none", "full")
+]
+CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS, *WITH_MASKS]
 IN_EACH_SHAPE = ("gpt2", "llama")
 EACH_TIME: frozenset[Case] = frozenset(
     case
@@ -229,6 +247,7 @@ EACH_TIME: frozenset[Case] = frozenset(
     or family_of(MODELS[case.model][0]).returns_weights
 )
 EACH_TIME |= {case for case in CLASSIFIERS if case.model in ("llama", "bert")}
+EACH_TIME |= {case for at, case in enumerate(WITH_MASKS) if at % 12 in (0, 9)}
 """Two models in everything; of the others every mode once, with recompute and without it in turn. The rest is slow:
 other shapes and the other half of recompute, in which models differ by nothing of their own."""
 
@@ -284,7 +303,7 @@ def named(module: Module, tape: Tape) -> Iterator[Event]:
 
 def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     """``case`` planned from its ``config.json``, and traced."""
-    kind, settings = MODELS[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {

@@ -30,6 +30,7 @@ from ..oracle.autocast import cuda_lists, policies
 from ..oracle.tracer import Follow, Trace
 from ..oracle.training_step import traced_step
 from .test_against_transformers import (
+    EVERY,
     MODELS,
     Case,
     Compared,
@@ -91,13 +92,14 @@ CLASSIFIERS = [
     Case("bert", 2, 64, "bf16", "flash", "none", labels=3),
     Case("bert", 3, 37, "bf16", "eager", "full", labels=1),
 ]
-CASES += CLASSIFIERS
+CASES += [*CLASSIFIERS, Case("gemma3_text-masked", 3, 37, "bf16", "flash", "none")]
+ONE_OF_EACH = {name for name, (family, _) in MODELS.items() if name == family}
 EACH_TIME = {
     case
     for at, case in enumerate(CASES)
     if case.model in ("gpt2", "llama")
     or case in CLASSIFIERS
-    or case.model != MODELS[case.model][0]
+    or case.model not in ONE_OF_EACH
     or at % 2 == (case.recompute == "full")
 }
 """The rest is slow: every second shape of most families."""
@@ -105,7 +107,7 @@ EACH_TIME = {
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
     """``case`` planned from its ``config.json`` with autocast in its dtype, and traced."""
-    kind, settings = MODELS[case.model]
+    kind, settings = EVERY[case.model]
     config = transformers.AutoConfig.for_model(kind, **settings)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {

@@ -1,4 +1,4 @@
-"""PyTorch's memory-efficient attention: what autograd saves, and what backward allocates inside."""
+"""PyTorch's memory-efficient attention: what autograd saves, masks among it, and what backward allocates inside."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from torch.nn import functional
 
 from memplan.layers import ops
 from memplan.layers.autograd import Recorder, Tensor
-from memplan.layers.fused_attention import Call, Release, allocates, efficient_attention, inside
+from memplan.layers.fused_attention import (
+    Call,
+    Release,
+    allocates,
+    efficient_attention,
+    flash_attention,
+    inside,
+    scores_of,
+)
 from memplan.layers.module import Interface, Options, Run, Tapes, build
-from memplan.tape.events import Category, Hold
+from memplan.layers.work import Attention, Stream
+from memplan.tape.events import Category, Drop, Hold, rounded
 
 from ..oracle.tracer import Follow, Trace, run
 from .test_against_transformers import sizes
@@ -51,6 +60,51 @@ def test_as_the_operator(shape: tuple[int, int, int, int]) -> None:
     assert held == [size for size in forward if size > 0]
     held = [event.bytes for event in tapes.backward if isinstance(event, Hold) and event.name.startswith("grad_")]
     assert held == [size for size in sizes(traced.changes) if size > 0][:3]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mask_is_kept_as_scores(shape: tuple[int, int, int, int]) -> None:
+    """Two numbers and the scores that PyTorch's own function makes of booleans on a CPU, here of (b, 1, s, s): 0 or
+    minus infinity in the queries' dtype. Rows of 37 and 130 are copied into 40 and 136; the first are not."""
+    b, _, s, _ = shape
+    made: list[tuple[tuple[int, ...], str]] = []
+
+    def body(trace: Trace, follow: Follow) -> None:
+        x, mask = torch.empty(shape, dtype=torch.bfloat16), torch.ones((1, 1, s, s), dtype=torch.bool)
+        trace.changes = []
+        torch._C._nn.scaled_dot_product_attention(x, x, x, mask.expand(b, -1, s, s))
+        made.extend((change.shape, change.op.split(".")[1]) for change in trace.changes if change.sign > 0)
+
+    run(body)
+    assert made[:3] == [((), "scalar_tensor"), ((), "scalar_tensor"), ((b, 1, s, s), "where")]
+
+    r = Recorder()
+    (bias,) = scores_of(r, r.empty((1, 1, s, s), "bool", "mask"), r.empty(shape, "bf16", "query"), aligned=8)
+    holds = [event.shape for event in r.events if isinstance(event, Hold)]
+    assert holds[2:] == [(), (), (b, 1, s, s), *([bias.shape] if s % 8 else [])]
+    assert bias.shape == (b, 1, s, -(-s // 8) * 8)
+
+
+def test_cudnn_keeps_a_mask_without_padding() -> None:
+    """b = 2, 4 heads of 64, 37 tokens in bf16: 2 x 37 x 37 x 2 bytes of scores beside output and log-sum-exp, and all
+    scores computed; the memory-efficient kernel has rows of 40."""
+
+    def attended(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        return Run(flash_attention(r, x, x, x, mask=r.outside((1, 1, 37, 37), "bool", Category.INPUTS)))
+
+    interface = Interface((2, 4, 37, 64), "bf16")
+    tapes = build("attention", attended, interface, Options()).first
+    work = build("attention", attended, interface, Options(counts="first")).work
+    ended = {event.tensor for event in tapes.forward if isinstance(event, Drop)}
+    kept = {e.name: e.bytes for e in tapes.forward if isinstance(e, Hold) and e.tensor not in ended}
+    assert kept["mask_scores"] == rounded(2 * 37 * 37 * 2)
+    assert kept["attention"] == rounded(2 * 4 * 37 * 64 * 2)
+    assert kept["attention_logsumexp"] == rounded(2 * 4 * 37 * 4)
+    (kernel,) = (one for one, _ in work.forward if isinstance(one, Attention))
+    assert kernel.part == 1
+    (scores,) = (one for one, _ in work.forward if isinstance(one, Stream))
+    assert scores.bytes == 2 * 37 * 37 * (1 + 2)
 
 
 def test_inside() -> None:

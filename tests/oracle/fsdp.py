@@ -8,7 +8,6 @@ follows those as ends and beginnings.
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,7 +231,6 @@ def traced_steps(
 
     with (
         _quiet(),
-        patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
         _unpacked(),
         patch.object(torch.nn.Module, "_apply", _apply) if tune is not _as_it_is else nullcontext(),
         warnings.catch_warnings(),

@@ -5,8 +5,8 @@ first appears as the output of an operator, at its size rounded up to 512 B, unt
 autograd let it go. Tensors are on the CPU; five of its behaviours are replaced by CUDA's:
 
 * dropout is ``native_dropout``, whose mask has one byte an element;
-* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32, and
-  where values have heads of another size, the memory-efficient one, which does not;
+* scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32, with a
+  mask, and where values have heads of another size, the memory-efficient one, which does not;
 * layer norm of 16-bit tensors gives its statistics in fp32;
 * zeros that backward of an indexing fills are filled in place;
 * grouped products take fp16 and fp32, too.
@@ -76,6 +76,15 @@ def grouped_mm(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch
     """The result of ``_grouped_mm``, which takes bf16 alone of fake tensors."""
     groups = offsets.shape if x.dim() == y.dim() else ()
     return x.new_empty(*groups, x.shape[-2], y.shape[-1])
+
+
+def as_scores(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """What ``attention.cpp`` makes of booleans (b, 1, s, s): numbers (``convert_boolean_attn_mask``), in rows of a
+    multiple of 8 (``preprocess_mask``)."""
+    mask = torch.where(mask, *(torch.scalar_tensor(one, dtype=query.dtype) for one in (0.0, float("-inf"))))
+    if mask.shape[-1] % 8:
+        mask = torch.nn.functional.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:-1], -1)
 
 
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,17 +179,21 @@ def cuda_behaviour() -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        assert attn_mask is None, "no mask here"
         query, key, value = cast_by_autocast(query, key, value)
+        if attn_mask is not None:
+            assert query.shape[-3] == key.shape[-3], "heads were to be repeated"
+            assert query.shape[-1] % (16 // query.element_size()) == 0, "the math kernel with a mask is not here"
         if query.dtype is torch.float32 and (query.shape[-3] != key.shape[-3] or query.shape[-1] % 4):
             math: Any = torch.ops.aten._scaled_dot_product_attention_math
             with AddsInPlace():
                 out = math(query, key, value, None, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
             return out[0]  # type: ignore[no-any-return]
-        if query.dtype is torch.float32 or query.shape[-1] != value.shape[-1]:
+        if attn_mask is not None or query.dtype is torch.float32 or query.shape[-1] != value.shape[-1]:
             trains = torch.is_grad_enabled() and query.requires_grad
+            if attn_mask is not None:
+                attn_mask = as_scores(attn_mask, query)
             efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-            return efficient(query, key, value, None, trains, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+            return efficient(query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
         operator = torch.ops.aten._scaled_dot_product_flash_attention
         return operator(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
 

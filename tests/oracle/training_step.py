@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,8 +55,8 @@ def traced_step(
     """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach); with
     ``labels``, ``ForSequenceClassification`` and one label of each sequence.
 
-    ``flash`` is transformers' ``sdpa``, with fewer key heads handed to the kernel as they are. With
-    ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is the dtype of one around the model's call.
+    ``flash`` is transformers' ``sdpa``. With ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is
+    the dtype of one around the model's call.
     """
     steps: list[Step] = []
 
@@ -101,7 +100,7 @@ def traced_step(
         steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
-    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
+    with _quiet(), _unpacked():
         run(body)
     return steps[0]
 

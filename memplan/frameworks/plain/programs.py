@@ -31,6 +31,7 @@ from ...plan.releases import (
     PACKAGES,
     SUMMED_POSITIONS,
     casts_back,
+    masked_kernel,
     parsed,
     release,
     sdpa_kernel,
@@ -142,6 +143,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         _package(plan),
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
+        masked_kernel=masked_kernel(plan) if framework(plan.framework).runs_transformers(plan) else "",
     )
 
 
@@ -302,17 +304,29 @@ def check_flash(plan: ResolvedPlan) -> None:
             "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
             "are fp32, and what sdpa runs of them is not modelled",
         )
-    for what, size, instead in (
-        ("sliding window", spec.sliding_window, "flash_attention_2 or eager"),
-        ("chunk", spec.attention_chunk, "eager"),
-    ):
-        if size is not None and seq >= size:
-            raise plan.wrong(
+    if kernel := masked_kernel(plan):
+        window, older = spec.sliding_window or 0, release(plan, "transformers")
+        where = f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of {window} on"
+        plan.refuse(
+            (
                 "attention",
-                f"must be {instead} for sequences of {seq}: from the {what} of "
-                f"{size} on transformers passes a mask, and PyTorch leaves its flash kernel; "
-                f"--seq {size - 1} needs none",
-            )
+                older < MASKS,
+                f"{where} transformers {shown(older)} passes a mask of before {shown(MASKS)}, which is not modelled; "
+                f"--seq {window - 1} needs none",
+            ),
+            (
+                "attention",
+                kernel == "math",
+                f"{where} transformers passes a mask, and no fused kernel of PyTorch takes heads of {spec.head_dim} "
+                f"features with one; --seq {window - 1} needs none",
+            ),
+        )
+    if (size := spec.attention_chunk) is not None and seq >= size:
+        raise plan.wrong(
+            "attention",
+            f"must be eager for sequences of {seq}: from the chunk of {size} on transformers passes a mask, and "
+            f"PyTorch leaves its flash kernel; --seq {size - 1} needs none",
+        )
 
 
 def _check_fourth(plan: ResolvedPlan) -> None:
@@ -371,7 +385,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
         if compiled_parts is not None:
             return compiled_parts.layer(ended)
-        own = shape.of_kind(kind.mixture, kind.turns)
+        own = shape.of_kind(kind.mixture, kind.turns, kind.window)
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:

@@ -40,8 +40,13 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
         id = own if own in ended or of_full else id
         return r.outside(shape, dtype, id=id, drops=id in ended and r.grad_enabled)
 
+    mask = None
+    if spec.causal and not shape.flash:
+        mask = outside((shape.b, 1, s, s), dtype, MASK, of_full=not shape.turns)
+    elif shape.masked:
+        mask = outside((1, 1, s, s), "bool", MASK)
     return Shared(
-        outside((shape.b, 1, s, s), dtype, MASK, of_full=not shape.turns) if spec.causal and not shape.flash else None,
+        mask,
         outside(table, "fp32" if shape.tables == "complex" else dtype, COS) if tables else None,
         outside(table, dtype, SIN) if tables and shape.tables != "complex" else None,
         outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)

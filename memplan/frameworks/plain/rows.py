@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...layers.module import Module, Options
 from ...plan.plan import ResolvedPlan
+from ...plan.releases import masked_kernel
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import replace
@@ -28,6 +29,8 @@ class LayerKind(NamedTuple):
     """They have experts."""
     turns: bool = True
     """They have positions."""
+    window: bool = True
+    """They have a mask, where some layers' attention has one."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -55,13 +58,14 @@ def kinds_of(
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
     frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
+    masked = masked_kernel(plan) != ""
     first_trained = ahead if tuning is None or trains_layers(plan, tuning) else plan.model.layers
 
     def kind(i: int) -> LayerKind:
         requires_grad = tuning is None or from_start or i > first_trained
         own = frozen if i < ahead else options
-        turns = plan.model.has_positions(i)
-        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i), turns)
+        kind = plan.model.has_experts(i), plan.model.has_positions(i), not (masked and plan.model.sees_all(i))
+        return LayerKind(own, requires_grad, later if i else "", *kind)
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 

@@ -8,6 +8,8 @@ which few models have, are ``kinds``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...layers.coverage import TRANSFORMERS, check_covered
 from ...layers.module import NO_PASSES, Options, Passes, run_again
 from ...plan.plan import ResolvedPlan
@@ -94,6 +96,8 @@ class PlainTime(FrameworkTime):
         embedding, norm, head = recipes.end_modules(shape, plan.code, options, programs.head_loss(plan))
         normed = norm.work if norm is not None else NO_PASSES
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
+        if unmasked := _unmasked(plan, range(spec.layers)):
+            dense = both(unmasked[0])
         most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
         return Entries(embedding.work, *both(most), normed, head.work, *dense)
 
@@ -101,12 +105,26 @@ class PlainTime(FrameworkTime):
         return PYTHON_MODULES
 
     def stages(self, plan: ResolvedPlan) -> Work:
-        return super().stages(plan) if plan.model.has_sizes else stages_of(plan)
+        if not plan.model.has_sizes:
+            return stages_of(plan)
+        ((whole,),) = super().stages(plan)
+        return ((_with_unmasked(plan, whole, range(plan.model.layers)),),)
 
     def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each."""
         spec = plan.model
         return float(spec.experts > 0 and 2 * plan.batch.seq * spec.expert_top_k % spec.experts > 0)
+
+
+def _unmasked(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
+    """Those of ``layers`` whose attention has no mask, where that of others has one."""
+    return list(filter(plan.model.sees_all, layers)) if plan.masked_kernel else []
+
+
+def _with_unmasked(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
+    """Entries of a stage of these ``layers``."""
+    count = len(_unmasked(plan, layers))
+    return work._replace(dense=count, dense_recomputed=count if plan.recompute.mode == "full" else 0)
 
 
 class DeviceMapTime(PlainTime):
@@ -116,9 +134,12 @@ class DeviceMapTime(PlainTime):
     def stages(self, plan: ResolvedPlan) -> Work:
         """The embedding, and a head that is tied to it, are on the first device, an untied head on the last."""
         assert plan.device_map is not None
-        held = [len(plan.device_map[device]) for device in sorted(plan.device_map)]
+        held = [plan.device_map[device] for device in sorted(plan.device_map)]
         last, tied = len(held) - 1, plan.model.tied_embeddings
-        return tuple(
-            (StageWork(n, recomputed(plan.recompute, n), not at, at == last, at == (0 if tied else last)),)
-            for at, n in enumerate(held)
-        )
+
+        def work(at: int) -> StageWork:
+            n = len(held[at])
+            ends = not at, at == last, at == (0 if tied else last)
+            return _with_unmasked(plan, StageWork(n, recomputed(plan.recompute, n), *ends), held[at])
+
+        return tuple((work(at),) for at in range(len(held)))

@@ -50,7 +50,7 @@ class Entries(NamedTuple):
     head: Passes
     """Output layer and loss; before them what predicts further tokens, unless that is apart."""
     dense: Passes = NO_PASSES
-    """A layer with an MLP where others have experts,"""
+    """A layer with an MLP where others have experts, or without a mask where others' attention has one,"""
     dense_recomputed: Passes = NO_PASSES
     """and one whose forward pass backward runs again."""
     further: Passes = NO_PASSES
@@ -172,7 +172,7 @@ class StageWork(NamedTuple):
     final_norm: bool = False
     head: bool = False
     dense: int = 0
-    """Of the layers, those with an MLP where others have experts,"""
+    """Of the layers, those of ``Entries.dense``,"""
     dense_recomputed: int = 0
     """and of those that are recomputed."""
     further: bool = False
