@@ -161,7 +161,9 @@ class Family:
     scaled_queries: Callable[[Recorder, Tensor, Shared], Tensor] | None = None
     """What becomes of queries once they have turned, in a layer like Llama's."""
     tables: Literal["whole", "half", "complex"] = "whole"
-    """Rotary tables have an angle for each feature, for two, or are complex numbers."""
+    """Rotary tables have an angle for each feature, for two, or are complex numbers,"""
+    wide_tables: bool = False
+    """and stay in fp32, whatever the dtype of hidden states."""
     attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
     """What a layer like Llama's or GPT-2's has in place of its attention."""
     as_llama_since: Version = ()

@@ -29,7 +29,6 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|qwen1\.5-moe|qwen2-57b|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
     (r"solar-open|exaone-?moe|k-exaone", _EXPERTS),
     (r"deepseek-v3\.2|deepseek-v4|glm-?5", _SPARSE),
-    (r"olmo-?3", "its norms behind attention and MLP, and windows in three of four layers"),
     (r"exaone-?(3|deep)|internlm|baichuan|chatglm|glm-?[23]-|^yi-vl|xverse|^qwen-(1_8|7|14|72)b", _OWN_CODE),
     (r"phi-3-small|orion", _OWN_CODE),
     (r"hunyuan", "its norms of queries and keys behind the rotary embedding"),

@@ -300,10 +300,11 @@ which is in place where nobody follows storages; so are zeros that Falcon's grad
 
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
+    "z3-olmo3-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 
-TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0)}
+TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0), ("z3-olmo3-recompute", 1)}
 """Ranks that waited for a gather later than the other one did, which moves the curve and not its peak."""
 
 

@@ -54,6 +54,7 @@ UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embed
 GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
 WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
+OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 NO_WINDOW: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": ["full_attention"] * LAYERS,
@@ -107,6 +108,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-no-window-tied-dropout": ("exaone4", EXAONE4 | NO_WINDOW | {"attention_dropout": 0.1}),
     "exaone4-one-key": ("exaone4", EXAONE4 | {"num_key_value_heads": 1}),
     "exaone4-six-keys": ("exaone4", EXAONE4 | {"num_key_value_heads": 6}),
+    "olmo3": ("olmo3", OLMO3),
+    "olmo3-all-windowed-biased-dropout": (
+        "olmo3",
+        OLMO3
+        | {"layer_types": ["sliding_attention"] * LAYERS, "attention_bias": True, "attention_dropout": 0.1}
+        | {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    ),
+    "olmo3-one-key": ("olmo3", OLMO3 | {"num_key_value_heads": 1}),
     "gemma3_text-one-key": ("gemma3_text", GEMMA3 | {"num_key_value_heads": 1}),
     "opt": ("opt", OPT),
     "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),

@@ -128,6 +128,12 @@ SIZES |= {
     "olmoe": {**OF_LLAMA, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {**OF_LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2},
     "exaone4": {**OF_LLAMA, **TOKENS, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
+    "olmo3": {
+        **OF_LLAMA,
+        **TOKENS,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "granitemoe": {**OF_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -214,6 +220,10 @@ CASES: dict[str, Case] = {
     "z3-exaone4": Case(3, family="exaone4", zero=SMALL_3),
     "z3-exaone4-recompute": Case(3, family="exaone4", zero=SMALL_3, recompute=True),
     "z2-exaone4": Case(2, family="exaone4", zero=SMALL, microbatches=2),
+    "z3-olmo3": Case(3, family="olmo3", zero=SMALL_3),
+    "z3-olmo3-recompute": Case(3, family="olmo3", zero=SMALL_3, recompute=True),
+    "z3-olmo3-adapters": Case(3, family="olmo3", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
+    "z2-olmo3": Case(2, family="olmo3", zero=SMALL, microbatches=2),
     "z3-gemma3_text": Case(3, family="gemma3_text", zero=SMALL_3),
     "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
     "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.families import families
+from memplan.layers.coverage import TRANSFORMERS, check_covered
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
@@ -187,6 +188,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
+        "olmo3": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "gemma3_text": {
             "attention_bias": st.booleans(),
             "tie_word_embeddings": st.booleans(),
@@ -339,6 +341,18 @@ def test_exaone_4_says_which_layers_have_neither_window_nor_positions(tmp_path: 
     assert "must be full_attention alone where sliding_window is null" in refusal(config | kinds, tmp_path)
 
 
+def test_olmo_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
+    """``Olmo3Config``: every fourth, unless ``layer_types`` says otherwise; 16 of allenai/Olmo-3-1125-32B's 64."""
+    config = config_of_spec(load_spec("olmo-3-32b"))
+    assert config["layer_types"] == [*["sliding_attention"] * 3, "full_attention"] * 16
+    del config["layer_types"]
+    assert spec_of(config, tmp_path).full_interval == 4
+    kinds = ["full_attention", "sliding_attention"]
+    assert "only full_attention in every n-th layer" in refusal(config | {"layer_types": kinds}, tmp_path)
+    with pytest.raises(PlanError, match=r"sliding_window .*must be set where every 4th layer sees all tokens"):
+        check_covered(spec_of(config | {"sliding_window": None}, tmp_path), TRANSFORMERS, "single")
+
+
 def test_gemma_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
     """``Gemma3TextConfig``: every sixth, or as ``sliding_window_pattern`` or, before it, ``layer_types`` says; what its
     multimodal model's ``text_config`` leaves out are the class's defaults (google/gemma-3-4b-pt)."""
@@ -468,6 +482,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
+        "olmo3, "
         "opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, "
         "deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
         "granitemoe, nemotron-nas, nemotron_h, mamba2"

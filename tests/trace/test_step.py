@@ -58,6 +58,7 @@ FAMILIES = {
     "llama4_text": "llama-4-scout",
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
+    "olmo3": "olmo-3-7b",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
