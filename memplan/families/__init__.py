@@ -44,6 +44,7 @@ ROOMS = {
     "olmoe": ".olmoe",
     "granite": ".granite",
     "granitemoe": ".granitemoe",
+    "granitemoehybrid": ".granitemoehybrid",
     "nemotron-nas": ".nemotron_nas",
     **dict.fromkeys(("hybrid", "nemotron_h", "mamba2"), ".hybrid"),
 }

@@ -52,6 +52,8 @@ class Config:
     """The activation is that of a gate."""
     refused: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings that change the model in ways that are not modelled, with the value that is."""
+    wanted: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
+    """Settings whose default is not modelled, with what of them is; where they are lists, of each item."""
     published_in: tuple[str, ...] = ()
     """Low precisions in which its makers publish weights (``quantization_config.quant_method``): training casts them
     back to 16 bits."""

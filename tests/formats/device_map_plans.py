@@ -40,6 +40,7 @@ TINY: dict[str, str] = {
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
     "granite": "granite-3.0-2b",
+    "granitemoehybrid": "granite-4.0-micro",
     "gpt_bigcode": "santacoder",
     "llama4_text": "llama-4-scout",
 }

@@ -283,6 +283,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z2-gemma2": {"+128000": 1, "-128000": 1},
     **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma3_text", "z3-gemma3_text-recompute", "z2-gemma3_text")},
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
     "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
     "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
     "z3-opt-recompute": {"+256000": 1, "-256000": 1, "+16384": 6, "-16384": 6},

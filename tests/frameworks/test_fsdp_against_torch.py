@@ -110,6 +110,7 @@ OTHERS = (
     Case("gpt_bigcode", oracle.Sharding(shards=3)),
     Case("granite", oracle.Sharding(shards=3)),
     Case("granitemoe", oracle.Sharding(shards=3), attention="eager"),
+    Case("granitemoehybrid", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("deepseek_v2-lite", oracle.Sharding(shards=3, original="bf16", synced=TWICE)),
     Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),

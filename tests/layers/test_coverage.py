@@ -19,6 +19,7 @@ BASE = {
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
+    "granitemoehybrid": "granite-4.0-micro",
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",

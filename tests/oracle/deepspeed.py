@@ -135,6 +135,14 @@ SIZES |= {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
+    "granitemoehybrid": {
+        **OF_LLAMA,
+        "residual_multiplier": 0.5,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 176,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * 3,
+    },
     "granitemoe": {**OF_LLAMA, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Architectures, all with 1000 tokens."""
@@ -210,6 +218,9 @@ CASES: dict[str, Case] = {
     "z3-opt": Case(3, family="opt", dtype="fp32", zero=SMALL_3),
     "z3-gpt_neox": Case(3, family="gpt_neox", dtype="fp32", zero=SMALL_3),
     "z3-granite": Case(3, family="granite", zero=SMALL_3),
+    "z3-granitemoehybrid": Case(3, family="granitemoehybrid", zero=SMALL_3),
+    "z3-granitemoehybrid-recompute": Case(3, family="granitemoehybrid", zero=SMALL_3, recompute=True),
+    "z2-granitemoehybrid": Case(2, family="granitemoehybrid", zero=SMALL, microbatches=2),
     "z3-gptj": Case(3, family="gptj", dtype="fp32", zero=SMALL_3),
     "z3-phi3-recompute": Case(3, family="phi3", zero=SMALL_3, recompute=True),
     "z3-gemma2-recompute": Case(3, family="gemma2", zero=SMALL_3, recompute=True),
