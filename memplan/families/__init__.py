@@ -24,6 +24,7 @@ ROOMS = {
     "gemma2": ".gemma2",
     "gemma3_text": ".gemma3",
     "exaone4": ".exaone4",
+    "olmo3": ".olmo3",
     "opt": ".opt",
     "gpt_neox": ".gpt_neox",
     "gptj": ".gptj",
@@ -43,6 +44,7 @@ ROOMS = {
     "olmoe": ".olmoe",
     "granite": ".granite",
     "granitemoe": ".granitemoe",
+    "granitemoehybrid": ".granitemoehybrid",
     "nemotron-nas": ".nemotron_nas",
     **dict.fromkeys(("hybrid", "nemotron_h", "mamba2"), ".hybrid"),
 }

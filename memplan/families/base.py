@@ -52,6 +52,8 @@ class Config:
     """The activation is that of a gate."""
     refused: Mapping[str, Scalar] = field(default_factory=dict)
     """Settings that change the model in ways that are not modelled, with the value that is."""
+    wanted: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
+    """Settings whose default is not modelled, with what of them is; where they are lists, of each item."""
     published_in: tuple[str, ...] = ()
     """Low precisions in which its makers publish weights (``quantization_config.quant_method``): training casts them
     back to 16 bits."""
@@ -161,7 +163,9 @@ class Family:
     scaled_queries: Callable[[Recorder, Tensor, Shared], Tensor] | None = None
     """What becomes of queries once they have turned, in a layer like Llama's."""
     tables: Literal["whole", "half", "complex"] = "whole"
-    """Rotary tables have an angle for each feature, for two, or are complex numbers."""
+    """Rotary tables have an angle for each feature, for two, or are complex numbers,"""
+    wide_tables: bool = False
+    """and stay in fp32, whatever the dtype of hidden states."""
     attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
     """What a layer like Llama's or GPT-2's has in place of its attention."""
     as_llama_since: Version = ()

@@ -7,9 +7,10 @@ from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import LayerShape, Shared, rms_norm
+from ..layers.huggingface import LayerShape, Shared, norm
 from ..plan.releases import LIBRARIES
 from ..values import replace
+from . import family
 from .base import NO_BIASES, Config, Submodules, key
 from .llama import (
     ATTENTION,
@@ -26,13 +27,14 @@ from .llama import (
 
 def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
     """``Exaone4DecoderLayer.forward``."""
+    spec = shape.spec
     residual = hidden
-    hidden, _ = llama_attention(r, hidden, shared, shape)
-    hidden = rms_norm(r, hidden, "attention_output_norm")
+    hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
+    hidden = norm(r, hidden, spec, "attention_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_attention")
     residual = hidden
-    hidden = llama_mlp(r, hidden, shape.spec)
-    hidden = rms_norm(r, hidden, "mlp_output_norm")
+    hidden = llama_mlp(r, hidden, spec)
+    hidden = norm(r, hidden, spec, "mlp_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_mlp")
     return hidden  # noqa: RET504 - the variable ends its tensor's life
 

@@ -344,6 +344,10 @@ class Framework:
         """Of those adapters."""
         return plan.precision.dtype
 
+    def casts_given(self, plan: ResolvedPlan) -> bool:
+        """Whether hooks cast what a layer is handed to the dtype in which it computes."""
+        return False
+
     def runs_transformers(self, plan: Plan) -> bool:
         """The model's code is transformers'."""
         return not self.own_layers

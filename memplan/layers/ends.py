@@ -131,7 +131,7 @@ def rotary_tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor | None
         cos, sin = unscaled("cos"), unscaled("sin")
         cos = scaled(cos, "cos")
         sin = scaled(sin, "sin")
-    tables = ops.cast(r, cos, shape.dtype, "cos"), ops.cast(r, sin, shape.dtype, "sin")
+    tables = ops.cast(r, cos, shape.table_dtype, "cos"), ops.cast(r, sin, shape.table_dtype, "sin")
     del position_ids, frequencies, angles, cos, sin
     return tables
 

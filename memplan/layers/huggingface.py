@@ -98,6 +98,11 @@ class LayerShape:
         return family(self.spec.family).tables
 
     @property
+    def table_dtype(self) -> str:
+        """Their dtype; complex numbers are two of it."""
+        return "fp32" if self.tables == "complex" or family(self.spec.family).wide_tables else self.dtype
+
+    @property
     def turned(self) -> int:
         """Features of a head that rotary positions turn."""
         return self.spec.rope_head_dim or self.spec.rotary_features

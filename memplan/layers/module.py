@@ -292,6 +292,8 @@ class Run:
     """By the id under which other modules know them."""
     until_end: list[Tensor] = field(default_factory=list)
     """Dropped when the micro-batch's forward has ended (logits in the model's output)."""
+    given: list[Tensor] = field(default_factory=list)
+    """What hooks handed to the module, which they hold until those behind its forward have run."""
     slot: Tensor | None = None
     """Displaces a tensor that an earlier micro-batch left (``STALE``), and stays until it is displaced."""
     loss: Tensor | None = None
@@ -317,6 +319,8 @@ class Interface:
     """What the input is for,"""
     gradient: Category = Category.TEMPORARIES
     """and the gradient of the output."""
+    begins: bool = True
+    """Hooks before its forward run first; else the recipe says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +360,8 @@ class Options:
     """The stream whose memory a module takes, where it is not the main one."""
     holds_input: bool = False
     """A module's caller holds its input until hooks behind its forward have run."""
+    casts_given: bool = False
+    """Hooks before a layer's forward cast what it is handed to its dtype."""
 
 
 def build(
@@ -482,7 +488,8 @@ def _tapes(
         if options.seams:
             recorder.seam(name, kind)
 
-    hook(Hook.BEFORE_FORWARD)
+    if interface.begins:
+        hook(Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)
     if not options.holds_input:
         x = None
@@ -496,6 +503,7 @@ def _tapes(
     recorder.settle()
     hook(Hook.AFTER_FORWARD)
     x = None
+    run.given.clear()
     ended = len(recorder.events)
     if not backward:
         recorder.close()
@@ -554,7 +562,7 @@ def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: 
     recorder.evaluates = True
     x: Tensor | None
     x = _input(recorder, interface, drops=True)
-    if options.seams:
+    if options.seams and interface.begins:
         recorder.seam(name, Hook.BEFORE_FORWARD)
     run = recipe(recorder, x)
     if not options.holds_input:
@@ -568,6 +576,7 @@ def _evaluation_tape(name: str, recipe: Recipe, interface: Interface, recorder: 
     if options.seams:
         recorder.seam(name, Hook.AFTER_FORWARD)
     x = None
+    run.given.clear()
     recorder.close()
     return recorder.tape()
 

@@ -182,6 +182,7 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
             wanted = "null" if modelled is None else str(modelled).lower()
             given = ABSENT if isinstance(node.value, dict | list) else node.plain()
             raise PlanError(name, given, f"is not modelled; only {wanted} is", origin=node.origin)
+    _refuse_other_than_wanted(config, family)
     _refuse_narrow_embedding(config)
     if family.constants.get("mlm_head"):
         _refuse_next_sentences(config)
@@ -191,6 +192,17 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
     if quantised is not None and quantised.value is not None and _quantised(config) not in family.published_in:
         raise quantised.lacks("quantization_config", QUANTISED)
     _refuse_other_layer_types(config, family)
+
+
+def _refuse_other_than_wanted(config: Node, family: Config) -> None:
+    """Settings of which the default is not modelled say what is."""
+    for name, modelled in family.wanted.items():
+        node, only = config.mapping.get(name), " or ".join(map(str, modelled))
+        if node is None:
+            raise config.lacks(name, f"is missing; only {only} is modelled")
+        items = node.value if isinstance(node.value, list) else [node]
+        if others := [item for item in items if item.value not in modelled]:
+            raise others[0].wrong(name, f"is not modelled; only {only} is")
 
 
 def _refuse_other_layer_types(config: Node, family: Config) -> None:

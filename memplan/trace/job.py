@@ -34,6 +34,8 @@ def config_of_spec(spec: ModelSpec) -> dict[str, Any]:
         if _of_experts_alone(spec, name):
             continue
         _put(config, key.names[0], _NAMED[key.names[0]](spec) if key.names[0] in _NAMED else _written(spec, name))
+    for name, modelled in family.wanted.items():
+        config[name] = _NAMED[name](spec) if name in _NAMED else modelled[0]
     if family.layers_differ:
         config[BLOCKS] = written(spec.layer_blocks, spec.heads)
     if family.activation is not None:

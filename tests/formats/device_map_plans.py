@@ -38,7 +38,9 @@ TINY: dict[str, str] = {
     "ministral3": "ministral-3-8b",
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
+    "olmo3": "olmo-3-7b",
     "granite": "granite-3.0-2b",
+    "granitemoehybrid": "granite-4.0-micro",
     "gpt_bigcode": "santacoder",
     "llama4_text": "llama-4-scout",
 }

@@ -283,6 +283,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z2-gemma2": {"+128000": 1, "-128000": 1},
     **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma3_text", "z3-gemma3_text-recompute", "z2-gemma3_text")},
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
     "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
     "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
     "z3-opt-recompute": {"+256000": 1, "-256000": 1, "+16384": 6, "-16384": 6},
@@ -300,10 +301,11 @@ which is in place where nobody follows storages; so are zeros that Falcon's grad
 
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
+    "z3-olmo3-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 
-TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0)}
+TIMED = {("z3-opt", 1), ("z3-opt-recompute", 0), ("z3-olmo3-recompute", 1)}
 """Ranks that waited for a gather later than the other one did, which moves the curve and not its peak."""
 
 

@@ -111,6 +111,7 @@ OTHERS = (
     Case("gpt_bigcode", oracle.Sharding(shards=3)),
     Case("granite", oracle.Sharding(shards=3)),
     Case("granitemoe", oracle.Sharding(shards=3), attention="eager"),
+    Case("granitemoehybrid", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("deepseek_v2-lite", oracle.Sharding(shards=3, original="bf16", synced=TWICE)),
     Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),
@@ -118,6 +119,8 @@ OTHERS = (
     Case("minimax_m2", oracle.Sharding(shards=3)),
     Case("ministral3", oracle.Sharding(shards=3, original="bf16")),
     Case("exaone4", oracle.Sharding(shards=6)),
+    Case("olmo3", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("olmo3", oracle.Sharding(shards=6), recompute="full", attention="eager"),
     Case("gemma3_text", oracle.Sharding(shards=3, synced=TWICE)),
     Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
@@ -149,7 +152,7 @@ ENDS_APART = (
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")
 PRECISIONS = (
     oracle.Sharding(),
-    oracle.Sharding(original="bf16", param_dtype=None, reduce_dtype=None),
+    oracle.Sharding(original="bf16", reduce_dtype=None),
     oracle.Sharding(shards=3, param_dtype=None, reduce_dtype=None),
 )
 """Mixed, 16 bits, and fp32, which has no flash kernel."""

@@ -54,6 +54,7 @@ UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embed
 GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
 WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
+OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 NO_WINDOW: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": ["full_attention"] * LAYERS,
@@ -70,6 +71,8 @@ MINIMAX = {**MIXTRAL, "num_experts_per_tok": 3, "bos_token_id": 0, "eos_token_id
 OLMOE = {**QWEN3_MOE, "num_key_value_heads": 3, "head_dim": 32, "norm_topk_prob": False}
 SCALES = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 8.0}
 GRANITE_MOE = {**MIXTRAL, **SCALES, **TIED}
+GRANITE_4 = {**LLAMA, **SCALES, "head_dim": 32, "num_local_experts": 0, "shared_intermediate_size": 448}
+GRANITE_4 |= {"position_embedding_type": "rope", "layer_types": ["full_attention"] * LAYERS}
 DEEPSEEK: dict[str, Any] = {**BERT, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 448}
 DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "n_shared_experts": 2}
 DEEPSEEK |= {"kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None}
@@ -107,6 +110,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-no-window-tied-dropout": ("exaone4", EXAONE4 | NO_WINDOW | {"attention_dropout": 0.1}),
     "exaone4-one-key": ("exaone4", EXAONE4 | {"num_key_value_heads": 1}),
     "exaone4-six-keys": ("exaone4", EXAONE4 | {"num_key_value_heads": 6}),
+    "olmo3": ("olmo3", OLMO3),
+    "olmo3-all-windowed-biased-dropout": (
+        "olmo3",
+        OLMO3
+        | {"layer_types": ["sliding_attention"] * LAYERS, "attention_bias": True, "attention_dropout": 0.1}
+        | {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    ),
+    "olmo3-one-key": ("olmo3", OLMO3 | {"num_key_value_heads": 1}),
     "gemma3_text-one-key": ("gemma3_text", GEMMA3 | {"num_key_value_heads": 1}),
     "opt": ("opt", OPT),
     "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),
@@ -132,6 +143,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA | SCALES | TIED | {"head_dim": 32, "attention_dropout": 0.1, "attention_bias": True, "mlp_bias": True},
     ),
     "granitemoe": ("granitemoe", GRANITE_MOE),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE_4),
+    "granitemoehybrid-biased-dropout-tied": (
+        "granitemoehybrid",
+        GRANITE_4 | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, **TIED},
+    ),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "falcon-dropout-untied": ("falcon", FALCON | {"hidden_dropout": 0.1, "tie_word_embeddings": False}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | GROUPS),

@@ -19,11 +19,12 @@ BASE = {
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
+    "granitemoehybrid": "granite-4.0-micro",
     "granitemoe": "granite-3.0-1b-a400m",
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
     "glm4_moe_lite": "glm-4.7-flash", "minimax_m2": "minimax-m2", "ministral3": "ministral-3-8b",
-    "gemma3_text": "gemma-3-4b", "exaone4": "exaone-4.0-32b",
+    "gemma3_text": "gemma-3-4b", "exaone4": "exaone-4.0-32b", "olmo3": "olmo-3-7b",
     "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""
@@ -91,7 +92,7 @@ OF_FAMILY = {
     "mamba2": MIXER | {"layer_pattern": "MM"},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS | LINEAR | {"shared_expert_ffn": 64}),
     "qwen3_5": LINEAR,
-    "gemma3_text": {"full_interval": 2},
+    **{family: {"full_interval": 2} for family in ("gemma3_text", "olmo3")},
     "exaone4": {"nope_interval": 2},
     "nemotron-nas": {"family": "nemotron-nas"},
 }  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.families import families
+from memplan.layers.coverage import TRANSFORMERS, check_covered
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
@@ -104,6 +105,16 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "hidden_size": heads * head,
             "num_attention_heads": heads,
         },
+        "granitemoehybrid": {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention"] * 2,
+            "hidden_size": heads * head,
+            "num_attention_heads": heads,
+            "shared_intermediate_size": draw(st.integers(1, 40)),
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 1,
+        },
         "opt": {
             "num_hidden_layers": draw(st.integers(1, 3)),
             "hidden_size": heads * head,
@@ -183,10 +194,12 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "mlp_bias": st.booleans(),
             "tie_word_embeddings": st.booleans(),
         },
+        "granitemoehybrid": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "granitemoe": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
+        "olmo3": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "gemma3_text": {
             "attention_bias": st.booleans(),
             "tie_word_embeddings": st.booleans(),
@@ -273,8 +286,9 @@ def test_defaults_are_those_of_transformers(family: str, tmp_path: Path) -> None
         for name in key.names
         if not isinstance(key.default, (int, float, type(None))) and name in defaults
     }
-    from_little = spec_of({"model_type": family, **required}, tmp_path)
-    from_all = spec_of(defaults, tmp_path)
+    wanted = {name: modelled[0] for name, modelled in FAMILIES[family].wanted.items()}
+    from_little = spec_of({"model_type": family, **required, **wanted}, tmp_path)
+    from_all = spec_of(defaults | wanted, tmp_path)
     assert from_little == from_all
 
 
@@ -337,6 +351,38 @@ def test_exaone_4_says_which_layers_have_neither_window_nor_positions(tmp_path: 
     )
     kinds = {"layer_types": ["sliding_attention"], "sliding_window": None}
     assert "must be full_attention alone where sliding_window is null" in refusal(config | kinds, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"layer_types": ["attention", "mamba"]}, "layer_types = mamba: is not modelled; only full_attention or atten"),
+        ({"num_local_experts": 62}, "num_local_experts = 62: is not modelled; only 0 is"),
+        ({"position_embedding_type": "nope"}, "position_embedding_type = nope: is not modelled; only rope is"),
+        ({"position_embedding_type": None}, "position_embedding_type = null: is not modelled; only rope is"),
+    ],
+)
+def test_granite_4_is_read_where_every_layer_has_attention(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    """``GraniteMoeHybridConfig``, whose defaults are layers of Mamba-2 with experts and without positions."""
+    config = config_of_spec(load_spec("granite-4.0-micro")) | {"layer_types": ["attention"] * 40}
+    assert spec_of(config, tmp_path).ffn == 8192
+    assert problem in refusal(config | changes, tmp_path)
+    without = {name: value for name, value in config.items() if name not in changes}
+    assert ": is missing; only " in refusal(without, tmp_path)
+
+
+def test_olmo_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
+    """``Olmo3Config``: every fourth, unless ``layer_types`` says otherwise; 16 of allenai/Olmo-3-1125-32B's 64."""
+    config = config_of_spec(load_spec("olmo-3-32b"))
+    assert config["layer_types"] == [*["sliding_attention"] * 3, "full_attention"] * 16
+    del config["layer_types"]
+    assert spec_of(config, tmp_path).full_interval == 4
+    kinds = ["full_attention", "sliding_attention"]
+    assert "only full_attention in every n-th layer" in refusal(config | {"layer_types": kinds}, tmp_path)
+    with pytest.raises(PlanError, match=r"sliding_window .*must be set where every 4th layer sees all tokens"):
+        check_covered(spec_of(config | {"sliding_window": None}, tmp_path), TRANSFORMERS, "single")
 
 
 def test_gemma_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
@@ -420,7 +466,7 @@ UNREAD = ("gpt", "muse_glimmer")
 )
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
-    if spec.experts or spec.linear_interval:
+    if spec.experts or spec.linear_interval or FAMILIES[spec.family].wanted:
         cut = spec.model_copy(update={"layers": 4, "dense_layers": tuple(i for i in spec.dense_layers if i < 4)})
         config = config_of_spec(cut)
         assert parameters(cut) == transformers_count(
@@ -468,9 +514,9 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
-        "opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, "
-        "deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
-        "granitemoe, nemotron-nas, nemotron_h, mamba2"
+        "olmo3, opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, "
+        "deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, "
+        "granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

@@ -48,6 +48,7 @@ FAMILIES = {
     "olmoe": "olmoe-1b-7b",
     "gpt_oss": "gpt-oss-20b",
     "granite": "granite-3.1-2b",
+    "granitemoehybrid": "granite-4.0-micro",
     "granitemoe": "granite-3.0-3b-a800m",
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
@@ -58,6 +59,7 @@ FAMILIES = {
     "llama4_text": "llama-4-scout",
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
+    "olmo3": "olmo-3-7b",
 }
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""

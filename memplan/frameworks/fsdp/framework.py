@@ -98,6 +98,10 @@ class Fsdp(Framework):
         shared = {"etp": layout.tp if layout.ep == 1 else layout.etp or 1} if plan.model.experts else {}
         return layout.model_copy(update={"sequence_parallel": True, **shared})
 
+    def casts_given(self, plan: ResolvedPlan) -> bool:
+        """``MixedPrecisionPolicy.cast_forward_inputs``, which FSDP1 has off by default."""
+        return plan.fsdp.version != "1"
+
     def default_loss(self, plan: Plan) -> LossKind:
         return "vocab-parallel" if plan.layout.tp > 1 else "plain"
 

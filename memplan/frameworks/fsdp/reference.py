@@ -117,7 +117,10 @@ def _evaluated(module: Module, around: Around) -> Module:
 
 def modules_of(plan: ResolvedPlan, options: Options) -> tuple[Span, ...]:
     """The reference's modules as one device runs them, in the dtype of compute: every layer but the first once."""
-    return plain.reference(plan, plain.layer_shape(plan), plain.recipe_options(plan, options), "", seams=True)
+    made = plain.recipe_options(plan, options)
+    if preferences.has_model(plan):  # it is one unit, whose layers have no hooks
+        made = replace(made, casts_given=False)
+    return plain.reference(plan, plain.layer_shape(plan), made, "", seams=True)
 
 
 def without_pass(plan: ResolvedPlan) -> ResolvedPlan:

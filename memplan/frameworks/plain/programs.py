@@ -49,6 +49,8 @@ from . import preferences, returned, trainer
 from .contexts import outlived
 from .recipes import (
     EMBEDDED,
+    TABLES,
+    casts_tables,
     end_modules,
     hidden_interface,
     is_drop_of_input,
@@ -188,6 +190,7 @@ def recipe_options(plan: ResolvedPlan, options: Options) -> Options:
         converts_outputs=trainer.converts_outputs(plan),
         tuning=tuning_of(plan),
         kernels=kernels_of(plan),
+        casts_given=framework(plan.framework).casts_given(plan),
     )
 
 
@@ -391,7 +394,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     def kinds(numbers: Iterable[int]) -> Kinds:
         return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)
 
-    everything = _everything(embedding) - {EMBEDDED}
+    everything = _everything(embedding) - {EMBEDDED} - (TABLES if casts_tables(shape, options) else frozenset())
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]
     keeps = recompute and compiled_parts is None
     row, kept = layer_row(make, kinds(numbers), everything, keeps, [*map(plan.model.sees_all, numbers)])

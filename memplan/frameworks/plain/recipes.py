@@ -14,7 +14,7 @@ from ...layers.huggingface import Layer, LayerShape, Shared
 from ...layers.module import SHARED, Interface, Module, Options, Recipe, Run, Tapes, build
 from ...layers.recompute import recomputed, recomputed_reentrant
 from ...layers.tuning import Tuning
-from ...tape.events import INPUT, Drop, Event, Tape, drops
+from ...tape.events import INPUT, Drop, Event, Hook, Tape, drops
 from ...values import replace
 
 MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
@@ -22,6 +22,8 @@ MASK, COS, SIN, POSITIONS = SHARED, SHARED - 1, SHARED - 2, SHARED - 3
 
 OF_FULL = {MASK: SHARED - 5, COS: SHARED - 7, SIN: SHARED - 8}
 """Ids of what layers without a sliding window read in the place of these, where others have one."""
+
+TABLES = frozenset((COS, SIN, OF_FULL[COS], OF_FULL[SIN]))
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
@@ -47,8 +49,8 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
         mask = outside((1, 1, s, s), "bool", MASK)
     return Shared(
         mask,
-        outside(table, "fp32" if shape.tables == "complex" else dtype, COS) if tables else None,
-        outside(table, dtype, SIN) if tables and shape.tables != "complex" else None,
+        outside(table, shape.table_dtype, COS) if tables else None,
+        outside(table, shape.table_dtype, SIN) if tables and shape.tables != "complex" else None,
         outside((shape.b if known.positions_of_each else 1, s), "int64", POSITIONS)
         if known.takes_positions(r)
         else None,
@@ -67,24 +69,38 @@ def layer_module(
 ) -> Module:
     """One layer of the family, on hidden states in ``dtype`` if these are not as the embedding gives them. The first
     one is the last to let go of shared tensors: ``ended``."""
-    recipe = layer_recipe(shape, recompute, ended, code)
-    return build("layer", recipe, hidden_interface(shape, requires_grad, options.autocast, dtype), options)
+    interface = hidden_interface(shape, requires_grad, options.autocast, dtype)
+    casts = casts_tables(shape, options)
+    recipe = layer_recipe(shape, recompute, ended, code, casts=casts)
+    return build("layer", recipe, replace(interface, begins=not casts), options)
 
 
-def layer_recipe(shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current") -> Recipe:
-    """One layer of the family, recomputed in backward where ``recompute``."""
+def layer_recipe(
+    shape: LayerShape, recompute: bool, ended: frozenset[int], code: str = "current", *, casts: bool = False
+) -> Recipe:
+    """One layer of the family, recomputed in backward where ``recompute``. ``casts``: its hooks cast rotary tables."""
     recipe_of, _ = transformers_code(shape, code)
 
     def recipe(r: Recorder, x: Tensor) -> Run:
-        shared = shared_tensors(r, shape, ended)
+        shared, given = shared_tensors(r, shape, ended), list[Tensor]()
+        if casts:
+            given = [ops.cast(r, one, shape.dtype, "table_handed") for one in shared.tables]
+            shared = replace(shared, cos=given[0], sin=given[1])
+            if r.seams:
+                r.seam("layer", Hook.BEFORE_FORWARD)
         hidden = x
         if recompute and shape.reentrant:
-            return Run(recomputed_reentrant(r, lambda r, x: recipe_of(r, x, shared, shape), (hidden,)))
+            return Run(recomputed_reentrant(r, lambda r, x: recipe_of(r, x, shared, shape), (hidden,)), given=given)
         if recompute:
-            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)))
-        return Run(recipe_of(r, x, shared, shape))
+            return Run(recomputed(r, lambda: recipe_of(r, hidden, shared, shape)), given=given)
+        return Run(recipe_of(r, x, shared, shape), given=given)
 
     return recipe
+
+
+def casts_tables(shape: LayerShape, options: Options) -> bool:
+    """Whether hooks before every layer cast the rotary tables that it is handed (torch, ``FSDPState._pre_forward``)."""
+    return options.casts_given and family(shape.spec.family).wide_tables and shape.dtype != shape.table_dtype
 
 
 def transformers_code(shape: LayerShape, code: str = "current") -> tuple[Layer, Embedding]:
