@@ -73,19 +73,23 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
-        own = self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number))
-        linear = self.spec.is_linear(number)
-        return own if linear == own.linear else replace(own, linear=linear)
+        spec = self.spec
+        return self.of_kind(spec.has_experts(number), spec.has_positions(number), spec.is_linear(number))
 
-    def of_kind(self, mixture: bool, turns: bool) -> LayerShape:
-        """Of a layer with or without experts, with or without positions."""
-        same = (mixture, turns) == (self.mixture, self.turns)
-        return self if same else replace(self, mixture=mixture, turns=turns)
+    def of_kind(self, mixture: bool, turns: bool, linear: bool) -> LayerShape:
+        """Of a layer with or without experts, with or without positions, with a gated delta net or attention."""
+        same = (mixture, turns, linear) == (self.mixture, self.turns, self.linear)
+        return self if same else replace(self, mixture=mixture, turns=turns, linear=linear)
 
     @property
     def table(self) -> int:
         """Features of a row of the tables of rotary positions."""
         return self.turned // (2 if self.tables == "half" else 1)
+
+    @property
+    def table_rows(self) -> tuple[int, int]:
+        """Sequences and tokens of these tables."""
+        return self.b if family(self.spec.family).tables_of_each else 1, self.s
 
     @property
     def tables(self) -> str:

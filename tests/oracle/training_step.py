@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -101,7 +101,7 @@ def traced_step(
         steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
-    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
+    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked(), _kernels(config):
         run(body)
     return steps[0]
 
@@ -133,6 +133,15 @@ def _unpacked() -> Iterator[None]:
 
     with patch.object(masking_utils, "find_packed_sequence_indices", found_none):
         yield
+
+
+def _kernels(config: transformers.PreTrainedConfig) -> AbstractContextManager[None]:
+    """Those of gated delta nets, where the model has any."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return nullcontext()
+    from .delta_kernels import installed
+
+    return installed()
 
 
 def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, labels: int = 0) -> Any:

@@ -28,6 +28,8 @@ class LayerKind(NamedTuple):
     """They have experts."""
     turns: bool = True
     """They have positions."""
+    linear: bool = False
+    """They have gated delta nets."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -60,8 +62,9 @@ def kinds_of(
     def kind(i: int) -> LayerKind:
         requires_grad = tuning is None or from_start or i > first_trained
         own = frozen if i < ahead else options
-        turns = plan.model.has_positions(i)
-        return LayerKind(own, requires_grad, later if i else "", plan.model.has_experts(i), turns)
+        spec = plan.model
+        of_layer = spec.has_experts(i), spec.has_positions(i), spec.is_linear(i)
+        return LayerKind(own, requires_grad, later if i else "", *of_layer)
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 
