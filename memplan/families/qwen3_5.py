@@ -15,7 +15,7 @@ from ..layers.huggingface import LayerShape, Shared
 from ..values import replace
 from .base import Config, key
 from .llama import LLAMA_FAMILY, SILU
-from .qwen3_next import DELTA, ENDS, GATED, GATED_DELTA, NET, REGISTERED, layer_of
+from .qwen3_next import DELTA, GATED, GATED_DELTA, NET, REGISTERED, REST, layer_of
 
 OTHER_CODE = ", and with --framework fsdp --fsdp-code torchtitan"
 SAID = {"attn_output_gate": True}
@@ -71,7 +71,7 @@ QWEN3_5 = replace(
     embedding=embedding,
     tables_of_each=True,
     linear_layers={**LLAMA_FAMILY.linear_layers, **OF_NET},
-    registered=(*REGISTERED, "delta_norm", *OF_NET, *ENDS),
+    registered=(*REGISTERED, "delta_norm", *OF_NET, *REST),
     config=Config(
         keys={**DELTA, "kv_heads": key("num_key_value_heads", default=4)},
         constants=GATED,

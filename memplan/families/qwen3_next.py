@@ -17,7 +17,7 @@ from ..values import replace
 from .base import Config, key
 from .gemma2 import gemma_norm
 from .glm4_moe import rotary
-from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, feed_forward, projection, seen_as_heads
+from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, SUBMODULES, feed_forward, projection, seen_as_heads
 
 DELTA = {
     **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
@@ -102,7 +102,8 @@ COVERED: Allowed = {
 NET = "linear_attn"
 """What a layer calls its gated delta net."""
 REGISTERED = (*ATTENTION, "convolution")
-ENDS = ("gate", "up", "down", "attention_norm", "mlp_norm")
+REST = ("numbers", "gate", "up", "down", "attention_norm", "mlp_norm")
+"""``fully_shard`` takes a module's own parameters behind those of its submodules."""
 
 GATED_DELTA = replace(
     LLAMA_FAMILY,
@@ -115,14 +116,15 @@ GATED_DELTA = replace(
     kernels=(),
     lora_targets=None,
     since=LIBRARIES["transformers"].newest,
-    submodules=None,
+    no_zero3="a net reads its convolution's weight outside of that module, where ZeRO-3 gathers it for the net",
+    submodules={**SUBMODULES, "layer": replace(SUBMODULES["layer"], own=("numbers",))},
     assumptions=(
         "gated delta nets run the kernels of flash-linear-attention 0.5 (chunk_gated_delta_rule) and causal-conv1d 1.6 "
         "(causal_conv1d_fn), which transformers takes where both are installed; its own operators, which it falls back "
         "to with a warning, need more memory, and are not modelled",
     ),
 )
-"""Of both families. ZeRO-3 would gather the convolution's weight where the net reads it, outside of its module."""
+"""Of both families."""
 
 QWEN3_NEXT = replace(
     GATED_DELTA,
@@ -151,7 +153,7 @@ QWEN3_NEXT = replace(
         "delta_ba": f"{NET}.in_proj_ba",
         "delta_output": f"{NET}.out_proj",
     },
-    registered=(*REGISTERED, "delta_qkvz", "delta_ba", "delta_norm", "delta_output", *ENDS),
+    registered=(*REGISTERED, "delta_qkvz", "delta_ba", "delta_norm", "delta_output", *REST),
 )
 
 FAMILIES = {"qwen3_next": QWEN3_NEXT}

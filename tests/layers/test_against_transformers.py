@@ -292,11 +292,16 @@ def named(module: Module, tape: Tape) -> Iterator[Event]:
             yield Event(1 if isinstance(event, Hold) else -1, event.bytes, module, name)
 
 
+def config_of(model: str) -> transformers.PreTrainedConfig:
+    """The configuration of ``model``, as transformers calls its family."""
+    kind, settings = MODELS[model]
+    read = family_of(kind).config
+    return transformers.AutoConfig.for_model((read and read.model_type) or kind, **settings)
+
+
 def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
     """``case`` planned from its ``config.json``, and traced."""
-    kind, settings = MODELS[case.model]
-    read = family_of(kind).config
-    config = transformers.AutoConfig.for_model((read and read.model_type) or kind, **settings)
+    config = config_of(case.model)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {
         "model": str(folder),

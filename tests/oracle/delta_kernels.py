@@ -8,16 +8,12 @@ flash-linear-attention 0.5.2 (``ops/gated_delta_rule/chunk.py``, ``chunk_fwd.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 CHUNK = 64
-MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 class _Convolution(torch.autograd.Function):
@@ -152,12 +148,7 @@ def chunk_gated_delta_rule(
     return _Rule.apply(q, k, v, g, beta), None  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def installed() -> Iterator[None]:
-    """Both packages are there."""
-    with ExitStack() as stack:
-        for name in MODULES:
-            module = import_module(f"transformers.models.{name}.modeling_{name}")
-            stack.enter_context(patch.object(module, "causal_conv1d_fn", causal_conv1d_fn))
-            stack.enter_context(patch.object(module, "torch_chunk_gated_delta_rule", chunk_gated_delta_rule))
-        yield
+def install(model: torch.nn.Module) -> None:
+    """Both packages are there for the code of ``model``, from now on."""
+    module = sys.modules[type(model).__module__]
+    vars(module).update(causal_conv1d_fn=causal_conv1d_fn, torch_chunk_gated_delta_rule=chunk_gated_delta_rule)

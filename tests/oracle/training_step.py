@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ import torch
 import transformers
 from transformers import initialization, masking_utils
 
+from . import delta_kernels
 from .autocast import cuda_autocast, cuda_lists
 from .tracer import Change, Follow, Trace, run
 
@@ -101,7 +102,7 @@ def traced_step(
         steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
-    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked(), _kernels(config):
+    with _quiet(), patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}), _unpacked():
         run(body)
     return steps[0]
 
@@ -135,15 +136,6 @@ def _unpacked() -> Iterator[None]:
         yield
 
 
-def _kernels(config: transformers.PreTrainedConfig) -> AbstractContextManager[None]:
-    """Those of gated delta nets, where the model has any."""
-    if not hasattr(config, "linear_num_value_heads"):
-        return nullcontext()
-    from .delta_kernels import installed
-
-    return installed()
-
-
 def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, labels: int = 0) -> Any:
     auto: Any = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
     if labels:
@@ -152,6 +144,8 @@ def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, la
     with initialization.no_init_weights():
         model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
+    if hasattr(config, "linear_num_value_heads"):
+        delta_kernels.install(model)
     model.config.use_cache = False
     return model.train()
 
