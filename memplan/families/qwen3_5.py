@@ -15,7 +15,19 @@ from ..layers.huggingface import LayerShape, Shared
 from ..values import replace
 from .base import Config, key
 from .llama import LLAMA_FAMILY, SILU
-from .qwen3_next import DELTA, GATED, GATED_DELTA, NET, REGISTERED, REST, layer_of
+from .qwen3_next import (
+    COVERED_MIXTURE,
+    DELTA,
+    GATED,
+    GATED_DELTA,
+    MIXTURE_REST,
+    NET,
+    OPENED,
+    REGISTERED,
+    REST,
+    layer_of,
+    mixture,
+)
 
 OTHER_CODE = ", and with --framework fsdp --fsdp-code torchtitan"
 SAID = {"attn_output_gate": True}
@@ -85,8 +97,11 @@ QWEN3_5 = replace(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe",
-    covers=None,
+    covers=COVERED_MIXTURE,
+    mixture=mixture,
     classifies=False,
+    linear_layers={**QWEN3_5.linear_layers, **OPENED},
+    registered=(*REGISTERED, "delta_norm", *OF_NET, *MIXTURE_REST),
     config=Config(
         keys={
             **DELTA,

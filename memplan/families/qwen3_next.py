@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..layers import ops
+from ..layers import experts, ops
 from ..layers.autograd import Recorder, Tensor
-from ..layers.coverage import LLAMA, Allowed, reads
+from ..layers.coverage import LLAMA, MIXTURE, Allowed, reads
 from ..layers.delta_net import Projecting, delta_net, projected_together
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear
@@ -92,18 +92,27 @@ def embedding(r: Recorder, shape: LayerShape) -> Embedded:
     return Embedded(inputs_embeds, Shared(None, cos, sin, position_ids, mask))
 
 
-COVERED: Allowed = {
-    **reads(LLAMA, "linear_interval", "rotary_fraction", "attention_gate"),
-    "qk_norm": (True,),
-    "attention_gate": (True,),
-    "mlp_bias": (False,),
-    "sliding_window": (None,),
-}
+READ = ("linear_interval", "rotary_fraction", "attention_gate")
+OWN: Allowed = {"qk_norm": (True,), "attention_gate": (True,), "mlp_bias": (False,), "sliding_window": (None,)}
+COVERED: Allowed = {**reads(LLAMA, *READ), **OWN}
+COVERED_MIXTURE: Allowed = {**reads(MIXTURE, *READ, "shared_expert_ffn"), **OWN, "shared_expert_gate": (True,)}
 NET = "linear_attn"
 """What a layer calls its gated delta net."""
 REGISTERED = (*ATTENTION, "convolution")
 REST = ("numbers", "gate", "up", "down", "attention_norm", "mlp_norm")
 """``fully_shard`` takes a module's own parameters behind those of its submodules."""
+
+OPENED = {
+    **{f"shared_{name}": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
+    "shared_opens": "mlp.shared_expert_gate",
+}
+MIXTURE_REST = (REST[0], "router", "experts", *OPENED, *REST[1:])
+
+
+def mixture(r: Recorder, x: Tensor, shape: LayerShape) -> experts.Mixed:
+    """``Qwen3NextSparseMoeBlock.forward``."""
+    return experts.with_opened(r, x, shape, experts.cast_weights)
+
 
 GATED_DELTA = replace(
     LLAMA_FAMILY,
@@ -129,9 +138,9 @@ GATED_DELTA = replace(
 QWEN3_NEXT = replace(
     GATED_DELTA,
     name="qwen3_next",
-    covers=None,
+    covers=COVERED_MIXTURE,
     layer=layer,
-    shards=False,
+    mixture=mixture,
     config=Config(
         keys={
             **DELTA,
@@ -149,11 +158,12 @@ QWEN3_NEXT = replace(
     ),
     linear_layers={
         **LLAMA_FAMILY.linear_layers,
+        **OPENED,
         "delta_qkvz": f"{NET}.in_proj_qkvz",
         "delta_ba": f"{NET}.in_proj_ba",
         "delta_output": f"{NET}.out_proj",
     },
-    registered=(*REGISTERED, "delta_qkvz", "delta_ba", "delta_norm", "delta_output", *REST),
+    registered=(*REGISTERED, "delta_qkvz", "delta_ba", "delta_norm", "delta_output", *MIXTURE_REST),
 )
 
 FAMILIES = {"qwen3_next": QWEN3_NEXT}

@@ -34,6 +34,8 @@ class Projected:
     """Variables that what the convolution gives takes,"""
     until_end: list[Tensor] = field(default_factory=list)
     """and others."""
+    parts_gate: bool = False
+    """The gate is part of rows whose heads are not apart: a row for each head is a copy."""
 
 
 Projecting = Callable[[Recorder, Tensor, Sizes], Projected]
@@ -62,25 +64,24 @@ def projected_together(r: Recorder, x: Tensor, at: Sizes) -> Projected:
     and key, and what its value heads have. Parts of rows are copied where heads are not apart already."""
     each = at.v // at.k
     heads, numbers = (at.b, at.s, at.k, each * at.e), (at.b, at.s, at.k, each)
+    keys, values = (at.b, at.s, at.k * at.d), (at.b, at.s, at.v * at.e)
     wide = linear(r, x, "delta_qkvz", at.m + at.v * at.e, False)
     narrow = linear(r, x, "delta_ba", 2 * at.v, False)
     q, k, v, gate = ops.split(r, wide.view(*heads[:3], 2 * (at.d + each * at.e)), [at.groups] * 2 + [heads] * 2, "qkvz")
     b, a = ops.split(r, narrow.view(*numbers[:3], 2 * each), [numbers] * 2, "ba")
 
     def laid_out(x: Tensor, shape: Shape, name: str) -> Tensor:
-        return ops.contiguous(r, x, shape, name) if at.k > 1 else x.view(*shape)
+        return ops.contiguous(r, x, shape, f"{name}_laid_out") if at.k > 1 else x.view(*shape)
 
     if each > 1:
-        v, gate = laid_out(v, at.values, "value_laid_out"), laid_out(gate, at.values, "delta_gate_laid_out")
-        b, a = laid_out(b, at.heads, "delta_b_laid_out"), laid_out(a, at.heads, "delta_a_laid_out")
-    q, k = (
-        laid_out(q, (at.b, at.s, at.k * at.d), "query_laid_out"),
-        laid_out(k, (at.b, at.s, at.k * at.d), "key_laid_out"),
-    )
-    rows = (at.b, at.s, at.v * at.e)
-    v = v.view(*rows) if each > 1 else laid_out(v, rows, "value_laid_out")
-    channels = r.empty(at.channels, x.dtype, "channels").by(r.node((q, k, v), (), viewed(q, k, v)))
-    return Projected(channels, gate.view(*at.values), b.view(*at.heads), a.view(*at.heads), [q, k, v], [wide, narrow])
+        v, gate = laid_out(v, values, "value"), laid_out(gate, at.values, "delta_gate")
+        b, a = laid_out(b, at.heads, "delta_b"), laid_out(a, at.heads, "delta_a")
+    q, k = laid_out(q, keys, "query"), laid_out(k, keys, "key")
+    v = v if each > 1 else laid_out(v, values, "value")
+    channels = r.empty(at.channels, q.dtype, "channels").by(r.node((q, k, v), (), viewed(q, k, v)))
+    numbers_of = b.view(*at.heads), a.view(*at.heads)
+    parts = each > 1 and at.k == 1
+    return Projected(channels, gate.view(*at.values), *numbers_of, [q, k, v], [wide, narrow], parts)
 
 
 def delta_net(r: Recorder, x: Tensor, shape: LayerShape, projecting: Projecting) -> Tensor:
@@ -97,6 +98,8 @@ def delta_net(r: Recorder, x: Tensor, shape: LayerShape, projecting: Projecting)
     beta = ops.elementwise(r, "beta", (made.steps,), saves_output=True)
     decay = gated_delta.decay(r, made.rates, log, bias)
     out = gated_delta.rule_of_normed(r, [q, k, v, decay, beta], at, strided=True)
+    if made.parts_gate:
+        made.gate = ops.contiguous(r, made.gate, at.values, "delta_gate_laid_out")
     out = gated_norm(r, out, made.gate)
     return linear(r, out.view(at.b, at.s, at.v * at.e), "delta_output", spec.hidden, False)
 

@@ -24,7 +24,7 @@ WORD, HEAD = "word", "head"
 """The embedding's table and the head, as the recipes call them."""
 
 
-OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
+OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down", "shared_opens")
 """Linear layers of a feed-forward network, which experts have in place of a dense layer."""
 
 

@@ -120,6 +120,8 @@ OTHERS = (
     Case("gemma3_text", oracle.Sharding(shards=3, synced=TWICE)),
     Case("qwen3_5", oracle.Sharding(shards=3, synced=TWICE)),
     Case("qwen3_5-mha-biased-tied", oracle.Sharding(shards=5, original="bf16"), recompute="full"),
+    Case("qwen3_5_moe", oracle.Sharding(shards=3)),
+    Case("qwen3_next", oracle.Sharding(shards=6), recompute="full"),
     Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),

@@ -85,6 +85,8 @@ DELTA: dict[str, Any] = {**LLAMA, "linear_num_key_heads": 2, "linear_num_value_h
 DELTA |= {"linear_value_head_dim": 24, "full_attention_interval": 3, "head_dim": 32}
 OF_EACH: dict[str, Any] = {"full_attention_interval": 2, "num_key_value_heads": 6, "linear_num_key_heads": 4}
 OF_EACH |= {"attention_bias": True, "attention_dropout": 0.1}
+OPENED: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
+OPENED |= {"shared_expert_intermediate_size": 112}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -168,6 +170,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", DELTA),
     "qwen3_5-mha-biased-tied": ("qwen3_5", DELTA | TIED | OF_EACH),
     "qwen3_5-one-key": ("qwen3_5", DELTA | {"num_key_value_heads": 1, "linear_num_key_heads": 1, **PARTIAL}),
+    "qwen3_5_moe": ("qwen3_5_moe", DELTA | OPENED),
+    "qwen3_next": ("qwen3_next", DELTA | OPENED),
+    "qwen3_next-unnormed-dense-tied": (
+        "qwen3_next",
+        DELTA | OPENED | TIED | OF_EACH | {"norm_topk_prob": False, "mlp_only_layers": [1]},
+    ),
+    "qwen3_next-one-key": ("qwen3_next", DELTA | OPENED | {"linear_num_key_heads": 1, "num_key_value_heads": 1}),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
 }
 SHAPES = ((1, 64), (2, 128), (3, 37))
