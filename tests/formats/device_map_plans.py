@@ -39,6 +39,9 @@ TINY: dict[str, str] = {
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
     "granite": "granite-3.0-2b",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3_5": "qwen3.5-9b",
+    "qwen3_5_moe": "qwen3.5-35b-a3b",
     "gpt_bigcode": "santacoder",
     "llama4_text": "llama-4-scout",
 }
