@@ -393,6 +393,20 @@ def test_a_configuration_is_a_spec_in_whatever_code_runs_it(tmp_path: Path) -> N
         assert read.plan.model.has_sizes
 
 
+@pytest.mark.parametrize(
+    ("kind", "further"),
+    [("qwen3_5_text", {"mtp_num_hidden_layers": 2}), ("glm4_moe", {"num_nextn_predict_layers": 2})],
+)
+def test_layers_that_predict_further_tokens_are_told(kind: str, further: dict[str, int], tmp_path: Path) -> None:
+    """No class of these families in transformers has them (``_keys_to_ignore_on_load_unexpected``)."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    for given, told in ((further, 1), (dict.fromkeys(further, 0), 0)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 512, **sizes, **given}))
+        notes = read_spec(tmp_path).notes
+        assert [note.code for note in notes] == ["further-layers"] * told
+        assert not told or "--mtp-layers 2" in notes[0].message
+
+
 def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:
     """As Nemotron 3 Super's ``config.json`` has them, and as transformers writes them."""
     sizes = {
